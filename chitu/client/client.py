@@ -148,7 +148,7 @@ class RouterClient:
             try:
                 return msgspec.json.decode(answer, type=kind)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise Internal(f"{self.url}{path} answered in the format of another version of chitu: {error}") from error
+                raise Internal(f"{self.url}{path} answered in the format of another chitu version: {error}") from error
 
     @contextlib.contextmanager
     def _reply(

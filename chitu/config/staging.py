@@ -1,4 +1,4 @@
-"""Which instance has staging memory for KV transfers, where, and how much of it. Pure.
+"""Staging memory for KV transfers: which instance has it, where, and how much. Pure.
 
 Called by the topology check (`staging_problems`), and by the process that builds a pool and its transports
 (`plan_staging`). Staging is for transports that pay per piece, and for memory that a peer cannot write: see
@@ -16,13 +16,14 @@ from chitu.types import Role
 
 PREFIX = "dp_config.router.pd_disaggregation"
 SEGMENTS_OF_A_PEER = 2
-"""At least: one is written while the other is scattered."""
+"""Minimum segments for each peer: one is written while the other is scattered."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingPlan:
     place: Literal["pool", "host"]
-    """In the arena of the pool, be it on a GPU, or in host memory of its own beside a pool on a GPU."""
+    """Place of the segments: `pool`, the arena of the pool, also on a GPU; `host`, separate host memory beside a pool
+    on a GPU."""
     segment_bytes: int
     num_segments: int
 
@@ -36,10 +37,10 @@ class StagingPlan:
 
 
 def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> StagingPlan | None:
-    """None: this instance needs none.
+    """Return the staging memory of this instance, or None if it needs none.
 
-    Needed for `staged` anywhere, and for `auto` where pools are on GPUs, unless cuda_ipc is the only way. P needs none
-    where shm and cuda_ipc alone can be used, which gather straight into D's segments.
+    It is needed for `staged` anywhere, and for `auto` with pools on GPUs, unless cuda_ipc is the only transport. P
+    needs none if only shm and cuda_ipc can be used, which gather directly into D's segments.
     """
     pd = router.pd_disaggregation
     is_cuda = any(device.startswith("cuda") for device in instance.devices)
@@ -58,25 +59,25 @@ def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> 
 
 
 def pool_bytes_of(router: RouterConfig, role: Role, instance: InstanceConfig) -> int:
-    """What transports need at the end of the pool's arena."""
+    """Return the bytes that transports need at the end of the pool's arena."""
     plan = plan_staging(router, role, instance)
     return plan.pool_bytes if plan is not None else 0
 
 
 def protocol_of(pd: PDDisaggregationConfig) -> str:
-    """Mooncake's. `auto` that no launcher has looked at is TCP, which always works."""
+    """Return Mooncake's protocol. `auto` that no launcher has resolved means TCP, which always works."""
     return "rdma" if pd.mooncake_protocol == "rdma" else "tcp"
 
 
 def has_transfer_library(pd: PDDisaggregationConfig, host: str) -> bool:
-    """Whether a library may carry the writes: not between processes of one machine, unless it was asked for."""
+    """Return whether a library may carry the writes: not between processes of one machine, unless configured."""
     is_local = host == "localhost" or host.startswith("127.")
     return pd.transport in ("mooncake", "nixl") or (pd.transport == "auto" and not is_local)
 
 
 def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool:
-    """Whether the segments of a GPU are in host memory: shm maps nothing else, and TCP sends from there anyway. RDMA
-    and UCX take device memory; so does cuda_ipc, which `auto` prefers, where it is told to stage."""
+    """Return whether the segments of a GPU are in host memory: shm maps nothing else, and TCP sends from there anyway.
+    RDMA and UCX take device memory; so does cuda_ipc, which `auto` prefers if `transfer` is `staged`."""
     if pd.transport == "auto" and pd.transfer == "staged":
         return False
     if pd.transport in ("shm", "auto", "mooncake"):
@@ -85,7 +86,7 @@ def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool
 
 
 def staging_problems(router: RouterConfig) -> Iterator[str]:
-    """What cannot work, a sentence each."""
+    """Yield a sentence for each setting that cannot work."""
     pd = router.pd_disaggregation
     paired = [(Role.PREFILL, config) for config in router.prefill_schedulers]
     paired += [(Role.DECODE, config) for config in router.decode_schedulers]
@@ -121,7 +122,7 @@ def staging_problems(router: RouterConfig) -> Iterator[str]:
 
 
 def staging_prefills(router: RouterConfig) -> tuple[int, ...]:
-    """Engine ranks of the P that may be granted segments."""
+    """Return the engine ranks of the P that may be granted segments."""
     return tuple(rank for rank, config in enumerate(router.prefill_schedulers) if config.tp_size == 1)
 
 

@@ -1,8 +1,8 @@
-"""How many prompt tokens a step computes where the topology does not say: by the devices that compute prompts.
+"""Default number of prompt tokens in a step, by the devices that compute prompts.
 
-A CPU is busy for long with 512 tokens. A GPU is not busy at all: 512 tokens at a time cost it more in steps than in
-arithmetic, and whole prompts are what its libraries are fastest at. On P nothing waits for a step but other prompts; a
-unified instance's running streams do. Called by `load.py` alone, so all that read the configuration see the numbers.
+512 tokens keep a CPU busy for long. A GPU spends more on the steps of 512 tokens than on their arithmetic, and its
+libraries are fastest with whole prompts. On P only other prompts wait for a step; on a unified instance running streams
+do. Only `load.py` calls this, so every reader of the configuration sees the numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from chitu.config.schema import InstanceConfig, SchedulerConfig, Topology
 
 PREFILL_TOKENS = 8192
 UNIFIED_TOKENS = 2048
-"""The largest prefill that is recorded (`engine/step_graphs.py`)."""
+"""Step size of unified instances: the largest prefill that is recorded (`engine/step_graphs.py`)."""
 
 
 def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:
-    """The topology with `max_batched_tokens` and `chunk_size` of its GPUs, except those that are `given`."""
+    """Return the topology with `max_batched_tokens` and `chunk_size` for GPUs, except those that are `given`."""
     router = topology.dp_config.router
     computing = (*router.prefill_schedulers, *router.unified_schedulers)
     if not computing or not all(map(_is_on_gpus, computing)):

@@ -1,19 +1,20 @@
-"""How a model is cut over the tensor-parallel ranks of an instance. Pure integers; every module that cuts asks here.
+"""Split of a model over the tensor-parallel ranks of an instance. Pure integers; every module that splits uses it.
 
 Called by the topology check, the loader (weights), the KV pool (pages) and the transfer plan (which rank writes what to
-which). Query heads are split evenly and stay with their KV head. KV heads are split too, or, where there are fewer of
-them than ranks, each is held by several neighbouring ranks. Rows of the MLP and of the vocabulary are split as evenly
-as they go.
+which). Query heads are split evenly and stay with their KV head. KV heads are split too; if there are fewer of them
+than ranks, several neighbouring ranks hold each one. Rows of the MLP and of the vocabulary are split as evenly as
+possible.
 """
 
 from __future__ import annotations
 
 MAIN_RANK = 0
-"""The rank that decides, has the ports, samples and keeps the logits rows."""
+"""Rank that schedules, has the ports, samples and keeps the logits rows."""
 
 
 def why_not(num_heads: int, num_kv_heads: int, tp_size: int) -> str:
-    """Why attention of these heads cannot be cut over `tp_size` ranks, as the end of a sentence; empty where it can."""
+    """Return why these attention heads cannot be split over `tp_size` ranks, as the end of a sentence, or "" if they
+    can."""
     if num_heads % tp_size:
         return f"{num_heads} attention heads cannot be split evenly over {tp_size} ranks"
     if num_kv_heads % tp_size and tp_size % num_kv_heads:
@@ -22,7 +23,7 @@ def why_not(num_heads: int, num_kv_heads: int, tp_size: int) -> str:
 
 
 def kv_heads_of(num_kv_heads: int, tp_size: int, rank: int) -> range:
-    """KV heads that a rank holds: its share, or the one that it has in common with its neighbours."""
+    """Return the KV heads that a rank holds: its share, or the one that it has in common with its neighbours."""
     first = rank * num_kv_heads // tp_size
     return range(first, first + kv_heads_per_rank(num_kv_heads, tp_size))
 
@@ -32,5 +33,5 @@ def kv_heads_per_rank(num_kv_heads: int, tp_size: int) -> int:
 
 
 def share_of(total: int, tp_size: int, rank: int) -> range:
-    """A rank's part of `total` rows; parts follow each other and differ by at most one row."""
+    """Return a rank's part of `total` rows. Parts follow each other and differ by at most one row."""
     return range(rank * total // tp_size, (rank + 1) * total // tp_size)

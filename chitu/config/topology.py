@@ -1,5 +1,5 @@
-"""What a topology means as a whole: its instances, hosts, ports and threads. Pure: values in, values out; what is wrong
-with one, `topology_checks.py` says."""
+"""A topology as a whole: its instances, hosts, ports and threads. Pure: values in, values out. `topology_checks.py`
+checks it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chitu.types import Role, instance_name
 logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
-"""To listen on; nobody can be reached there."""
+"""Addresses to listen on at all interfaces; no peer can connect to them."""
 MAX_PORT = 65535
 
 SECTIONS = {
@@ -45,7 +45,7 @@ class Instance:
 
 
 def instances(topology: Topology) -> tuple[Instance, ...]:
-    """P0, P1, ..., D0, ..., U0, ... in this order."""
+    """Return P0, P1, ..., D0, ..., U0, ... in this order."""
     router = topology.dp_config.router
     return tuple(
         Instance(role, rank, config) for role in Role for rank, config in enumerate(getattr(router, SECTIONS[role]))
@@ -53,7 +53,7 @@ def instances(topology: Topology) -> tuple[Instance, ...]:
 
 
 def find_instance(topology: Topology, role: Role, engine_rank: int) -> Instance:
-    """The instance that a scheduler process is told to be, `dp_config.scheduler_base_port` taken into account."""
+    """Return the instance of a scheduler process, with `dp_config.scheduler_base_port` as its port if set."""
     for instance in instances(topology):
         if (instance.role, instance.engine_rank) == (role, engine_rank):
             base_port = topology.dp_config.scheduler_base_port
@@ -75,12 +75,12 @@ def is_loopback(host: str) -> bool:
 
 
 def same_host(host: str) -> str:
-    """What stands for a host: all loopback names are one."""
+    """Return the canonical name of a host: all loopback names are one."""
     return "127.0.0.1" if is_loopback(host) else host
 
 
 def host_names(topology: Topology) -> list[str]:
-    """Every host once, the router's first; all loopback names count as one."""
+    """Return every host once, the router's first; all loopback names count as one."""
     named = [topology.dp_config.router.host, *(instance.config.host for instance in instances(topology))]
     return list(dict.fromkeys(same_host(host) for host in named))
 
@@ -90,8 +90,8 @@ def instances_on(topology: Topology, host: str) -> list[Instance]:
 
 
 def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
-    """The same cluster with every process on `host`: what `chitu serve` starts. Loopback addresses stay as they are,
-    and so does what is wrong."""
+    """Return the same cluster with every process on `host`, as `chitu serve` starts it. Loopback and all-interface
+    addresses stay as they are, for the checks to see."""
     router = topology.dp_config.router
 
     def there(old: str) -> str:
@@ -106,23 +106,23 @@ def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
 
 
 def listening_host(router: RouterConfig) -> str:
-    """Address at which the HTTP API listens."""
+    """Return the address at which the HTTP API listens."""
     return router.host if router.http_host is None else router.http_host
 
 
 def api_host(router: RouterConfig) -> str:
-    """Address at which the processes of the cluster reach the HTTP API."""
+    """Return the address at which the processes of the cluster reach the HTTP API."""
     host = listening_host(router)
     return router.host if host in ALL_ADDRESSES else host
 
 
 def api_url(host: str, port: int) -> str:
-    """With the brackets that an IPv6 address has in a URL."""
+    """Return the URL of the API, with brackets around an IPv6 address."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def router_ports(router: RouterConfig) -> dict[str, int]:
-    """Ports that the router listens on, by key path."""
+    """Return the ports that the router listens on, by key path."""
     pd = router.pd_disaggregation
     return {
         "dp_config.router.port": router.port,
@@ -135,7 +135,7 @@ def router_ports(router: RouterConfig) -> dict[str, int]:
 
 
 def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
-    """Key, host and number of every port that the topology's processes listen on by its word; 0 is any free one."""
+    """Yield key, host and number of every port that the topology has its processes listen on; 0 is any free one."""
     router = topology.dp_config.router
     for key, port in router_ports(router).items():
         yield key, router.host, port
@@ -147,7 +147,8 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
 
 
 def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
-    """With the router's actual ports, by short key name (`stats_port`), in the place of those of the file."""
+    """Return the topology with the router's actual ports, by short key name (`stats_port`), instead of those of the
+    file."""
     router = topology.dp_config.router
     pd = router.pd_disaggregation
     pd = msgspec.structs.replace(pd, **{name: port for name, port in ports.items() if hasattr(pd, name)})
@@ -157,7 +158,7 @@ def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
 
 
 def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
-    """CPU threads of the math of each rank of an instance on a host with `cores` cores."""
+    """Return the CPU threads for the computation of each rank of an instance on a host with `cores` cores."""
     of_instance = (
         instance.config.threads
         or topology.scheduler.threads
@@ -167,11 +168,11 @@ def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
 
 
 def has_tiers(topology: Topology, instance: Instance) -> bool:
-    """Whether its prefix cache goes on in host memory: where prompts are computed, and on a D that can hand them the
-    pages of its answers."""
+    """Return whether its prefix cache has a tier in host memory: on P and unified instances, and on a D that can share
+    the pages of its answers."""
     return topology.cache.host_bytes > 0 and (instance.role is not Role.DECODE or has_lasting_tiers(topology))
 
 
 def has_lasting_tiers(topology: Topology) -> bool:
-    """Whether pages outlive their instance, and others read them."""
+    """Return whether pages outlive their instance and other instances can read them."""
     return topology.cache.disk.path is not None or topology.cache.store.master is not None

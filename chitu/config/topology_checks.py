@@ -1,6 +1,6 @@
 """The checks of a topology that need more than one key.
 
-Pure, except that they look whether the model folder exists. Called by `chitu serve`, `chitu plan` and by every process
+Pure, except that they check whether the model folder exists. Called by `chitu serve`, `chitu plan` and by every process
 entry before a model loads. `check` raises the first problem; `problems` lists all; `warn_of_faults`, `warn_without_key`
 and `warn_of_open_api` log.
 """
@@ -36,17 +36,17 @@ from chitu.types import Role
 logger = logging.getLogger(__name__)
 
 PLACEHOLDER_SUFFIX = ".example"
-"""Host names that the multi-node files carry until someone puts real ones in (RFC 2606 keeps them unresolvable)."""
+"""Suffix of the placeholder host names in the multi-node files (RFC 2606 keeps them unresolvable)."""
 
 
 def warn_of_faults(topology: Topology) -> None:
-    """Say it where transfers are broken on purpose, so that nobody takes such a cluster for a sound one."""
+    """Log a warning if faults are injected into transfers, so that such a cluster is not taken for a sound one."""
     if faults := topology.dp_config.router.pd_disaggregation.faults.describe():
         logger.warning("FAULTS ARE ON (%s): KV transfers are broken on purpose and answers will be wrong", faults)
 
 
 def warn_without_key(topology: Topology) -> None:
-    """Say it where a cluster reaches over several machines and takes part whoever reaches its ports."""
+    """Log a warning if a cluster on several machines has no key, so that anyone who reaches its ports can join."""
     hosts = host_names(topology)
     if len(hosts) > 1 and not cluster_key_of(topology):
         logger.warning(
@@ -57,7 +57,7 @@ def warn_without_key(topology: Topology) -> None:
 
 
 def open_api(topology: Topology) -> str | None:
-    """A sentence where other machines can reach the API and it asks for no key."""
+    """Return a sentence if other machines can reach the API and it needs no key, else None."""
     router = topology.dp_config.router
     host = listening_host(router)
     if router.api_keys or is_loopback(host):
@@ -69,7 +69,7 @@ def open_api(topology: Topology) -> str | None:
 
 
 def warn_of_open_api(topology: Topology) -> None:
-    """For the router's log."""
+    """Log a warning if the API is open, for the router."""
     if warning := open_api(topology):
         logger.warning("%s", warning)
 
@@ -81,7 +81,7 @@ def check(topology: Topology, master_addr: str | None = None, need_model: bool =
 
 
 def problems(topology: Topology, master_addr: str | None = None, need_model: bool = True) -> Iterator[str]:
-    """Everything wrong with the topology, a sentence each. `master_addr`: PD_MASTER_ADDR as found."""
+    """Yield a sentence for everything wrong with the topology. `master_addr` is PD_MASTER_ADDR as found."""
     yield from _api_key_problems(topology.dp_config.router)
     yield from _instance_problems(topology)
     yield from _device_problems(topology)
@@ -159,13 +159,13 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
 
 
 def _device_problems(topology: Topology) -> Iterator[str]:
-    """P and D must have their pages in memory of the same kind, and a transport for it."""
+    """Check that P and D have their pages in memory of the same kind, and a transport for it."""
     prefix = "dp_config.router.pd_disaggregation"
     config = topology.dp_config.router.pd_disaggregation
     paired = [item for item in instances(topology) if item.role is not Role.UNIFIED and not is_auto(item.config)]
     by_kind = {device.partition(":")[0]: instance for instance in paired for device in instance.config.devices}
     if not by_kind.keys() <= {"cpu", "cuda"}:
-        return  # an unknown device has its own sentence
+        return  # `_instance_problems` reports an unknown device
     if len(by_kind) == 2:
         yield (
             f"{by_kind['cuda'].key} has its pages in GPU memory and {by_kind['cpu'].key} in host memory: "
@@ -286,7 +286,8 @@ def _model_problems(path: str) -> Iterator[str]:
 
 
 def _split_problems(topology: Topology) -> Iterator[str]:
-    """Instances whose ranks cannot share the model's heads. A file that cannot be read is refused when it is loaded."""
+    """Check that the ranks of each instance can split the model's heads. An unreadable file is refused when it is
+    loaded."""
     try:
         config = json.loads((Path(os.path.expanduser(topology.model.path)) / "config.json").read_text(encoding="utf-8"))
         num_heads = int(config["num_attention_heads"])

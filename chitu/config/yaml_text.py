@@ -1,4 +1,4 @@
-"""YAML as topologies are written: 1.2's booleans, no key twice. Pure; used by `load.py` and `overrides.py`."""
+"""YAML of topologies: with the booleans of YAML 1.2, no duplicate keys. Pure; used by `load.py` and `overrides.py`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's booleans (so that `off` stays a word); a key given twice is refused."""
+    """SafeLoader with the booleans of YAML 1.2 (so that `off` stays a string). It refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key_node, _ in node.value:
-            key = str(key_node.value)  # of one that is no text the base class complains
+            key = str(key_node.value)  # the base class refuses a key that is no string
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
@@ -23,7 +23,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        """`"\\0"` and halves of characters can be written and are no text: no path, name or message can have them."""
+        """Return the scalar. Refuse `"\\0"` and lone surrogates, which no path, name or message can have."""
         value = super().construct_scalar(node)
         if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
             raise yaml.constructor.ConstructorError(
@@ -33,7 +33,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """SafeDumper that knows no short booleans either, so `off` is written as a plain word and read back as one."""
+    """SafeDumper without short booleans, so that `off` is written as a plain string and read back as one."""
 
 
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
@@ -46,17 +46,17 @@ for _class in (Loader, Dumper):
 
 
 def read_yaml(text: str) -> Any:
-    """Its value; yaml.YAMLError for anything that is none."""
+    """Return the value of YAML text. Raise yaml.YAMLError if it is invalid."""
     try:
         return yaml.load(text, Loader=Loader)
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
-    except (ValueError, TypeError, OverflowError, AttributeError) as error:  # of a constructor, of a date or a number
-        raise yaml.YAMLError(f"a value of it is none ({error})") from error
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:  # from a constructor of a date or a number
+        raise yaml.YAMLError(f"it has an invalid value ({error})") from error
 
 
 def one_line(error: yaml.YAMLError) -> str:
-    """What is wrong, and where."""
+    """Return the error and its line as one sentence."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"line {mark.line + 1}: {problem}" if mark is not None else problem

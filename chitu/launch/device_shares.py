@@ -1,9 +1,9 @@
-"""`devices: auto` becomes devices: the GPUs of a node are shared out to its instances in the order of the topology.
+"""Resolves `devices: auto`: assigns the GPUs of a node to its instances in the order of the topology.
 
-Pure. Called by whoever starts processes (`launch/node.py`, `launch/local.py`), by `chitu plan`, and by a scheduler
-process that nobody's launcher started. Each node decides for its own instances and takes the others for its like: of
-those it needs to know only whether they have GPUs. What was decided goes to all processes of the node as overrides, so
-they agree. P and D of unlike nodes are told apart by the router when they join (docs/adr/0009).
+Pure. Called by the launchers (`launch/node.py`, `launch/local.py`), by `chitu plan`, and by a scheduler process without
+a launcher. Each node decides for its own instances and assumes that other nodes are like it: of their instances it
+needs to know only whether they have GPUs. All processes of the node get the result as overrides, so they agree. The
+router detects P and D of unlike nodes when they join (docs/adr/0009).
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from chitu.launch.node_devices import VISIBLE, Device, NodeDevices
 from chitu.types import Role
 
 SHOWN = "CHITU_DEVICES"
-"""What the topology calls the devices that CUDA_VISIBLE_DEVICES shows to a process, in order (`config/load.py`)."""
+"""Variable with the topology's names of the devices in CUDA_VISIBLE_DEVICES of a process, in order
+(`config/load.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
     devices: Mapping[str, tuple[str, ...]]
-    """By key of the instance; of all that were `auto`, those of other nodes by their kind alone."""
+    """Devices of all instances that were `auto`, by key of the instance; those of other nodes by their kind only."""
     notes: tuple[str, ...]
-    """What an operator has to know of it, a sentence each."""
+    """Notes for the operator, a sentence each."""
 
     @property
     def overrides(self) -> list[str]:
@@ -35,7 +36,8 @@ class Shares:
 
 
 def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) -> Shares:
-    """Devices of `own`, the instances of this node. ConfigError where there are too few, or a name of none."""
+    """Assign devices to `own`, the instances of this node. Raise ConfigError if there are too few, or a name is no
+    device."""
     for instance in own:
         for reason in filter(None, map(why_no_device, () if is_auto(instance.config) else instance.config.devices)):
             raise ConfigError(f"{instance.key}.devices {reason}")
@@ -71,25 +73,25 @@ def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) ->
         if is_auto(instance.config) and instance.key not in devices:
             is_here = any(instance.key == mine.key for mine in own)
             kind_of_it = GPU_ELSEWHERE if on_gpus and not is_here else CPU
-            if own or kind is not None:  # a node of the router alone knows nothing of the others
+            if own or kind is not None:  # a node with only the router does not know the other nodes' devices
                 devices[instance.key] = (kind_of_it,) * instance.config.tp_size
     return Shares(devices, tuple(notes))
 
 
 def environment_of(instance: Instance, node: NodeDevices) -> dict[str, str]:
-    """What shows a process of this instance its own devices and no others; empty on CPUs, and of devices that this node
-    does not have, as in a plan for others."""
+    """Return the variables that show a process of this instance only its own devices. Empty on CPUs, and for devices
+    that this node does not have, as in a plan for other nodes."""
     names = tuple(dict.fromkeys(filter(is_gpu, instance.config.devices)))
     if not names or any(name == GPU_ELSEWHERE or gpu_index(name) >= len(node.devices) for name in names):
         return {}
     tokens = [node.devices[gpu_index(name)].token for name in names]
-    # The order in which the driver's tool counts; a list that somebody gave to us counts as it did.
+    # Number GPUs in the order of nvidia-smi, unless the environment gave a list, which keeps its own order.
     order = {} if node.is_given else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return {VISIBLE: ",".join(tokens), SHOWN: ",".join(names), **order}
 
 
 def describe(own: Sequence[Instance], node: NodeDevices) -> str:
-    """The devices of each instance, in a line."""
+    """Return the devices of each instance, in one line."""
     parts = []
     for instance in own:
         shown = environment_of(instance, node).get(VISIBLE)
@@ -98,7 +100,8 @@ def describe(own: Sequence[Instance], node: NodeDevices) -> str:
 
 
 def _kind_of_others(topology: Topology) -> str | None:
-    """What P and D that name their devices have, which the others then need, too; None where none does."""
+    """Return the kind of device of P and D that name theirs, which the others then need, too; None if none names
+    any."""
     named = [
         device
         for instance in instances(topology)

@@ -1,8 +1,8 @@
-"""What `chitu serve` shows while the cluster starts: a line a process, with a bar while its weights load.
+"""Start progress of `chitu serve`: a line for each process, with a bar while its weights load.
 
 On a terminal the lines are redrawn (rich); elsewhere one plain line is written per change of state. Everything goes to
-stderr. Used by `serve.py` and `node.py`, each from its one thread. What nobody can read any more is lost, and the
-cluster goes on.
+stderr. Used by `serve.py` and `node.py`, each from its one thread. If stderr is closed, output is lost and the cluster
+goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from chitu.launch.progress import Progress
 
 
 class PlainDisplay:
-    """One line per change; loading is told in steps of a quarter."""
+    """A display with one line per change; it reports loading in steps of a quarter."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -48,7 +48,7 @@ class PlainDisplay:
 
 
 class RichDisplay:
-    """A live table; `say` prints above it."""
+    """A display with a live table; `say` prints above it."""
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
@@ -85,7 +85,7 @@ class RichDisplay:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Print to stderr."""
+    """Print to stderr; ignore a closed stream."""
     with contextlib.suppress(OSError):
         print(text, file=stream or sys.stderr, flush=True)
 
@@ -96,7 +96,7 @@ def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
 
 
 def chitu_command() -> str:
-    """The command of this installation as the user can type it here: by its name where that is on PATH."""
+    """Return the command of this installation as the user can type it here: its name if that is on PATH."""
     own = Path(sysconfig.get_path("scripts")) / "chitu"
     found = shutil.which("chitu")
     if found is not None and os.path.realpath(found) == os.path.realpath(own):
@@ -108,11 +108,11 @@ def chitu_command() -> str:
 
 
 TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
-"""Something that the embedded model can answer."""
+"""A question that the embedded model can answer."""
 
 
 def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) -> str:
-    """What is printed once the cluster serves: its instances, addresses, and a first request to copy."""
+    """Return the text to print once the cluster serves: its instances, addresses, and a first request to copy."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
     if name == TINY_MODEL_NAME:
         path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'

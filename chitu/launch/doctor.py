@@ -1,8 +1,9 @@
-"""`chitu doctor`: whether this machine, or all nodes of a topology, can serve it. Called by the command line only.
+"""`chitu doctor`: checks whether this machine, or all nodes of a topology, can serve it. Called by the command line
+only.
 
-Alone it judges this machine as `chitu serve` would use it. With `--hosts` and a node index, which Slurm gives by
-itself, it runs on all nodes at once: they meet (`doctor_meeting.py`), and the router's node judges and prints. Exit
-code 0 without an error, on every node; 1 with one; 2 for a topology that cannot be read.
+Alone it checks this machine as `chitu serve` would use it. With `--hosts` and a node index, which Slurm sets itself, it
+runs on all nodes at once: they meet (`doctor_meeting.py`), and the router's node judges and prints. Every node exits
+with 0 without an error, 1 with one, 2 for a topology that cannot be read.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from chitu.launch.preflight import look_at_model
 from chitu.launch.slurm import expand_nodelist
 
 WAIT_S = 30.0
-"""For the other nodes."""
+"""Time to wait for the other nodes."""
 MARKS = {Level.OK: "ok   ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
 def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | None, index: int | None) -> int:
-    """The exit code. `hosts`: machines in place of the topology's; `index`: which of them this is."""
+    """Check and return the exit code. `hosts` are machines that replace the topology's; `index` is this node's among
+    them."""
     topology = load_topology(name, overrides)
     slurm = slurm_node()
     if slurm is not None and len(host_names(topology)) > 1:
@@ -77,7 +79,7 @@ def _meet(topology: Topology, names: Sequence[str], index: int) -> int:
 
 
 def _report(topology: Topology, nodes: Sequence[NodeFacts]) -> int:
-    """Print all findings; 1 where one is an error."""
+    """Print all findings. Return 1 if one is an error, else 0."""
     spec, _ = look_at_model(topology)
     code = 0
     sections = [("topology", list(_of_topology(topology, nodes)))]

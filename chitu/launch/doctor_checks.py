@@ -1,6 +1,6 @@
-"""What is wrong with a node, or with a cluster of nodes, by what was gathered there (`node_facts.py`). Pure.
+"""Checks of a node, or of a cluster of nodes, by the facts gathered there (`node_facts.py`). Pure.
 
-Each check is a function of facts that yields findings; `check_node` and `check_cluster` are all of them in order.
+Each check is a function of facts that yields findings; `check_node` and `check_cluster` run all of them in order.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from chitu.types import Role
 
 PYTHONS = ((3, 11), (3, 14))
 MEMLOCK_BYTES = 1 << 30
-"""RDMA pins the whole pool; less than this is a default that nobody raised."""
+"""Limit of pinned memory that is enough; less is an unchanged default, and RDMA pins the whole pool."""
 MAX_SKEW_S = 1.0
-"""Between clocks. No protocol needs them to agree; a comparison of logs does."""
+"""Tolerated difference of clocks. No protocol needs them to agree; a comparison of logs does."""
 
 
 def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> list[Finding]:
-    """`spec`: of the model, None where it cannot be read."""
+    """Return the findings of one node. `spec` is the model's; None if it cannot be read."""
     found = [*python(facts), *libraries(topology, facts), *compiler(facts)]
     try:
         shares = share_out(topology, instances_on(topology, facts.host), facts.devices)
@@ -61,7 +61,7 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
 
 
 def check_cluster(topology: Topology, nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """What only several nodes together can be wrong in."""
+    """Return the findings that concern several nodes together."""
     if len(nodes) < 2:
         return []
     found = [*absent(topology, nodes), *reachability(nodes), *unlike_nodes(topology, nodes), *same_model(nodes)]
@@ -80,7 +80,7 @@ def python(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
-    """A missing extra is named as the extra; one that the topology asks for is an error."""
+    """Check the libraries. A missing extra is reported by its name; one that the topology needs is an error."""
     wanted = {needed_library(topology)}
     groups: dict[str, list[str]] = {}
     for name, extra in LIBRARIES.items():
@@ -106,7 +106,7 @@ def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
 
 
 def compiler(facts: NodeFacts) -> Iterator[Finding]:
-    """CPU kernels are compiled at the first start, and Triton's launchers on a GPU."""
+    """Check the C compiler: CPU kernels are compiled at the first start, and Triton's launchers on a GPU."""
     if not facts.compiler:
         level = Level.ERROR if facts.devices.devices else Level.WARNING
         says = "there is no C compiler: Triton cannot work, and on CPUs torch computes, several times slower"
@@ -119,7 +119,7 @@ def compiler(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def devices(here: Sequence[Instance], facts: NodeFacts, shares: Shares) -> Iterator[Finding]:
-    """The devices of each instance, as the launcher will share them out."""
+    """Report the devices of each instance, as the launcher will assign them."""
     cards = ", ".join(
         f"{d.name or 'GPU'} {d.token}" + (f" ({d.memory_bytes / GIB:.0f} GiB)" if d.memory_bytes else "")
         for d in facts.devices.devices
@@ -144,7 +144,7 @@ def driver(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def rdma(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
-    """Devices and their state; what Mooncake will take here, where it is to carry KV, and why not RDMA."""
+    """Report RDMA devices and their state; if Mooncake carries KV, the protocol it will use here, and why not RDMA."""
     pd = topology.dp_config.router.pd_disaggregation
     says = ", ".join(f"{name} {state}" for name, state in facts.rdma.devices.items()) or "no RDMA device"
     reason = why_no_rdma(facts.rdma, pd.ib_device, has_gpus(topology))
@@ -228,7 +228,7 @@ def reachability(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 
 def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """What each launcher will decide for its own P and D, and the router would refuse when they join."""
+    """Check that the launchers choose the same kind of device and protocol, since the router refuses unlike P and D."""
     memory: dict[str, list[str]] = {}
     protocols: dict[str, list[str]] = {}
     for node in nodes:
@@ -236,7 +236,7 @@ def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Fin
         try:
             shared = with_shares(topology, share_out(topology, instances_on(topology, node.host), node.devices))
         except ConfigError:
-            continue  # a finding of the node
+            continue  # `check_node` reports it
         if paired:
             memory.setdefault("GPUs" if has_gpus(shared) else "CPUs", []).append(node.host)
             protocols.setdefault(_protocol(shared, node), []).append(node.host)

@@ -1,8 +1,9 @@
-"""The nodes of a `chitu doctor` meet: facts go to the router's node, which has everybody try everybody's ports.
+"""Meeting of the nodes of a `chitu doctor`: they send facts to the router's node, which has each node try all others'
+ports.
 
-Each node first listens on all its free ports, so that what is tried is what will be used; the meeting itself is on the
-coordination port of the router's node. Lines of JSON; a line that is none, or too long, ends its connection. Blocking,
-one thread, every wait bounded.
+Each node first listens on all its free ports, so that the ports tried are those that will be used. The meeting itself
+is on the coordination port of the router's node. Messages are lines of JSON; an invalid or too long line ends its
+connection. Blocking, one thread, every wait bounded.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from chitu.launch.preflight import Bind
 
 MAX_LINE_BYTES = 1 << 20
 TRY_S = 3.0
-"""For one port of another node."""
+"""Timeout of a connection to one port of another node."""
 RETRY_S = 0.2
 
 Address = tuple[str, int]
 
 
 class NotMet(ServiceError):
-    """The router's node was not there, or went away."""
+    """The router's node cannot be reached, or the connection broke."""
 
     code = "not_met"
 
@@ -39,7 +40,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Targets(msgspec.Struct, frozen=True):
-    """What a node is to try."""
+    """Addresses that a node is to try."""
 
     addresses: tuple[Address, ...]
 
@@ -47,19 +48,19 @@ class Targets(msgspec.Struct, frozen=True):
 class Tried(msgspec.Struct, frozen=True):
     unreachable: tuple[str, ...]
     now_s: float
-    """The node's wall clock."""
+    """Time of the node's wall clock."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
     code: int
-    """Of every node's exit."""
+    """Exit code of every node."""
 
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def hold(binds: Sequence[Bind]) -> dict[int, socket.socket]:
-    """Listening sockets at the free ones, by port; close them when all is over."""
+    """Return listening sockets at the free addresses, by port. The caller closes them at the end."""
     held = {}
     for bind in binds:
         if not bind.error and bind.port not in held:
@@ -69,7 +70,7 @@ def hold(binds: Sequence[Bind]) -> dict[int, socket.socket]:
 
 
 def try_all(addresses: Sequence[Address]) -> tuple[str, ...]:
-    """`HOST:PORT: why` of those that take no connection."""
+    """Return `HOST:PORT: why` for each address that accepts no connection."""
 
     def why_not(address: Address) -> str:
         try:
@@ -83,7 +84,7 @@ def try_all(addresses: Sequence[Address]) -> tuple[str, ...]:
 
 
 class Lead:
-    """The router's node. `gather`, then `dismiss`."""
+    """The router's node in the meeting. Call `gather`, then `dismiss`."""
 
     def __init__(self, listener: socket.socket, wait_s: float) -> None:
         self._listener = listener
@@ -91,7 +92,8 @@ class Lead:
         self._members: dict[str, socket.socket] = {}
 
     def gather(self, own: NodeFacts, ports: Mapping[str, Sequence[int]]) -> list[NodeFacts]:
-        """Everybody's facts, as far as they came within `wait_s`. `ports`: by host, what processes listen on there."""
+        """Return the facts of all nodes that report within `wait_s`. `ports` has by host the ports that its processes
+        listen on."""
         facts = {own.host: own}
         end_s = time.monotonic() + self._wait_s
         while len(facts) < len(ports) and (left_s := end_s - time.monotonic()) > 0:
@@ -121,7 +123,7 @@ class Lead:
         return [facts[host] for host in ports if host in facts]
 
     def dismiss(self, code: int) -> None:
-        """Everybody ends with this code."""
+        """Send all nodes this exit code and close their connections."""
         for member in self._members.values():
             with contextlib.suppress(OSError):
                 _send(member, Verdict(code))
@@ -129,7 +131,7 @@ class Lead:
 
 
 def follow(leader: Address, facts: NodeFacts, wait_s: float) -> int:
-    """Another node's part; the exit code that all have. NotMet."""
+    """Run another node's part and return the common exit code. Raise NotMet."""
     end_s = time.monotonic() + wait_s
     while True:
         try:
@@ -158,14 +160,14 @@ def _send(connection: socket.socket, message: msgspec.Struct) -> None:
 
 
 def _receive(connection: socket.socket, kind: type[_T]) -> _T:
-    """The next line. NotMet for one that is no such message."""
+    """Return the next message. Raise NotMet for a line that is no such message."""
     line = b""
     while not line.endswith(b"\n"):
         data = connection.recv(1 << 16)
         line += data
         if not data or len(line) > MAX_LINE_BYTES:
-            raise NotMet("the other side ended the connection, or said too much")
+            raise NotMet("the other side closed the connection, or sent too long a line")
     try:
         return msgspec.json.decode(line, type=kind)
     except msgspec.DecodeError as error:
-        raise NotMet(f"the other side does not speak as a doctor does: {error}") from error
+        raise NotMet(f"the other side sent a line that is no message of `chitu doctor`: {error}") from error

@@ -1,4 +1,5 @@
-"""`chitu drain D1`: ask the router to drain an instance, and say when it has left. Blocking; in the caller's thread."""
+"""`chitu drain D1`: asks the router to drain an instance and reports when it has left. Blocking; in the caller's
+thread."""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ POLL_S = 0.2
 
 
 def credential(url: str) -> str | None:
-    """What to show the router: the token of `CHITU_CLUSTER_KEY`, else of the key that a launcher of this user on this
-    machine made or has for it, else `CHITU_API_KEY`.
+    """Return the credential for the router: the token of `CHITU_CLUSTER_KEY`, else of the key that a launcher of this
+    user on this machine made or has for it, else `CHITU_API_KEY`.
 
-    ConfigError for a key that no cluster can have.
+    Raise ConfigError for an invalid key.
     """
     secrets = derive(known_key(url))
     return secrets.token if secrets is not None else api_key()
 
 
 def known_key(url: str) -> str:
-    """`CHITU_CLUSTER_KEY`, else the key that a launcher of this user on this machine made or has; empty: none."""
+    """Return `CHITU_CLUSTER_KEY`, else the key that a launcher of this user on this machine made or has, else ""."""
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
         return cluster_key() or (cluster_key_at(parts.port or 80) if is_loopback(parts.hostname or "") else "")
-    except ValueError:  # no URL, no port; whoever asks there says so better
+    except ValueError:  # no URL or no port; RouterClient reports it better
         return ""
 
 
 def drain(client: RouterClient, name: str, *, force: bool, wait: bool, say: Callable[[str], None]) -> None:
-    """Returns once the instance has left the cluster (`wait`), or once the router sends it nothing new.
+    """Drain an instance. Return once it has left the cluster (`wait`), or once the router sends it nothing new.
 
-    Its drain goes on where the wait is broken off. UnknownInstance, LastInstance (without `force`), and what
-    `RouterClient` raises.
+    The drain goes on if the wait is interrupted. Raise UnknownInstance, LastInstance (without `force`), and the errors
+    of `RouterClient`.
     """
     name = name.upper()
     incarnation = client.drain(name, force)

@@ -1,4 +1,4 @@
-"""What a look at a machine brought up: a line for an operator. Pure values, made by the checks of `preflight.py` and
+"""Findings of the checks of a machine, each a line for an operator. Pure values, made by `preflight.py` and
 `doctor_checks.py`."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 class Level(enum.StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """It works, and not as it could."""
+    """The topology can serve, but not as well as it could."""
     ERROR = "error"
     """The topology cannot serve like this."""
 
@@ -19,10 +19,10 @@ class Level(enum.StrEnum):
 class Finding(msgspec.Struct, frozen=True):
     level: Level
     what: str
-    """A word or two: `port 21003`, `torch`."""
+    """Subject in a word or two: `port 21003`, `torch`."""
     says: str
     cure: str = ""
-    """What to do; empty where nothing has to be done."""
+    """What to do; empty if nothing."""
 
     @property
     def sentence(self) -> str:

@@ -1,4 +1,4 @@
-"""What the router says about its cluster, by `GET /health`. Called by the launchers, which wait for it."""
+"""The router's `GET /health`. Called by the launchers, which wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One answer. `joined`: incarnation of every instance that takes requests, by name."""
+    """One answer. `joined` has the incarnation of every instance that takes requests, by name."""
 
     is_usable: bool
     """Whether a request can be served now."""
@@ -17,7 +17,7 @@ class Health:
 
 
 def ask_health(host: str, port: int, timeout_s: float = 1.0) -> Health | None:
-    """None where nobody answers within `timeout_s`, or not as a router does."""
+    """Return the router's health, or None if no valid answer arrives within `timeout_s`."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", "/health")

@@ -1,9 +1,9 @@
-"""`chitu join decode`: one more instance for a cluster that runs, on this machine or another. Blocking; main thread.
+"""`chitu join decode`: adds an instance to a running cluster, on this machine or another. Blocking; main thread.
 
-The router says what an instance needs to know (`GET /admin/topology`) and which instances there are. The new one gets
-the next free rank and the settings of the first of its role; of several that come at once the router takes one for each
-rank, and the others try the next. From then on it is what a node of a topology file is that
-has it (`node.py`): it loads, joins, and runs until a signal, its death or `chitu drain`.
+The router reports the topology (`GET /admin/topology`) and the present instances. The new one gets the next free rank
+and the settings of the first of its role. If several join at once, the router accepts one for each rank, and the others
+try the next. From then on it behaves as a node of a topology file that has it (`node.py`): it loads, joins, and runs
+until a signal, its death or `chitu drain`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ class JoinOptions:
     url: str
     role: Role
     rank: int | None = None
-    """None: the lowest that no instance has or had in the topology."""
+    """Rank; None: the lowest that no instance has, even one that is down."""
     devices: tuple[str, ...] = ()
-    """One a rank; empty: those of the first instance of this role."""
+    """Devices, one for each rank; empty: those of the first instance of this role."""
     log_dir: str | None = None
     ready_timeout_s: float = 600.0
     entries: Entries | None = None
 
 
 def join(options: JoinOptions, overrides: Sequence[str]) -> int:
-    """Returns the exit code of a node: 0 after a signal or a drain, 1 where the instance died or was not ready in time.
+    """Run the instance and return a node's exit code: 0 after a signal or a drain, 1 if it died or was not ready in
+    time.
 
-    Of two that ask for one rank at the same moment, the later gets the next one, unless it demanded that rank.
+    If two processes request the same rank at once, the later gets the next one, unless its options name the rank.
 
-    ConfigError and what `RouterClient` raises before anything starts; RankTaken.
+    Raise ConfigError and the errors of `RouterClient` before anything starts; RankTaken.
     """
     client = RouterClient(options.url, credential(options.url))
     while True:
@@ -76,7 +77,7 @@ def _join_as(
     url: str,
 ) -> int:
     topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
-    # The API address that was just reached: whoever waits for the instance asks there.
+    # Use the API address that was just reached: `run_node` waits for the instance there.
     host, port = _router_at(url)
     router = msgspec.structs.replace(topology.dp_config.router, port=port, http_host=host)
     topology = msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
@@ -96,7 +97,7 @@ def _join_as(
 
 
 def next_rank(known: Sequence[InstanceSnapshot], role: Role) -> int:
-    """The lowest rank that no instance of this role has, be it down."""
+    """Return the lowest rank that no instance of this role has, even one that is down."""
     names = {instance.name for instance in known}
     return next(rank for rank in range(len(names) + 1) if instance_name(role, rank) not in names)
 
@@ -109,11 +110,11 @@ def grown(
     host: str,
     devices: Sequence[str] = (),
 ) -> Topology:
-    """With whoever joined beyond the topology, and with instance `rank` of `role` on `host`.
+    """Return the topology with the instances that have joined since, and with instance `rank` of `role` on `host`.
 
-    Where that one has GPUs, its launcher chooses those of the new one (`auto`): nobody else's.
+    If the first of the role has GPUs, the new one's launcher chooses its own (`auto`).
 
-    ConfigError where such an instance runs already, and where there is none of its role to be like.
+    Raise ConfigError if that instance already runs, or the topology has none of its role to copy.
     """
     if not 0 <= rank <= MAX_RANK:
         raise ConfigError(f"the rank {rank} is not within 0 and {MAX_RANK}")
@@ -139,7 +140,7 @@ def grown(
         new = msgspec.structs.replace(new, devices=tuple(devices), tp_size=len(devices))
     sections[SECTIONS[role]][rank] = new
     lists = {section: tuple(configs) for section, configs in sections.items()}
-    # A port for one process, where the first instance was started by hand.
+    # The key is a port for one process, if the first instance was started by hand.
     dp_config = msgspec.structs.replace(
         topology.dp_config,
         scheduler_base_port=None,
@@ -167,7 +168,8 @@ def _router_at(url: str) -> tuple[str, int]:
 
 
 def own_address(router: RouterConfig) -> str:
-    """Of this machine, towards the router. ConfigError where the router's coordination port is out of reach."""
+    """Return this machine's address towards the router. Raise ConfigError if the router's coordination port is
+    unreachable."""
     host, port = router.host, router.pd_disaggregation.coordination_port
     try:
         with contextlib.closing(socket.create_connection((host, port), CONNECT_TIMEOUT_S)) as connection:

@@ -1,7 +1,7 @@
-"""A launcher's word to the router on behalf of instances that died and cannot say it themselves.
+"""Leave messages of a launcher to the router on behalf of instances that died.
 
-Called by `launch/node.py`, in its main thread, before it ends. A Leave names the incarnation, so it can never hit an
-instance that was started again meanwhile. Best effort within `LINGER_MS`: without it the lease tells, later.
+Called by `launch/node.py`, in its main thread, before it ends. A Leave names the incarnation, so it never affects a
+restarted instance. Best effort within `LINGER_MS`: if it is lost, the lease expires later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINGER_MS = 500
 
 
 def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:
-    """Returns once they are handed to the network, or after `LINGER_MS`."""
+    """Send the leaves. Return once they are handed to the network, or after `LINGER_MS`."""
     context = make_context(derive(cluster_key_of(topology)))
     port = topology.dp_config.router.pd_disaggregation.coordination_port
     socket = connect(context, zmq.DEALER, router_host(topology), port)

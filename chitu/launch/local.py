@@ -1,4 +1,5 @@
-"""A whole topology on this machine: start it, know when it serves, restart what dies, end it without a trace.
+"""A whole topology on this machine: starts it, tells when it serves, restarts dead processes, ends it without
+leftovers.
 
 `LocalCluster` is used by `chitu serve` (restart=True, driven by `poll`) and by integration tests. It has no thread of
 its own: everything happens inside its methods, in the caller's thread, which must outlive the cluster (children die
@@ -14,9 +15,9 @@ with the thread that started them, see `process.py`).
         assert "created pd request" in cluster.logs("router")
     # leaving the block drains and ends everything within seconds; nothing is left behind
 
-Where the topology has no cluster key, one is made, so nobody else takes part: `cluster.topology` has it. Names are
-`router`, `P0`, `P1`, `D0`, `U0`. All ports but a fixed one may be 0. `cluster.ports` has the router's actual
-ones by short key name (`port`, `stats_port`, `bootstrap_port`, ...). Logs stay in `cluster.log_dir`.
+If the topology has no cluster key, one is made, so no other user can join: `cluster.topology` has it. Names are
+`router`, `P0`, `P1`, `D0`, `U0`. All ports but a fixed one may be 0. `cluster.ports` has the router's actual ones by
+short key name (`port`, `stats_port`, `bootstrap_port`, ...). Logs stay in `cluster.log_dir`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ __all__ = ["LocalCluster", "StartFailed"]
 
 
 class LocalCluster:
-    """See the module's docstring. `port`: HTTP port (0: any free one; None: what the topology says). `node`: the GPUs
-    of this machine, where somebody looked already. `notes`: what is to be known of devices, and was not told yet."""
+    """A cluster on this machine; see the module's docstring. `port` is the HTTP port (0: any free one; None: the
+    topology's). `node` has the GPUs of this machine, if already known. `notes` has the notes on devices that were not
+    shown yet."""
 
     def __init__(
         self,
@@ -115,13 +117,13 @@ class LocalCluster:
         self.stop()
 
     def start(self) -> None:
-        """Start the router; the instances follow (in `poll`) as soon as its ports are known."""
+        """Start the router; `poll` starts the instances as soon as its ports are known."""
         self._supervisor.start(ROUTER)
 
     def poll(self) -> None:
-        """Look after everything once: notice deaths, start what is due. Call every 0.1 s or so.
+        """Check every process once: notice deaths, start what is due. Call about every 0.1 s.
 
-        StartFailed where a process ended before it was ever ready.
+        Raise StartFailed if a process ended before it was ever ready.
         """
         self._supervisor.poll()
         if not self.ports and (ports := self._supervisor.router_ports()) is not None:
@@ -132,7 +134,7 @@ class LocalCluster:
                     self._supervisor.start(name)
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """Until every live process is ready and `/health` answers 200. StartFailed after `timeout_s`."""
+        """Wait until every live process is ready and `/health` answers 200. Raise StartFailed after `timeout_s`."""
         end_s = time.monotonic() + timeout_s
         while not self.ready():
             if time.monotonic() > end_s:
@@ -141,14 +143,14 @@ class LocalCluster:
             time.sleep(POLL_S)
 
     def ready(self) -> bool:
-        """`poll`, then whether every live process is ready and the router finds a usable pair."""
+        """Call `poll`, then return whether every live process is ready and the router has a usable pair."""
         self.poll()
         live = [member for member in self.members.values() if member.child or member.restart_at_s is not None]
         started = len(live) == len(self.members) or any(member.was_ready for member in live if member.name != ROUTER)
         return started and all(member.progress.state == "ready" for member in live) and self._all_joined(live)
 
     def healthy(self) -> bool:
-        """Whether `GET /health` answers 200 within a second: at least one pair can serve."""
+        """Return whether `GET /health` answers 200 within a second: at least one pair can serve."""
         health = self._health()
         return health is not None and health.is_usable
 
@@ -156,7 +158,7 @@ class LocalCluster:
         return ask_health(self.host, self.ports["port"]) if "port" in self.ports else None
 
     def _all_joined(self, live: list[Member]) -> bool:
-        """Whether the router knows the present incarnation of every live instance."""
+        """Return whether the router has the present incarnation of every live instance."""
         health = self._health()
         if health is None or not health.is_usable:
             return False
@@ -167,21 +169,21 @@ class LocalCluster:
         )
 
     def stop(self) -> dict[str, int | None]:
-        """Drain and end everything: the router first, so that nothing new comes in. Exit codes by name.
+        """Drain and end everything, the router first, so that no new request arrives. Return exit codes by name.
 
-        Whatever is left `deadlines.drain_s` + 0.5 s (4.5 s) after the start of the stop is killed. Idempotent.
+        Processes left `deadlines.drain_s` + 0.5 s (4.5 s) after the start of the stop are killed. Idempotent.
         """
         return self._supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
 
     def remove_logs(self) -> bool:
-        """After `stop`: remove the folder of the logs, unless somebody died; whether it did."""
+        """Remove the folder of the logs after `stop`, unless a process died. Return whether it was removed."""
         return self._supervisor.remove_logs()
 
     # ------------------------------------------------------------------------------------------------- for callers
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT`, once the router listens."""
+        """URL of the API, `http://127.0.0.1:PORT`, once the router listens."""
         if "port" not in self.ports:
             raise StartFailed("the router does not listen yet: call wait_ready first")
         return api_url(self.host, self.ports["port"])
@@ -191,7 +193,7 @@ class LocalCluster:
         return child is not None and child.exit_code() is None
 
     def pid(self, name: str) -> int:
-        """Pid of the process that does the work: the scheduler under torchrun, or the router itself."""
+        """Return the pid of the process that does the work: the scheduler under torchrun, or the router itself."""
         child = self._supervisor.child(name)
         if name == ROUTER or not self._entries.has_torchrun(self._instance(name)):
             return child.pid
@@ -201,11 +203,11 @@ class LocalCluster:
         return workers[0]
 
     def kill(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """A signal to the working process (SIGKILL, SIGSTOP, SIGCONT, ...)."""
+        """Send a signal to the working process (SIGKILL, SIGSTOP, SIGCONT, ...)."""
         os.kill(self.pid(name), number)
 
     def wait_exit(self, name: str, timeout_s: float = 10.0) -> None:
-        """Until the process (and the torchrun above it) has ended."""
+        """Wait until the process (and its parent torchrun) has ended."""
         end_s = time.monotonic() + timeout_s
         while self.alive(name):
             if time.monotonic() > end_s:
@@ -214,7 +216,7 @@ class LocalCluster:
         self.poll()
 
     def restart(self, name: str) -> None:
-        """Start it anew (killing what still runs of it), at the ports it had. Then call `wait_ready`."""
+        """Restart a process at the same ports, after killing what is left of it. Then call `wait_ready`."""
         member = self._supervisor.member(name)
         if member.child is not None:
             member.child.kill_tree()
@@ -225,16 +227,16 @@ class LocalCluster:
         return self._supervisor.log_path(name)
 
     def logs(self, name: str) -> str:
-        """Everything that it wrote, over all its incarnations."""
+        """Return everything that the process wrote, over all its incarnations."""
         return self._supervisor.logs(name)
 
     def _write_config(self) -> None:
-        with open_private(Path(self._config), append=False) as file:  # it may have API keys; the cluster's is not in it
+        with open_private(Path(self._config), append=False) as file:  # it may have API keys, but not the cluster key
             file.write(dump_topology(self.topology).encode())
 
     def _spec(self, name: str) -> ProcessSpec:
-        """The command of a process, with the router's actual ports."""
-        if not os.path.exists(self._config):  # somebody cleaned the temporary folder
+        """Return the command of a process, with the router's actual ports."""
+        if not os.path.exists(self._config):  # the temporary folder was cleaned
             self.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write_config()
         overrides = port_overrides(self.ports)

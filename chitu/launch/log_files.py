@@ -1,8 +1,8 @@
-"""The log files of a launcher's processes: their permissions, their bound, and their last lines.
+"""Log files of a launcher's processes: their permissions, their size limit, and their last lines.
 
-Called by `Supervisor` and `ChildProcess`; one thread. A child writes its file through the descriptors 1 and 2 that it
-inherited, native libraries too, so nobody but the launcher can bound it: it copies the file and cuts it. They are open
-for appending, so what comes next begins the file anew.
+Called by `Supervisor` and `ChildProcess`; one thread. A child, including its native libraries, writes its file through
+the inherited descriptors 1 and 2, so only the launcher can limit its size: it copies the file and truncates it. The
+descriptors append, so the next line starts the file again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import BinaryIO
 from chitu.errors import ConfigError
 
 TAIL_BYTES = 64 << 10
-"""The end of a log in which last words are looked for."""
+"""Size of the end of a log in which a process's last lines are looked for."""
 
 
 def make_log_dir(folder: str | None) -> Path:
-    """`folder`, made where it is missing; None: a new one under the temporary folder. Others may not look into what is
+    """Return `folder`, made if missing, or for None a new one in the temporary folder. Only this user can read a folder
     made here."""
     try:
         path = Path(os.path.expanduser(folder)).absolute() if folder else Path(tempfile.mkdtemp(prefix="chitu-"))
@@ -33,17 +33,17 @@ def make_log_dir(folder: str | None) -> Path:
 
 
 def open_private(path: Path, *, append: bool = True) -> BinaryIO:
-    """For writing, by this user alone, also where the file was there before."""
+    """Open a file for writing and make it accessible to this user only, even if it existed before."""
     mode = os.O_APPEND if append else os.O_TRUNC
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o600)
-    with contextlib.suppress(OSError):  # another user's, writable for us
+    with contextlib.suppress(OSError):  # another user's file that we may write
         os.fchmod(descriptor, 0o600)
     return open(descriptor, "ab" if append else "wb", buffering=0)
 
 
 def cut(path: Path, max_bytes: int) -> bool:
-    """Whether the log was beyond its bound: then NAME.log.1 has what was in it, and it is empty. Lines that are written
-    in the moment between are lost; so is all of it where the copy cannot be written, since the bound is for full disks.
+    """Rotate a log that is beyond its limit into NAME.log.1 and empty it. Return whether it did. Lines written in
+    between are lost; so is the whole log if the copy cannot be written, since the limit protects against full disks.
     """
     try:
         if path.stat().st_size <= max_bytes:
@@ -52,13 +52,13 @@ def cut(path: Path, max_bytes: int) -> bool:
         with contextlib.suppress(OSError), path.open("rb") as source, open_private(kept, append=False) as target:
             shutil.copyfileobj(source, target, 1 << 20)
         os.truncate(path, 0)
-    except OSError:  # nothing of a log may end the launcher
+    except OSError:  # a log error must not end the launcher
         return False
     return True
 
 
 def last_text(path: Path, start: int) -> str:
-    """What was written since `start` (a size of the file), `TAIL_BYTES` at most; empty where it cannot be read."""
+    """Return what was written since `start` (a size of the file), `TAIL_BYTES` at most, or why it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(start, file.seek(0, os.SEEK_END) - TAIL_BYTES))

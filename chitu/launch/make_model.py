@@ -1,12 +1,12 @@
-"""`make_model`: a small random model with its tokenizer, so that everything can be tried without a download.
+"""`make_model`: makes a small random model with its tokenizer, so that everything can be tried without a download.
 
-Called by the `chitu make-model` command and by tests. Writes a Hugging Face checkpoint folder that transformers loads
-as it is, without importing transformers or torch. The folder appears complete or not at all (written beside its place,
-then renamed). The same arguments give the same weights.
+Called by the `chitu make-model` command and by tests. Writes a Hugging Face checkpoint folder that transformers can
+load, without importing transformers or torch. The folder appears complete or not at all (written under a temporary
+name, then renamed). The same arguments give the same weights.
 
-The weights are scaled so that a random model is a useful one to test with: logits are spread (near-ties are rare, so
-two implementations that differ by rounding choose the same token), the text depends on the whole context instead of
-repeating one token, and special tokens hardly ever come out, so that greedy generation runs to its token limit.
+The weights are scaled so that a random model is useful for tests: logits are spread (near-ties are rare, so two
+implementations that differ by rounding choose the same token), the text depends on the whole context instead of
+repeating one token, and special tokens are rarely generated, so that greedy generation runs to its token limit.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def make_model(
 ) -> Path:
     """Write a checkpoint into a new (or empty) folder and return it.
 
-    `sizes` are fields of `ModelShape` over those of `shape`. ConfigError where the folder holds something, or where the
-    sizes do not fit each other.
+    `sizes` are fields of `ModelShape` that override those of `shape`. Raise ConfigError if the folder is not empty, or
+    the sizes do not fit together.
     """
     shape = replace(shape or ModelShape(), **sizes)
     shape.check(family)
@@ -61,7 +61,7 @@ def _write(folder: Path, family: str, shape: ModelShape, seed: int) -> None:
 
 
 def write_settings(folder: Path, family: str, shape: ModelShape, tokenizer: Tokenizer) -> None:
-    """Every file of a checkpoint but its weights; the tokenizer is one of `train_tokenizer`."""
+    """Write every file of a checkpoint except its weights. The tokenizer is one of `train_tokenizer`."""
     tokenizer.save(str(folder / "tokenizer.json"))
     ids = {token: token_id for token_id, token in enumerate(SPECIAL_TOKENS)}
     _write_json(folder / "config.json", _config(family, shape, ids))

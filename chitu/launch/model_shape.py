@@ -1,4 +1,5 @@
-"""Sizes of a made-up model, and which of them fit each other. Pure; called by `make_model.py` and the command line."""
+"""Sizes of a generated model, and checks that they fit together. Pure; called by `make_model.py` and the command
+line."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ FAMILIES: dict[str, str] = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-"""Their cache has one latent row a token."""
+"""Families whose KV cache has one latent row per token."""
 NUM_GROUPS = 2
-"""Of experts in deepseek_v3; one of them is chosen from."""
+"""Number of groups of experts in deepseek_v3; each token uses experts of one group."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Names in config.json and in a safetensors header."""
+"""Dtype names in config.json, with those in a safetensors header."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,28 +36,28 @@ class ModelShape:
     heads: int = 8
     kv_heads: int = 4
     head_dim: int | None = None
-    """`hidden_size / heads` where unset."""
+    """Size of a head; unset: `hidden_size / heads`."""
     intermediate_size: int | None = None
-    """3 x `hidden_size` where unset."""
+    """Size of the MLP; unset: 3 x `hidden_size`."""
     vocab_size: int = 512
     max_position_embeddings: int = 4096
     tie: bool = False
     dtype: str = "float32"
     rope_theta: float = 10000.0
     rope_scaling: dict[str, Any] | None = None
-    """As in config.json, for instance Llama 3's `{"rope_type": "llama3", ...}`."""
+    """RoPE scaling as in config.json, such as Llama 3's `{"rope_type": "llama3", ...}`."""
     experts: int = 8
-    """Here and below: of families with experts, of DeepSeek."""
+    """Number of experts; this and the fields below are for families with experts and for DeepSeek."""
     experts_per_token: int = 2
     expert_size: int = 64
     q_lora_rank: int | None = 48
-    """None: q is projected in one."""
+    """Rank of the q projection; None: q is projected in one step."""
     kv_lora_rank: int = 64
     rope_head_dim: int = 16
     nope_head_dim: int = 32
     v_head_dim: int = 24
     shards: int = 1
-    """More than one: that many safetensors files with an index."""
+    """Number of safetensors files; more than one have an index."""
 
     @property
     def resolved_head_dim(self) -> int:
@@ -67,13 +68,13 @@ class ModelShape:
         return self.intermediate_size or 3 * self.hidden_size
 
     def expert_layers(self, family: str) -> range:
-        """Layers that have experts: in DeepSeek all but the first."""
+        """Return the layers that have experts: in DeepSeek all but the first."""
         if family == "qwen3_moe":
             return range(self.layers)
         return range(1, self.layers) if family in LATENT_FAMILIES else range(0)
 
     def check(self, family: str) -> None:
-        """ConfigError where no such model can be made."""
+        """Raise ConfigError if no such model can be made."""
         if family not in FAMILIES:
             raise ConfigError(f"model family {family!r} is none of {', '.join(FAMILIES)}")
         if self.dtype not in DTYPES:

@@ -1,8 +1,8 @@
 """`--model`: a checkpoint folder, or the id of a repository on the Hugging Face hub.
 
-Called by the command line before a topology is read; nothing else knows of the hub. A folder of that name comes first,
-then the local cache of huggingface_hub (which transformers, vLLM and `hf download` fill, too), then, where the command
-starts something, the hub itself, with huggingface_hub's bars on stderr.
+Called by the command line before a topology is read; no other module uses the hub. A folder of that name takes
+precedence, then the local cache of huggingface_hub (which transformers, vLLM and `hf download` fill, too), then, if the
+command starts something, the hub itself, with huggingface_hub's progress bars on stderr.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from chitu.tokenizer.core import TOKENIZER_FILES, require_tokenizer
 
 REPOSITORY_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 FILES = ("*.json", "*.jinja", "*.safetensors", *TOKENIZER_FILES)
-"""Of a repository: no weights in other formats, no pictures."""
+"""Files of a repository to download: no weights in other formats, no pictures."""
 REACH_S = 4.0
-"""For the hub to take a connection. The library's own patience is minutes."""
+"""Timeout of a connection to the hub. The library's own timeout is minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     path: str
-    """Of the folder, absolute."""
+    """Absolute path of the folder."""
     repository: str | None = None
-    """The id, where one was given."""
+    """Id of the repository, if one was given."""
 
 
 def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> ModelSource:
-    """The folder that `--model` means. ConfigError where the repository is neither here nor to be had."""
+    """Return the folder that `--model` means. Raise ConfigError if the repository is neither cached nor available."""
     if not word:
         raise ConfigError("--model is empty: give the folder of a checkpoint, or leave it out")
     folder = Path(os.path.expanduser(word)).absolute()  # Path's raises for `~nobody`
@@ -61,7 +61,7 @@ def find_model(word: str, may_download: bool, say: Callable[[str], None]) -> Mod
 
 
 def _in_cache(repository: str) -> tuple[str | None, str]:
-    """Its snapshot in the local cache; else why not, as a clause."""
+    """Return the path of its snapshot in the local cache, else None and why not, as a clause."""
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -69,7 +69,7 @@ def _in_cache(repository: str) -> tuple[str | None, str]:
         return None, f"huggingface_hub cannot be imported ({error})"
     try:
         path = snapshot_download(repository, local_files_only=True, allow_patterns=list(FILES))
-    except (OSError, ValueError):  # what the library raises where it has nothing
+    except (OSError, ValueError):  # what the library raises if the cache has nothing
         return None, f"the cache {HF_HUB_CACHE} does not have it"
     try:
         weight_files(path)
@@ -80,14 +80,14 @@ def _in_cache(repository: str) -> tuple[str | None, str]:
 
 
 def _why_no_hub() -> str:
-    """Why the hub cannot be asked, as a clause; empty where it can."""
+    """Return why the hub cannot be reached, as a clause, or "" if it can."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids to ask the hub"
     url = urllib.parse.urlsplit(ENDPOINT)
     if url.scheme in urllib.request.getproxies():
-        return ""  # the proxy knows; names need not resolve here
+        return ""  # the proxy resolves names; they need not resolve here
     host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
     failures: list[str] = [f"no answer within {REACH_S:g} s"]
 
@@ -98,7 +98,7 @@ def _why_no_hub() -> str:
         except OSError as error:
             failures[:] = [error.strerror or str(error)]
 
-    # A thread, as a resolver without a network may take its time, which nothing bounds.
+    # Use a thread, since a resolver without a network may block without a timeout.
     thread = threading.Thread(target=reach, daemon=True)
     thread.start()
     thread.join(REACH_S)

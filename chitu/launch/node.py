@@ -1,9 +1,9 @@
-"""`chitu node`: the processes of one host of a topology, until a signal or the death of one of them.
+"""`chitu node`: runs the processes of one host of a topology until a signal or the death of one of them.
 
-Run once on every host, with the same topology and hosts, by Slurm's scripts, by ssh or by hand. The nodes do not know
-each other: what is there and what is missing they learn from the router. Runs in the main thread of its process, which
-its children do not outlive. Exit codes: 0 after a signal, 1 where a process died or was not ready in time, 2 for a
-wrong configuration. Nothing is started again here: the starter of this node decides.
+Run once on every host, with the same topology and hosts, by Slurm's scripts, by ssh or by hand. The nodes do not
+communicate with each other: the router tells them which instances are present. Runs in the main thread of its process,
+which its children do not outlive. Exit codes: 0 after a signal, 1 if a process died or was not ready in time, 2 for a
+wrong configuration. It restarts nothing: whatever started this node decides.
 """
 
 from __future__ import annotations
@@ -49,33 +49,33 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     hosts: tuple[str, ...] | None
-    """Machines in place of the topology's hosts, the router's first; None: as the file says."""
+    """Machines that replace the topology's hosts, the router's first; None: those of the file."""
     index: int
-    """Of this node among the hosts."""
+    """Index of this node among the hosts."""
     threads_per_rank: int | None = None
-    """CPU threads of each rank; None: as the topology says, or this node's cores divided by its instances."""
+    """CPU threads of each rank; None: the topology's, or this node's cores divided by its instances."""
     ready_timeout_s: float = READY_TIMEOUT_S
     log_dir: str | None = None
     only: str | None = None
-    """Of its processes this one alone (`D1`), if no live process is that; the node ends when it was drained."""
+    """Name of the only process to run (`D1`), unless another live process has it; the node ends after its drain."""
     cluster_key: str = ""
-    """In the place of the topology's and the environment's; empty: theirs."""
+    """Cluster key that overrides the topology's and the environment's; empty: theirs."""
     on_failure: str | None = None
-    """A command that is run once when a process of this node died: it tells the other nodes."""
+    """Command that is run once when a process of this node dies, to notify the other nodes."""
     entries: Entries | None = None
 
 
 def node_command(config: str, overrides: Sequence[str], hosts: str | None) -> list[str]:
-    """The command line of a node without its index, as `chitu plan` prints it."""
+    """Return the command line of a node without its index, as `chitu plan` prints it."""
     return ["chitu", "node", config, *overrides, *(["--hosts", hosts] if hosts else [])]
 
 
 class NodeUnfit(ConfigError):
-    """This node cannot run its part, which the others cannot know."""
+    """This node cannot run its part; the other nodes must be notified."""
 
 
 class Node:
-    """One host's part of the cluster. ConfigError for anything that could not work."""
+    """One host's part of the cluster. The constructor raises ConfigError for a configuration that cannot work."""
 
     def __init__(
         self, config: str, overrides: Sequence[str], options: NodeOptions, on_event: Callable[[str], None]
@@ -124,13 +124,13 @@ class Node:
         )
         self._only = options.only or ""
         self._joined: dict[str, int] = {}
-        """Incarnation by name, of those that this node can have started or that other nodes did."""
+        """Incarnation by name of joined instances, except earlier ones of this node's own."""
         self._pids: dict[str, list[int]] = {}
-        """Of its processes, by name, once all are ready."""
+        """Process ids by name, once all are ready."""
 
     @property
     def names(self) -> list[str]:
-        """Its processes: `router`, `P0`, ..."""
+        """Names of its processes: `router`, `P0`, ..."""
         return list(self._specs)
 
     @property
@@ -143,16 +143,17 @@ class Node:
         return api_url(api_host(router), router.port)
 
     def start(self) -> None:
-        """Everything at once: instances try to join until the router is there."""
+        """Start everything at once: instances retry to join until the router is up."""
         if self.has_router and (key := cluster_key_of(self.topology)):
             self.supervisor.run_dir.keep_key(self.topology.dp_config.router.port, key)
         for name in self._specs:
             self.supervisor.start(name)
 
     def missing(self) -> list[str]:
-        """What does not serve yet, a few words each. The router's node waits for all instances, others for their own.
+        """Return what does not serve yet, a few words each. The router's node waits for all instances, other nodes for
+        their own.
 
-        StartFailed where a process of this node ended; RankTaken where another one has the rank of `only`.
+        Raise StartFailed if a process of this node ended, RankTaken if another process has the rank of `only`.
         """
         self.supervisor.poll()
         for member in self.supervisor.dead():
@@ -168,8 +169,8 @@ class Node:
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
         if self._only in health.joined and local[self._only].progress.state != "ready":
-            raise _taken(self._only)  # the router would refuse it, once all was loaded
-        # Of this node's instances those that it started, and none from before; of other nodes any one counts.
+            raise _taken(self._only)  # the router would refuse it after loading
+        # Of this node's instances only the incarnations that it started count; of other nodes any.
         self._joined = {
             name: incarnation
             for name, incarnation in health.joined.items()
@@ -179,13 +180,13 @@ class Node:
             f"{instance.name} on {instance.config.host} has not joined the router"
             for instance in instances(self.topology)
             if instance.name not in self._joined
-            # One of this node that still loads is named above; those of others are the router's node's business.
+            # `words` already has this node's loading instances; only the router's node waits for those of other nodes.
             and (local[instance.name].progress.state == "ready" if instance.name in local else self.has_router)
         ]
         return words
 
     def states(self) -> dict[str, Progress]:
-        """For the display: the processes of this node, and on the router's node all others as far as it knows."""
+        """Return the states to display: of this node's processes, and on the router's node of all other instances."""
         states = {member.name: member.progress for member in self.supervisor.members.values()}
         if self.has_router:
             for instance in instances(self.topology):
@@ -193,13 +194,13 @@ class Node:
         return states
 
     def note_pids(self) -> None:
-        """All are ready: remember which processes they are, to tell what became of them."""
+        """Keep the process ids, once all are ready, to report later which of them are gone."""
         members = self.supervisor.members.values()
         self._pids = {member.name: member.child.worker_pids() for member in members if member.child is not None}
 
     def report_deaths(self) -> None:
-        """Tell a router on another machine at once what it would only know when a lease ends: which instances died, and
-        that nothing of them is left to write anywhere, which a lease never says."""
+        """Report dead instances to the router at once, before their leases expire, with the pids that are gone. Only
+        this report tells that none of their processes can still write."""
         dead = {member.name for member in self.supervisor.dead()}
         reason, namespace = "its launcher saw its process end", pid_namespace()
         leaves = []
@@ -223,15 +224,15 @@ class Node:
 
 
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
-    """Start this node's processes and stay until a signal (0) or a failure (1). ConfigError before anything starts;
-    RankTaken where the router has given the rank of `only` to another process."""
+    """Run this node's processes until a signal (return 0) or a failure (return 1). Raise ConfigError before anything
+    starts, RankTaken if the router has given the rank of `only` to another process."""
     display = make_display()
     try:
         node = Node(config, overrides, options, display.say)
     except NodeUnfit as error:
         display.close()
         tell(f"chitu: {error.message}")
-        for number in SIGNALS:  # `on_failure` may mean this process, too
+        for number in SIGNALS:  # `on_failure` may signal this process, too
             signal.signal(number, signal.SIG_IGN)
         _tell_others(options.on_failure)
         return 2
@@ -239,7 +240,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
 
     def handle(number: int, _frame: object) -> None:
         if stop.is_set():
-            raise SystemExit(128 + number)  # the supervisor kills what is left on its way out
+            raise SystemExit(128 + number)  # the supervisor kills what is left at exit
         stop.set()
 
     previous = {number: signal.signal(number, handle) for number in SIGNALS}
@@ -281,7 +282,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         display.close()
         if stop.is_set():
             return 0
-        # From here on a signal, such as that of `on_failure`, changes nothing: this node ends, with its own code.
+        # From here on ignore signals, such as that of `on_failure`, so that this node ends with its own exit code.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         tell(f"chitu node: {error.message}")
@@ -307,7 +308,7 @@ def _say_ready(node: Node) -> None:
 
 
 def _tell_others(command: str | None) -> None:
-    """Best effort: the exit code says the same to whoever waits for it."""
+    """Run the `on_failure` command. Best effort: the exit code reports the failure as well."""
     if command:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, timeout=ON_FAILURE_S, check=False)

@@ -1,8 +1,8 @@
-"""The GPUs of this machine that its processes may use, found without CUDA and without torch.
+"""GPUs of this machine that its processes may use, found without CUDA and without torch.
 
 Called by the launchers and by `chitu doctor`, once each, before anything starts: `nvidia-smi` answers in less than a
-second and makes no context. What it and others say is parsed by pure functions; `look` alone runs and reads. A device
-is named as CUDA_VISIBLE_DEVICES names it, so that a part of the devices can be handed on by that variable.
+second and makes no context. Pure functions parse its output and other sources; only `look` runs and reads them. A
+device has its name in CUDA_VISIBLE_DEVICES, so that a part of the devices can be passed on in that variable.
 """
 
 from __future__ import annotations
@@ -24,52 +24,53 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 SLURM_INDICES = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
 SLURM_COUNT = "SLURM_GPUS_ON_NODE"
 NOBODY = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES that hide all; Slurm writes the last one where a job has none."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all devices; Slurm sets the last one if a job has none."""
 SMI_QUERY = ("--query-gpu=index,uuid,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 SMI_TIMEOUT_S = 30.0
-"""Without persistence mode the driver is set up for each call, which takes seconds on a large machine."""
+"""Timeout of nvidia-smi. Without persistence mode each call initializes the driver, which takes seconds on a large
+machine."""
 SMI_NOTHING_FOUND = 6
-"""Its exit code where all devices are shut away from the process, as in a job of Slurm that asked for none."""
+"""Exit code of nvidia-smi if the process may access no device, as in a Slurm job that requested none."""
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or a MIG part of one."""
+    """A GPU, or a MIG part of a GPU."""
 
     token: str
-    """What CUDA_VISIBLE_DEVICES calls it: `3`, `GPU-...`, `MIG-...`."""
+    """Name in CUDA_VISIBLE_DEVICES: `3`, `GPU-...`, `MIG-...`."""
     uuid: str = ""
     name: str = ""
-    """`NVIDIA H200`; empty where unknown."""
+    """Product name such as `NVIDIA H200`; empty if unknown."""
     memory_bytes: int | None = None
-    """Of the whole card; None where unknown, as of a MIG part."""
+    """Memory of the whole card; None if unknown, as of a MIG part."""
     is_mig: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class NodeDevices:
-    """What `look` found. Where `problem` is empty, all `devices` can be used."""
+    """Result of `look`. If `problem` is empty, all `devices` can be used."""
 
     devices: tuple[Device, ...]
-    """That this process may use, in CUDA's order: the k-th is `cuda:k` here."""
+    """Devices that this process may use, in CUDA's order: the k-th is `cuda:k` here."""
     source: str
-    """How that is known, or why there are none, as the end of a sentence."""
+    """Source of the list, or why there are none, as the end of a sentence."""
     is_given: bool = False
-    """Somebody chose these devices for us (CUDA_VISIBLE_DEVICES, Slurm): it wants them used."""
+    """Whether CUDA_VISIBLE_DEVICES or Slurm chose these devices, so that they must be used."""
     problem: str = ""
-    """Why GPUs that are there, or were given to us, cannot be used; a sentence with its cure."""
+    """Why GPUs that are present or were given cannot be used; a sentence with its cure."""
     num_hidden: int = 0
-    """GPUs of the machine that are not ours to use."""
+    """Number of GPUs of the machine that this process may not use."""
 
     @property
     def cards(self) -> dict[int, int]:
-        """Bytes of each device by its number, where they are known."""
+        """Bytes of each device by its number, if known."""
         return {k: device.memory_bytes for k, device in enumerate(self.devices) if device.memory_bytes is not None}
 
 
 def look() -> NodeDevices:
-    """Ask the driver and the environment. Raises nothing: what cannot be found out is a `problem`."""
+    """Find the devices from the driver and the environment. Raise nothing: a failure becomes a `problem`."""
     present, how, failure = _present()
     environment = device_environment()
     found = choose(present, how, environment)
@@ -79,14 +80,15 @@ def look() -> NodeDevices:
 
 
 def choose(present: Sequence[Device], how: str, environment: Mapping[str, str]) -> NodeDevices:
-    """Those of the machine's GPUs that the environment leaves to us. Pure. `how`: what named `present`."""
+    """Return those of the machine's GPUs that the environment allows. Pure. `how` names the source of `present`."""
     visible = environment.get(VISIBLE)
     if visible is not None:
         return _chosen_by_cuda(present, how, visible)
     for key in SLURM_INDICES:
         if text := environment.get(key):
             tokens = split_indices(text)
-            # Where Slurm shuts the others away, those that are left count from 0, whatever they are called outside.
+            # If Slurm blocks access to the others, those that are left count from 0, whatever their numbers are
+            # outside.
             if len(tokens) == len(present):
                 return NodeDevices(tuple(present), f"{how}; {key}={text}", True)
             return _picked(present, tokens, how, f"{key}={text}")
@@ -106,7 +108,7 @@ def choose(present: Sequence[Device], how: str, environment: Mapping[str, str]) 
 
 def _chosen_by_cuda(present: Sequence[Device], how: str, visible: str) -> NodeDevices:
     tokens = [token.strip() for token in visible.split(",")]
-    if tokens[0] in NOBODY:  # CUDA stops at the first one that names nothing
+    if tokens[0] in NOBODY:  # CUDA stops at the first invalid name
         return NodeDevices((), f"{VISIBLE} is {visible!r}, which hides all", num_hidden=len(present))
     return _picked(present, tokens, how, f"{VISIBLE}={visible}")
 
@@ -125,20 +127,20 @@ def _picked(present: Sequence[Device], tokens: Sequence[str], how: str, by: str)
         if matches[0] in devices:
             return NodeDevices((), source, True, f"{by} names {token} twice, and CUDA then shows none: correct it")
         devices += matches
-    # Named as before: the order of CUDA's own numbers is its business.
+    # Keep the given names, so that CUDA's own numbering does not matter.
     named = tuple(replace(device, token=token) for token, device in zip(tokens, devices, strict=True))
     return NodeDevices(named, source, True, num_hidden=len(present) - len(named))
 
 
 def _names(token: str, device: Device) -> bool:
-    """CUDA takes the beginning of a UUID, too."""
+    """Return whether the token names the device. CUDA also takes a prefix of a UUID."""
     if is_number(token):
         return device.token == token
     return token.startswith(("GPU-", "MIG-")) and device.uuid.startswith(token)
 
 
 def split_indices(text: str) -> list[str]:
-    """Slurm's `0,2-4` -> 0, 2, 3, 4. What is no number stays as it is."""
+    """Expand Slurm's `0,2-4` to 0, 2, 3, 4. Other words stay as they are."""
     tokens: list[str] = []
     for word in text.split(","):
         span = re.fullmatch(r"(\d+)-(\d+)", word.strip())
@@ -147,7 +149,7 @@ def split_indices(text: str) -> list[str]:
 
 
 def with_torch(found: NodeDevices, version: str | None, cuda: str | None) -> NodeDevices:
-    """`found`, with the problem that torch cannot use them. `version`: None where torch is not installed."""
+    """Return `found`, with a problem if torch cannot use the devices. `version` is None if torch is not installed."""
     if found.problem or not found.devices or cuda:
         return found
     count, name = len(found.devices), found.devices[0].name or "NVIDIA"
@@ -163,7 +165,7 @@ def with_torch(found: NodeDevices, version: str | None, cuda: str | None) -> Nod
 
 
 def parse_smi(text: str) -> tuple[tuple[Device, ...], frozenset[str]]:
-    """The lines of `nvidia-smi` with SMI_QUERY, and the UUIDs of those cards that are cut by MIG."""
+    """Parse the output of `nvidia-smi` with SMI_QUERY. Return the cards, and the UUIDs of those in MIG mode."""
     devices, cut = [], set()
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
         if len(row) != 5 or not row[0].strip().isdigit():
@@ -176,7 +178,7 @@ def parse_smi(text: str) -> tuple[tuple[Device, ...], frozenset[str]]:
 
 
 def parse_mig(text: str, cards: Sequence[Device], cut: frozenset[str]) -> tuple[Device, ...]:
-    """The devices of `nvidia-smi -L`: in place of a card in `cut` its MIG parts, which may be none."""
+    """Return the devices of `nvidia-smi -L`, with each card in `cut` replaced by its MIG parts, which may be none."""
     parts: dict[str, list[Device]] = {}
     card = ""
     for line in text.splitlines():
@@ -189,7 +191,7 @@ def parse_mig(text: str, cards: Sequence[Device], cut: frozenset[str]) -> tuple[
 
 
 def parse_proc(texts: Sequence[str]) -> tuple[Device, ...]:
-    """The files `/proc/driver/nvidia/gpus/*/information`, in the order of the bus."""
+    """Parse the files `/proc/driver/nvidia/gpus/*/information`, in bus order."""
     devices = []
     for index, text in enumerate(texts):
         fields = dict(re.findall(r"^([^:\n]+):[ \t]*(.*?)[ \t]*$", text, re.MULTILINE))
@@ -199,7 +201,7 @@ def parse_proc(texts: Sequence[str]) -> tuple[Device, ...]:
 
 
 def parse_torch_version(text: str) -> tuple[str | None, str | None]:
-    """Version and CUDA version of torch's file `version.py`."""
+    """Return version and CUDA version from torch's file `version.py`."""
     fields = dict(re.findall(r"^(\w+)[^=\n]*=\s*['\"]([^'\"]+)['\"]", text, re.MULTILINE))
     return fields.get("__version__"), fields.get("cuda")
 
@@ -208,14 +210,14 @@ def parse_torch_version(text: str) -> tuple[str | None, str | None]:
 
 
 def _present() -> tuple[tuple[Device, ...], str, str]:
-    """The machine's GPUs, how that is known (the end of a sentence), and what is wrong with the driver, if anything."""
+    """Return the machine's GPUs, the source (the end of a sentence), and what is wrong with the driver, if anything."""
     text, failure = _smi(*SMI_QUERY)
     if failure is None:
         cards, cut = parse_smi(text)
         if cut:
             listed, failure = _smi("-L")
             cards = parse_mig(listed, cards, cut)
-        return cards, f"nvidia-smi lists {len(cards) or 'no GPU'}{' (MIG parts each for itself)' if cut else ''}", ""
+        return cards, f"nvidia-smi lists {len(cards) or 'no GPU'}{' (MIG parts listed separately)' if cut else ''}", ""
     if failure:
         return (), failure, failure
     cards = parse_proc(list(_read_all(PROC_GPUS)))
@@ -223,7 +225,7 @@ def _present() -> tuple[tuple[Device, ...], str, str]:
 
 
 def _smi(*arguments: str) -> tuple[str, str | None]:
-    """Its output, and why there is none: None where there is, empty where there is no nvidia-smi."""
+    """Return its output, and why there is none: None if there is, "" if nvidia-smi is not installed."""
     try:
         done = subprocess.run(
             ["nvidia-smi", *arguments],
@@ -236,10 +238,10 @@ def _smi(*arguments: str) -> tuple[str, str | None]:
     except FileNotFoundError:
         return "", ""
     except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"nvidia-smi cannot be asked ({error})"
+        return "", f"nvidia-smi cannot be run ({error})"
     if done.returncode in (0, SMI_NOTHING_FOUND):
         return done.stdout, None
-    first = next((line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()), "no word")
+    first = next((line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()), "no output")
     return "", f"nvidia-smi ends with {done.returncode} ({first})"
 
 
@@ -252,7 +254,7 @@ def _read_all(folder: Path) -> Iterator[str]:
 
 
 def torch_build() -> tuple[str | None, str | None]:
-    """Read, not imported: torch takes seconds, and the launcher computes nothing."""
+    """Return torch's version and CUDA version. Reads a file, since importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None, None
@@ -263,7 +265,7 @@ def torch_build() -> tuple[str | None, str | None]:
 
 
 def main() -> int:
-    """Exit code 0 where this machine has GPUs that can be used."""
+    """Print the devices. Return exit code 0 if this machine has usable GPUs."""
     found = look()
     for device in found.devices:
         print(device.token, device.name, device.memory_bytes or "")

@@ -1,7 +1,8 @@
-"""What `chitu doctor` looks at on one node, as values that travel to the node that judges them (`doctor_checks.py`).
+"""Facts that `chitu doctor` gathers on one node, as values that are sent to the node that judges them
+(`doctor_checks.py`).
 
-`gather` reads files, tries ports and asks the driver's tool; it imports no library that is looked for, makes no CUDA
-context, and raises nothing: what cannot be found out is empty.
+`gather` reads files, tries ports and runs nvidia-smi. It imports none of the libraries that it looks for, makes no CUDA
+context, and raises nothing: an unknown fact is empty.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from chitu.models.config import count_weights
 from chitu.net.rdma_devices import Rdma, look_at_rdma
 
 LIBRARIES = {
-    # distribution: where it is needed; empty: everywhere
+    # distribution: extra that needs it; empty: always needed
     "torch": "",
     "transformers": "",
     "tokenizers": "",
@@ -45,47 +46,47 @@ LIBRARIES = {
     "mooncake-transfer-engine-non-cuda": "mooncake",
     "nixl": "nixl",
 }
-"""With the extra that brings it."""
+"""Distributions that are checked, with the extra that installs each."""
 SHARED_LIBRARIES = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
-"""Of Mooncake's wheels, with Debian's package of each."""
+"""Shared libraries that Mooncake's wheels need, with the Debian package of each."""
 CUDA_SHARED_LIBRARIES = {"libmlx5.so.1": "ibverbs-providers", "libcuda.so.1": "libcuda1"}
-"""Of those built for CUDA besides."""
+"""Shared libraries that wheels built for CUDA need in addition."""
 STATUS = Path("/proc/self/status")
 CAP_IPC_LOCK = 14
 
 
 class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
     host: str
-    """As the topology calls it."""
+    """Name of the node in the topology."""
     name: str = ""
-    """As it calls itself."""
+    """Own host name of the node."""
     python: tuple[int, int, int] = (3, 11, 0)
     libraries: dict[str, str] = {}
-    """Version by distribution, of those that are installed."""
+    """Version of each installed distribution."""
     missing_shared: tuple[str, ...] = ()
     """Debian packages whose library cannot be loaded."""
     torch_cuda: str = ""
-    """Of torch's build; empty: none."""
+    """CUDA version of torch's build; empty: none."""
     devices: NodeDevices = NodeDevices((), "")
     driver: str = ""
     driver_cuda: str = ""
-    """The newest CUDA that the driver takes."""
+    """Newest CUDA version that the driver supports."""
     compiler: str = ""
     has_python_header: bool = False
     memlock_bytes: int = -1
-    """What a process may pin; -1: any amount, as with CAP_IPC_LOCK."""
+    """Limit of memory that a process may pin; -1: no limit, as with CAP_IPC_LOCK."""
     rdma: Rdma = Rdma()
     available_bytes: int = 0
     shared_memory_error: str = ""
     binds: tuple[Bind, ...] = ()
     model: ModelFacts = ModelFacts("")
     num_weights: int = 0
-    """Numbers in the checkpoint's tensors."""
+    """Number of weights in the checkpoint's tensors."""
     master_addr: str = ""
     unreachable: tuple[str, ...] = ()
-    """`HOST:PORT: why` of other nodes' ports, as tried from here."""
+    """`HOST:PORT: why` of other nodes' ports that this node cannot reach."""
     clock_ahead_s: float | None = None
-    """Of the judging node's; None where it was not compared."""
+    """Difference of this node's clock to the judging node's; None if not compared."""
 
 
 def gather(topology: Topology, host: str) -> NodeFacts:
@@ -123,14 +124,14 @@ def libraries() -> dict[str, str]:
 
 
 def parse_smi_head(text: str) -> tuple[str, str]:
-    """Driver and CUDA version of the head of `nvidia-smi`."""
+    """Return driver and CUDA version from the head of `nvidia-smi`."""
     driver = re.search(r"Driver Version:\s*([\d.]+)", text)
     cuda = re.search(r"CUDA Version:\s*([\d.]+)", text)
     return driver[1] if driver else "", cuda[1] if cuda else ""
 
 
 def memlock_bytes(status: str) -> int:
-    """`status`: of /proc, of this process. The limit counts only without the capability."""
+    """Return the limit of pinned memory. `status` is this process's /proc file; with CAP_IPC_LOCK there is no limit."""
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
     if capabilities and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1:
         return -1
@@ -146,7 +147,8 @@ def _driver() -> tuple[str, str]:
 
 
 def missing_shared(distributions: Iterable[str]) -> tuple[str, ...]:
-    """Debian packages of what the wheels of Mooncake among `distributions` need and what cannot be loaded."""
+    """Return the Debian packages of libraries that Mooncake's wheels among `distributions` need and that cannot be
+    loaded."""
     of_cuda = CUDA_SHARED_LIBRARIES if not set(MOONCAKE_WITH_CUDA).isdisjoint(distributions) else {}
     return tuple(package for name, package in (SHARED_LIBRARIES | of_cuda).items() if not _loads(name))
 

@@ -1,4 +1,4 @@
-"""Which machine is which host of a topology, and what only a launcher can refuse. Pure.
+"""Assignment of machines to the hosts of a topology, and checks that only a launcher can make. Pure.
 
 Called by `chitu plan`, the local supervisor and the launcher of one node. The hosts of a topology are numbered in the
 order in which it names them, the router's first; a list of machines (Slurm's nodes, `--hosts`) replaces them in this
@@ -16,7 +16,7 @@ from chitu.launch.plan import ProcessSpec
 
 
 def split_hosts(text: str) -> list[str]:
-    """`a, b` -> `["a", "b"]`. ConfigError where one is empty or given twice."""
+    """Split `a, b` into `["a", "b"]`. Raise ConfigError if one is empty or given twice."""
     hosts = [host.strip() for host in text.split(",")]
     for host in hosts:
         if not host:
@@ -27,7 +27,8 @@ def split_hosts(text: str) -> list[str]:
 
 
 def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
-    """Overrides that put `hosts` in the place of the topology's hosts. ConfigError unless there is one for each."""
+    """Return overrides that replace the topology's hosts with `hosts`. Raise ConfigError unless there is one for
+    each."""
     names = host_names(topology)
     if len(hosts) != len(names):
         raise ConfigError(
@@ -40,12 +41,12 @@ def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
 
 
 def _index(names: Sequence[str], host: str) -> int:
-    """Of a host in `host_names`, where all loopback names count as one."""
+    """Return the index of a host in `host_names`; all loopback names count as one."""
     return next(i for i, name in enumerate(names) if name == host or (is_loopback(name) and is_loopback(host)))
 
 
 def host_at(topology: Topology, index: int) -> str:
-    """Host number `index`. ConfigError where the topology has no such host."""
+    """Return host number `index`. Raise ConfigError if the topology has no such host."""
     names = host_names(topology)
     if not 0 <= index < len(names):
         raise ConfigError(f"node index {index}: the topology has {len(names)} hosts, 0 to {len(names) - 1}")
@@ -53,19 +54,19 @@ def host_at(topology: Topology, index: int) -> str:
 
 
 def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> list[ProcessSpec]:
-    """The processes of host number `index`. ConfigError where the topology has no such host."""
+    """Return the processes of host number `index`. Raise ConfigError if the topology has no such host."""
     host_at(topology, index)
     names = host_names(topology)
     return [spec for spec in specs if _index(names, spec.host) == index]
 
 
 def thread_overrides(topology: Topology, threads_per_rank: int) -> list[str]:
-    """Overrides that give every rank of every instance this many CPU threads."""
+    """Return overrides that give every rank of every instance this many CPU threads."""
     return [f"{item.key}.threads={threads_per_rank * item.config.tp_size}" for item in instances(topology)]
 
 
 def launch_problems(topology: Topology) -> Iterator[str]:
-    """What no single process can see, a sentence each; beside `config.topology.problems`."""
+    """Yield a sentence for each problem that no single process can see, in addition to `topology_checks.problems`."""
     if topology.dp_config.scheduler_base_port is not None and len(instances(topology)) > 1:
         yield (
             "dp_config.scheduler_base_port is the port of one scheduler process; this cluster starts "
@@ -76,7 +77,7 @@ def launch_problems(topology: Topology) -> Iterator[str]:
 
 
 def open_ports(topology: Topology) -> Iterator[str]:
-    """The router's ports that only the router would know, a sentence each."""
+    """Yield a sentence for each router port that only the router would know."""
     for key, port in router_ports(topology.dp_config.router).items():
         if port == 0:
             yield f"{key} is 0 (picked at start), but other hosts have to know it before: give a port"
