@@ -1,7 +1,7 @@
-"""A topology as one node runs it: loaded, and loaded again with the devices that this node has for its instances.
+"""A topology as one node runs it: loaded, and loaded again with the devices of this node for its instances.
 
-Called once at the start by `chitu serve`, `chitu node`, `chitu plan`, and by a scheduler process without a launcher.
-Loaded again, because more than the devices depends on them (`config/step_sizes.py`).
+Called once at the start by `chitu serve`, `chitu node`, `chitu plan`, and by a scheduler process without a launcher. It
+is loaded again, because other settings depend on the devices (`config/step_sizes.py`).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from chitu.types import Role
 class Placement:
     topology: Topology
     overrides: list[str]
-    """Those given, and the devices: what every process of this node is started with."""
+    """Given overrides and those of the devices; every process of this node is started with them."""
     node: NodeDevices
     notes: tuple[str, ...]
-    """What an operator has to know of the devices, a sentence each."""
+    """Notes on the devices for the operator, a sentence each."""
     ways: str = ""
-    """How KV will travel between P and D."""
+    """Description of the transports between P and D."""
 
 
 def place(config: str | None, overrides: Sequence[str], own_of: Callable[[Topology], Sequence[Instance]]) -> Placement:
-    """ConfigError where this node cannot serve `own_of(topology)`, its own instances. All
-    but the devices is the caller's to check."""
+    """Return the placement of `own_of(topology)`, this node's instances. Raise ConfigError if it cannot serve them. The
+    caller checks everything except the devices."""
     topology = load_topology(config, overrides)
     own = own_of(topology)
     node = look_for(own)
@@ -45,14 +45,14 @@ def place(config: str | None, overrides: Sequence[str], own_of: Callable[[Topolo
     overrides = [*overrides, *shares.overrides]
     topology, rdma = load_topology(config, overrides), look_at_rdma()
     ways = describe_ways(topology, rdma)
-    if any(item.role is not Role.UNIFIED for item in own):  # a router's node needs no RDMA
+    if any(item.role is not Role.UNIFIED for item in own):  # a node with only the router needs no RDMA
         overrides += protocol_overrides(topology, rdma)
     return Placement(load_topology(config, overrides), overrides, node, shares.notes, ways)
 
 
 def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Placement, list[str]]:
-    """What `place` would do on each host of the topology if all were like this machine, for `chitu plan`; and what
-    stands against it, a sentence each. Of several hosts, unlike nodes are no problem: their devices stay `auto`."""
+    """Return what `place` would do on each host of the topology if all were like this machine, and the problems, a
+    sentence each. For `chitu plan`. With several hosts, a failure here is only a note: their devices stay `auto`."""
     topology = load_topology(config, overrides)
     hosts, node = host_names(topology), look_for(instances(topology))
     devices: dict[str, tuple[str, ...]] = {}
@@ -82,20 +82,20 @@ def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Place
 
 
 def look_for(own: Sequence[Instance]) -> NodeDevices:
-    """The devices of this node, unless its instances say that they need none."""
+    """Return the devices of this node, or none if its instances need none."""
     if any(is_auto(item.config) or any(map(is_gpu, item.config.devices)) for item in own):
         return look()
-    return NodeDevices((), "nobody asked")
+    return NodeDevices((), "no instance needs one")
 
 
 def on_cpus(topology: Topology) -> list[str]:
-    """Overrides that put all instances whose devices are `auto` on CPUs."""
+    """Return overrides that put all instances whose devices are `auto` on CPUs."""
     autos = [item for item in instances(topology) if is_auto(item.config)]
     return [f"{item.key}.devices=[{','.join([CPU] * item.config.tp_size)}]" for item in autos]
 
 
 def with_shares(topology: Topology, shares: Shares) -> Topology:
-    """The devices alone put into a topology of which nobody knows any more what its file said."""
+    """Return the topology with the devices of `shares`, without loading its file again."""
     keyed = {item.key: item.config for item in instances(topology)}
     configs = {
         key: msgspec.structs.replace(config, devices=shares.devices.get(key, config.devices))

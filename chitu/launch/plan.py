@@ -1,8 +1,8 @@
-"""Topology -> processes: which commands with which environment make the cluster. Pure; starts nothing.
+"""Topology -> processes: the commands and environments that make the cluster. Pure; starts nothing.
 
 Called by the local supervisor and by `chitu plan`. The router is a plain process; an instance is one torchrun with
-`tp_size` ranks and its own rendezvous, so instances never meet in torch.distributed. For a single rank that is a file,
-since torch's TCP store (`--standalone`, at a free port) listens on all interfaces.
+`tp_size` ranks and its own rendezvous, so instances never meet in torch.distributed. The rendezvous of a single rank is
+a file, since torch's TCP store (`--standalone`, at a free port) listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -22,31 +22,32 @@ ROUTER = "router"
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process to start. `env` holds only what is put over the inherited environment."""
+    """One process to start. `env` has only the variables that override the inherited environment."""
 
     name: str
-    """`router`, `P0`, `D1`, `U0`."""
+    """Name: `router`, `P0`, `D1`, `U0`."""
     host: str
     argv: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     descriptors: tuple[int, ...] = ()
-    """Of the starter, which the process has too, under the same numbers."""
+    """File descriptors of the starter that the process inherits under the same numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Modules that the processes run, and the interpreter for them. Tests of the supervisor put stand-ins here."""
+    """Modules that the processes run, and the interpreter for them. Tests replace them with stand-ins."""
 
     router: str = "chitu.serve.api_server"
     scheduler: str = "chitu.serve.scheduler"
     python: str = sys.executable
     torchrun: bool = True
-    """False: an instance of one rank is started by itself, which takes seconds less (the agent imports torch too)."""
+    """Whether torchrun also starts instances of one rank. Without it they start seconds faster (the agent imports
+    torch, too)."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     @property
     def reads_model(self) -> bool:
-        """Stand-ins need none, or one without weights."""
+        """Whether the scheduler reads a whole model; stand-ins need none, or one without weights."""
         return self.scheduler == Entries().scheduler
 
     def has_torchrun(self, instance: Instance) -> bool:
@@ -56,7 +57,7 @@ class Entries:
 def router_spec(
     topology: Topology, config: str, overrides: Sequence[str], ready_file: str | None, entries: Entries
 ) -> ProcessSpec:
-    """The router process; it writes its actual ports to `ready_file` once it listens."""
+    """Return the router process. It writes its actual ports to `ready_file` once it listens."""
     ready = ("--ready-file", ready_file) if ready_file else ()
     return ProcessSpec(
         name=ROUTER,
@@ -75,10 +76,10 @@ def instance_spec(
     entries: Entries,
     node: NodeDevices | None = None,
 ) -> ProcessSpec:
-    """One torchrun. `cores`: CPU cores of its host; `node`: its GPUs, where they are known."""
+    """Return the torchrun of one instance. `cores` are the CPU cores of its host; `node` has its GPUs, if known."""
     alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
-    # The ranks of an instance share a host. Without an address they look for it by its name, which may not be known.
+    # The ranks of an instance share a host. Without an address they would resolve its name, which may fail.
     torchrun = ("-m", "torch.distributed.run", "--local-addr=127.0.0.1", *meeting)
     ranks = (f"--nproc-per-node={instance.config.tp_size}", "--max-restarts=0")
     return ProcessSpec(
@@ -94,7 +95,7 @@ def instance_spec(
             "OMP_NUM_THREADS": str(threads_of(topology, instance, cores)),
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
-            # Else torchrun starts a TCP store for its ranks all the same.
+            # Otherwise torchrun would still start a TCP store for its ranks.
             **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
             **(environment_of(instance, node) if node is not None else {}),
         },
@@ -109,7 +110,8 @@ def plan(
     entries: Entries | None = None,
     node: NodeDevices | None = None,
 ) -> tuple[ProcessSpec, ...]:
-    """All processes of the topology, router first, as `chitu plan` shows them. `node`: whose GPUs the devices are."""
+    """Return all processes of the topology, router first, as `chitu plan` shows them. `node` has the GPUs of the
+    devices."""
     entries = entries or Entries()
     members = instances(topology)
     return (
@@ -119,11 +121,11 @@ def plan(
 
 
 def port_overrides(ports: dict[str, int]) -> list[str]:
-    """Overrides that pin the router's ports (by short name, as its ready file gives them) for everyone else."""
+    """Return overrides that set the router's ports (by short name, as in its ready file) for the other processes."""
     keys = {key.rsplit(".", 1)[1]: key for key in router_ports_keys()}
     return [f"{keys[name]}={port}" for name, port in ports.items() if name in keys]
 
 
 def router_ports_keys() -> list[str]:
-    """Key paths of the router's ports."""
+    """Return the key paths of the router's ports."""
     return list(router_ports(Topology().dp_config.router))

@@ -1,4 +1,4 @@
-"""What `chitu plan` prints: hosts, ports, devices, environment and exact commands. Pure: values in, text out."""
+"""Output of `chitu plan`: hosts, ports, devices, environment and exact commands. Pure: values in, text out."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from chitu.launch.plan import ROUTER, ProcessSpec
 def plan_text(
     topology: Topology, specs: Sequence[ProcessSpec], cores: int, node_argv: Sequence[str], notes: Sequence[str] = ()
 ) -> str:
-    """`specs`: all processes, as `plan` gives them. `node_argv`: the launcher of one node without its index. `notes`:
-    a line each on devices and transfers."""
+    """Return the text of a plan. `specs` has all processes, as `plan` returns them. `node_argv` is the command of one
+    node without its index. `notes` has lines on devices and transfers."""
     lines = [
         *_hosts(topology, specs),
         "",
@@ -57,7 +57,7 @@ def _processes(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str
 
 
 def _nodes(topology: Topology, node_argv: Sequence[str]) -> Iterator[str]:
-    """One launcher a host does all of that; Slurm's scripts run the same."""
+    """Yield the command that starts all processes of each host; Slurm's scripts run the same."""
     hosts = host_names(topology)
     if len(hosts) < 2:
         return

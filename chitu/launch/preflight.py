@@ -1,8 +1,8 @@
-"""What a launcher can know before it starts a process: ports, the model's files, libraries, memory for KV pages.
+"""Checks that a launcher can make before it starts a process: ports, the model's files, libraries, memory for KV pages.
 
-Asked by `LocalCluster` and `chitu node` before anything starts, and by `chitu doctor`, so all say the same. `look_*`
-read and try (no torch, no more than a second); the functions beside them are pure. What the processes check themselves
-they still check: nobody else may have looked for them.
+Used by `LocalCluster` and `chitu node` before anything starts, and by `chitu doctor`, so all report the same. `look_*`
+functions read files and try ports (no torch, at most a second); the others are pure. Processes still make their own
+checks, since they may run without a launcher.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from chitu.types import Role
 HTTP_PORT = "dp_config.router.port"
 ANY_ADDRESS = "0.0.0.0"
 LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
-"""Modules, any of which will do, of each transport that is a library; its extra has the transport's name."""
+"""Modules of each transport that is a library; one of them is enough. The extra has the transport's name."""
 MOONCAKE_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
 MOONCAKE_WITH_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
-"""Distributions of one module."""
+"""Distributions of Mooncake with CUDA; all have the same module."""
 MOONCAKE_PYTHON = (3, 13)
-"""The newest that its wheels are for, but for the one with CUDA 13."""
+"""Newest Python that Mooncake's wheels support, except the one with CUDA 13."""
 
 
 class Bind(msgspec.Struct, frozen=True):
-    """A port that somebody tried to listen on."""
+    """Result of an attempt to listen on a port."""
 
     key: str
     host: str
     port: int
     error: str = ""
-    """The system's words; empty where it is free."""
+    """Error text of the system; empty if the port is free."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What a checkpoint folder says."""
+    """Facts about a checkpoint folder."""
 
     path: str
     error: str = ""
-    """A sentence; the others are empty then."""
+    """Error as a sentence; with one, the fields below are empty."""
     hash: str = ""
     max_model_len: int = 0
 
@@ -63,8 +63,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 def look_at_ports(topology: Topology, host: str) -> list[Bind]:
-    """Every fixed port that processes of the topology listen on at `host`, and the API's address with any port, tried
-    and given back."""
+    """Try to listen on every fixed port of the topology's processes at `host`, and on the API's address with any port.
+    Return the results; the ports are free again."""
     return [
         Bind(key, address, port, _why_not_free(address, port))
         for key, where, port in bound_ports(topology)
@@ -74,7 +74,7 @@ def look_at_ports(topology: Topology, host: str) -> list[Bind]:
 
 
 def _address(topology: Topology, key: str, host: str) -> str:
-    """At which a process on `host` listens."""
+    """Return the address at which a process on `host` listens."""
     if key == HTTP_PORT:
         return listening_host(topology.dp_config.router)
     return ANY_ADDRESS if "_schedulers." in key and not is_loopback(host) else host
@@ -87,13 +87,13 @@ def _why_not_free(host: str, port: int) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             probe.listen(1)
-    except (OSError, UnicodeError, OverflowError) as error:  # no name of a host: too long, or with an odd character
+    except (OSError, UnicodeError, OverflowError) as error:  # an invalid host name: too long, or with an odd character
         return getattr(error, "strerror", "") or str(error)
     return ""
 
 
 def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
-    """The files that the processes will read, all but the numbers of the weights."""
+    """Check the model files that the processes will read, except the weights themselves."""
     path = topology.model.path
     try:
         spec = read_model_spec(path, topology.model.max_model_len)
@@ -111,7 +111,7 @@ def is_installed(module: str) -> bool:
 
 
 def installed(names: Sequence[str]) -> dict[str, str]:
-    """Version by distribution, of those that are installed."""
+    """Return the version of each of these distributions that is installed."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -142,7 +142,7 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
 
 
 def cure_of_missing(extra: str, python: tuple[int, ...]) -> str:
-    """How an extra gets installed. `python`: the version that runs."""
+    """Return how to install an extra. `python` is the running version."""
     if extra == "mooncake" and python[:2] > MOONCAKE_PYTHON:
         return (
             "Mooncake has wheels for Python 3.11 to 3.13 (with CUDA 13, the extra mooncake-cuda13: to 3.14): make .venv"
@@ -154,7 +154,7 @@ def cure_of_missing(extra: str, python: tuple[int, ...]) -> str:
 def transport_findings(
     topology: Topology, has: Callable[[str], bool] = is_installed, python: tuple[int, ...] = sys.version_info[:3]
 ) -> Iterator[Finding]:
-    """Of the library that P and D need: asked for by its name, or by `auto` because they are on several hosts."""
+    """Check the library that P and D need: configured by name, or by `auto` because they are on several hosts."""
     transport, library = topology.dp_config.router.pd_disaggregation.transport, needed_library(topology)
     if library and not any(map(has, LIBRARIES[library])):
         says = f"{PD}.transport is {transport}"
@@ -169,8 +169,8 @@ def transport_findings(
 
 
 def gpu_transfer_findings(topology: Topology, protocol: str, distributions: Iterable[str]) -> Iterator[Finding]:
-    """`topology`: with devices. `protocol`: that Mooncake takes here. `distributions`: installed ones; a Mooncake of an
-    operator's own making is taken for one with CUDA."""
+    """Check that Mooncake can send KV of GPUs. `topology` has devices, `protocol` is Mooncake's on this node. A
+    Mooncake that is in none of the installed `distributions` is assumed to have CUDA."""
     found = set(distributions)
     has_cuda_build = MOONCAKE_WITHOUT_CUDA not in found or not found.isdisjoint(MOONCAKE_WITH_CUDA)
     error, warning = why_not_sent(topology, protocol, has_cuda_build)
@@ -189,8 +189,8 @@ def memory_findings(
     num_weights: int = 0,
     cards: Mapping[int, int] = {},
 ) -> Iterator[Finding]:
-    """Of the weights, and of the KV pages that `num_pages` asks for; what is sized by itself fits. `cards`: bytes of
-    each GPU of this host."""
+    """Check the memory for the weights and for the KV pages of `num_pages`; pools without it are sized to fit. `cards`
+    has the bytes of each GPU of this host."""
     for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards):
         yield Finding(Level.ERROR, "memory", problem)
     for problem in pool_problems(topology, spec, here, available_bytes):
@@ -206,8 +206,8 @@ def preflight(
     cards: Mapping[int, int] = {},
     names: Sequence[str] | None = None,
 ) -> Iterator[Finding]:
-    """All of it for the processes of the topology on this machine, which it calls `host`. `cards`: bytes of each of its
-    GPUs, where they are known. `names`: for these processes alone."""
+    """Run all checks for the processes of the topology on this machine, its `host`. `cards` has the bytes of each of
+    its GPUs, if known. `names` limits the checks to these processes."""
     here = [item for item in instances_on(topology, host) if names is None or item.name in names]
     others = {f"{item.key}.port" for item in instances_on(topology, host) if item not in here}
     has_router = names is None or ROUTER in names
@@ -239,7 +239,7 @@ def require_preflight(
     cards: Mapping[int, int] = {},
     names: Sequence[str] | None = None,
 ) -> None:
-    """ConfigError with the first error; warnings go to `warn`. `cards`, `names`: as for `preflight`."""
+    """Run `preflight`, raise ConfigError with the first error and pass warnings to `warn`."""
     for finding in preflight(topology, host, reads_model, cards, names):
         if finding.level is Level.ERROR:
             raise ConfigError(finding.sentence)

@@ -1,10 +1,9 @@
-"""One child process tree: started in a session of its own, its log in a file, ended as a whole.
+"""One child process tree: started in its own session, logged to a file, ended as a whole.
 
 Used by `LocalCluster`, from one thread. Invariant: a child dies with its supervisor (`PR_SET_PDEATHSIG`), even when
 that is killed with -9. The signal follows the *thread* that started the child, so start children from a thread that
-lives as long as they shall. Every process of a tree carries `CHITU_PROCESS` in its environment; torchrun puts its
-workers into sessions of their own, so that mark, not the process group, says which processes belong to the tree. Linux
-only.
+outlives them. Every process of a tree has `CHITU_PROCESS` in its environment. torchrun puts its workers into their own
+sessions, so that mark, not the process group, identifies the processes of the tree. Linux only.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends. Call first thing in a process entry.
+    """Have the kernel kill this process when its parent ends. Call it first in a process entry.
 
-    `parent_pid`: the parent when the caller decided to start this; if it is gone already, exit now.
+    `parent_pid` is the parent's pid at the start of this process; if that parent is already gone, exit now.
     """
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -40,22 +39,22 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def die_with_torchrun() -> None:
-    """Under torchrun: end when it ends, even by SIGKILL. By hand: nothing. Call first thing in a process entry."""
+    """End with torchrun, even by SIGKILL; do nothing without torchrun. Call it first in a process entry."""
     if not under_torchrun():
         return
     die_with_parent()
     mark = process_mark()
     if mark is not None and os.getppid() not in processes_marked(mark):
-        os._exit(1)  # torchrun was gone before the kernel knew that we care
+        os._exit(1)  # torchrun ended before `prctl` took effect
 
 
 def processes_marked(mark: str) -> list[int]:
-    """Pids of live processes whose environment carries `CHITU_PROCESS=<mark>`."""
+    """Return the pids of live processes whose environment has `CHITU_PROCESS=<mark>`."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # Processes of others cannot be read, and any of them may end while we look.
+            # Processes of other users cannot be read, and any process may end meanwhile.
             with contextlib.suppress(OSError):
                 if wanted in (entry / "environ").read_bytes().split(b"\0") and not _is_zombie(entry):
                     found.append(int(entry.name))
@@ -79,7 +78,7 @@ class ChildProcess:
         descriptors: Sequence[int] = (),
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        """`log`: None: it writes where this process does."""
+        """Start the process. With `log` None it writes to this process's output."""
         self.name = name
         self.mark = mark
         self.log = log
@@ -98,7 +97,7 @@ class ChildProcess:
                     stderr=output,
                     pass_fds=descriptors,
                     start_new_session=True,
-                    umask=0o077,  # for other files beside the log
+                    umask=0o077,  # for files other than the log
                     preexec_fn=lambda: die_with_parent(supervisor),
                 )
         except OSError as error:
@@ -106,24 +105,24 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started: torchrun's, for an instance."""
+        """Pid of the started process: torchrun's, for an instance."""
         return self._popen.pid
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """Return the exit code, or None while it runs. A negative one is the signal that ended it."""
         return self._popen.poll()
 
     def worker_pids(self) -> list[int]:
-        """Pids of the tree below the started process, oldest first (the schedulers under a torchrun)."""
+        """Return the pids below the started process, in ascending order (the schedulers under a torchrun)."""
         return [pid for pid in processes_marked(self.mark) if pid != self.pid]
 
     def terminate(self) -> None:
-        """SIGTERM to the workers, else to the process itself: torchrun then sees them end in their own good time."""
+        """Send SIGTERM to the workers, or to the process itself if it has none. torchrun ends after its workers."""
         for pid in self.worker_pids() or [self.pid]:
             self._signal(pid, signal.SIGTERM)
 
     def kill_tree(self) -> None:
-        """SIGKILL to every process of the tree, until none is left or 2 s are over (one may be stuck)."""
+        """Send SIGKILL to every process of the tree, until none is left or 2 s are over (one may be stuck)."""
         end_s = time.monotonic() + KILL_S
         while (pids := processes_marked(self.mark)) and time.monotonic() < end_s:
             for pid in pids:
@@ -134,18 +133,18 @@ class ChildProcess:
             self._popen.wait(timeout=max(0.0, end_s - time.monotonic()))
 
     def bound_log(self, max_bytes: int) -> None:
-        """Cut the log where it is longer."""
+        """Rotate the log if it is longer than `max_bytes`."""
         if self.log is not None and cut(self.log, max_bytes):
             self._log_start = 0
 
     def tail(self, lines: int = 15) -> list[str]:
-        """Its last log lines, without torchrun's report about them."""
+        """Return its last log lines, without torchrun's report."""
         text = self._text().splitlines()
         first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
         return (text[:first_noise] or text)[-lines:]
 
     def worker_exit(self) -> str:
-        """How the worker under a torchrun ended, from torchrun's report; empty where there is none."""
+        """Return how the worker under a torchrun ended, from torchrun's report, or "" if there is none."""
         found = re.findall(r"failed \(exitcode: (-?\d+)\)", self._text())
         return describe_exit(int(found[-1])) if found else ""
 
@@ -160,7 +159,7 @@ class ChildProcess:
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 3`, `killed by SIGKILL`."""
+    """Return an exit code as `exit code 3`, `killed by SIGKILL`."""
     if code >= 0:
         return f"exit code {code}"
     try:

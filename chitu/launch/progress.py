@@ -1,11 +1,11 @@
-"""How far a scheduler process has come, told to the supervisor through a file of JSON lines.
+"""Start progress of a scheduler process, reported to the supervisor through a file of JSON lines.
 
 The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready",
-"incarnation": ...}` (by which the router's word of an instance is known to mean this process, not the one before), at
-its end `{"state": "drained"}` where an operator wanted it to leave, `{"state": "taken"}` where another process has its
-rank, and while it reads weights `{"state": "loading",
-"done": bytes, "total": bytes}`. A file, not a pipe: it survives torchrun in between, and a process started by hand
-simply has none. Written by the main thread of the scheduler process, read by the supervisor.
+"incarnation": ...}` (so that the router's reports on an instance can be matched to this process, not an earlier one),
+at its end `{"state": "drained"}` if an operator drained it, `{"state": "taken"}` if another process has its rank, and
+while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. It is a file, not a pipe, so that it works
+through torchrun, and a process started by hand needs none. Written by the main thread of the scheduler process, read by
+the supervisor.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ logger = logging.getLogger(__name__)
 MIN_INTERVAL_S = 0.1
 DRAINED = "drained"
 TAKEN = "taken"
-"""The router refused it: another process has its rank."""
+"""State of a process that the router refused, since another process has its rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """`state`: `starting`, `loading`, `warmup`, `ready`, `drained` or `taken`. `done`, `total`: bytes while loading."""
+    """Progress of a process. `state` is `starting`, `loading`, `warmup`, `ready`, `drained` or `taken`; `done` and
+    `total` are bytes while loading."""
 
     state: str = "starting"
     done: int = 0
     total: int = 0
     incarnation: int = 0
-    """Of an instance that is ready."""
+    """Incarnation of a ready instance."""
 
 
 class ProgressWriter:
-    """Appends to the file that the environment names; does nothing where it names none."""
+    """Appends to the file that the environment names; does nothing if it names none."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or progress_file()
@@ -51,7 +52,7 @@ class ProgressWriter:
         self._write({"state": "ready", "incarnation": incarnation})
 
     def loading(self, done: int, total: int) -> None:
-        """Bytes of weights read so far; called as often as one likes."""
+        """Report the bytes of weights read so far. It may be called often: it writes at most every MIN_INTERVAL_S."""
         now_s = time.monotonic()
         if done < total and now_s - self._last_s < MIN_INTERVAL_S:
             return
@@ -64,12 +65,12 @@ class ProgressWriter:
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
-        except OSError as error:  # a full disk: it can serve all the same
+        except OSError as error:  # such as a full disk: the process can still serve
             logger.warning("cannot report %s to the launcher: %s", record, error)
 
 
 def read_progress(path: Path) -> Progress:
-    """The last complete record; `starting` where there is none yet."""
+    """Return the last complete record, or `starting` if there is none yet."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     except OSError:

@@ -1,8 +1,8 @@
 """Random tensors of a checkpoint by their Hugging Face names, and a file of them. Called by `make_model.py`; no torch.
 
 Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
-holds. Norm weights vary around 1, so that a norm that is left out shows. Invariant: the same arguments give the same
-bytes.
+holds. Norm weights vary around 1, so that an omitted norm changes the output. Invariant: the same arguments give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from numpy.typing import NDArray
 from chitu.launch.model_shape import DTYPES, LATENT_FAMILIES, ModelShape
 
 LOGIT_STD = 3.0
-"""Spread of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000 tokens."""
+"""Standard deviation of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000
+tokens."""
 Array = NDArray[np.float32]
 
 
 def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int) -> Iterator[tuple[str, Array]]:
-    """Every tensor of the checkpoint by its Hugging Face name, in a fixed order.
+    """Yield every tensor of the checkpoint by its Hugging Face name, in a fixed order.
 
     Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
-    holds. Norm weights vary around 1, so that a norm that is left out shows.
+    holds. Norm weights vary around 1, so that an omitted norm changes the output.
     """
     rng = np.random.default_rng(seed)
 
@@ -40,7 +41,7 @@ def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int
     def around(mean: float, size: int) -> Array:
         return (mean + 0.1 * rng.standard_normal(size, dtype=np.float32)).astype(np.float32)
 
-    # With tied embeddings a token's own row pulls towards repeating it; stronger layers drown that.
+    # With tied embeddings a token's own row favours repeating it; stronger layers outweigh that.
     gain = 8.0 if shape.tie else 2.0
     hidden, head_dim, inner = shape.hidden_size, shape.resolved_head_dim, shape.resolved_intermediate_size
     query, key = shape.heads * head_dim, shape.kv_heads * head_dim
@@ -85,7 +86,7 @@ def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int
         if family in LATENT_FAMILIES:
             yield from mlp(f"{prefix}.shared_experts", shape.expert_size)
 
-    # Rows of special tokens are short: a short row of the output matrix gives logits near 0, which are never the best.
+    # Rows of special tokens are scaled down, which gives logits near 0, so they are never the best.
     output_std = LOGIT_STD / math.sqrt(hidden)
     embedding = matrix(shape.vocab_size, hidden, output_std if shape.tie else 1.0)
     if shape.tie:
@@ -109,7 +110,7 @@ def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int
 
 
 def _encode(values: Array, dtype: str) -> bytes:
-    """Raw little-endian bytes in the checkpoint's dtype; bfloat16 rounds to nearest even."""
+    """Return raw little-endian bytes in the checkpoint's dtype. bfloat16 rounds to nearest even."""
     if dtype == "float32":
         return values.astype("<f4").tobytes()
     if dtype == "float16":
@@ -120,9 +121,9 @@ def _encode(values: Array, dtype: str) -> bytes:
 
 
 def save_safetensors(path: Path, tensors: dict[str, Array], dtype: str) -> None:
-    """The safetensors format: length of the header (u64), JSON header, tensors one after the other.
+    """Write the safetensors format: length of the header (u64), JSON header, tensors one after the other.
 
-    Written here because the library's own writer knows bfloat16 only with torch.
+    The library's own writer supports bfloat16 only with torch.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     encoded = {name: _encode(values, dtype) for name, values in tensors.items()}

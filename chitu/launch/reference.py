@@ -1,7 +1,7 @@
-"""References for answers of a cluster: one undivided engine, started here or running already, and `transformers`.
+"""References for answers of a cluster: one unified engine, started here or already running, and `transformers`.
 
-Used by `chitu verify` and, for the engine, by `chitu replay`. Blocking, in the caller's thread, which must
-outlive what it starts.
+Used by `chitu verify` and, for the engine, by `chitu replay`. Blocking, in the caller's thread, which must outlive the
+processes that it starts.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
 
 READY_TIMEOUT_S = 1800.0
-"""For the engine: a large model is read from disk first."""
+"""Timeout of the engine's start: a large model is read from disk first."""
 SPARE_PAGES = 64
-"""Beyond those of one request of the longest context."""
+"""Pages in addition to those of one request of the longest context."""
 MEMORY_PART = 0.5
-"""Of the memory that is free, which the weights of `transformers` may take."""
+"""Share of the free memory that the weights of `transformers` may take."""
 FLOAT32_BYTES = 4
 RIGHT_SINCE = {"deepseek_v2": (5, 15), "deepseek_v3": (5, 0)}
-"""The first `transformers` that computes a model type as its checkpoints want: before, it left out YaRN's scale of the
-attention (V2), or chose among the experts of groups that were ruled out (V3)."""
+"""First version of `transformers` that computes a model type correctly: earlier ones omitted YaRN's scale of the
+attention (V2), or chose experts of excluded groups (V3)."""
 
 
 class Scorer(Protocol):
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
-        """Of the last `count` tokens. Impossible where there are none."""
+        """Return the scores of the last `count` tokens. Raise Impossible if there are none."""
         ...
 
 
@@ -47,18 +47,18 @@ class Reference:
     engine: Prober
     layout: KVLayout
     scorers: dict[str, Scorer]
-    """By name: the engine, and `transformers` where it can be had."""
+    """Scorers by name: the engine, and `transformers` if available."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOptions:
     url: str | None
-    """Of an engine that runs; None: one is started."""
+    """URL of a running engine; None: one is started."""
     folder: str | None
-    """Of the model, if it is on this machine."""
+    """Folder of the model, if it is on this machine."""
     device: str
     has_transformers: bool
-    """Where there is memory for it."""
+    """Whether to use `transformers`, too, if there is memory for it."""
     max_tokens: int
     timeout_s: float
     entries: Entries | None
@@ -66,7 +66,7 @@ class ReferenceOptions:
 
 class EngineShape(NamedTuple):
     dtype: str
-    """Of K and V, and of the model where that is not fp8."""
+    """Dtype of K and V, and of the model unless it is fp8."""
     max_model_len: int
     page_size: int
 
@@ -75,8 +75,8 @@ class EngineShape(NamedTuple):
 def reference(
     options: ReferenceOptions, like: KVLayout, max_model_len: int, say: Callable[[str], None]
 ) -> Iterator[Reference]:
-    """Of the model, the context and the dtype of the cluster. Impossible where there is none; ConfigError and
-    StartFailed as of `LocalCluster`."""
+    """Yield the reference for the model, the context and the dtype of the cluster. Raise Impossible if there is none,
+    and ConfigError and StartFailed as `LocalCluster` does."""
     if options.url is not None:
         yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), api_key(), like, say)
         return
@@ -94,7 +94,8 @@ def reference(
 def engine(
     folder: str, device: str, shape: EngineShape, entries: Entries | None, say: Callable[[str], None]
 ) -> Iterator[tuple[RouterClient, str | None]]:
-    """One undivided engine that is started here, and its API key. ConfigError and StartFailed as of `LocalCluster`."""
+    """Start one unified engine and yield its client and API key. Raise ConfigError and StartFailed as `LocalCluster`
+    does."""
     say(f"starting one undivided engine of {folder} on {device}")
     topology = load_topology("unified_local.yaml", _settings(folder, device, shape))
     with LocalCluster(topology, entries=entries) as own:
@@ -106,12 +107,12 @@ def engine(
 
 
 def layout_of(cluster: ClusterSnapshot) -> KVLayout | None:
-    """Of any instance that is up."""
+    """Return the layout of any instance that reports one, or None."""
     return next((instance.layout for instance in cluster.instances if instance.layout is not None), None)
 
 
 def _settings(folder: str, device: str, shape: EngineShape) -> list[str]:
-    """Room for two requests."""
+    """Return the overrides of the engine, with pages for one longest request and SPARE_PAGES."""
     dtype, page_size = shape.dtype, shape.page_size
     pages = -(-shape.max_model_len // page_size) + SPARE_PAGES
     return [
@@ -146,7 +147,7 @@ def _reference(
 
 
 def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
-    """None, and why, where it cannot be had."""
+    """Return the scorer by `transformers`, or None after passing the reason to `say`."""
     if importlib.util.find_spec("transformers") is None:
         say("no second reference: transformers is not installed")
         return None
@@ -164,7 +165,7 @@ def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
 
 
 class _Transformers:
-    """In float32 on CPUs; a prompt at a time, so that no padding changes a rounding."""
+    """Scores by `transformers` in float32 on CPUs, one prompt at a time, so that padding cannot change the rounding."""
 
     def __init__(self, folder: str) -> None:
         import torch

@@ -1,7 +1,7 @@
-"""`chitu replay FILE`: whether an engine gives the tokens of receipts again. Blocking; in the caller's thread.
+"""`chitu replay FILE`: checks whether an engine reproduces the tokens of receipts. Blocking; in the caller's thread.
 
-The engine is an undivided one of the model's folder that is started here, or any cluster that runs: the receipts are
-asked of it past the prefix cache. What counts as the same is in `client/verify/receipts.py`.
+The engine is a unified one with the model's folder that is started here, or any running cluster. The receipts are
+replayed without its prefix cache. `client/verify/receipts.py` defines what counts as the same.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from chitu.models.config import read_model_spec
 from chitu.protocol.receipt import Receipt
 
 PAGE_SIZE = 16
-"""Of the engine that is started."""
+"""Page size of the engine that is started."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
     url: str | None
-    """Of what runs; None: `model` is started."""
+    """URL of a running cluster; None: an engine with `model` is started."""
     model: str | None = None
-    """Checkpoint folder."""
+    """Checkpoint folder of the engine to start."""
     device: str = "cpu"
-    """Of what is started."""
+    """Device of the engine that is started."""
     concurrency: int = 2
-    """Requests at once."""
+    """Number of requests at once."""
     timeout_s: float = 600.0
-    """Of one answer."""
+    """Timeout of one answer."""
     entries: Entries | None = None
 
 
 def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Callable[[str], None]) -> list[Replayed]:
-    """One for each. Impossible where no engine can be had for them; else as of `LocalCluster` and `RouterClient`."""
+    """Return a result for each receipt. Raise Impossible if there is no engine for them, and the errors of
+    `LocalCluster` and `RouterClient`."""
     with contextlib.ExitStack() as stack:
         if options.url is not None:
             client, key = RouterClient(options.url, api_key()), api_key()

@@ -1,8 +1,9 @@
-"""A launcher's own folder (0700) under the temporary one: what its processes leave behind lies there and goes with it.
+"""A launcher's own folder (0700) in the temporary folder, which holds the files of its processes and is removed with
+them.
 
-Owned by `Supervisor`; one thread. Each child has its TMPDIR in it. The launcher keeps the folder locked for as long as
-it lives, so after a kill -9 the next launcher of the same user sees which folders are nobody's, and removes them. The
-cluster's key lies there under the router's HTTP port, where `chitu drain` of the same user finds it.
+Owned by `Supervisor`; one thread. Each child has its TMPDIR in it. The launcher keeps the folder locked while it lives,
+so after a kill -9 the next launcher of the same user can tell abandoned folders, and removes them. The cluster key is
+there under the router's HTTP port, where `chitu drain` of the same user finds it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ PREFIX = "chitu-run-"
 
 
 class RunDir:
-    """Made, and locked, at construction."""
+    """A launcher's folder, made and locked at construction."""
 
     def __init__(self) -> None:
         for path, is_abandoned in _own_folders():
@@ -27,7 +28,7 @@ class RunDir:
                 shutil.rmtree(path, ignore_errors=True)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            # Until it is locked, another launcher that just starts may take it for nobody's.
+            # Until it is locked, another launcher that starts may take it as abandoned.
             with contextlib.suppress(OSError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -36,14 +37,14 @@ class RunDir:
                 os.close(self._lock)
 
     def make_empty(self, name: str) -> Path:
-        """The TMPDIR of a process that starts; what its predecessor left there is removed."""
+        """Return the TMPDIR of a starting process, without files of its predecessor."""
         path = self.path / name
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(mode=0o700)
         return path
 
     def keep_key(self, port: int, cluster_key: str) -> None:
-        """For `cluster_key_at`. `port`: the router's, of HTTP."""
+        """Store the key for `cluster_key_at`. `port` is the router's HTTP port."""
         descriptor = os.open(self.path / f"key-{port}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(cluster_key)
@@ -54,7 +55,7 @@ class RunDir:
 
 
 def cluster_key_at(port: int) -> str:
-    """The key of the cluster of this user on this machine whose router has this HTTP port; empty: none is known."""
+    """Return the key of this user's cluster on this machine whose router has this HTTP port, or "" if none is known."""
     for path, is_abandoned in _own_folders():
         with contextlib.suppress(OSError):
             if not is_abandoned:
@@ -63,7 +64,8 @@ def cluster_key_at(port: int) -> str:
 
 
 def _own_folders() -> Iterator[tuple[Path, bool]]:
-    """Those of this user, each with whether its launcher is gone, which holds as long as the caller looks at it."""
+    """Yield this user's folders, each with whether its launcher is gone, which is valid until the next one is
+    yielded."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

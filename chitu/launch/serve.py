@@ -1,8 +1,9 @@
-"""`chitu serve`: the whole topology on this machine until a signal ends it.
+"""`chitu serve`: runs the whole topology on this machine until a signal ends it.
 
-Runs in the main thread of the supervisor process: start, show progress, print how to use it, look after the processes,
-and on SIGTERM, SIGINT or SIGHUP drain and end everything within 5 seconds. A second signal ends it at once.
-Exit codes: 0 after a signal, 1 where the start failed or the router died for good, 2 for a wrong configuration.
+Runs in the main thread of the supervisor process: it starts the processes, shows progress, prints how to use the
+cluster, supervises, and on SIGTERM, SIGINT or SIGHUP drains and ends everything within 5 seconds. A second signal ends
+it at once. Exit codes: 0 after a signal, 1 if the start failed or the router died for good, 2 for a wrong
+configuration.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ POLL_S = 0.1
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
     port: int | None = None
-    """Over `dp_config.router.port`."""
+    """HTTP port; overrides `dp_config.router.port`."""
     log_dir: str | None = None
     restart: bool = True
     entries: Entries | None = None
     node: NodeDevices | None = None
-    """The GPUs of this machine, where somebody looked already."""
+    """GPUs of this machine, if already known."""
     notes: tuple[str, ...] = ()
-    """What was said of them then."""
+    """Notes on these GPUs."""
     ways: str = ""
-    """How KV will travel between P and D."""
+    """Description of the transports between P and D."""
 
 
 def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
-    """Serve until a signal. `on_ready` is called once the cluster serves; True ends it again (quickstart --once)."""
+    """Serve until a signal and return the exit code. `on_ready` is called once the cluster serves; if it returns True,
+    the cluster ends again (quickstart --once)."""
     stop = threading.Event()
     previous = _stop_on_signals(stop)
     display = make_display()
@@ -107,18 +109,18 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
 
 
 def _stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
-    """Install the handlers; returns those that were there."""
+    """Install the handlers and return the previous ones."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
-            raise SystemExit(128 + number)  # `serve` kills what is left on its way out
+            raise SystemExit(128 + number)  # `serve` kills what is left at exit
         stop.set()
 
     return {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
 def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:
-    """The topology with the embedded model."""
+    """Return the topology with the embedded model."""
     say(f"no model given (--model PATH): {TINY_MODEL_NAME} answers, which knows lists of facts and little else")
     name = topology.model.served_name or TINY_MODEL_NAME
     model = msgspec.structs.replace(topology.model, path=str(TINY_MODEL_DIR), served_name=name)

@@ -1,6 +1,7 @@
-"""Slurm's node lists without Slurm's tools: `python -m chitu.launch.slurm 'gpu[01-03,7]'` prints a name a line. Pure.
+"""Expansion of Slurm's node lists without Slurm's tools: `python -m chitu.launch.slurm 'gpu[01-03,7]'` prints a name a
+line. Pure.
 
-Called by the Slurm scripts where `scontrol show hostnames` is missing, as inside a container.
+Called by the Slurm scripts if `scontrol show hostnames` is missing, as inside a container.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from chitu.errors import ConfigError
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """`pd-node[0-1,3],login` -> pd-node0, pd-node1, pd-node3, login. ConfigError for anything else than such a list."""
+    """Expand `pd-node[0-1,3],login` to pd-node0, pd-node1, pd-node3, login. Raise ConfigError for anything but such a
+    list."""
     names = [name for item in _split(text.strip()) for name in _expand(item, text)]
     if not all(names):
         raise ConfigError(f"the node list {text!r} has an empty entry")
@@ -21,7 +23,7 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside of brackets."""
+    """Split at the commas outside of brackets."""
     return re.split(r",(?![^\[]*\])", text)
 
 

@@ -1,8 +1,8 @@
-"""One completion from a cluster that has just started: what `script/quickstart.sh` prints first.
+"""One completion from a cluster that has just started, the first output of `script/quickstart.sh`.
 
-The embedded model is asked for one fact of a long list, which it can only answer when every page of the prompt's KV
-cache arrived; any other model continues a sentence. Below the answer: which pair served it, what it moved, and where
-the time went.
+The embedded model must recall one fact of a long list, which is only possible if every page of the prompt's KV cache
+arrived. Any other model continues a sentence. Below the answer are the pair that served it, the bytes moved, and the
+times.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ COMPLETION_PATH = "/v1/completions"
 PROMPT = "Once upon a time"
 LIST_TOKENS = 1000
 SEED = 0
-"""The same list and question every time: a wrong answer is then the cluster's fault, not the model's one in many."""
+"""Seed of the list and question. They are the same every time, so a wrong answer is the cluster's fault, not one of the
+model's rare errors."""
 MAX_TOKENS = 32
-"""Of the answer; a sentence of chitu-tiny has about 12."""
+"""Limit of the answer; a sentence of chitu-tiny has about 12."""
 
 
 def first_completion(cluster: LocalCluster, *, must_be_right: bool = False) -> None:
-    """Ask, print the answer and its trace. Internal where there is no answer, or where it is wrong and must not be."""
+    """Send a request, print the answer and its trace. Raise Internal if there is no answer, or it must be right and is
+    not."""
     keys = cluster.topology.dp_config.router.api_keys
     client = RouterClient(cluster.url, keys[0] if keys else None)
     try:
@@ -58,7 +60,7 @@ def _recall(client: RouterClient, model: str, must_be_right: bool) -> None:
 
 
 def _ask(client: RouterClient, path: str, model: str, body: dict[str, Any]) -> Answer:
-    """The whole answer; raises its error."""
+    """Return the whole answer. Raise its error."""
     answer = client.stream(path, {"model": model, "temperature": 0, **body}, lambda text: None)
     if answer.is_stopped:
         raise KeyboardInterrupt

@@ -1,10 +1,10 @@
-"""The processes of one machine over all their incarnations: start, watch, report deaths, start again, end together.
+"""Processes of one machine over all their incarnations: starts, watches, reports deaths, restarts, ends together.
 
 Used by `LocalCluster` (all processes of a topology), by `launch/node.py` (those of one node) and by the router for its
 API processes (`serve/replicas.py`). It has no thread of its own: everything happens inside its methods, in the caller's
 thread, which must outlive the processes (they die with the thread that started them, see `process.py`). Each process
-writes `NAME.log` into `log_dir`. A process that died before it was ever ready is an error of the start, any later death
-an event.
+writes `NAME.log` into `log_dir`. The death of a process that was never ready fails the start; any later death is an
+event.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress
 from chitu.launch.run_dir import RunDir
 
 RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
-"""torchrun takes options from the environment, too. This is the file in which an instance of one rank meets itself."""
+"""torchrun's option for the rendezvous, as an environment variable: the rendezvous file of an instance of one rank."""
 POLL_S = 0.05
 GRACE_OVER_DRAIN_S = 0.5
 """Time beyond `deadlines.drain_s` after which a process is killed: 4.5 s with the default."""
 STABLE_S = 60.0
-"""After a life of this length the next restart is immediate again."""
+"""Lifetime after which the count of deaths in a row starts again."""
 
 
 class StartFailed(Internal):
@@ -47,18 +47,19 @@ class Member:
     progress: Progress = field(default_factory=Progress)
     was_ready: bool = False
     failures: int = 0
-    """Deaths in a row; each doubles the wait before the next start."""
+    """Number of deaths in a row; each doubles the wait before the next start."""
     restart_at_s: float | None = None
     exit_code: int | None = None
-    """Of the last incarnation, once its death was noticed."""
+    """Exit code of the last incarnation, once its death was noticed."""
     has_left: bool = False
-    """An instance that was drained: it stays out until somebody starts it."""
+    """Whether the instance was drained and is not restarted by itself."""
     lost_rank: bool = False
-    """Its last incarnation ended because another process has its rank."""
+    """Whether its last incarnation ended because another process has its rank."""
 
 
 class Supervisor:
-    """`spec_of` is asked for the command at every start of a process; a router must write `ready_file`."""
+    """Supervisor of processes. It calls `spec_of` for the command at every start of a process; a router must write
+    `ready_file`."""
 
     def __init__(
         self,
@@ -72,9 +73,10 @@ class Supervisor:
         max_log_bytes: int = 0,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        """`log_dir`: None: the processes write where this one does. `max_log_bytes`: of each process's log."""
+        """Make the members without starting them. With `log_dir` None the processes write to this one's output.
+        `max_log_bytes` limits each process's log."""
         self._run_dir: RunDir | None = None
-        """From the first start to the end."""
+        """The launcher's folder, from the first start to the end."""
         self.members = {name: Member(name) for name in names}
         self.log_dir = log_dir or self.run_dir.path
         self._has_logs = log_dir is not None
@@ -88,17 +90,17 @@ class Supervisor:
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
         self._was_clean = True
-        """Nobody died."""
+        """Whether no process died."""
 
     def start(self, name: str) -> None:
-        """Start a process that does not run."""
+        """Start a process that is not running."""
         member = self.member(name)
         spec = self._spec_of(name)
         if name == ROUTER:
             self.ready_file.unlink(missing_ok=True)
         progress = self._progress_path(name)
         progress.unlink(missing_ok=True)
-        # Not beside the logs: a network file system need not know the locks of torch's file store.
+        # Not beside the logs, since a network file system may lack the locks of torch's file store.
         tmp = self.run_dir.make_empty(name)
         self._starts += 1
         member.child = ChildProcess(
@@ -121,9 +123,9 @@ class Supervisor:
         member.has_left = False
 
     def poll(self) -> None:
-        """Look after everything once: notice deaths, start what is due. Call every 0.1 s or so.
+        """Check every process once: notice deaths, start what is due. Call about every 0.1 s.
 
-        StartFailed where a process ended before it was ever ready.
+        Raise StartFailed if a process ended before it was ever ready.
         """
         now_s = time.monotonic()
         for member in self.members.values():
@@ -137,11 +139,11 @@ class Supervisor:
                     self._look_at_progress(member)
 
     def router_ports(self) -> dict[str, int] | None:
-        """The router's actual ports by short key name; None before it listens."""
+        """Return the router's actual ports by short key name, or None before it listens."""
         return read_ready_file(self.ready_file)
 
     def dead(self) -> list[Member]:
-        """Those that ended, though nobody told them to, and will not be started again."""
+        """Return members that ended without being drained and will not be restarted."""
         return [
             member
             for member in self.members.values()
@@ -152,15 +154,16 @@ class Supervisor:
         ]
 
     def stop(self, drain_s: float) -> dict[str, int | None]:
-        """Drain and end everything: the router first, so that nothing new comes in. Exit codes by name.
+        """Drain and end everything, the router first, so that no new request arrives. Return exit codes by name.
 
-        Whatever is left `drain_s` + 0.5 s after the start of the stop is killed. Idempotent.
+        Processes left `drain_s` + 0.5 s after the start of the stop are killed. Idempotent.
         """
         end_s = time.monotonic() + drain_s + GRACE_OVER_DRAIN_S
         try:
             router = [m.child for m in self.members.values() if m.child and m.name == ROUTER]
             workers = [m.child for m in self.members.values() if m.child and m.name != ROUTER]
-            # The router finishes what runs before it exits, and needs the workers for it; they get the remaining time.
+            # The router finishes running requests before it exits, and needs the workers for that; they get the
+            # remaining time.
             for children, until_s in ((router, end_s - 0.4 * drain_s), (workers, end_s)):
                 for child in children:
                     child.terminate()
@@ -182,7 +185,7 @@ class Supervisor:
         return codes
 
     def remove_logs(self) -> bool:
-        """After `stop`: remove the folder of the logs where nothing in it can explain anything; else False."""
+        """Remove the folder of the logs after `stop`, unless a process died. Return whether it was removed."""
         if self._was_clean:
             shutil.rmtree(self.log_dir, ignore_errors=True)
         return self._was_clean
@@ -208,7 +211,7 @@ class Supervisor:
         return self.log_dir / f"{name}.log"
 
     def logs(self, name: str) -> str:
-        """Everything that it wrote, over all its incarnations."""
+        """Return everything that the process wrote, over all its incarnations."""
         with contextlib.suppress(FileNotFoundError):
             return self.log_path(name).read_text(encoding="utf-8", errors="replace")
         return ""
@@ -225,7 +228,7 @@ class Supervisor:
             member.was_ready = True
 
     def _start_again(self, member: Member, now_s: float) -> None:
-        """A system that has no process, descriptor or file for it now may have one later."""
+        """Restart a process. Retry later if the system has no process, descriptor or file for it now."""
         try:
             self.start(member.name)
         except (OSError, ConfigError) as error:
@@ -235,7 +238,7 @@ class Supervisor:
             self._on_event(f"{member.name} is started again")
 
     def _restart_later(self, member: Member, now_s: float) -> float:
-        """Seconds until then."""
+        """Schedule the restart and return the seconds until then."""
         member.failures += 1
         wait_s = min(10.0, 0.25 * 2 ** (member.failures - 1))
         member.restart_at_s = now_s + wait_s
@@ -255,7 +258,7 @@ class Supervisor:
         self._was_clean = False
         reason = child.worker_exit() or describe_exit(code)
         if code == 0 and member.was_ready and member.name != ROUTER:
-            reason = f"told to by a signal; `chitu drain {member.name}` has it stay out"
+            reason = f"exit code 0 after a signal; `chitu drain {member.name}` has it stay out"
         life_s = now_s - child.started_s
         report = f"{member.name} ended ({reason}) after {life_s:.1f} s"
         if child.log is not None:
@@ -271,7 +274,7 @@ class Supervisor:
 
 
 def read_ready_file(path: Path) -> dict[str, int] | None:
-    """The router's actual ports by short key name; None while the file is not there or not complete."""
+    """Return the router's actual ports by short key name, or None while the file is missing or incomplete."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
-"""The tokenizer of a made-up model: byte-level BPE trained on made-up text. Used by `make_model` and by the
-training of chitu-tiny.
+"""Tokenizer of a generated model: byte-level BPE trained on generated text. Used by `make_model` and by the training of
+chitu-tiny.
 
 Any text can be encoded (256 byte tokens), the special tokens come first, and the vocabulary is as large as the text
 has pairs to merge; a larger `vocab_size` leaves the last ids of the model without a token.
@@ -52,8 +52,8 @@ CHAT_TEMPLATE = """\
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Qwen splits text into words. With its NFC normaliser: transformers gives a `qwen2` checkpoint these two, whatever
-its tokenizer.json says."""
+"""Qwen's pattern to split text into words. transformers gives a `qwen2` checkpoint this pattern and the NFC normaliser,
+whatever its tokenizer.json has."""
 
 _WORDS = (
     "the of and to in is that for it as was with be by on not he his but at are this have from or had an they which "
@@ -68,7 +68,7 @@ _SYLLABLES = "ka lo mi ra ten sur vel nor da pri quo ist ber fal gen hul jor wex
 
 
 def _sentences(count: int) -> Iterator[str]:
-    """English-like text with a Zipf law over common words, made-up words and numbers; always the same."""
+    """Yield English-like text with a Zipf law over common words, invented words and numbers; always the same."""
     rng = random.Random(20)
     words = _WORDS.split()
     weights = [1 / (rank + 3) for rank in range(len(words))]
@@ -83,8 +83,8 @@ def _sentences(count: int) -> Iterator[str]:
 
 
 def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Tokenizer:
-    """A tokenizer of at most `vocab_size` tokens (at least 256 and the special ones), trained on `texts` (None: made-up
-    English). Encoding a text adds the bos."""
+    """Train a tokenizer of at most `vocab_size` tokens (at least 256 and the special ones) on `texts` (None: generated
+    English). Encoding a text adds the bos token."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,7 +1,7 @@
-"""How KV will travel between P and D, decided and said before anything starts. Pure.
+"""Transports of KV between P and D, decided and described before anything starts. Pure.
 
-Called by `launch/placement.py`. `mooncake_protocol: auto` becomes what this node has; nodes are taken for alike, as
-with devices (docs/adr/0009). Whether a transport reaches a peer they find out when they meet
+Called by `launch/placement.py`. `mooncake_protocol: auto` becomes the protocol of this node; all nodes are assumed to
+be alike, as with devices (docs/adr/0009). Peers find out whether a transport reaches the other when they connect
 (`kv_transfer/transports/select.py`).
 """
 
@@ -31,7 +31,7 @@ def uses_mooncake(topology: Topology) -> bool:
 
 
 def needed_library(topology: Topology) -> str:
-    """`mooncake` or `nixl` where P and D cannot reach each other without; else empty."""
+    """Return `mooncake` or `nixl` if P and D cannot reach each other without it, else ""."""
     transport, paired = topology.dp_config.router.pd_disaggregation.transport, _paired(topology)
     if transport in ("mooncake", "nixl"):
         return transport if paired else ""
@@ -39,8 +39,8 @@ def needed_library(topology: Topology) -> str:
 
 
 def is_staged(topology: Topology, protocol: str) -> bool:
-    """Whether Mooncake over `protocol` gets KV of GPUs from host memory. Else it is sent from the GPU itself, piece by
-    piece, which only a build with CUDA can."""
+    """Return whether Mooncake over `protocol` gets KV of GPUs from host memory. Otherwise it sends from the GPU itself,
+    piece by piece, which needs a build with CUDA."""
     pd, paired = topology.dp_config.router.pd_disaggregation, _paired(topology)
     chosen = msgspec.structs.replace(pd, mooncake_protocol=protocol)
     has_segments = pd.transfer != "direct" and all(item.config.tp_size == 1 for item in paired)
@@ -48,8 +48,8 @@ def is_staged(topology: Topology, protocol: str) -> bool:
 
 
 def why_not_sent(topology: Topology, protocol: str, has_cuda_build: bool) -> tuple[str, str]:
-    """What keeps Mooncake over `protocol` from sending KV of GPUs at all, and what makes it slow, a sentence each; both
-    may be empty. `topology`: with devices. `has_cuda_build`: Mooncake's, on this node."""
+    """Return what keeps Mooncake over `protocol` from sending KV of GPUs, and what makes it slow, a sentence each; both
+    may be empty. `topology` has devices. `has_cuda_build` is about Mooncake on this node."""
     pd = topology.dp_config.router.pd_disaggregation
     if needed_library(topology) != "mooncake" or not has_gpus(topology) or is_staged(topology, protocol):
         return "", ""
@@ -64,7 +64,8 @@ def why_not_sent(topology: Topology, protocol: str, has_cuda_build: bool) -> tup
 
 
 def protocol_overrides(topology: Topology, found: Rdma) -> list[str]:
-    """ConfigError where RDMA was asked for and this node cannot."""
+    """Return the override of Mooncake's protocol, if any. Raise ConfigError if RDMA is configured and this node lacks
+    it."""
     pd = topology.dp_config.router.pd_disaggregation
     if not uses_mooncake(topology) or pd.mooncake_protocol == "tcp":
         return []
@@ -76,7 +77,7 @@ def protocol_overrides(topology: Topology, found: Rdma) -> list[str]:
 
 
 def describe_ways(topology: Topology, found: Rdma) -> str:
-    """`topology`: with devices, and the protocol as the file says. Empty where nothing travels."""
+    """Describe the transports, or return "" without P and D. `topology` has devices, and the protocol of the file."""
     paired = _paired(topology)
     if not paired:
         return ""
@@ -108,5 +109,5 @@ def _hosts(found: Iterable[Instance]) -> set[str]:
 
 
 def has_gpus(topology: Topology) -> bool:
-    """Whether P and D have."""
+    """Return whether P and D have GPUs."""
     return any(is_gpu(device) for item in _paired(topology) for device in item.config.devices)

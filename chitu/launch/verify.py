@@ -1,11 +1,12 @@
-"""`chitu verify URL`: whether a running cluster answers as one undivided engine does. Blocking; the caller's thread.
+"""`chitu verify URL`: checks whether a running cluster answers as one unified engine does. Blocking; the caller's
+thread.
 
-The same prompts go to the cluster, over every pair, and to references: a unified instance of the model's folder that is
-started here, or one that runs already (`--reference`); and `transformers` in float32, where memory has room for it.
-What counts as right is in `client/verify/parity.py`. Prompts go past the prefix cache, as a whole and as a stream,
-greedy and seeded, and then through it, each of some salts twice, so that what one P has made wrong is not what another
-is asked. At last every pair decodes the same tokens, allowed no others: so pages can be compared, and tell where a
-wrong pair went wrong (`client/verify/pages.py`).
+The same prompts go to the cluster, over every pair, and to references: a unified instance with the model's folder that
+is started here, or a running one (`--reference`); and `transformers` in float32, if memory allows.
+`client/verify/parity.py` defines what is right. Prompts go without the prefix cache, whole and streamed, greedy and
+seeded, and then with it, twice for each of several salts, so that a wrong page of one P is not used in another's check.
+At last every pair decodes the same tokens, with no others allowed, so that pages can be compared to find where a wrong
+pair went wrong (`client/verify/pages.py`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.snapshot import ClusterSnapshot
 
 DRAWN = ("seeded", FORCED)
-"""Their tokens are those of the engine that is asked the same, likely or not."""
+"""Kinds whose tokens must equal those of the engine with the same request, likely or not."""
 KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "greedy": (False, {}),
     "stream": (True, {}),
@@ -42,38 +43,39 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     CACHED: (False, {"cache_prompt": True}),
     FORCED: (False, {"return_page_sums": True}),
 }
-"""How a prompt is asked: as a stream, and with what beside."""
+"""Kinds of requests: whether they are streamed, and their other options."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
     url: str
     model: str | None = None
-    """Checkpoint folder; None: the one that the cluster's topology names, if it is on this machine."""
+    """Checkpoint folder; None: that of the cluster's topology, if it is on this machine."""
     reference: str | None = None
-    """URL of an undivided engine that runs already."""
+    """URL of a running unified engine."""
     device: str = "cpu"
-    """Of the one that is started."""
+    """Device of the engine that is started."""
     has_transformers: bool = True
-    """Use it too, where there is memory for it."""
+    """Whether to use `transformers`, too, if there is memory for it."""
     max_rounds: int = 8
-    """Prompts at most, until every pair was hit."""
+    """Maximum number of prompts until every pair was hit."""
     concurrency: int = 2
-    """Requests at once: the cluster may be serving others."""
+    """Number of requests at once; the cluster may serve other clients."""
     max_tokens: int = 40
     timeout_s: float = 120.0
-    """Of one answer."""
+    """Timeout of one answer."""
     entries: Entries | None = None
 
 
 def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
-    """Impossible where nothing can be compared; what `RouterClient` raises where no router answers."""
+    """Verify the cluster and return the report. Raise Impossible if nothing can be compared, and the errors of
+    `RouterClient`."""
     client = RouterClient(options.url, api_key(), flag="URL")
     before = client.cluster()
     layout, max_model_len = layout_of(before), before.max_model_len
     if layout is None or max_model_len is None:
         names = ", ".join(instance.name for instance in before.instances)
-        raise Impossible(f"nothing serves at {client.url}: {names or 'nobody'} is down")
+        raise Impossible(f"nothing serves at {client.url}: {names or 'no instance'} is down")
     dtype = layout.dtype
     folder = options.model if options.model is not None else _served_folder(options.url)
     wanted = ReferenceOptions(
@@ -105,10 +107,10 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
 
 
 def _served_folder(url: str) -> str | None:
-    """The cluster's own, if this machine has it."""
+    """Return the cluster's model folder, if this machine has it."""
     try:
         path = RouterClient(url, credential(url)).topology().model.path
-    except ChituError:  # it takes the cluster's key
+    except ChituError:  # the router wants the cluster key
         return None
     return path if path and Path(path, "config.json").is_file() else None
 
@@ -118,7 +120,7 @@ def _alone(snapshot: ClusterSnapshot) -> set[Pair]:
 
 
 def _ways(snapshot: ClusterSnapshot) -> set[Pair]:
-    """Over which requests can go now."""
+    """Return the pairs that can serve requests now."""
     up = [instance for instance in snapshot.instances if instance.status == "up"]
     prefills, decodes = ([i.name for i in up if i.role == role] for role in ("prefill", "decode"))
     pairs: set[Pair] = set(itertools.product(prefills, decodes))
@@ -127,7 +129,7 @@ def _ways(snapshot: ClusterSnapshot) -> set[Pair]:
 
 @dataclass(slots=True)
 class _Asking:
-    """Asks the cluster and the references, and judges each answer."""
+    """Sends requests to the cluster and the references, and judges each answer."""
 
     prober: Prober
     right: Reference
@@ -136,21 +138,21 @@ class _Asking:
     judged: list[Judged] = field(default_factory=list)
     failed: list[Asked] = field(default_factory=list)
     scores: dict[tuple[str, int, tuple[int, ...]], list[Score]] = field(default_factory=dict)
-    """By reference, prompt and answer: most answers are equal."""
+    """Scores by reference, prompt and answer, kept since most answers are equal."""
     alone: dict[int, str] = field(default_factory=dict)
     """Checksums of the engine's pages, by prompt."""
     salt: str = field(default_factory=secrets.token_hex)
-    """What other runs have left in the caches is not asked for."""
+    """Salt of this run, so that it does not hit pages of other runs."""
 
     @property
     def seen(self) -> set[Pair]:
-        """Over which some went past the cache, and some tell of their pages."""
+        """Pairs that served requests without the cache and requests with page checksums."""
         forced = {one.pair for one in self.judged if one.kind == FORCED}
         return forced & {one.pair for one in self.judged if one.kind not in (CACHED, FORCED)}
 
     def round(self, number: int, max_model_len: int, copies: int, pool: ThreadPoolExecutor) -> None:
-        """One prompt, in each kind `copies` times. Through the cache twice that: each of as many salts finds nothing at
-        first."""
+        """Send one prompt `copies` times in each kind. With the cache send twice as many: the first of each salt
+        misses."""
         prompt = self.prober.token_ids(self.prober.fitting_prompt(number, max_model_len))
         for kind, (stream, kind_options) in KINDS.items():
             options = {**kind_options, "logprobs": 0, "seed": number}
@@ -165,7 +167,7 @@ class _Asking:
             for one in each:
                 asked.append(pool.submit(self.prober.ask, number, prompt, stream, **one))
                 if kind == FORCED:
-                    wait(asked)  # one after the other, on an idle cluster, they go over one pair after the other
+                    wait(asked)  # in sequence, so that on an idle cluster each takes the next pair
             for answer in [future.result() for future in asked]:
                 if answer.error or answer.served is None:
                     self.failed.append(answer)
@@ -181,7 +183,7 @@ class _Asking:
         return alone.tokens
 
     def _judge(self, prompt: Sequence[int], answer: Asked, drawn: tuple[int, ...] | None) -> Judgement:
-        """By all references; the worst of what they say."""
+        """Judge an answer by all references and return the worst judgement."""
         judgements = []
         for name, scorer in self.right.scorers.items():
             key = (name, answer.prompt, answer.tokens)

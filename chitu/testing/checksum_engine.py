@@ -1,10 +1,10 @@
-"""An engine without torch whose tokens depend on every byte of KV in its pages: for tests and benchmarks of failures.
+"""An engine without torch whose tokens depend on every byte of KV in its pages, for tests and benchmarks of failures.
 
-It starts in a fraction of a second, uses next to no CPU, and its KV crosses by the real transports. It is the fake
-executor, which checks every plan, but the checksum that a token is made of is that of the KV which a step reads from
-the pages. So a page that is missing, stale, of another request or in the wrong order changes every token after it.
+It starts in a fraction of a second, uses almost no CPU, and its KV goes over the real transports. It is the fake
+executor, which checks every plan, except that a token is the checksum of the KV that a step reads from the pages. So a
+page that is missing, stale, of another request or in the wrong order changes every token after it.
 
-`ChecksumExecutor` is called by the step thread alone. Invariant: it remembers no KV, only the token ids of a slot.
+Only the step thread calls `ChecksumExecutor`. Invariant: it keeps no KV, only the token ids of a slot.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChecksumDevice(NamedTuple):
 
 
 class ChecksumPool:
-    """Pages, aux rows and room for transports in one shared file, as `KVPool` lays them out; a `PagedMemory`."""
+    """A `PagedMemory` with pages, aux rows and space for transports in one shared file, laid out as in `KVPool`."""
 
     device = ChecksumDevice("cpu")
 
@@ -73,11 +73,11 @@ class ChecksumPool:
         arena = np.frombuffer(self._map, dtype=np.uint8)
         shape = (NUM_REGIONS, num_pages * layout.page_size, RECORD_BYTES)
         self.kv: NDArray[np.uint8] = arena[: NUM_REGIONS * region_bytes].reshape(shape)
-        """`[region, page * page_size + offset, RECORD_BYTES]`"""
+        """KV of shape `[region, page * page_size + offset, RECORD_BYTES]`."""
         self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : transfer_offset].reshape(
             -1, self.aux_row_bytes
         )
-        """In place of a row of logits: the checksum of the prompt's KV, and zeros."""
+        """Aux rows: instead of logits, the checksum of the prompt's KV, and zeros."""
 
     def close(self) -> None:
         if self.memfd >= 0:
@@ -87,15 +87,15 @@ class ChecksumPool:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long computing takes. The thread sleeps, so it costs no CPU."""
+    """Simulated computing times. The thread sleeps, so they cost no CPU."""
 
     step_s: float = 0.0
     prompt_token_s: float = 0.0
 
 
 class ChecksumExecutor(FakeExecutor):
-    """`FakeExecutor` with its KV as real bytes in a pool, and with time that computing takes. What a step finds in the
-    pages decides on the token. `hold("prefill")` is called ahead of the last of several chunks of a prompt."""
+    """`FakeExecutor` with KV as real bytes in a pool, and with computing times. The KV in the pages determines the
+    token. `hold("prefill")` is called before the last of several chunks of a prompt."""
 
     def __init__(
         self,
@@ -114,9 +114,9 @@ class ChecksumExecutor(FakeExecutor):
         self._hold = hold
         self._host: dict[int, NDArray[np.uint8]] = {}
         self._begins: dict[int, int] = {}
-        """By slot: where its first chunk begins, behind what was cached."""
+        """Start of the first chunk by slot, after the cached tokens."""
         self._computed: list[tuple[NDArray[np.int64], NDArray[np.uint8]]] = []
-        """Of this step's chunks: the rows, and their KV `[tokens, regions, RECORD_BYTES]`."""
+        """Rows of this step's chunks, and their KV `[tokens, regions, RECORD_BYTES]`."""
 
     def close(self) -> None:
         super().close()
@@ -145,16 +145,16 @@ class ChecksumExecutor(FakeExecutor):
         self._begins[admit.slot] = admit.kv_len
 
     def _holds(self, pages: Sequence[int], tokens: list[int]) -> bool:
-        """Pages may come from elsewhere. What is in them shows in the tokens."""
+        """Accept any pages, since they may come from another process. Their contents show in the tokens."""
         return True
 
     def _rows(self, state: _FakeSlot, end: int) -> NDArray[np.int64]:
-        """Where the KV of its first `end` tokens lies."""
+        """Return the rows of the KV of its first `end` tokens."""
         pages = np.array(state.pages[: -(-end // self.page_size)], np.int64) * self.page_size
         return np.add.outer(pages, np.arange(self.page_size)).ravel()[:end]
 
     def _attention(self, state: _FakeSlot, end: int) -> int:
-        """Checksum of the KV of its first `end` tokens, as it lies in the pages now."""
+        """Return the checksum of the KV of its first `end` tokens, as it is in the pages now."""
         return zlib.crc32(self._pool.kv[:, self._rows(state, end)].swapaxes(0, 1).tobytes())
 
     def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
@@ -173,7 +173,7 @@ class ChecksumExecutor(FakeExecutor):
         super()._prefill(chunk, result)
 
     def _first_token(self, first: FirstToken, result: StepResult) -> None:
-        # What the row says is believed: it crossed as bytes, too.
+        # Take the state from the row, which was transferred as bytes, too.
         self._live(first.slot, "first token").state = self.logits(first.aux_slot)
         super()._first_token(first, result)
 

@@ -1,11 +1,10 @@
 """Process entry of an instance with the checksum engine: `python -m chitu.testing.checksum_scheduler --role ...`.
 
-Everything but the engine is the real thing (`serve/scheduler.py`): sockets, threads, scheduler, transports. The
-"checkpoint" is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`, in which
-`checksum_engine.json` says how slow computing is and where holds are: while a file `prefill` or `transfer` lies in that
-folder, P stands still ahead of the last of several chunks of a prompt, or ahead of each write to D (not by Mooncake).
-A held thread behaves like one in a long forward pass, or in front of a slow network, so a test can be sure of what a
-request does.
+Everything except the engine is real (`serve/scheduler.py`): sockets, threads, scheduler, transports. The "checkpoint"
+is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`. Its `checksum_engine.json` sets
+computing times and the folder of holds: while a file `prefill` or `transfer` is in that folder, P waits before the last
+of several chunks of a prompt, or before each write to D (not by Mooncake). A held thread behaves like one in a long
+forward pass, or on a slow network, so a test knows the state of a request.
 """
 
 from __future__ import annotations
@@ -36,24 +35,24 @@ from chitu.serve.scheduler import end_process, main
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 
 ENTRIES = Entries(scheduler="chitu.testing.checksum_scheduler", torchrun=False)
-"""For `LocalCluster`."""
+"""Entries of the checksum engine for `LocalCluster`."""
 CONFIG_FILE = "checksum_engine.json"
 HOLD_POLL_S = 0.005
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """`CONFIG_FILE` of the model."""
+    """Contents of `CONFIG_FILE` in the model folder."""
 
     step_s: float = 0.0
     prompt_token_s: float = 0.0
     holds: str = ""
     """Folder of the holds; empty: none."""
     slow: dict[str, float] = {}
-    """By how much an instance (`P1`) is slower than the others."""
+    """Factor by which an instance (`P1`) is slower."""
 
 
 def make_checksum_model(folder: Path, config: EngineConfig) -> Path:
-    """A model folder without weights: the tokenizer of the embedded model, and `config`."""
+    """Make a model folder without weights: the tokenizer of the embedded model, and `config`."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in TINY_MODEL_DIR.iterdir():
         if path.suffix == ".json" and "index" not in path.name:
@@ -68,7 +67,7 @@ def read_engine_config(folder: Path) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChecksumRank:
-    """`serve.scheduler.BuiltRank`"""
+    """Implements `serve.scheduler.BuiltRank`."""
 
     pool: ChecksumPool
     runner: ChecksumExecutor
@@ -76,15 +75,15 @@ class ChecksumRank:
     grammars: None = None
 
     def prepare_thread(self) -> None:
-        """There is no math library."""
+        """Do nothing: there is no math library."""
 
     def weights_digest(self) -> bytes:
-        """There are no weights."""
+        """Return b"": there are no weights."""
         return b""
 
 
 def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
-    """One rank, whose pool has `num_pages` (1024 where unset) pages."""
+    """Build one rank, whose pool has `num_pages` (unset: 1024) pages."""
     assert tp_rank == 0
     folder = Path(topology.model.path)
     spec = read_model_spec(folder, topology.model.max_model_len)
@@ -104,7 +103,7 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
 
 
 def hold_in(folder: str) -> Callable[[str], None]:
-    """`hold(what)` returns once no file `what` lies in the folder."""
+    """Return a `hold(what)` that waits until no file `what` is in the folder."""
     pause = threading.Event()
 
     def hold(what: str) -> None:
@@ -115,7 +114,7 @@ def hold_in(folder: str) -> Callable[[str], None]:
 
 
 class HeldShmTransport(ShmTransport):
-    """Waits ahead of each write while the hold `transfer` is there; WriteError where that takes over the time-out."""
+    """Transport that waits before each write while the hold `transfer` exists. Raises WriteError after the timeout."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeClock:
-    """Stands still until it is moved."""
+    """A clock that stands still until `advance` is called."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

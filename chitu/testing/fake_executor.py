@@ -1,13 +1,13 @@
-"""An executor without tensors: what the scheduler's tests and benchmarks run against. Called by the step thread alone.
+"""An executor without tensors, for the scheduler's tests and benchmarks. Only the step thread calls it.
 
 The next token of a slot is a checksum of the KV of all tokens it holds, so a token lost, doubled or put in the wrong
 order by admission, retraction or hand-over changes every token after it; `expected_tokens` is the oracle. Every record
-of a plan is checked against what a real executor would need (pages, KV, slots), and a plan that asks for the impossible
-raises `InvariantViolation` with the values in it.
+of a plan is checked against the needs of a real executor (pages, KV, slots), and an impossible plan raises
+`InvariantViolation` with the values.
 
-KV is not kept here (`checksum_engine.py` does), only which sequence uses which page and of which tokens KV was computed
-into it: several slots may use a page, and then none may write to it. The logits row is: `aux` takes writable memory, in
-which a row holds the state of the checksum, so that a transport can carry it from P to D.
+It keeps no KV (`checksum_engine.py` does), only which sequence uses which page and which tokens' KV was computed into
+it: several slots may use a page, and then none may write to it. It keeps the logits rows: `aux` takes writable memory,
+in which a row has the state of the checksum, so that a transport can carry it from P to D.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from chitu.protocol import SamplingParams, pack_logprobs, unpack_i32
 
 NUM_REGIONS = 4
 RECORD_BYTES = 16
-"""KV of one token in one region."""
+"""Bytes of the KV of one token in one region."""
 FIRST_TOKEN = 16
-"""Smaller ids are special ones of a tokenizer; they are never an answer."""
+"""Smallest id of an answer; smaller ones are special tokens of a tokenizer."""
 _KV = struct.Struct("<3I")
 _REGIONS = [region.to_bytes(4, "little") for region in range(NUM_REGIONS)]
 _ROW = struct.Struct("<4sI")
@@ -46,25 +46,25 @@ _ROW_MARK = b"FAKE"
 
 
 class InvariantViolation(Internal):
-    """The plan asks for something that no executor could do: a bug of whoever made the plan."""
+    """No executor could run the plan: a bug of the scheduler that made it."""
 
 
 def kv_of(token: int, position: int, state: int) -> bytes:
-    """KV of one token in all regions, `RECORD_BYTES` each; `state`: checksum of all KV before it."""
+    """Return the KV of one token in all regions, `RECORD_BYTES` each. `state` is the checksum of all KV before it."""
     head = _KV.pack(token, position, state)
     return head + _REGIONS[0] + head + _REGIONS[1] + head + _REGIONS[2] + head + _REGIONS[3]
 
 
 def _state_of(tokens: Sequence[int], state: int = 0, position: int = 0) -> int:
-    """Checksum of the KV of these tokens behind what `state` is of."""
+    """Return the checksum of the KV of these tokens after the tokens of `state`."""
     for at, token in enumerate(tokens, position):
         state = zlib.crc32(kv_of(token, at, state), state)
     return state
 
 
 def _next_token(state: int, num_emitted: int, sampling: SamplingParams, vocab_size: int) -> int:
-    """Never an eos id: requests end when the test says so (max_tokens, stop ids). Drawn ones depend on the seed and on
-    their place in the output, as the sampler's do."""
+    """Return the next token. It is never an eos id: the test decides when requests end (max_tokens, stop ids). A
+    sampled token depends on the seed and on its position in the output, as the sampler's do."""
     salt = sampling.seed + num_emitted * 0x85EBCA6B & 0xFFFFFFFF if sampling.temperature > 0 else 0
     return FIRST_TOKEN + ((state ^ salt) * 0x9E3779B1 + 0x7F4A7C15 & 0xFFFFFFFF) % (vocab_size - FIRST_TOKEN)
 
@@ -72,7 +72,8 @@ def _next_token(state: int, num_emitted: int, sampling: SamplingParams, vocab_si
 def expected_tokens(
     prompt: Sequence[int], n: int, vocab_size: int, sampling: SamplingParams | None = None
 ) -> list[int]:
-    """The first `n` tokens that a request with this prompt gets, on any instance; greedy where no sampling is given."""
+    """Return the first `n` tokens that a request with this prompt gets, on any instance; greedy if `sampling` is
+    None."""
     sampling = sampling or SamplingParams(max_tokens=max(1, n), temperature=0.0)
     state, tokens = _state_of(prompt), list[int]()
     for num_emitted in range(n):
@@ -82,7 +83,7 @@ def expected_tokens(
 
 
 def fake_logprobs(token: int, count: int) -> bytes:
-    """What this executor gives out with a token; it says of which."""
+    """Return this executor's logprobs of a token, from which the token can be recognised."""
     return pack_logprobs(-float(token), [(token + rank, -float(rank)) for rank in range(count)])
 
 
@@ -96,7 +97,7 @@ class _FakeSlot:
     pages: list[int]
     sampling: SamplingParams | None
     lacks_restore: bool
-    """Admitted with KV that is not in its pages, and that nothing has brought back yet."""
+    """Whether it was admitted with KV that is not in its pages and was not restored yet."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -105,13 +106,14 @@ class _Saved:
 
     kv_len: int
     state: int
-    """Checksum of the tokens whose KV it is."""
+    """Checksum of the tokens whose KV is saved."""
 
 
 class FakeExecutor:
-    """`aux`: memory of `num_aux_slots` rows of `aux_row_bytes`; the logits of a row start `aux_offset` bytes into it.
+    """Executor without tensors. `aux` is memory of `num_aux_slots` rows of `aux_row_bytes`; the logits of a row start
+    at `aux_offset`.
 
-    Without `aux` the rows lie in memory of its own: enough on a unified instance and where a test copies `aux_row`.
+    Without `aux` it allocates the rows, which is enough on a unified instance and if a test copies `aux_row`.
     """
 
     def __init__(
@@ -133,10 +135,10 @@ class FakeExecutor:
         self._aux_offset = aux_offset
         self._slots: dict[int, _FakeSlot] = {}
         self._users: dict[int, list[int]] = {}
-        """Slots, by page."""
+        """Slots that use each page."""
         self._saved: dict[int, _Saved] = {}
         self._held: dict[int, tuple[list[int], int]] = {}
-        """By page: tokens, and up to which of them KV is in this page (and was in those before it)."""
+        """Tokens of each page, and the end of those whose KV is in this page (and was in those before it)."""
         self.steps = 0
         self.closed = False
         _check(aux_offset + _ROW.size <= aux_row_bytes, f"aux rows of {aux_row_bytes} bytes are too short")
@@ -159,12 +161,12 @@ class FakeExecutor:
         return frozenset(self._saved)
 
     def aux_row(self, aux_slot: int) -> memoryview:
-        """The bytes of one row, writable: what a transport copies."""
+        """Return the writable bytes of one row, which a transport copies."""
         _check(0 <= aux_slot < self._num_aux_slots, f"aux slot {aux_slot} of {self._num_aux_slots}")
         return self._aux[aux_slot * self._aux_row_bytes : (aux_slot + 1) * self._aux_row_bytes]
 
     def logits(self, aux_slot: int) -> int:
-        """The checksum in a row, in place of logits."""
+        """Return the checksum in a row, which stands for logits."""
         mark, checksum = _ROW.unpack_from(self.aux_row(aux_slot), self._aux_offset)
         _check(mark == _ROW_MARK, f"aux slot {aux_slot} holds no logits")
         return int(checksum)
@@ -203,13 +205,14 @@ class FakeExecutor:
         return result
 
     def forget(self, slots: Collection[int]) -> None:
-        """KV of these slots stays in their pages: a sequence that is admitted with them again goes on with it."""
+        """Release the slots. Their KV stays in the pages: a sequence that is admitted with them again continues with
+        it."""
         for slot in slots:
             if slot in self._slots:
                 self._release(slot)
 
     def warmup(self) -> None:
-        """Nothing to run once."""
+        """Do nothing: there is nothing to warm up."""
 
     def close(self) -> None:
         self.closed = True
@@ -243,7 +246,7 @@ class FakeExecutor:
         )
         self._take_pages(slot, state, admit.pages)
         self._require_pages(slot, state, admit.kv_len)
-        if admit.kv_len == len(tokens):  # a transfer brings it, or has
+        if admit.kv_len == len(tokens):  # a transfer writes the KV, or has written it
             self._fill(state, 0, admit.kv_len)
 
     def _append(self, append: AppendPages) -> None:
@@ -260,7 +263,7 @@ class FakeExecutor:
             state.pages.append(page)
 
     def _holds(self, pages: Sequence[int], tokens: list[int]) -> bool:
-        """Whether the KV of these tokens is in these pages."""
+        """Return whether the KV of these tokens is in these pages."""
         for page, end in zip(pages, range(self.page_size, len(tokens) + self.page_size, self.page_size), strict=False):
             known, known_end = self._held.get(page, (tokens, 0))
             end = min(end, len(tokens))
@@ -269,12 +272,12 @@ class FakeExecutor:
         return len(pages) * self.page_size >= len(tokens)
 
     def _fill(self, state: _FakeSlot, start: int, end: int) -> None:
-        """KV of its tokens `[start, end)` is in its pages."""
+        """Record that the KV of its tokens `[start, end)` is in its pages."""
         for number in range(start // self.page_size, -(-end // self.page_size)):
             self._held[state.pages[number]] = (state.tokens, min((number + 1) * self.page_size, end))
 
     def _compute(self, slot: int, state: _FakeSlot, end: int) -> None:
-        """KV of the tokens from `kv_len` on."""
+        """Record the KV of the tokens from `kv_len` to `end` as computed."""
         for page in state.pages[state.kv_len // self.page_size : -(-end // self.page_size)]:
             if self._users[page] != [slot]:
                 raise InvariantViolation(f"slot {slot} writes to page {page}, which slots {self._users[page]} use")

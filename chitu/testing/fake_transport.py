@@ -1,9 +1,8 @@
-"""Transport `fake`: several "processes" of one test inside one process, with faults on demand.
+"""Transport `fake`: connects several "processes" of one test inside one process, with faults on demand.
 
-A `FakeFabric` is the network: it knows which peer registered which memory, holds the queue of faults and the writes
-that have not landed yet. Bytes really move (raw addresses, as with every transport), so the same `RankMemory` and copy
-lists are used. Deterministic: no thread, no sleep, no random number of its own; faults strike writes in the order they
-were injected.
+A `FakeFabric` is the network: it has the registered memory of each peer, the queue of faults and the writes that have
+not landed yet. Bytes really move (raw addresses, as with every transport), so the same `RankMemory` and copy lists are
+used. Deterministic: no thread, no sleep, no random numbers; faults apply to writes in the order of injection.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ NAME = "fake"
 
 class FaultKind(Enum):
     DROP = auto()
-    """Nothing is written; WriteError, settled."""
+    """Write nothing; raise WriteError, settled."""
     LATE = auto()
-    """WriteError, not settled: the bytes (as they are by then) land at `release_late_writes`."""
+    """Raise WriteError, not settled: the bytes (as they are by then) land at `release_late_writes`."""
     DELAY = auto()
-    """`write` blocks its caller until `step`; past its timeout it fails and turns into a late write."""
+    """Block the caller of `write` until `step`; after its timeout the write fails and becomes a late one."""
     CORRUPT = auto()
-    """Everything is written and the call succeeds, but one byte has a flipped bit."""
+    """Write everything and succeed, but with a flipped bit in one byte."""
 
 
 class Fault(NamedTuple):
     kind: FaultKind
     to: str = ""
-    """Session id of the peer whose next write it strikes; empty: the next write to anybody."""
+    """Session id of the peer whose next write it affects; empty: the next write to any peer."""
     byte: int = 0
-    """CORRUPT: which byte of the copy list, counted through its copies."""
+    """For CORRUPT, index of the byte in the copy list, counted through its copies."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,7 +63,7 @@ class _LateWrite(NamedTuple):
 
 
 class FakeFabric:
-    """The network between the transports that were made with it."""
+    """The network between the transports that are made with it."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, _Endpoint] = {}
@@ -73,25 +72,26 @@ class FakeFabric:
         self._steps = 0
         self._changed = threading.Condition()
         self.num_writes = 0
-        """Calls of `write`, failed ones included."""
+        """Number of calls of `write`, including failed ones."""
         self.on_write: Callable[[str, CopyList], None] | None = None
-        """Called with (peer's session id, copies) inside `write`, before a byte moves: what happens meanwhile."""
+        """Called with (peer's session id, copies) inside `write`, before a byte moves, to simulate concurrent
+        events."""
         self.on_land: Callable[[str, CopyList], None] | None = None
-        """Called with (peer's session id, copies) when the bytes move, be it in `write` or late."""
+        """Called with (peer's session id, copies) when the bytes move, in `write` or late."""
 
     def inject(self, *faults: Fault) -> None:
-        """Queue faults; each strikes one write."""
+        """Queue faults; each affects one write."""
         self._faults.extend(faults)
 
     def kill(self, session_id: str) -> None:
-        """That process is dead: nothing reaches it, and nothing of it or for it lands any more."""
+        """Mark a process as dead: it is unreachable, and no late write from it or to it lands any more."""
         with self._changed:
             self._endpoints[session_id].is_alive = False
             self._late = [late for late in self._late if session_id not in (late.source, late.target)]
             self._changed.notify_all()
 
     def release_late_writes(self) -> int:
-        """Let every late write land now; returns how many did."""
+        """Let every late write land now, and return their number."""
         with self._changed:
             late, self._late = self._late, []
         for write in late:
@@ -99,7 +99,7 @@ class FakeFabric:
         return len(late)
 
     def step(self) -> None:
-        """Let the writes that a DELAY holds go on."""
+        """Continue the writes that a DELAY holds."""
         with self._changed:
             self._steps += 1
             self._changed.notify_all()
@@ -169,7 +169,7 @@ class FakeFabric:
 
 
 class FakeTransport:
-    """See `kv_transfer.transport.Transport`. `process` names this end; it is the session id."""
+    """A `kv_transfer.transport.Transport` on a FakeFabric. `process` names this end and is the session id."""
 
     name = NAME
 
@@ -177,7 +177,7 @@ class FakeTransport:
         self._fabric = fabric
         self._process = process
         self.gathers = False
-        """Set by tests: a list of pieces costs as much as one, see `transport.gathers`."""
+        """Whether a list of pieces costs as much as one, see `transport.gathers`; set by tests."""
         fabric._join(process)
 
     def register(self, base: int, nbytes: int) -> None:
@@ -200,11 +200,11 @@ class FakeTransport:
         self._fabric._write(self._process, peer.session_id, copies, timeout_s)
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """True once no late write of this end to the peer is held."""
+        """Return whether no late write of this end to the peer is left."""
         return not any((late.source, late.target) == (self._process, peer.session_id) for late in self._fabric._late)
 
     def disconnect(self, peer: PeerHandle) -> None:
-        """Nothing to give back: the fabric knows which peers are alive."""
+        """Do nothing: the fabric tracks which peers are alive."""
 
     def close(self) -> None:
         self._fabric.kill(self._process)

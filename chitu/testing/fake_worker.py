@@ -1,8 +1,9 @@
-"""P, D and unified instances without a model: they join, beat, take requests and emit tokens. One process, one thread.
+"""P, D and unified instances without a model: they join, send heartbeats, take requests and emit tokens. One process,
+one thread.
 
-Used by the router benchmark and by tests. Everything on the wire is real; only the tokens are made up, and they are a
-function of the request alone: token i is the prompt's token i modulo its length (so the text of the answer is the
-prompt, over and over). With `--step-s 0` every running request gets a token in every turn of the loop.
+Used by the router benchmark and by tests. Everything on the wire is real except the tokens, which are a function of the
+request alone: token i is the prompt's token i modulo its length (so the text of the answer is the prompt, over and
+over). With `--step-s 0` every running request gets a token in every turn of the loop.
 
     python -m chitu.testing.fake_worker --instances P0,D0 --host 127.0.0.1 --coordination-port ... --stats-port ...
 """
@@ -59,18 +60,18 @@ from chitu.testing.fake_executor import fake_logprobs
 from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
 
 STARTED = "sockets bound at"
-"""Said on standard error, with the seconds of the monotonic clock."""
+"""Line on standard error, followed by the seconds of the monotonic clock."""
 ROLE_OF_LETTER = {role.letter: role for role in Role}
 
 
 INSTANT_S = 0.00025
-"""What one token id of `--instants` is later than the one before it."""
+"""Time between two consecutive token ids of `--instants`."""
 INSTANTS = range(2000, 6000)
-"""These ids; they begin anew after a second."""
+"""Token ids of `--instants`; they start again after a second."""
 
 
 def token_at(moment_s: float) -> int:
-    """What is emitted then, with `--instants`."""
+    """Return the token that is emitted at this time with `--instants`."""
     return INSTANTS[int(moment_s / INSTANT_S) % len(INSTANTS)]
 
 
@@ -89,15 +90,15 @@ class FakeOptions:
     model_hash: str = "fake"
     protocol_version: int = PROTOCOL_VERSION
     fail_prefill: str = ""
-    """P answers every request with RequestFailed of this code."""
+    """Code with which P fails every request; empty: none."""
     fail_decode: str = ""
-    """D ends every request with an error of this code after its first token."""
+    """Code with which D ends every request after its first token; empty: none."""
     stop_token: int = -1
-    """Emitting it ends a request with reason `stop`."""
+    """Token that ends a request with reason `stop` when emitted; -1: none."""
     instants: bool = False
-    """Tokens say when they were emitted (`token_at`), instead of what the prompt was."""
+    """Whether tokens encode their emission time (`token_at`) instead of repeating the prompt."""
     trace: str = ""
-    """File that gets a line of JSON for every message taken."""
+    """File that gets a line of JSON for every message received; empty: none."""
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ class _Instance:
 
 @dataclass(slots=True, frozen=True)
 class _FakeTokenSocket:
-    """`TokenPort`; blocks where the router does not read."""
+    """A `TokenPort` that blocks if the router does not read."""
 
     socket: zmq.Socket[bytes]
 
@@ -144,7 +145,7 @@ class _FakeTokenSocket:
 
 class FakeWorker:
     def __init__(self, names: Sequence[str], options: FakeOptions) -> None:
-        """`names`: P0, D0, U1: the instances that this process plays."""
+        """Make the instances `names`, such as P0, D0, U1."""
         self._options = options
         self._context = make_context(derive(cluster_key()))
         self._incarnation: Incarnation = new_incarnation()
@@ -171,7 +172,7 @@ class FakeWorker:
         self._stopping = True
 
     def run(self) -> None:
-        """Until `stop`; then leave the cluster."""
+        """Run until `stop`, then leave the cluster."""
         next_beat_s = next_step_s = 0.0
         while not self._stopping:
             now_s = time.monotonic()
@@ -282,7 +283,7 @@ class FakeWorker:
                     instance.running.pop(message.room, None)
                 elif isinstance(message, (DecodeRequest, UnifiedRequest)):
                     token_ids, emitted = unpack_i32(message.token_ids), message.num_emitted
-                    prompt = token_ids[: len(token_ids) - emitted]  # what lies behind is output of a D that was lost
+                    prompt = token_ids[: len(token_ids) - emitted]  # the rest is output of a lost D
                     worker = message.router_worker
                     instance.stream.expect(worker, message.reply_port, message.link)
                     instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker, emitted)
@@ -299,7 +300,7 @@ class FakeWorker:
             instance.reads += 1
 
     def _step(self, instance: _Instance) -> None:
-        """One token for every running request, in one batch."""
+        """Emit one token for every running request, in one batch."""
         finished: list[tuple[_Running, Finish]] = []
         push, stop_token, fail = instance.stream.push, self._options.stop_token, self._options.fail_decode
         instants, now = self._options.instants, token_at(time.monotonic())

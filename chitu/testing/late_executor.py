@@ -1,10 +1,10 @@
-"""A device that is late, for tests: a step computes some time after it was launched, when the test or somebody's wait
-says so.
+"""An asynchronous device for tests: a step runs some time after its launch, when the test says so or a caller waits for
+it.
 
-Wraps an executor that computes at once (`FakeExecutor`, or one with KV of real bytes). Called by the step thread alone.
+Wraps an executor that computes at once (`FakeExecutor`, or one with KV of real bytes). Only the step thread calls it.
 As on a device, steps run in the order of their launches, layers are handed over before they are computed (with an event
-that passes when they are), and what is offloaded is in host memory when `launch` returns. What the wrapped executor
-finds wrong with a plan it says when the step runs.
+that completes when they are), and offloaded KV is in host memory when `launch` returns. The wrapped executor raises its
+errors about a plan when the step runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chitu.testing.fake_executor import InvariantViolation
 
 
 class EagerExecutor(Protocol):
-    """What computes a step at once."""
+    """An executor that computes a step at once."""
 
     @property
     def info(self) -> ExecutorInfo: ...
@@ -36,17 +36,17 @@ class EagerExecutor(Protocol):
 
 @dataclass(slots=True, eq=False)
 class LateStep:
-    """Implements `StepHandle`, and `Ready` of all of its layers."""
+    """A launched step. Implements `StepHandle`, and `Ready` of all of its layers."""
 
     executor: LateExecutor
     plan: StepPlan
     slots: frozenset[int]
-    """Those that take part."""
+    """Slots that take part in the step."""
     pages: frozenset[int]
-    """All that these hold: what the step may read or write."""
+    """Pages of these slots, which the step may read or write."""
     aux_slots: frozenset[int]
     tokens: StepResult | None = None
-    """None until it has run."""
+    """Result of the step; None until it has run."""
 
     def is_done(self) -> bool:
         return self.tokens is not None
@@ -59,7 +59,7 @@ class LateStep:
     def _wait(self) -> StepResult:
         while self.tokens is None:
             if not self.executor.run_next():
-                raise InvariantViolation("a step is waited for in the middle of itself")
+                raise InvariantViolation("a step waits for itself while it runs")
         return self.tokens
 
     def synchronize(self) -> None:
@@ -70,16 +70,17 @@ class LateStep:
 
 
 class LateExecutor:
-    """`unread`: launched steps whose result nobody took; the first of them may have run already."""
+    """Executor whose steps run late. `unread` has the launched steps whose result was not read; the first may have run
+    already."""
 
     def __init__(self, inner: EagerExecutor) -> None:
         self.inner = inner
         self.unread: deque[LateStep] = deque()
         self.is_running = False
-        """In the middle of a step: a caller that waits for it now would wait for ever."""
+        """Whether a step is running; waiting for it now would never return."""
         self._waiting: deque[LateStep] = deque()
         self._tables: dict[int, list[int]] = {}
-        """Pages of each slot, behind the newest launched step."""
+        """Pages of each slot after the newest launched step."""
 
     @property
     def info(self) -> ExecutorInfo:
@@ -126,7 +127,7 @@ class LateExecutor:
         return self.inner.saved_keys
 
     def run_next(self) -> bool:
-        """The device does one step; False where it has none, or is in the middle of one."""
+        """Run one step. Return False if there is none, or one is running."""
         if not self._waiting or self.is_running:
             return False
         step = self._waiting.popleft()
@@ -136,13 +137,13 @@ class LateExecutor:
         return True
 
     def take(self, step: LateStep) -> None:
-        """Its result is read."""
+        """Remove a step whose result was read."""
         if step is not self.unread[0]:
             raise InvariantViolation("a step was read before the one launched ahead of it")
         self.unread.popleft()
 
     def warmup(self) -> None:
-        """Nothing to run once."""
+        """Do nothing: there is nothing to warm up."""
 
     def close(self) -> None:
         self.inner.close()

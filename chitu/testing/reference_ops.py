@@ -1,6 +1,6 @@
-"""The reference twin: every operation in plain torch, written to be read and believed, in float32 throughout.
+"""Reference implementation of every operation in plain torch, written for clarity, in float32 throughout.
 
-Faster implementations are tested against it. Slow: one row at a time where that is clearest.
+Faster implementations are tested against it. It is slow: it goes row by row if that is clearest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
 
 
 def rotate(x_THN: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding with the first and second half of a head as the two coordinates."""
+    """Apply the rotary embedding with the first and second half of a head as the two coordinates."""
     first, second = x_THN.chunk(2, dim=-1)
     cos, sin = cos_TN.unsqueeze(1), sin_TN.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def put(x_PKSN: torch.Tensor, page: int, offset: int, row_KN: torch.Tensor) -> None:
-    """One token's row of every head; with e4m3 pages its numbers, and its scales to where they are kept."""
+    """Write one token's row of every head. With e4m3 pages write its quantised values, and its scales to their
+    place."""
     if not is_fp8(x_PKSN):
         x_PKSN[page, :, offset] = row_KN.to(x_PKSN.dtype)
         return
@@ -31,7 +32,7 @@ def put(x_PKSN: torch.Tensor, page: int, offset: int, row_KN: torch.Tensor) -> N
 
 
 def take(x_PKSN: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """These pages `[., K, S, N]` in float32, every row times its scale."""
+    """Return these pages `[., K, S, N]` in float32, every row times its scale."""
     if not is_fp8(x_PKSN):
         return x_PKSN[pages].float()
     return torch.stack([x_PKSN[page].float() * scales_of(x_PKSN)[page].unsqueeze(-1) for page in pages.tolist()])

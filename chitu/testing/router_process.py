@@ -1,4 +1,4 @@
-"""A real router process and fake workers as child processes: started, waited for, ended. For benchmarks and tests."""
+"""A real router process and fake workers as child processes, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from types import TracebackType
 
 POLL_S = 0.02
 START_S = 120.0
-"""Until a process is there, on a machine that has much else to do."""
+"""Timeout of a process's start, on a busy machine."""
 
 
 def wait_until(condition: object, timeout_s: float, what: str) -> None:
-    """Poll a callable until it is true. TimeoutError, saying `what` was waited for."""
+    """Poll a callable until it is true. Raise TimeoutError that names `what` was waited for."""
     assert callable(condition)
     end_s = time.monotonic() + timeout_s
     while not condition():
@@ -31,7 +31,7 @@ def wait_until(condition: object, timeout_s: float, what: str) -> None:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, all threads, in ns resolution."""
+    """Return the CPU time of all threads of a process, in ns resolution."""
     total_ns = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         total_ns += int((task / "schedstat").read_text().split()[0])
@@ -40,14 +40,15 @@ def cpu_seconds(pid: int) -> float:
 
 @dataclass(slots=True)
 class RouterUnderTest:
-    """`with RouterUnderTest(folder, model) as router: router.start_workers(...)`. Ports are the OS's choice."""
+    """`with RouterUnderTest(folder, model) as router: router.start_workers(...)`. The OS picks the ports."""
 
     folder: Path
-    """For the ready file, logs and traces."""
+    """Folder for the ready file, logs and traces."""
     model: Path
     overrides: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """Over this process's, for the router and the workers: keys, which no command line takes."""
+    """Variables for the router and the workers that override this process's, such as keys, which no command line
+    takes."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     ports: dict[str, int] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
@@ -71,7 +72,7 @@ class RouterUnderTest:
 
     @property
     def pids(self) -> list[int]:
-        """The router and its API processes."""
+        """Process ids of the router and its API processes."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return [self.pid, *map(int, children)]
 
@@ -80,7 +81,8 @@ class RouterUnderTest:
         return (self.folder / "router.log").read_text()
 
     def start(self) -> None:
-        """Returns once it is ready; a second start takes the ports of the first, as a restarted router does."""
+        """Start the router and wait until it is ready. A second start takes the ports of the first, as a restarted
+        router does."""
         ready = self.folder / "ready.json"
         ready.unlink(missing_ok=True)
         argv = [sys.executable, "-m", "chitu.serve.api_server", "--ready-file", str(ready), *self._port_overrides()]
@@ -100,7 +102,8 @@ class RouterUnderTest:
         return [f"{prefixes.get(name, pd)}{name}={self.ports.get(name, 0)}" for name in names]
 
     def start_worker(self, instances: str, *options: str, wait: bool = True) -> subprocess.Popen[bytes]:
-        """A fake worker process for `P0,D0` or the like; returns once the router's /health lists all of them."""
+        """Start a fake worker process for instances such as `P0,D0`. With `wait`, wait until the router's /health lists
+        all of them."""
         names = ("coordination_port", "metadata_sync_port", "stats_port", "token_port")
         argv = [sys.executable, "-m", "chitu.testing.fake_worker", "--instances", instances, "--host", "127.0.0.1"]
         for name in names:
@@ -117,7 +120,7 @@ class RouterUnderTest:
         return {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", **self.env}
 
     def members(self) -> set[str]:
-        """Names in the cluster view."""
+        """Return the names in the cluster view."""
         return {instance["name"] for instance in self.health()["instances"]}
 
     def health(self) -> dict[str, list[dict[str, str]]]:
@@ -134,7 +137,7 @@ class RouterUnderTest:
         self.process.send_signal(number)
 
     def stop(self) -> int:
-        """End everything; the router's exit code."""
+        """End everything and return the router's exit code."""
         for worker in self.workers:
             if worker.poll() is None:
                 worker.terminate()

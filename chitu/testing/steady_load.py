@@ -1,11 +1,10 @@
-"""A steady load in which every answer is checked token by token: clients that never stop asking, and what each saw.
+"""A steady load of clients that send requests without a pause; every answer is checked token by token.
 
-Used by `bench/soak.py` and by the chaos tests. `SteadyLoad` has one thread with an asyncio loop, in which every client
-lives; its methods may be called by any one other thread. Each request ends as exactly one `CheckedAnswer` with one
-outcome: `right`, `wrong` (other tokens, which must never be), `left` (the client went away on purpose), the code of a
-typed error, `connection refused` and `connection lost` (the router is away), or what must never be: `hung` (no end
-within the client's patience), `cut off` (the stream ended without its last word), `untyped ...` (no error of the
-closed list).
+Used by `bench/soak.py` and by the chaos tests. `SteadyLoad` has one thread with an asyncio loop that runs every client;
+one other thread may call its methods. Each request ends as exactly one `CheckedAnswer` with one outcome: `right`,
+`wrong` (other tokens, which must never happen), `left` (the client disconnected on purpose), the code of a typed error,
+`connection refused` and `connection lost` (the router is down), or what must never happen: `hung` (no end within the
+client's timeout), `cut off` (the stream ended without `[DONE]`), `untyped ...` (no error of the closed list).
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from chitu.errors import Internal, Overloaded, from_code
 RIGHT, WRONG, LEFT, HUNG = "right", "wrong", "left", "hung"
 LOST, REFUSED, CUT_OFF = "connection lost", "connection refused", "cut off"
 REST_S = 0.3
-"""Between a failed request of a client and its next one: a router that restarts is not hammered."""
+"""Time between a failed request of a client and its next one, so that a restarting router is not flooded."""
 COME_AGAIN_S = 1.0
-"""Before a request that found too many waiting is sent again: the least `Retry-After` that the router says."""
+"""Time before a request that was rejected as `overloaded` is sent again: the router's smallest `Retry-After`."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. Greedy where `seed` is None."""
+    """One request. It is greedy if `seed` is None."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int | None = None
     stream: bool = False
     leave_after_s: float | None = None
-    """The client closes its connection after this time."""
+    """Time after which the client closes its connection; None: never."""
     request_id: str = ""
 
 
@@ -54,14 +53,15 @@ class CheckedAnswer:
     detail: str = ""
     tokens: list[int] = field(default_factory=list)
     cached_tokens: int = 0
-    """Of a whole answer."""
+    """Cached tokens of a whole answer."""
     started_s: float = 0.0
-    """`time.monotonic`, as `ended_s`."""
+    """Start, by `time.monotonic`, as `ended_s`."""
     ended_s: float = 0.0
 
 
 class SteadyLoad:
-    """`url` is asked ahead of each request; `expected` says what is right; `next_ask` makes the clients' requests."""
+    """Load of checked requests. `url` is called before each request; `expected` returns the right tokens; `next_ask`
+    makes the clients' requests."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class SteadyLoad:
     # ---------------------------------------------------------------------------------------------- any one thread
 
     def start(self, clients: int) -> None:
-        """From now on this many clients ask, one request at a time each."""
+        """Start this many clients, each with one request at a time."""
 
         async def start() -> None:
             self._may_ask.set()
@@ -101,7 +101,7 @@ class SteadyLoad:
         self._run(start())
 
     def pause(self, timeout_s: float) -> None:
-        """Returns once everything that was asked has ended, and no connection is left. TimeoutError."""
+        """Pause the clients and wait until all requests have ended and no connection is left. Raise TimeoutError."""
 
         async def pause() -> None:
             self._may_ask.clear()
@@ -115,11 +115,11 @@ class SteadyLoad:
         self._loop.call_soon_threadsafe(self._may_ask.set)
 
     def send(self, asks: Iterable[Ask]) -> list[Future[CheckedAnswer]]:
-        """More requests, all at once, beside those of the clients."""
+        """Send more requests, all at once, in addition to those of the clients."""
         return [asyncio.run_coroutine_threadsafe(self._ask(ask), self._loop) for ask in asks]
 
     def take_answers(self) -> list[CheckedAnswer]:
-        """Those that ended since the last call, in the order of their ends."""
+        """Return the answers that ended since the last call, in the order of their ends."""
 
         async def take() -> list[CheckedAnswer]:
             taken, self._answers = self._answers, []
@@ -176,7 +176,8 @@ class SteadyLoad:
         return answer
 
     def _check_tokens(self, answer: CheckedAnswer) -> None:
-        """Whatever came must be the beginning of what is right, and all of it where the answer is complete."""
+        """Check that the received tokens are a prefix of the expected ones, and all of them if the answer is
+        complete."""
         expected = list(self._expected(answer.ask))
         if answer.tokens != expected[: len(answer.tokens)] or (answer.outcome == RIGHT and answer.tokens != expected):
             wrong_at = next((i for i, (a, b) in enumerate(zip(answer.tokens, expected, strict=False)) if a != b), -1)
@@ -186,7 +187,7 @@ class SteadyLoad:
             answer.outcome = WRONG
 
     async def _converse(self, answer: CheckedAnswer) -> bool:
-        """False where the router said that too many wait, and to come again."""
+        """Send the request once and read its answer. Return False if the router rejected it as `overloaded`."""
         ask, answer.outcome, answer.detail = answer.ask, "", ""
         body: dict[str, Any] = {
             "model": self._model,
@@ -236,7 +237,7 @@ async def _read_stream(answer: CheckedAnswer, reply: httpx.Response) -> None:
 
 
 def _take_error(answer: CheckedAnswer, status: int, body: bytes) -> None:
-    """The code of an OpenAI error object, where it is one of the closed list."""
+    """Set the outcome to the code of an OpenAI error object if it is in the closed list, else to `untyped ...`."""
     try:
         error = json.loads(body)["error"]
         code, message = str(error["code"]), str(error["message"])

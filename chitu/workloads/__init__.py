@@ -1,1 +1,1 @@
-"""Made-up tasks whose answers can be checked: what chitu-tiny is trained on, tested with and shown with."""
+"""Synthetic tasks whose answers can be checked, for the training, tests and demonstrations of chitu-tiny."""

@@ -1,7 +1,7 @@
-"""The words of the made-up tasks, and which of their combinations training never sees. Used by `tiny`.
+"""Words of the synthetic tasks, and the combinations of them that training never sees. Used by `tiny`.
 
-A held-out name is made of two words that training knows well but never shows together. Words are short, common and
-different in their first letters where possible, because sorting them is one of the tasks.
+A held-out name has two words that are frequent in training but never occur together. Words are short, common and
+different in their first letters if possible, because sorting them is one of the tasks.
 """
 
 from __future__ import annotations
@@ -33,5 +33,5 @@ _SHARE = 4
 
 
 def is_held_out(text: str) -> bool:
-    """Whether training never draws this name, value or task; the same on every machine (CRC-32 of the text)."""
+    """Return whether training never draws this name, value or task; the same on every machine (CRC-32 of the text)."""
     return zlib.crc32(text.encode()) % _SHARE == 0

@@ -3,9 +3,9 @@
 Called by the training script, the quickstart, `chitu chat`, the example button of the web page, `chitu bench recall`
 and tests. The same generator state gives the same example everywhere.
 
-Recall is the task that matters: a list of facts in plain English, then a question about one of them. The answer says
-the whole fact again, so it depends on one sentence anywhere in the prompt, and a page of the KV cache that is missing,
-late or wrong becomes a wrong number.
+Recall is the main task: a list of facts in plain English, then a question about one of them. The answer repeats the
+whole fact, so it depends on one sentence anywhere in the prompt, and a page of the KV cache that is missing, late or
+wrong becomes a wrong number.
 
 Held-out examples use names and values that training never draws: they cannot have been learned by heart.
 """
@@ -29,23 +29,23 @@ UNKNOWN = "I only know lists of facts, copying, small sums and sorting words."
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One question and what a right answer is."""
+    """One question and its right answer."""
 
     task: str
-    """A key of `TASKS`."""
+    """Name of the task, a key of `TASKS`."""
     prompt: str
     """The user's message."""
     answer: str
     """The assistant's whole right answer."""
     value: str
-    """What a right answer must contain (recall: the number)."""
+    """Text that a right answer must contain (recall: the number)."""
     fact_index: int = -1
-    """Which fact of the list, from 0, is asked for; -1 where none is."""
+    """Index of the asked fact in the list, from 0; -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """One way to say that a name has a value, and to ask for it."""
+    """One way to state that a name has a value, and to ask for it."""
 
     says: str
     asks: str
@@ -79,12 +79,13 @@ class Fact:
 
 
 def facts_for(prompt_tokens: int) -> int:
-    """The most facts of a recall prompt of at most this many tokens, with chitu-tiny's tokenizer and chat template."""
+    """Return the number of facts that fit in a recall prompt of this many tokens, with chitu-tiny's tokenizer and chat
+    template."""
     return max(1, (prompt_tokens - OVERHEAD_TOKENS) // FACT_TOKENS)
 
 
 def draw_name(rng: random.Random, held_out: bool = True) -> str:
-    """An adjective and a noun."""
+    """Return an adjective and a noun."""
     while True:
         name = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
         if is_held_out(name) == held_out:
@@ -92,7 +93,7 @@ def draw_name(rng: random.Random, held_out: bool = True) -> str:
 
 
 def draw_value(rng: random.Random, held_out: bool = True) -> str:
-    """Four digits, the first not 0."""
+    """Return four digits, the first not 0."""
     while True:
         value = str(rng.randrange(1000, 10000))
         if is_held_out(value) == held_out:
@@ -100,7 +101,7 @@ def draw_value(rng: random.Random, held_out: bool = True) -> str:
 
 
 def draw_facts(rng: random.Random, num_facts: int, held_out: bool = True) -> list[Fact]:
-    """Facts with different names. Values may repeat, as they do in life."""
+    """Return facts with different names. Values may repeat."""
     names: dict[str, None] = {}
     while len(names) < num_facts:
         names[draw_name(rng, held_out)] = None
@@ -108,7 +109,7 @@ def draw_facts(rng: random.Random, num_facts: int, held_out: bool = True) -> lis
 
 
 def draw_absent(rng: random.Random, facts: Sequence[Fact], held_out: bool = True) -> Fact:
-    """A fact about a name that is not on the list."""
+    """Return a fact about a name that is not on the list."""
     present = {fact.name for fact in facts}
     while (name := draw_name(rng, held_out)) in present:
         pass
@@ -116,12 +117,12 @@ def draw_absent(rng: random.Random, facts: Sequence[Fact], held_out: bool = True
 
 
 def say_list(facts: Sequence[Fact]) -> str:
-    """The list as one paragraph."""
+    """Return the list as one paragraph."""
     return " ".join(fact.sentence for fact in facts)
 
 
 def recall(rng: random.Random, num_facts: int, held_out: bool = True) -> Example:
-    """A list of `num_facts` facts and the question for one of them, each as likely as the others."""
+    """Return a list of `num_facts` facts and the question for one of them, each equally likely."""
     facts = draw_facts(rng, num_facts, held_out)
     index = rng.randrange(num_facts)
     fact = facts[index]
@@ -129,7 +130,7 @@ def recall(rng: random.Random, num_facts: int, held_out: bool = True) -> Example
 
 
 def absent(rng: random.Random, num_facts: int, held_out: bool = True) -> Example:
-    """A list and a question about a name that is not on it."""
+    """Return a list and a question about a name that is not on it."""
     facts = draw_facts(rng, num_facts, held_out)
     fact = draw_absent(rng, facts, held_out)
     answer = absent_answer(fact)
@@ -141,9 +142,11 @@ def absent_answer(fact: Fact) -> str:
 
 
 def check_fact(rng: random.Random, facts: Sequence[Fact], fact: Fact, held_out: bool = True) -> tuple[str, str, str]:
-    """A yes/no question on one fact of the list, as likely yes as no: question, answer and "so yes" or "so no".
+    """Return a yes/no question on one fact of the list, yes and no equally likely: question, answer and "so yes" or "so
+    no".
 
-    The answer says what the list says and then concludes, because a tiny model cannot conclude before it has looked.
+    The answer repeats the list's fact and then concludes, because a tiny model cannot conclude before it has read the
+    fact.
     """
     if rng.random() < 0.5:
         if rng.random() < 0.5:
@@ -163,7 +166,7 @@ def conclude(sentence: str, verdict: str) -> str:
 
 
 def yes_no(rng: random.Random, num_facts: int, held_out: bool = True) -> Example:
-    """A list and a yes/no question: is the name on it, or does the name have this value."""
+    """Return a list and a yes/no question: is the name on it, or does the name have this value."""
     facts = draw_facts(rng, num_facts, held_out)
     index = rng.randrange(num_facts)
     question, answer, value = check_fact(rng, facts, facts[index], held_out)
@@ -171,7 +174,7 @@ def yes_no(rng: random.Random, num_facts: int, held_out: bool = True) -> Example
 
 
 def copy(rng: random.Random, num_words: int = 0, held_out: bool = True) -> Example:
-    """Words and numbers to repeat; 3 to 8 of them where `num_words` is 0."""
+    """Return words and numbers to repeat; 3 to 8 of them if `num_words` is 0."""
     while True:
         count = num_words or rng.randrange(3, 9)
         text = " ".join(
@@ -183,7 +186,7 @@ def copy(rng: random.Random, num_words: int = 0, held_out: bool = True) -> Examp
 
 
 def add(rng: random.Random, num_terms: int = 0, held_out: bool = True) -> Example:
-    """The sum of numbers from 0 to 99; two of them where `num_terms` is 0."""
+    """Return a sum of numbers from 0 to 99; two of them if `num_terms` is 0."""
     while True:
         terms = [str(rng.randrange(100)) for _ in range(num_terms or 2)]
         text = " plus ".join(terms)
@@ -193,7 +196,7 @@ def add(rng: random.Random, num_terms: int = 0, held_out: bool = True) -> Exampl
 
 
 def sort_words(rng: random.Random, num_words: int = 0, held_out: bool = True) -> Example:
-    """Different nouns to put in the order of the alphabet; 3 to 5 of them where `num_words` is 0."""
+    """Return different nouns to sort alphabetically; 3 to 5 of them if `num_words` is 0."""
     while True:
         words = rng.sample(NOUNS, num_words or rng.randrange(3, 6))
         text = ", ".join(words)
@@ -247,7 +250,7 @@ pol ris san ton vel win ing ion er al
 
 
 def other(rng: random.Random, num_words: int = 0, held_out: bool = True) -> Example:
-    """A question that belongs to no task, about a made-up or common word."""
+    """Return a question that belongs to no task, about an invented or common word."""
 
     def thing() -> str:
         kind = rng.random()
@@ -276,4 +279,4 @@ TASKS: dict[str, Callable[[random.Random, int, bool], Example]] = {
     "sort": sort_words,
     "other": other,
 }
-"""Each task by its name; the number is the size: facts of the list, words, or terms."""
+"""Tasks by name. Their number argument is the size: facts of the list, words, or terms."""

@@ -136,7 +136,7 @@ def test_an_instance_that_was_drained_is_not_started_again_and_one_that_got_a_si
         first = started.pid("P0")
         started.kill("P0", signal.SIGTERM)
         started.wait_exit("P0", 60.0)
-        assert events[0].startswith("P0 ended (told to by a signal; `chitu drain P0` has it stay out)")
+        assert events[0].startswith("P0 ended (exit code 0 after a signal; `chitu drain P0` has it stay out)")
         assert "P0 starts again in 0.25 s" in events[0]
         started.wait_ready(60)
         assert started.pid("P0") != first
