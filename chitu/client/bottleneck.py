@@ -171,7 +171,7 @@ def _verdict(
     roles = {instance.role for instance in last.instances}
     lost = [role for role in sorted(roles) if all(i.status == "down" for i in last.instances if i.role == role)]
     if lost:
-        return "no_instance", f"No {lost[0]} instance is there ({', '.join(down)} down).", "Start it; its log says why."
+        return "no_instance", f"No {lost[0]} instance is up ({', '.join(down)} down).", "Start it; see its log for why."
     if len(failed) >= max(1.0, FAILS * len(ended)) and len(ended) >= MIN_REQUESTS:
         return _failures(failed, len(ended), down)
     if len(finished) < MIN_REQUESTS:

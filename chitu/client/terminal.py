@@ -234,5 +234,5 @@ class ChatTerminal:
         self._notes.print(text, style="dim", markup=False, soft_wrap=True)
 
     def _complain(self, error: ChituError) -> None:
-        hint = "; /clear starts anew" if error.code == "context_length_exceeded" and self._conversation.turns else ""
+        hint = "; /clear starts over" if error.code == "context_length_exceeded" and self._conversation.turns else ""
         self._notes.print(f"chitu: {error.code}: {error.message}{hint}", style="red", markup=False, soft_wrap=True)

@@ -242,7 +242,7 @@ class _Side:
             text = f"{end.code}: {end.message}" if end.code else "the router cancelled it"
             spans.append(self._span(end.reason, at_s, at_s, text, is_error=end.reason == "error"))
         elif end is None:
-            spans.append(self._span("no word of an end", last_s, last_s, is_error=True))
+            spans.append(self._span("no record of its end", last_s, last_s, is_error=True))
         return spans
 
     def _span(

@@ -79,7 +79,7 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
         for path, value in secrets_in(data).items():
             if value != given.get(path):
                 raise ConfigError(
-                    f"{path} is a secret, and `ps` shows command lines to everybody: put it into the environment as "
+                    f"{path} is a secret, and `ps` shows command lines to every user: put it into the environment as "
                     f"{SECRETS[path]}, or into a topology file that only you can read"
                 )
     topology = parse_topology(data)

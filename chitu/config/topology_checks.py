@@ -234,7 +234,7 @@ def _port_problems(topology: Topology) -> Iterator[str]:
     for key, where, port in bound_ports(topology):
         host = same_host(where)
         if port > MAX_PORT:
-            yield f"{key} would be port {port}, and there is none above {MAX_PORT}"
+            yield f"{key} would be port {port}, and ports end at {MAX_PORT}"
         elif port and (other := used.setdefault((host, port), key)) != key:
             yield f"{key} and {other} are both port {port} on {host}: give one of them another port, or 0"
 

@@ -152,7 +152,7 @@ def follow(leader: Address, facts: NodeFacts, wait_s: float) -> int:
             _send(connection, Tried(unreachable, time.time()))
             return _receive(connection, Verdict).code
         except OSError as error:
-            raise NotMet(f"the router's node at {leader[0]}:{leader[1]} went away: {error}") from error
+            raise NotMet(f"the connection to the router's node at {leader[0]}:{leader[1]} broke: {error}") from error
 
 
 def _send(connection: socket.socket, message: msgspec.Struct) -> None:

@@ -82,8 +82,8 @@ def reference(
         return
     if options.folder is None:
         raise Impossible(
-            "the model's folder is not known, or not on this machine: name it with --model DIR, or an undivided engine "
-            "that runs already with --reference URL"
+            "the model's folder is not known, or not on this machine: name it with --model DIR, or a running unified "
+            "engine with --reference URL"
         )
     shape = EngineShape(like.dtype, max_model_len, like.page_size)
     with engine(options.folder, options.device, shape, options.entries, say) as (client, key):
@@ -96,7 +96,7 @@ def engine(
 ) -> Iterator[tuple[RouterClient, str | None]]:
     """Start one unified engine and yield its client and API key. Raise ConfigError and StartFailed as `LocalCluster`
     does."""
-    say(f"starting one undivided engine of {folder} on {device}")
+    say(f"starting one unified engine of {folder} on {device}")
     topology = load_topology("unified_local.yaml", _settings(folder, device, shape))
     with LocalCluster(topology, entries=entries) as own:
         own.wait_ready(READY_TIMEOUT_S)
@@ -135,7 +135,7 @@ def _reference(
 ) -> Reference:
     own = layout_of(snapshot := client.cluster())
     if own is None or any(instance.role != "unified" for instance in snapshot.instances):
-        raise Impossible(f"{client.url} is no undivided engine that serves")
+        raise Impossible(f"{client.url} is no unified engine that serves")
     if own.model_hash != like.model_hash:
         raise Impossible("the reference has another model than the cluster: config.json or the weight files differ")
     engine = Prober(client, key, client.model_name(), options.max_tokens, options.timeout_s)

@@ -280,7 +280,7 @@ def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path
         assert tokens[: len(of_victim)][:3] == of_victim[:3] and tokens[-len(of_other) :] == of_other
         assert one(found, TraceArrival, second.decode).continued_tokens == second.continued_tokens == 40 - len(of_other)
         spans = found.timeline.spans
-        assert [s.what for s in spans if s.where == victim][-1] == "no word of an end"
+        assert [s.what for s in spans if s.where == victim][-1] == "no record of its end"
         starts = {s.where: s.start_s for s in reversed(spans)}
         assert starts[victim] < starts[second.decode], "in the order in which they ran"
         text = command("killed", "--dir", str(tmp_path / "records"), code=1)  # of the flips

@@ -1,8 +1,8 @@
 """Every GPU performance target in one run, measured against the ceilings of the same device: `chitu bench gpu`.
 
 Ceilings first (copy, matrix product, scattered copy); then decode attention, whole decode steps and prefills of a model
-of Qwen3-0.6B's shape with random weights, KV into another process's pool, and 1P1D beside an undivided instance over
-HTTP. Takes at most `--minutes`; a part that cannot run is reported with its reason.
+of Qwen3-0.6B's shape with random weights, KV into another process's pool, and 1P1D beside a unified instance over HTTP.
+Takes at most `--minutes`; a part that cannot run is reported with its reason.
 
     chitu bench gpu                       on a GPU, everything
     chitu bench gpu --only attention,steps

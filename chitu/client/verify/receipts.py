@@ -133,7 +133,7 @@ def fields_of(receipt: Receipt) -> dict[str, Any]:
         return fields
     if grammar.kind == "tool_calls" or grammar.reasoning is not None:
         what = "of tool calls" if grammar.kind == "tool_calls" else "that begins behind a reasoning"
-        raise Impossible(f"sampling.grammar: one {what} cannot be asked for again")
+        raise Impossible(f"sampling.grammar: one {what} cannot be requested again")
     if grammar.kind == "json_object":
         fields["response_format"] = {"type": "json_object"}
     elif grammar.kind == "choice":
