@@ -84,8 +84,7 @@ def text_of(rng: random.Random, num_chars: int) -> str:
 
 
 def disturbances(tries: int) -> dict[str, list[bytes]]:
-    """Return requests by name, one for each try. No two are equal, since the router caches tokenised and compiled
-    texts."""
+    """Return requests by name, one for each try. No two are equal, since the router caches results."""
     rng, one = random.Random(20), {"max_tokens": 1}
     made: dict[str, list[bytes]] = {}
     for number in range(tries):

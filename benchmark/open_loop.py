@@ -40,8 +40,7 @@ class Connections:
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def request(self, raw: bytes, due_s: float) -> Outcome:
-        """Send one request and read its answer. Close the connection if cancelled, as a client that disconnects
-        does."""
+        """Send one request and read its answer. If cancelled, disconnect as a client does."""
         reader, writer = self._free.pop() if self._free else await asyncio.open_connection("127.0.0.1", self._port)
         is_whole = False
         try:

@@ -36,8 +36,7 @@ OUTPUT_TOKENS = 512
 
 
 class IdleExecutor:
-    """Executor that answers every plan at once with the same token. Counts its own CPU time, which is not the
-    scheduler's."""
+    """Executor that answers every plan at once with the same token. Counts its own CPU time apart."""
 
     def __init__(self, num_slots: int, max_model_len: int = PROMPT_TOKENS + OUTPUT_TOKENS) -> None:
         self.info = ExecutorInfo(num_slots, max_model_len, 32000, 1, ())

@@ -92,8 +92,7 @@ class Recaller:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model)
 
     def prompt(self, rng: random.Random, max_tokens: int) -> RecallPrompt:
-        """Return a question over a list that nearly fills `max_tokens`, with names and values that training never
-        saw."""
+        """Return a question over a list that nearly fills `max_tokens`, with held-out names and values."""
         num_facts = facts_for(max_tokens)
         while True:
             prompt = self._encode(recall(rng, num_facts))

@@ -28,8 +28,7 @@ class ResourceUsage:
 
 
 TOLERANCE = {"rss_mib": (0.05, 8.0), "threads": (0.0, 0.0), "fds": (0.0, 3.0), "sockets": (0.0, 3.0)}
-"""Growth that counts as flat, by field of `ResourceUsage`: a share and an amount in its own unit; the larger
-applies."""
+"""Growth that counts as flat, by field of `ResourceUsage`: a share and an amount in its unit; the larger applies."""
 
 
 @dataclass(slots=True)

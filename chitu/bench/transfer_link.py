@@ -82,8 +82,7 @@ def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
 
 
 def receive(kind: str) -> None:
-    """Run the child with a registered pool and segments. It scatters, and answers a line with a list of pages by their
-    CRCs."""
+    """Run the child with a registered pool and segments. It scatters, and answers a list of pages by their CRCs."""
     pool = new_pool()
     transport = new_transport(kind, pool, is_receiver=True)
     print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)

@@ -78,8 +78,7 @@ class RouterClient:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def model_name(self) -> str:
-        """Return the id of the served model. Raise RouterUnreachable, Unauthorized, or Internal if what answers is no
-        router."""
+        """Return the id of the served model. Raise RouterUnreachable, Unauthorized, or Internal if it is no router."""
         models = self._get("/v1/models", _Models).data
         if not models:
             raise Internal(f"{self.url} serves no model")

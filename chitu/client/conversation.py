@@ -1,5 +1,4 @@
-"""Questions to a model: the messages so far, the request body of the next one, and examples with a known answer.
-Pure."""
+"""Questions to a model: the messages so far, the body of the next request, and examples with a known answer. Pure."""
 
 from __future__ import annotations
 

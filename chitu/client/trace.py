@@ -96,8 +96,7 @@ def trace_lines(trace: Trace) -> list[str]:
 
 
 def cluster_line(snapshot: ClusterSnapshot) -> str:
-    """Return `P0 up 3 waiting 40/512 pages · D0 up idle 0/512 pages · D1 down`. Loads are as old as the last
-    heartbeat."""
+    """Return `P0 up 3 waiting 40/512 pages · D0 up idle 0/512 pages · D1 down`. Loads are of the last heartbeat."""
     return SEPARATOR.join(_instance_text(instance) for instance in snapshot.instances)
 
 

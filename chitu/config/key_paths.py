@@ -73,8 +73,8 @@ def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
 
 
 def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
-    """Return a ConfigError with the nearest key: in this section first, then one of the same name elsewhere, then the
-    most similar whole path."""
+    """Return an error with the nearest key: in this section, else the same name elsewhere, else the most similar
+    path."""
     path = f"{prefix}{key}"
     siblings = list(field_types(kind))
     near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
@@ -87,8 +87,7 @@ def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
 
 
 def refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -> None:
-    """Raise ConfigError for the first key of plain YAML data that the schema does not have. `prefix` is the path of
-    `value`."""
+    """Raise ConfigError for the first key of plain YAML data that is not in the schema. `prefix` is `value`'s path."""
     if isinstance(kind, inspection.StructType) and isinstance(value, dict):
         types = field_types(kind)
         for key, member in value.items():

@@ -150,15 +150,13 @@ def shown_devices() -> tuple[str, ...]:
 
 
 def device_environment() -> dict[str, str]:
-    """Return those of CUDA_VISIBLE_DEVICES and Slurm's variables on a job and its GPUs that are set
-    (`launch/node_devices.py`)."""
+    """Return CUDA_VISIBLE_DEVICES and Slurm's variables on a job and its GPUs, if set (`launch/node_devices.py`)."""
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID")
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
 
 def process_mark() -> str | None:
-    """Return `CHITU_PROCESS`: the process tree of a local cluster that this process belongs to
-    (`launch/process.py`)."""
+    """Return `CHITU_PROCESS`: the process tree in a local cluster of this process (`launch/process.py`)."""
     return os.environ.get("CHITU_PROCESS")
 
 
@@ -182,8 +180,7 @@ def pd_master_addr() -> str | None:
 
 
 def router_host(topology: Topology) -> str:
-    """Return the address at which P and D reach the router: `PD_MASTER_ADDR`, else `MASTER_ADDR`, else
-    `dp_config.router.host`."""
+    """Return the router's address for P and D: `PD_MASTER_ADDR`, else `MASTER_ADDR`, else `dp_config.router.host`."""
     return pd_master_addr() or topology.dp_config.router.host
 
 
@@ -200,8 +197,7 @@ def api_key() -> str | None:
 
 
 def api_keys() -> tuple[str, ...]:
-    """Return `CHITU_API_KEYS`: the comma-separated keys of a router's clients, which override those of the topology
-    file."""
+    """Return `CHITU_API_KEYS`: the comma-separated API keys, which override those of the topology file."""
     return tuple(key for word in os.environ.get(API_KEYS, "").split(",") if (key := word.strip()))
 
 

@@ -125,8 +125,7 @@ class DeadlineConfig(Section, frozen=True):
     lease_s: Seconds = 3.0
     """Time without a message after which an instance is dead."""
     router_s: Seconds = 30.0
-    """Time without a message from the router after which P and D end its requests; it gets their errors if it comes
-    back."""
+    """Time without a message from the router after which P and D end its requests; it gets the errors if it returns."""
     step_s: Seconds = 60.0
     """Longest step of computing, or copy of a page by a rank to or from a tier. The process ends if it takes longer."""
     retry_interval_s: Seconds = 0.5
@@ -142,8 +141,7 @@ class RetryConfig(Section, frozen=True):
     """Maximum attempts of one request, including the first, not counting those that a broken connection ended; 1: a
     failure reaches the client at once."""
     continue_streams: bool = True
-    """Retry also after the first token: another pair computes prompt and emitted tokens again, and D continues after
-    them."""
+    """Retry also after the first token: another pair computes prompt and emitted tokens again, and D continues."""
 
 
 class BreakerConfig(Section, frozen=True):

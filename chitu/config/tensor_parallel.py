@@ -13,8 +13,7 @@ MAIN_RANK = 0
 
 
 def why_not(num_heads: int, num_kv_heads: int, tp_size: int) -> str:
-    """Return why these attention heads cannot be split over `tp_size` ranks, as the end of a sentence, or "" if they
-    can."""
+    """Return why these heads cannot be split over `tp_size` ranks, as the end of a sentence, or "" if they can."""
     if num_heads % tp_size:
         return f"{num_heads} attention heads cannot be split evenly over {tp_size} ranks"
     if num_kv_heads % tp_size and tp_size % num_kv_heads:

@@ -147,8 +147,7 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
 
 
 def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
-    """Return the topology with the router's actual ports, by short key name (`stats_port`), instead of those of the
-    file."""
+    """Return the topology with the router's actual ports, by short key name (`stats_port`), instead of the file's."""
     router = topology.dp_config.router
     pd = router.pd_disaggregation
     pd = msgspec.structs.replace(pd, **{name: port for name, port in ports.items() if hasattr(pd, name)})

@@ -286,8 +286,7 @@ def _model_problems(path: str) -> Iterator[str]:
 
 
 def _split_problems(topology: Topology) -> Iterator[str]:
-    """Check that the ranks of each instance can split the model's heads. An unreadable file is refused when it is
-    loaded."""
+    """Check that the ranks of each instance can split the model's heads. Loading refuses an unreadable file."""
     try:
         config = json.loads((Path(os.path.expanduser(topology.model.path)) / "config.json").read_text(encoding="utf-8"))
         num_heads = int(config["num_attention_heads"])

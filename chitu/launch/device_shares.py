@@ -19,8 +19,7 @@ from chitu.launch.node_devices import VISIBLE, Device, NodeDevices
 from chitu.types import Role
 
 SHOWN = "CHITU_DEVICES"
-"""Variable with the topology's names of the devices in CUDA_VISIBLE_DEVICES of a process, in order
-(`config/load.py`)."""
+"""Variable with the topology's names of the devices in a process's CUDA_VISIBLE_DEVICES, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +35,7 @@ class Shares:
 
 
 def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) -> Shares:
-    """Assign devices to `own`, the instances of this node. Raise ConfigError if there are too few, or a name is no
-    device."""
+    """Assign devices to `own`, this node's instances. Raise ConfigError if there are too few, or a name is invalid."""
     for instance in own:
         for reason in filter(None, map(why_no_device, () if is_auto(instance.config) else instance.config.devices)):
             raise ConfigError(f"{instance.key}.devices {reason}")
@@ -100,8 +98,7 @@ def describe(own: Sequence[Instance], node: NodeDevices) -> str:
 
 
 def _kind_of_others(topology: Topology) -> str | None:
-    """Return the kind of device of P and D that name theirs, which the others then need, too; None if none names
-    any."""
+    """Return the kind of the devices that P and D name, which the others then need, too; None if none names any."""
     named = [
         device
         for instance in instances(topology)

@@ -30,8 +30,7 @@ MARKS = {Level.OK: "ok   ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
 def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | None, index: int | None) -> int:
-    """Check and return the exit code. `hosts` are machines that replace the topology's; `index` is this node's among
-    them."""
+    """Check and return the exit code. `hosts` replace the topology's; `index` is this node's index among them."""
     topology = load_topology(name, overrides)
     slurm = slurm_node()
     if slurm is not None and len(host_names(topology)) > 1:

@@ -92,8 +92,7 @@ class Lead:
         self._members: dict[str, socket.socket] = {}
 
     def gather(self, own: NodeFacts, ports: Mapping[str, Sequence[int]]) -> list[NodeFacts]:
-        """Return the facts of all nodes that report within `wait_s`. `ports` has by host the ports that its processes
-        listen on."""
+        """Return the facts of all nodes that report within `wait_s`. `ports` has the ports to try, by host."""
         facts = {own.host: own}
         end_s = time.monotonic() + self._wait_s
         while len(facts) < len(ports) and (left_s := end_s - time.monotonic()) > 0:

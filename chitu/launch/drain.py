@@ -1,5 +1,4 @@
-"""`chitu drain D1`: asks the router to drain an instance and reports when it has left. Blocking; in the caller's
-thread."""
+"""`chitu drain D1`: has the router drain an instance and reports when it left. Blocking; in the caller's thread."""
 
 from __future__ import annotations
 

@@ -168,8 +168,7 @@ def _router_at(url: str) -> tuple[str, int]:
 
 
 def own_address(router: RouterConfig) -> str:
-    """Return this machine's address towards the router. Raise ConfigError if the router's coordination port is
-    unreachable."""
+    """Return this machine's address towards the router. Raise ConfigError if its coordination port is unreachable."""
     host, port = router.host, router.pd_disaggregation.coordination_port
     try:
         with contextlib.closing(socket.create_connection((host, port), CONNECT_TIMEOUT_S)) as connection:

@@ -1,5 +1,4 @@
-"""Sizes of a generated model, and checks that they fit together. Pure; called by `make_model.py` and the command
-line."""
+"""Sizes of a generated model, and checks that they fit. Pure; called by `make_model.py` and the command line."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ NOBODY = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all devices; Slurm sets the last one if a job has none."""
 SMI_QUERY = ("--query-gpu=index,uuid,name,memory.total,mig.mode.current", "--format=csv,noheader,nounits")
 SMI_TIMEOUT_S = 30.0
-"""Timeout of nvidia-smi. Without persistence mode each call initializes the driver, which takes seconds on a large
-machine."""
+"""Timeout of nvidia-smi. Without persistence mode each call initializes the driver, which takes seconds."""
 SMI_NOTHING_FOUND = 6
 """Exit code of nvidia-smi if the process may access no device, as in a Slurm job that requested none."""
 PROC_GPUS = Path("/proc/driver/nvidia/gpus")

@@ -147,8 +147,7 @@ def _driver() -> tuple[str, str]:
 
 
 def missing_shared(distributions: Iterable[str]) -> tuple[str, ...]:
-    """Return the Debian packages of libraries that Mooncake's wheels among `distributions` need and that cannot be
-    loaded."""
+    """Return the Debian packages of libraries that Mooncake in `distributions` needs and that cannot be loaded."""
     of_cuda = CUDA_SHARED_LIBRARIES if not set(MOONCAKE_WITH_CUDA).isdisjoint(distributions) else {}
     return tuple(package for name, package in (SHARED_LIBRARIES | of_cuda).items() if not _loads(name))
 

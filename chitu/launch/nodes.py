@@ -27,8 +27,7 @@ def split_hosts(text: str) -> list[str]:
 
 
 def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
-    """Return overrides that replace the topology's hosts with `hosts`. Raise ConfigError unless there is one for
-    each."""
+    """Return overrides that replace the topology's hosts with `hosts`. Raise ConfigError if the numbers differ."""
     names = host_names(topology)
     if len(hosts) != len(names):
         raise ConfigError(

@@ -41,8 +41,8 @@ class Entries:
     scheduler: str = "chitu.serve.scheduler"
     python: str = sys.executable
     torchrun: bool = True
-    """Whether torchrun also starts instances of one rank. Without it they start seconds faster (the agent imports
-    torch, too)."""
+    """Whether torchrun also starts instances of one rank. Without it they start seconds faster (it imports torch,
+    too)."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
     @property
@@ -110,8 +110,7 @@ def plan(
     entries: Entries | None = None,
     node: NodeDevices | None = None,
 ) -> tuple[ProcessSpec, ...]:
-    """Return all processes of the topology, router first, as `chitu plan` shows them. `node` has the GPUs of the
-    devices."""
+    """Return all processes of the topology, router first, as `chitu plan` shows them. `node` has the GPUs, if known."""
     entries = entries or Entries()
     members = instances(topology)
     return (

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from chitu.launch.model_shape import DTYPES, LATENT_FAMILIES, ModelShape
 
 LOGIT_STD = 3.0
-"""Standard deviation of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000
-tokens."""
+"""Spread of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000 tokens."""
 Array = NDArray[np.float32]
 
 

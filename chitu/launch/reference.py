@@ -94,8 +94,7 @@ def reference(
 def engine(
     folder: str, device: str, shape: EngineShape, entries: Entries | None, say: Callable[[str], None]
 ) -> Iterator[tuple[RouterClient, str | None]]:
-    """Start one unified engine and yield its client and API key. Raise ConfigError and StartFailed as `LocalCluster`
-    does."""
+    """Start a unified engine and yield its client and API key. Raise ConfigError or StartFailed as `LocalCluster`."""
     say(f"starting one unified engine of {folder} on {device}")
     topology = load_topology("unified_local.yaml", _settings(folder, device, shape))
     with LocalCluster(topology, entries=entries) as own:

@@ -64,8 +64,7 @@ def cluster_key_at(port: int) -> str:
 
 
 def _own_folders() -> Iterator[tuple[Path, bool]]:
-    """Yield this user's folders, each with whether its launcher is gone, which is valid until the next one is
-    yielded."""
+    """Yield this user's folders, each with whether its launcher is gone; that is valid until the next one."""
     for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -14,8 +14,7 @@ from chitu.errors import ConfigError
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Expand `pd-node[0-1,3],login` to pd-node0, pd-node1, pd-node3, login. Raise ConfigError for anything but such a
-    list."""
+    """Expand `pd-node[0-1,3],login` to pd-node0, pd-node1, pd-node3, login. Raise ConfigError for anything else."""
     names = [name for item in _split(text.strip()) for name in _expand(item, text)]
     if not all(names):
         raise ConfigError(f"the node list {text!r} has an empty entry")

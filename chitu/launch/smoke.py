@@ -29,7 +29,7 @@ MAX_TOKENS = 32
 
 
 def first_completion(cluster: LocalCluster, *, must_be_right: bool = False) -> None:
-    """Send a request, print the answer and its trace. Raise Internal if there is no answer, or it must be right and is
+    """Send a request, print the answer and its trace. Raise Internal if there is none, or it must be right and is
     not."""
     keys = cluster.topology.dp_config.router.api_keys
     client = RouterClient(cluster.url, keys[0] if keys else None)

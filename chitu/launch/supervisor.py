@@ -58,8 +58,7 @@ class Member:
 
 
 class Supervisor:
-    """Supervisor of processes. It calls `spec_of` for the command at every start of a process; a router must write
-    `ready_file`."""
+    """Supervisor of processes. Every start calls `spec_of` for the command; a router must write `ready_file`."""
 
     def __init__(
         self,

@@ -64,8 +64,7 @@ def why_not_sent(topology: Topology, protocol: str, has_cuda_build: bool) -> tup
 
 
 def protocol_overrides(topology: Topology, found: Rdma) -> list[str]:
-    """Return the override of Mooncake's protocol, if any. Raise ConfigError if RDMA is configured and this node lacks
-    it."""
+    """Return the override of Mooncake's protocol, if any. Raise ConfigError if RDMA is required but missing."""
     pd = topology.dp_config.router.pd_disaggregation
     if not uses_mooncake(topology) or pd.mooncake_protocol == "tcp":
         return []

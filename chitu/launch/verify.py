@@ -68,8 +68,7 @@ class VerifyOptions:
 
 
 def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
-    """Verify the cluster and return the report. Raise Impossible if nothing can be compared, and the errors of
-    `RouterClient`."""
+    """Verify the cluster. Raise Impossible if nothing can be compared, and the errors of `RouterClient`."""
     client = RouterClient(options.url, api_key(), flag="URL")
     before = client.cluster()
     layout, max_model_len = layout_of(before), before.max_model_len
@@ -151,8 +150,7 @@ class _Asking:
         return forced & {one.pair for one in self.judged if one.kind not in (CACHED, FORCED)}
 
     def round(self, number: int, max_model_len: int, copies: int, pool: ThreadPoolExecutor) -> None:
-        """Send one prompt `copies` times in each kind. With the cache send twice as many: the first of each salt
-        misses."""
+        """Send one prompt `copies` times in each kind, with the cache twice as often: the first of each salt misses."""
         prompt = self.prober.token_ids(self.prober.fitting_prompt(number, max_model_len))
         for kind, (stream, kind_options) in KINDS.items():
             options = {**kind_options, "logprobs": 0, "seed": number}

@@ -49,8 +49,7 @@ def _scattered_seconds(card: Card, source: torch.Tensor, target: torch.Tensor) -
 
 
 def attention(card: Card) -> Iterator[Row]:
-    """Measure attention against a copy of as many bytes as K and V have. Regions take turns, so the device's cache
-    never hits."""
+    """Measure attention against a copy of K and V's bytes. Regions take turns, so the device's cache never hits."""
     sizes = card.sizes
     for batch in sizes.attention_batches:
         pages_each = -(-sizes.attention_context // PAGE_SIZE)

@@ -61,8 +61,7 @@ class StepBench:
             yield from self.prefill(max(self._card.sizes.prompts), own, ", own kernel")
 
     def flashinfer_rows(self, limit_s: float) -> Iterator[Row | str]:
-        """Measure the longest prompt at once and its last chunk. Building FlashInfer's kernels may take `limit_s`
-        before that."""
+        """Measure the longest prompt at once and its last chunk. Building the kernels may take `limit_s` before."""
         card, spec = self._card, self.spec
         shape = PrefillShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, card.dtype, card.dtype)
         library = open_flashinfer("auto", shape, card.device, limit_s) if card.is_gpu else None

@@ -92,8 +92,7 @@ class Prober:
     )
 
     def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> Asked:
-        """Send one request, greedy and without the prefix cache unless `options` override that. An error is in the
-        result."""
+        """Send one request, greedy and without the prefix cache unless `options` override it. Return errors, too."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "return_proof": True, "cache_prompt": False}
         body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}

@@ -79,8 +79,7 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
 def judge(
     before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked], *, compares_tokens: bool = True
 ) -> TopologyVerdict:
-    """Judge the results. Pure. `before` and `after` are snapshots around the requests. `compares_tokens` needs greedy
-    requests."""
+    """Judge requests between two snapshots of the cluster. Pure. `compares_tokens` needs greedy requests."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
     status = {i.name: i.status for i in before.instances}
     status |= {i.name: i.status for i in after.instances if i.status != "up"}
@@ -159,8 +158,8 @@ def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> li
 
 
 def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> TopologyVerdict:
-    """Send requests until every pair was hit, and judge. Raise Impossible if there are no pairs, ChituError if no
-    router answers."""
+    """Send requests until every pair was hit, and judge. Raise Impossible without pairs, ChituError without a
+    router."""
     before = prober.client.cluster()
     roles = {role: [i for i in before.instances if i.role == role] for role in ("prefill", "decode", "unified")}
     if not roles["prefill"] and not roles["decode"]:
