@@ -1,5 +1,4 @@
-"""A whole topology on this machine: starts it, tells when it serves, restarts dead processes, ends it without
-leftovers.
+"""A whole topology on this machine: starts it, tells when it serves, restarts dead processes, ends it cleanly.
 
 `LocalCluster` is used by `chitu serve` (restart=True, driven by `poll`) and by integration tests. It has no thread of
 its own: everything happens inside its methods, in the caller's thread, which must outlive the cluster (children die

@@ -1,5 +1,4 @@
-"""`chitu verify URL`: checks whether a running cluster answers as one unified engine does. Blocking; the caller's
-thread.
+"""`chitu verify URL`: checks that a running cluster answers as one unified engine. Blocking; the caller's thread.
 
 The same prompts go to the cluster, over every pair, and to references: a unified instance with the model's folder that
 is started here, or a running one (`--reference`); and `transformers` in float32, if memory allows.
