@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import io
 import os
 import re
 import runpy
@@ -27,6 +28,8 @@ from chitu.errors import ChituError, ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 costs no answer
     parser = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments after an option for unknown ones; here they are overrides like those before.
@@ -49,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `chitu plan | head`
         _forget_output()
         return 128 + signal.SIGPIPE
-    except UnicodeEncodeError as error:  # the terminal has another encoding
+    except UnicodeEncodeError as error:  # the locale has another encoding
         text = error.object[error.start : error.end]
-        print(f"chitu: {text!a} cannot be written in {error.encoding}: use UTF-8 for names and output", file=sys.stderr)
+        print(f"chitu: {text!a} cannot be written in {error.encoding}: use UTF-8 for names", file=sys.stderr)
         return 2
     except OSError as error:  # for example a folder that cannot be made, or a full disk
         _forget_output()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,11 @@ def test_unknown_options_are_refused(words: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 2
+
+
+def test_a_terminal_without_utf_8_costs_no_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert main(["plan", "--model", str(tmp_path), "model.served_name=fuchs-ü"]) == 0
+    assert rb"fuchs-\xfc" in raw.getvalue()
