@@ -1,4 +1,4 @@
-"""Settings of every test process, set before torch is imported anywhere; and what a failed test leaves to the next."""
+"""Settings of every test process, made before anything imports torch; repair of a cluster after a failed test."""
 
 import contextlib
 import gc
@@ -11,11 +11,11 @@ from pathlib import Path
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Each of some hundred processes would compile the package anew, half a second of a core.
+# Otherwise each of some hundred processes would compile the package again, half a second of a core.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# UCX (of NIXL) listens on every interface that it is not told to leave alone.
+# UCX (of NIXL) listens on every interface unless it is restricted.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
-# Without a GPU Triton's kernels are interpreted; it reads this when it is imported, be it by torch.
+# Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which torch may do.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -23,7 +23,7 @@ import certifi
 import pytest
 from hypothesis import settings
 
-# No timed tests: a loaded machine is no failure. In CI the same examples every time; by hand new ones.
+# No time limits: a loaded machine is no failure. CI uses the same examples every time; runs by hand draw new ones.
 settings.register_profile("chitu", deadline=None, derandomize="CI" in os.environ, print_blob=True)
 settings.load_profile("chitu")
 
@@ -31,28 +31,28 @@ ROOT_END = "-----END CERTIFICATE-----\n"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """An HTTP client reads all roots that `certifi` knows when it is made, 20 ms of a core, and tests make a thousand
-    to talk to this machine without TLS: here it knows one."""
+    """Let `certifi` name a file with a single root certificate. Each new HTTP client reads all roots, 20 ms of a core,
+    and tests make a thousand clients that talk to this machine without TLS."""
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     root = Path(folder.name) / "one.pem"
     root.write_text(Path(certifi.where()).read_text().partition(ROOT_END)[0] + ROOT_END)
     certifi.where = lambda: str(root)
-    gc.disable()  # until all is collected, of which nothing goes
+    gc.disable()  # until collection is over: nothing that it makes becomes garbage
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests and all modules live to the end: the collector need not look at them again and again."""
+    """Exclude thousands of tests and all modules from garbage collection: they live to the end."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries name as leaks what the collector did not look at
+    gc.unfreeze()  # else libraries report as leaks what the collector did not look at
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit tests last. Their files are short, so that two workers, a file at a time in this order, end together."""
+    """Run unit tests last. Their files are short, so two workers that take them file by file end together."""
     items.sort(key=lambda item: item.path.parent.name == "unit")
 
 
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that failed does not drag those along that share its cluster: what it killed or stopped runs again."""
+    """Restart what a failed test killed or stopped, so that the next tests that share its cluster do not fail too."""
     report = yield
     if report.when == "call" and report.failed:
         _heal(getattr(item, "funcargs", {}).get("cluster"))
@@ -73,7 +73,7 @@ def _heal(cluster: object) -> None:
 
     if not isinstance(cluster, LocalCluster):
         return
-    with contextlib.suppress(StartFailed, OSError):  # then the next test says what is not there
+    with contextlib.suppress(StartFailed, OSError):  # then the next test reports what is missing
         for name in cluster.members:
             if cluster.alive(name):
                 cluster.kill(name, signal.SIGCONT)

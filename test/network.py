@@ -1,19 +1,19 @@
 """Hosts made of network namespaces; a forwarder in user space delays, loses, slows or silently drops their packets.
 
-What a TCP proxy cannot do: here the kernels at both ends have real connections, so silence is silence (no reset, no
-acknowledgement), and a round trip is one for every library, Mooncake and UCX too. A host has its own loopback and one
-TUN device, `DEVICE`; files, shared memory and pids are those of the test. The forwarder is a process of its own that
-holds the other ends of the TUN devices. Nothing is added to the test's own namespace, so nothing can leave.
+A TCP proxy cannot do this: here the kernels at both ends have real connections, so silence is silence (no reset, no
+acknowledgement), and a delay holds for every library, Mooncake and UCX too. A host has its own loopback and one
+TUN device, `DEVICE`; it shares files, shared memory and pids with the test. The forwarder is a separate process that
+holds the other ends of the TUN devices. Nothing is added to the test's own namespace, so no packet can leave.
 
     with Network(["router", "p0", "d0"]) as net:
         process = net.popen("p0", [sys.executable, "-m", ...])     # binds net.address("p0")
         net.set("p0", "d0", delay_s=0.001)                         # 2 ms of round trip
-        with net.inside("router"):                                 # sockets made here are that host's
+        with net.inside("router"):                                 # sockets made here belong to that host
             client = socket.create_connection((net.address("p0"), 80))
         net.drop("router", "p0")                                   # both ways; one_way=True: only towards p0
         net.heal()
 
-Needs root and /dev/net/tun: `require_network()` skips a test where they are missing, and fails it with CI=true.
+Needs root and /dev/net/tun: `require_network()` skips a test if they are missing, and fails it if CI=true.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from chitu.launch.process import die_with_parent
 SUBNET = "10.77.0"
 MTU = 1500
 DEVICE = min(set(os.listdir("/sys/class/net")) - {"lo", "bonding_masters"}, default="net0")
-"""UCX looks for devices in /sys, which shows those of the namespace that mounted it: a host's has a name from there."""
+"""Name of a host's TUN device. UCX looks it up in /sys, which shows the devices of the namespace that mounted /sys."""
 QUEUE_PACKETS = 10_000
 MAX_BACKLOG_S = 2.0
-"""A slow wire drops what would wait longer in its queue, as a router's buffer does."""
+"""Longest queue of a slow wire; it drops a packet that would wait longer, as a full router buffer does."""
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def missing() -> list[str]:
-    """Why such hosts cannot be made here; empty where they can."""
+    """Return what is missing for making such hosts here; empty if nothing is."""
     if os.geteuid() != 0:
         return ["root"]
     absent = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
@@ -79,22 +79,22 @@ def require_network() -> None:
 
 @dataclass(slots=True)
 class Wire:
-    """What happens to packets on one way between two hosts."""
+    """What happens to packets in one direction between two hosts."""
 
     delay_s: float = 0.0
     loss: float = 0.0
-    """Share of packets, 0 to 1."""
+    """Share of packets that are lost, 0 to 1."""
     rate_bytes_s: float = 0.0
-    """0: as fast as the forwarder."""
+    """Bytes a second; 0: as fast as the forwarder."""
     dropped: bool = False
-    """All of them."""
+    """Whether every packet is dropped."""
 
 
 class Network:
-    """Call from the main thread: its processes end with the thread that made them."""
+    """Hosts and the wires between them. Use it in the main thread: its processes end with the thread that made them."""
 
     def __init__(self, names: Sequence[str], delay_s: float = 0.0) -> None:
-        """`delay_s`: of every wire, one way."""
+        """Make the network. `delay_s` is the one-way delay of every wire."""
         require_network()
         self._index = {name: index for index, name in enumerate(names)}
         self._wires = {(a, b): Wire(delay_s=delay_s) for a, b in itertools.permutations(range(len(names)), 2)}
@@ -136,22 +136,22 @@ class Network:
         return f"{SUBNET}.{self._index[name] + 1}"
 
     def namespace(self, name: str) -> str:
-        """Path of a host's network namespace."""
+        """Return the path of a host's network namespace."""
         return f"/proc/{self._keepers[self._index[name]].pid}/ns/net"
 
     def argv(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on a host, under the pid it is started with."""
+        """Return the command line that runs `command` on a host, under the pid that it is started with."""
         return ["nsenter", f"--net={self.namespace(name)}", *command]
 
     def popen(self, name: str, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """`subprocess.Popen` on a host; killed with the network, if it has not ended before."""
+        """Start a `subprocess.Popen` on a host; it is killed with the network if it has not ended before."""
         process = subprocess.Popen(self.argv(name, command), preexec_fn=_die_with(os.getpid()), **options)
         self._processes.append(process)
         return process
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """This thread is on a host: sockets that it makes meanwhile are that host's for as long as they live."""
+        """Put this thread on a host: sockets that it makes meanwhile stay that host's for as long as they live."""
         own = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         try:
             _enter(self.namespace(name))
@@ -165,7 +165,7 @@ class Network:
     # --------------------------------------------------------------------------------------------------------- wires
 
     def set(self, a: str, b: str, *, one_way: bool = False, **changes: Any) -> None:
-        """Change fields of `Wire` between two hosts; `one_way`: for packets from a to b alone."""
+        """Change fields of `Wire` between two hosts; `one_way`: only for packets from a to b."""
         ways = [(self._index[a], self._index[b])]
         if not one_way:
             ways.append((ways[0][1], ways[0][0]))
@@ -175,17 +175,17 @@ class Network:
         self._send({way: self._wires[way] for way in ways})
 
     def drop(self, a: str, b: str, *, one_way: bool = False) -> None:
-        """Silence: packets vanish until `heal`."""
+        """Drop every packet between two hosts, without a sign, until `heal`."""
         self.set(a, b, one_way=one_way, dropped=True)
 
     def isolate(self, name: str) -> None:
-        """Silence between a host and all others."""
+        """Drop every packet between a host and all the rest."""
         for other in self._index:
             if other != name:
                 self.drop(name, other)
 
     def heal(self) -> None:
-        """No wire drops everything, loses anything or is slow any more; delays stay."""
+        """Reset every wire to no loss and full speed; delays stay."""
         for way, wire in self._wires.items():
             self._wires[way] = Wire(delay_s=wire.delay_s)
         self._send(self._wires)
@@ -193,7 +193,7 @@ class Network:
     # ------------------------------------------------------------------------------------------------------ internal
 
     def _boot(self, name: str) -> int:
-        """Make the host; returns the forwarder's end of its device."""
+        """Make the host and return the forwarder's end of its device."""
         keeper = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec sleep infinity"],
             stdin=subprocess.DEVNULL,
@@ -216,7 +216,7 @@ class Network:
         return device
 
     def _send(self, wires: Mapping[tuple[int, int], Wire]) -> None:
-        """Returns once the wires are so: a packet that is sent from then on meets them."""
+        """Change the wires. Returns once they have changed: every packet sent after that is affected."""
         assert self._forwarder is not None and self._forwarder.stdin is not None and self._forwarder.stdout is not None
         rows = [(a, b, asdict(wire)) for (a, b), wire in wires.items()]
         self._forwarder.stdin.write(json.dumps(rows).encode() + b"\n")
@@ -248,11 +248,11 @@ def _set_namespace(descriptor: int) -> None:
 class _Way:
     wire: Wire = field(default_factory=Wire)
     free_at_s: float = 0.0
-    """When the last packet has left a wire with a rate."""
+    """Time at which the last packet has left a wire with a rate."""
 
 
 class _Forwarder:
-    """One thread; ends with its standard input."""
+    """The process that forwards packets. It has one thread and ends with its standard input."""
 
     def __init__(self, devices: Sequence[int]) -> None:
         self._devices = devices
@@ -286,7 +286,7 @@ class _Forwarder:
                 self._write(to, packet)
 
     def _drain(self, source: int) -> None:
-        for _ in range(64):  # then the others have their turn
+        for _ in range(64):  # then other devices get a turn
             try:
                 packet = os.read(self._devices[source], MTU + 100)
             except BlockingIOError:

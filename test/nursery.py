@@ -1,10 +1,10 @@
-"""Processes for tests without the seconds of a core that an import of torch takes: forked off one that has it.
+"""Processes for tests, forked from one that has imported torch: an import takes seconds of a core.
 
-`Nursery` starts `python nursery.py` and asks it for processes. Each is real except for that: it has its own pid,
-session, descriptors and environment (also in /proc, by which launchers find their processes), runs a module as
-`python -m` does, and is killed, waited for and ends as any other. `popen` stands in for `subprocess.Popen` where a
-launcher starts processes. torchrun is such a process, too, and so are the ranks that it starts, as its children. A test
-of imports, of interpreters or of how torchrun itself starts cannot use it.
+`Nursery` starts `python nursery.py` and asks it for processes. Each is otherwise a real process: it has its own pid,
+session, descriptors and environment (also in /proc, by which launchers find their processes), runs a module like
+`python -m`, and is killed, ends and is waited for as any other. `popen` stands in for `subprocess.Popen` where a
+launcher starts processes. torchrun is such a process too, and so are its ranks, which are its children. A test of
+imports, of interpreters or of how torchrun itself starts cannot use it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from chitu.testing.router_process import RouterUnderTest
 
 CLONE_NEWNET = 0x40000000
 NAMESPACE = -1
-"""For a number: the network namespace in which the child shall be; without it, that of the thread that asks."""
+"""Key of the descriptor of the child's network namespace. Without it the child gets that of the calling thread."""
 OWN_NAMESPACE = "/proc/thread-self/ns/net"
 MAX_REQUEST_BYTES = 1 << 17
 PRELOAD = "LD_PRELOAD"
 SPACE = "CHITU_TEST_SPACE"
-"""Room in the nursery's own environment, over which that of a child is written for readers of /proc/PID/environ."""
+"""Room in the nursery's environment: a child overwrites it with its own for readers of /proc/PID/environ."""
 SPACE_BYTES = 1 << 16
 TORCHRUN = "torch.distributed.run"
 IMPORTED = (
@@ -59,16 +59,16 @@ class _Request(msgspec.Struct):
     path: list[str]
     env: dict[str, str]
     numbers: list[int]
-    """What the descriptors that come with it are in the child."""
+    """Numbers that the descriptors sent along have in the child."""
     is_session: bool
     umask: int
 
 
 class Nursery:
-    """A process that has imported everything and forks the processes that the tests want."""
+    """A process that has imported everything and forks the processes that tests ask for."""
 
     def __init__(self, preload: str) -> None:
-        """`preload`: of it and all its children; empty for nothing."""
+        """Start the nursery. `preload` is the LD_PRELOAD of it and all its children; empty for none."""
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
         parent = os.getpid()
@@ -91,7 +91,7 @@ class Nursery:
         is_session: bool = False,
         umask: int = 0o022,
     ) -> Child:
-        """`python -m module arguments`. `descriptors`: the child's number of each of ours, which stay open here."""
+        """Run `python -m module arguments`. `descriptors` maps the child's numbers to ours, which stay open here."""
         status, theirs = os.pipe()
         given, opened = {**descriptors}, [theirs]
         if NAMESPACE not in given and os.stat(OWN_NAMESPACE).st_ino != self._namespace:
@@ -118,8 +118,8 @@ class Nursery:
         umask: int = 0o022,
         preexec_fn: object = die_with_parent,
     ) -> Any:
-        """For `subprocess.Popen` as `ChildProcess` and `RouterUnderTest` call it: this interpreter runs a module, maybe
-        on another host of a `Network`, and nothing outlives it."""
+        """Start a process for `ChildProcess` or `RouterUnderTest`, as `subprocess.Popen` does: this interpreter runs a
+        module, maybe on another host of a `Network`, and ends with its parent."""
         with contextlib.ExitStack() as stack:
             nothing = stack.enter_context(open(os.devnull, "rb"))
             output = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
@@ -133,31 +133,31 @@ class Nursery:
 
 @functools.cache
 def nursery(preload: str = "") -> Nursery:
-    """The one of this process; it ends with it. A library in front of libc needs one of its own."""
+    """Return this process's nursery, which ends with it. Each library in front of libc needs a nursery of its own."""
     return Nursery(preload)
 
 
 def popen(argv: Sequence[str], **options: Any) -> Any:
-    """`subprocess.Popen`, from the nursery."""
+    """Start a process as `subprocess.Popen` does, from the nursery."""
     return nursery(options["env"].get(PRELOAD, "")).popen(argv, **options)
 
 
 def forked(entries: Entries) -> Entries:
-    """The same processes, from the nursery."""
+    """Return the same processes, started from the nursery."""
     return replace(entries, popen=popen)
 
 
 FORKED = forked(Entries(torchrun=False))
-"""Of clusters whose tests are about something else than how processes start: 1P1D takes a tenth of the CPU time."""
+"""Entries for clusters whose tests are not about how processes start: 1P1D takes a tenth of the CPU time."""
 
 
 def forked_router(*arguments: Any, **options: Any) -> RouterUnderTest:
-    """Its processes are from the nursery, except replicas and body processes, which it starts itself."""
+    """Return a router with processes from the nursery, except replicas and body processes, which it starts itself."""
     return RouterUnderTest(*arguments, **options, popen=popen)
 
 
 class Child:
-    """A process of the nursery, with the face of a `subprocess.Popen`."""
+    """A process of the nursery with the interface of `subprocess.Popen`."""
 
     def __init__(self, status: int) -> None:
         self._status = os.fdopen(status)
@@ -178,7 +178,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def poll(self) -> int | None:
-        """Exit code; negative: the signal that ended it; None while it runs."""
+        """Return the exit code, negative for the signal that ended it; None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
@@ -188,16 +188,17 @@ class Child:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
             line = self._status.readline()
-            self.returncode = int(line) if line else -signal.SIGKILL  # the nursery was ended, and it with it
+            self.returncode = int(line) if line else -signal.SIGKILL  # the nursery was killed, and the child with it
             self._status.close()
         return self.returncode
 
 
 def next_child() -> _Request:
-    """What this process, a child by now, is to do. Exits in the parent when there is nothing more to do."""
+    """Fork for each request. Return in the child, with what it must do; exit in the parent when there is no more to
+    do."""
     requests = socket.socket(fileno=os.dup(0))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    gc.freeze()  # a child that looks through all objects would copy their pages
+    gc.freeze()  # otherwise a child's garbage collection would copy the pages of all objects
     while True:
         packet, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 16)
         if not packet:
@@ -212,7 +213,7 @@ def next_child() -> _Request:
     status, *given = descriptors
     request = msgspec.msgpack.decode(packet, type=_Request)
     child = os.fork()
-    if child != 0:  # waits for the child as its parent
+    if child != 0:  # this process waits for the child as its parent
         for descriptor in (*given, 0, 1, 2):
             os.close(descriptor)
         os.write(status, b"%d\n" % child)
@@ -227,9 +228,9 @@ def next_child() -> _Request:
 
 
 def _torchrun_or_rank(torchrun: _Request, given: Sequence[int]) -> _Request:
-    """Forks the ranks while this process has one thread; each waits until torchrun starts it, and is its child.
+    """Fork the ranks while this process has one thread; each waits until torchrun starts it, and is its child.
 
-    Until then it has not torchrun's environment, so a launcher does not take it for a process of its tree.
+    Until then a rank does not have torchrun's environment, so a launcher does not take it for a process of its tree.
     """
     assert max(torchrun.numbers) <= 2, "descriptors beside those that every process has"
     (number,) = (word.partition("=")[2] for word in torchrun.arguments if word.startswith("--nproc-per-node="))
@@ -252,7 +253,7 @@ def _torchrun_or_rank(torchrun: _Request, given: Sequence[int]) -> _Request:
         waiting.append((child, ours))
 
     class Rank(subprocess.Popen[bytes]):
-        """Which was forked already, for torchrun to look after."""
+        """A rank that was forked already, which torchrun supervises."""
 
         def __init__(self, args: Sequence[str], env: dict[str, str], stdout: None, stderr: None, **_: bool) -> None:
             assert tuple(args[1:3]) == ("-u", "-m") and stdout is None and stderr is None
@@ -276,8 +277,8 @@ def _torchrun_or_rank(torchrun: _Request, given: Sequence[int]) -> _Request:
 
 
 def _become(request: _Request, given: Sequence[int]) -> None:
-    """Descriptors, session and environment of the request."""
-    high = [os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(given)]  # above all that they become
+    """Take over the descriptors, session and environment of the request."""
+    high = [os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(given)]  # above all numbers that they get
     for descriptor in given:
         os.close(descriptor)
     for number, descriptor in zip(request.numbers, high, strict=True):
@@ -289,7 +290,7 @@ def _become(request: _Request, given: Sequence[int]) -> None:
     if request.is_session:
         os.setsid()
     os.umask(request.umask)
-    os.environ.clear()  # copies of all that is set below are libc's, so the block that the kernel shows is free
+    os.environ.clear()  # what is set below are libc's copies, so the block that the kernel shows is free
     os.environ.update(request.env)
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(stat[47]), int(stat[48])

@@ -1,8 +1,8 @@
 """TCP ports for tests whose configuration names them before a process listens there.
 
-A port that the system picked and that was closed again (`bind` to 0) is free for everybody, be it for the next outgoing
+A port that the system picked (`bind` to 0) and that was closed again is free for any process, even for an outgoing
 connection of another test. Those of `free_ports` are below the system's own range, in a block that this process holds
-as long as it lives, by a socket on the block's first port. A process that may choose for itself is given 0 instead.
+while it lives, by a socket on the block's first port. A process that may choose a port itself is given 0 instead.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import socket
 from collections.abc import Iterator
 
 FIRST, END = 10_000, 15_000
-"""Mooncake picks from 15000 on; what our configurations name begins at 21003, and the system's range at 32768."""
+"""Range of the ports. Mooncake picks from 15000 on; our configurations begin at 21003, the system's range at 32768."""
 BLOCK = 100
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 on which nobody listens, which this process was not given before and no other test gets."""
+    """Return unused ports of 127.0.0.1 that this process was not given before and that no other test gets."""
     ports = list(itertools.islice(_ports(), count))
     assert len(ports) == count, f"no {count} ports are left between {FIRST} and {END}"
     return ports
@@ -33,7 +33,7 @@ def _ports() -> Iterator[int]:
 def _of_own_blocks() -> Iterator[int]:
     held = []
     for first in range(FIRST, END, BLOCK):
-        with contextlib.suppress(OSError):  # it is another process's block
+        with contextlib.suppress(OSError):  # the block belongs to another process
             held.append(socket.create_server(("127.0.0.1", first)))
             yield from filter(_is_free, range(first + 1, first + BLOCK))
 

@@ -1,4 +1,4 @@
-"""A router without sockets: made-up instances, what they were sent, and a clock that tests move."""
+"""A router without sockets: made-up instances, a record of what they were sent, and a clock that tests move."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
 
 
 class RecordingOutbox:
-    """The outbox's three methods, with what was sent instead of sockets."""
+    """The three methods of the outbox; records what is sent instead of writing to sockets."""
 
     def __init__(self) -> None:
         self.peers: set[InstanceKey] = set()
@@ -53,7 +53,7 @@ class RecordingOutbox:
 
 @dataclass
 class Client:
-    """Reads like the HTTP layer: takes what came at each wake."""
+    """A client that reads as the HTTP layer does: it takes what has arrived at each wake-up."""
 
     generation: Generation | None = None
     tokens: list[int] = field(default_factory=list)
@@ -75,11 +75,11 @@ class World:
         verify_compute: Literal["off", "sample", "all"] = "off",
         on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
-        """One instance for each role named; those of one role have the ranks 0, 1, ..."""
+        """Make one instance for each role given. The instances of a role have the ranks 0, 1, ..."""
         self.clock = FakeClock()
         self.outbox = RecordingOutbox()
         config = RouterConfig(
-            policy="round_robin",  # the tests know whose turn it is
+            policy="round_robin",  # tests need to know which pair comes next
             max_in_flight=max_in_flight,
             max_tokens_in_flight=max_tokens_in_flight,
             request_timeout_s=60.0,
@@ -127,7 +127,7 @@ class World:
         return client
 
     def room(self, generation: Generation | None) -> bytes:
-        """Of its present attempt."""
+        """Return the room of the request's current attempt."""
         assert generation is not None and generation.attempt is not None
         return generation.attempt.room
 
@@ -149,13 +149,13 @@ class World:
         self.router.flush()
 
     def fails(self, name: str, room: bytes, code: str) -> None:
-        """An instance (`P0`) says so on the stats port."""
+        """Report on the stats port, as the instance `name` (such as `P0`), that the request failed."""
         instance = self.instance(name)
         failed = RequestFailed(instance.role, instance.engine_rank, instance.incarnation, room, code, "for a test")
         self.router.on_request_failed(failed)
 
     def link(self, name: str) -> int:
-        """Of the router with an instance."""
+        """Return the router's link to an instance."""
         return self.router._dispatcher._links[instance_key(self.instance(name))].sender.link
 
     def instance(self, name: str) -> InstanceInfo:
@@ -169,7 +169,7 @@ class World:
         self.router.on_lost(gone, "killed", has_died)
 
     def join(self, role: Role, rank: int) -> None:
-        """A new process of an instance that was lost, or a further one."""
+        """Add a new process of an instance that was lost, or one more instance."""
         incarnation = 1 + max(i.incarnation for i in (*self.instances, *self._gone))
         new = InstanceInfo(role, rank, incarnation, "127.0.0.1", 1, 2, LAYOUT, 512)
         self.instances.append(new)
@@ -180,7 +180,7 @@ class World:
         return [name for name, message in self.outbox.sent if isinstance(message, CancelRequest)]
 
     def sent_to(self, room: bytes) -> dict[str, Any]:
-        """What was sent of an attempt, cancellations aside, by instance."""
+        """Return what was sent for an attempt, by instance, without cancellations."""
         return {
             name: message
             for name, message in self.outbox.sent

@@ -36,7 +36,7 @@ INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=
 
 
 class Slots:
-    """Aux slots, and nothing else of `MetadataBuffers`."""
+    """Aux slots; the other parts of `MetadataBuffers` are left out."""
 
     def __init__(self, count: int) -> None:
         self._free = list(range(count))
@@ -54,7 +54,7 @@ class Slots:
 
 
 class Instance:
-    """One scheduler with a fake executor, and what came out of it."""
+    """One scheduler with a fake executor, and everything that it returned."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class Instance:
         with_aux: bool = False,
         grammars: GrammarStore | None = None,
     ) -> None:
-        """`overlap`: on a device that is late."""
+        """Make the instance. With `overlap` its device returns results late."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
         self.has_logprobs: dict[bytes, bool] = {}
-        """Whether logprobs came with the tokens of a room: with all of them, or with none."""
+        """Whether logprobs came with a room's tokens: with all of them or with none."""
         self.prompts: dict[bytes, bytes] = {}
-        """Logprobs of prompts."""
+        """Logprobs of the prompt, by room."""
         self.finishes: dict[bytes, Finish] = {}
         self.cached: dict[bytes, int] = {}
         self.failures: dict[bytes, ChituError] = {}
         self.ports: dict[int, list[bytes]] = {}
-        """Rooms of the messages that went to token ports of API processes."""
+        """Rooms of the messages that went to the token port of each API process."""
         self.open_ports: list[int] = []
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model")
         self.aux = Slots(aux_slots)
@@ -111,7 +111,7 @@ class Instance:
         )
 
     def make_tiers(self) -> PrefixTiers | None:
-        """Behind the prefix cache."""
+        """Return the tiers behind the prefix cache; None unless a subclass makes some."""
         return None
 
     def _open_port(self, port: int) -> Port:
@@ -158,7 +158,7 @@ class Instance:
 
 @dataclass
 class Port:
-    """Token port of one API process of the router."""
+    """The token port of one API process of the router."""
 
     number: int
     instance: Instance
@@ -172,7 +172,8 @@ class Port:
 
 
 class Wire:
-    """A perfect transfer between two schedulers: both role interfaces, moving aux rows when the test says so."""
+    """A transfer between two schedulers that does not fail by itself: both role interfaces, moving aux rows on
+    demand."""
 
     def __init__(self) -> None:
         self.prefill: Instance | None = None
@@ -236,7 +237,7 @@ class Wire:
             events.append(TransferEvent(TransferEventKind.RELEASED, room))
 
     def deliver(self, rng: random.Random) -> None:
-        """Move some of what is computed and announced, logits and KV sometimes in different steps."""
+        """Deliver some of what is computed and announced; logits and KV sometimes arrive in different steps."""
         assert self.prefill and self.decode
         for room, source in list(self.computed.items()):
             if room in self.dead or room not in self.announced or rng.random() < 0.5:
@@ -262,7 +263,7 @@ class Wire:
 
 
 class PSide(Wire):
-    """`poll` of P on a shared wire."""
+    """P's side of a shared wire: `poll` returns P's events."""
 
     def __init__(self, wire: Wire) -> None:
         self.__dict__ = wire.__dict__
@@ -274,7 +275,7 @@ class PSide(Wire):
 
 
 class DSide(Wire):
-    """`poll` of D on a shared wire."""
+    """D's side of a shared wire: `poll` returns D's events."""
 
     def __init__(self, wire: Wire) -> None:
         self.__dict__ = wire.__dict__
@@ -290,20 +291,20 @@ def room_of(index: int) -> bytes:
 
 
 def prompt_of(index: int, length: int) -> list[int]:
-    """Prompts of one family begin alike, each up to another place."""
+    """Return a prompt. Prompts of one family share a prefix, whose length differs from prompt to prompt."""
     family, fork = index % 2, 3 * (index % 6)
     return [((family if at < fork else index + 2) * 31 + at * 7) % INFO.vocab_size for at in range(length)]
 
 
 loads = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(0, 23)), min_size=1, max_size=20)
-"""Prompt length, max_tokens, and how far another instance had come with the request before it was lost."""
+"""Prompt length, max_tokens, and the number of tokens that another instance had generated before it was lost."""
 
 
 def continued(
     index: int, prompt_len: int, max_tokens: int, progress: int
 ) -> tuple[bytes, SamplingParams, int, list[int]]:
-    """Every other request goes on where another instance was lost: tokens to send, how they are sampled, how many of
-    them are output, and what is to come."""
+    """Return the tokens to send, their sampling, how many of them are output, and the tokens to come. Every other
+    request continues one whose instance was lost."""
     logprobs = (None, 0, 2)[index % 3]
     asked = {"logprobs": logprobs, "prompt_logprobs": 1 if index % 5 < 2 else None}
     sampling = SamplingParams(max_tokens, temperature=float(index % 4 // 2), seed=index, **asked)
@@ -314,7 +315,8 @@ def continued(
 
 
 def check_prompt(instance: Instance, index: int, one: tuple[int, int, int]) -> None:
-    """Of a served request: every token of the prompt but the first, once, whatever chunks, caches and undone steps."""
+    """Check that a served request has logprobs of every prompt token but the first, once, after any chunks and undone
+    steps."""
     _, sampling, num_emitted, _ = continued(index, *one)
     lines = instance.prompts.get(room_of(index))
     if num_emitted or sampling.prompt_logprobs is None:

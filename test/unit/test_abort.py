@@ -1,4 +1,4 @@
-"""Who may abort a request: its tenant alone, by the request's id or the answer's."""
+"""Who may abort a request: only its tenant, by the id of the request or of the answer."""
 
 from __future__ import annotations
 

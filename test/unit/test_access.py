@@ -1,4 +1,4 @@
-"""Who may ask for what on the API port, and how often."""
+"""Who may call which route of the API port, and how often."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_each_api_key_has_cached_pages_of_its_own_unless_the_configuration_says_
     own = salts_of(access(keys=credentials[:3], has_cluster_key=True)[0], credentials)
     shared = salts_of(access(keys=credentials[:3], salts=("a", "b", "a"), has_cluster_key=True)[0], credentials)
     assert len(set(own)) == 4 and shared[0] == shared[2] and len(set(shared)) == 3
-    # No tenant is the beginning of another with a salt of its own, and no key can be read out of its hash.
+    # Salts are hashes of one length: none is a prefix of another or reveals its key, and no own salt is a shared one.
     assert {len(salt) for salt in own + shared} == {2 * SALT_BYTES} and not set(own[:3]) & set(shared)
     assert salts_of(access(has_cluster_key=True)[0], ("anything", TOKEN)) == ["", ""]
 
@@ -91,7 +91,7 @@ def test_without_api_keys_everybody_may_generate_but_not_administrate() -> None:
     [
         ((), True, TOKEN, FAR, None),
         ((), True, TOKEN[:-1] + ("0" if TOKEN[-1] != "0" else "1"), LOCAL, Unauthorized),
-        (("sk",), True, "sk", LOCAL, Unauthorized),  # the key of a user is not that of an operator
+        (("sk",), True, "sk", LOCAL, Unauthorized),  # a user's key is not an operator's
         (("sk",), True, TOKEN, FAR, None),
         (("sk",), False, "sk", FAR, None),
         (("sk",), False, None, LOCAL, Unauthorized),
@@ -168,7 +168,7 @@ def test_no_client_gets_more_than_burst_and_rate_allow(
         waits = [limiter.take("c") for _ in range(tries)]
         taken += waits.count(0.0)
         assert taken <= burst + clock.monotonic() * per_s + 1e-6
-        if waits[-1]:  # who waits as long as told gets through
+        if waits[-1]:  # a client that waits as long as it was told gets through
             clock.advance(waits[-1] + 1e-9)
             assert limiter.take("c") == 0.0
             taken += 1

@@ -1,4 +1,4 @@
-"""tokenizer_config.json beside tokenizer.json: token ids are those of AutoTokenizer, or the key is refused."""
+"""tokenizer_config.json beside tokenizer.json: either the token ids equal AutoTokenizer's, or the key is refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 @cache
 def byte_level() -> str:
-    """A tokenizer.json."""
+    """Return a byte-level tokenizer.json."""
     return train_tokenizer(600).to_str()
 
 

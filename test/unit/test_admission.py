@@ -1,4 +1,4 @@
-"""Admission: what waits is predicted from reports, what was sent and a clock; nothing is rejected that has room."""
+"""Admission predicts the wait from reports, from what was sent and from a clock. It rejects nothing that has room."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRESH = InstanceInfo(Role.PREFILL, 2, 7, "127.0.0.1", 1, 2, LAYOUT, 512)
 
 
 class Door:
-    """An admission over some instances, and the counters that their reports carry on."""
+    """An admission over some instances, and the running counters of their reports."""
 
     def __init__(self, *instances: InstanceInfo, max_queue_s: float | None = 10.0, queue_s: float = 600.0) -> None:
         deadlines = DeadlineConfig(queue_s=queue_s, transfer_s=600.0)
@@ -42,7 +42,7 @@ class Door:
     def report(
         self, instance: InstanceInfo, queue: int, seconds: float = 0.0, work: int = 0, running: int = 0, unread: int = 0
     ) -> None:
-        """So much waits; `work` of it was done in `seconds` more of backlog."""
+        """Report a queue of this length, `seconds` more of backlog and `work` done in them."""
         key = instance_key(instance)
         self._seconds[key] = self._seconds.get(key, 0.0) + seconds
         self._work[key] = self._work.get(key, 0) + work
@@ -108,7 +108,7 @@ def test_the_queue_of_decode_counts_in_requests_and_only_while_there_is_one() ->
 
 
 def test_requests_that_no_step_of_decode_has_looked_at_are_no_queue_however_slow_it_was_once() -> None:
-    """After a time of trouble the rate is that of the trouble, until there is a queue again."""
+    """After a slow spell the measured rate stays low until there is a queue again."""
     door = Door(P0, D0)
     door.report(D0, 4, seconds=40.0, work=8)
     assert door.refusal() is not None, "4 at 0.2/s"
@@ -120,7 +120,7 @@ def test_requests_that_no_step_of_decode_has_looked_at_are_no_queue_however_slow
 
 def test_a_wave_of_requests_that_end_together_is_no_slow_queue() -> None:
     door = Door(D0, P0)
-    door.report(D0, queue=100, seconds=9.5, work=5, running=64)  # the first of 64 that began together are done
+    door.report(D0, queue=100, seconds=9.5, work=5, running=64)  # the first of 64 requests that began together are done
     assert door.refusal() is None
     door.report(D0, queue=41, seconds=0.5, work=59, running=64)  # 64 in 10 s: 6.4 a second
     assert door.refusal() is None
@@ -152,7 +152,7 @@ def test_the_shorter_the_promised_wait_the_sooner_a_slower_instance_is_seen() ->
         door = Door(P0, D0, max_queue_s=max_queue_s)
         door.report(P0, queue=0, seconds=100.0, work=100_000)
         for _ in range(4):
-            # A quarter of its speed: what looked like half the bound is twice as much.
+            # It runs at a quarter of its speed, so what looked like half the bound is twice the bound.
             door.report(P0, queue=int(500 * max_queue_s), seconds=1.0, work=250)
         refused.append(door.refusal() is not None)
     assert refused == [True, False]

@@ -1,5 +1,5 @@
-"""Admission in front of a real scheduler whose steps take simulated time: who is let in is served in time, who is not
-would have waited too long, and the instance is never idle for it."""
+"""Admission in front of a real scheduler whose steps take simulated time: admitted requests are served in time,
+rejected ones would have waited too long, and the instance never idles because of a rejection."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNIFIED = InstanceInfo(Role.UNIFIED, 0, 1, "h", 1, 0, KVLayout("h", 2, 2, 16, 16
 class Outcome:
     arrived_s: float
     first_token_s: float | None = None
-    """None: rejected."""
+    """Time of the first token; None if the request was rejected."""
 
     @property
     def wait_s(self) -> float:
@@ -40,12 +40,12 @@ class Result:
     admitted: list[Outcome]
     rejected: list[Outcome]
     busy: float
-    """Share of the offered time in which the instance computed."""
+    """Share of the offered time during which the instance computed."""
 
 
 def simulate(rate: Callable[[float], float], seconds: float, step_s: float, token_s: float, seed: int) -> Result:
-    """Prompts of 5 to 40 tokens, one output token each, `rate(time)` a second of them. A step, of at most 64 prompt
-    tokens, takes `step_s` and 64 times `token_s`."""
+    """Simulate prompts of 5 to 40 tokens with one output token each, `rate(time)` of them a second. A step has at most
+    64 prompt tokens and takes `step_s` plus 64 times `token_s`."""
     rng, clock = random.Random(seed), FakeClock()
     scheduler = SchedulerConfig(max_running_requests=8, max_batched_tokens=64, chunk_size=32)
     instance = Instance(200, chunk=32, clock=clock, config=scheduler)
@@ -71,7 +71,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
             admission.on_sent(key, len(prompt))
             message = UnifiedRequest(room_of(count), "r", pack_i32(prompt), SamplingParams(1, temperature=0.0))
             instance.scheduler.submit(message)
-        served = len(instance.finishes)  # with its only token
+        served = len(instance.finishes)  # its only token is the first one
         worked = instance.scheduler.step()
         took_s = step_s + 64 * token_s if worked else 0.01
         clock.advance(took_s)
@@ -93,7 +93,7 @@ def test_under_three_times_the_load_everybody_who_is_let_in_is_served_in_time(
     capacity = 64 / (step_s + 64 * token_s) / 22.5  # requests a second
     result = simulate(lambda _: 3 * capacity, 120.0, step_s, token_s, seed)
     late_s = 2 * (step_s + 64 * token_s) + HEARTBEAT_S
-    # Before the first report with a queue in it everybody is let in; that is the first report with a full step.
+    # Every request is admitted before the first report with a queue in it, which is the first report with a full step.
     learned_s = 2 * HEARTBEAT_S + 4 * (step_s + 64 * token_s)
     waits = [outcome.wait_s for outcome in result.admitted if outcome.arrived_s > learned_s]
     assert max(waits) < 1.25 * MAX_QUEUE_S + late_s
@@ -107,7 +107,7 @@ def test_nobody_is_rejected_who_would_have_been_served_in_time(seed: int) -> Non
     capacity = 64 / (step_s + 64 * token_s) / 22.5
     result = simulate(lambda _: 1.1 * capacity, 120.0, step_s, token_s, seed)
     for rejected in result.rejected:
-        # In order of arrival: it would have waited like the one that was let in last before it.
+        # First come, first served: this one would have waited as long as the last one admitted before it.
         neighbour = [outcome for outcome in result.admitted if outcome.arrived_s <= rejected.arrived_s][-1]
         assert neighbour.wait_s > 0.75 * MAX_QUEUE_S
     calm = simulate(lambda _: 0.7 * capacity, 120.0, step_s, token_s, seed)

@@ -1,4 +1,4 @@
-"""The bootstrap directory: the P of the cluster view, as HTTP."""
+"""The bootstrap directory: the P of the cluster view, over HTTP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VIEW = ClusterView(7, 1, (member(Role.DECODE, 0), member(Role.PREFILL, 10), memb
 
 
 def call(server: BootstrapServer, method: str, target: str, authorization: str = "") -> tuple[int, Any]:
-    """One request through the ASGI application."""
+    """Send one request through the ASGI application."""
     path, _, query = target.partition("?")
     sent: list[dict[str, Any]] = []
 

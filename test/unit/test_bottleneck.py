@@ -1,5 +1,5 @@
-"""`chitu explain` of snapshots that were made by hand: what real clusters cannot be brought to easily, and its edges.
-Bottlenecks of real clusters are in `test_explain.py`."""
+"""`chitu explain` on snapshots made by hand: edge cases, and cases that a real cluster does not easily get into.
+`test_explain.py` has bottlenecks of real clusters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ rooms = itertools.count()
 
 
 def request(pair: str = "P0-D0", total_s: float = 1.0, at_s: float = 1.0, **times: Any) -> RequestSnapshot:
-    """One that finished. `times`: as StageTimes and PrefillTimes have them, and fields of the record."""
+    """Return a finished request. `times` has fields of StageTimes, of PrefillTimes and of the record."""
     prefill, _, decode = pair.rpartition("-")
     of_p = {name: times.pop(name, 0.0) for name in ("queue_s", "compute_s", "transfer_s")}
     fields = {"output_tokens": 11, "kv_bytes": 1000, **{k: times.pop(k) for k in list(times) if not k.endswith("_s")}}

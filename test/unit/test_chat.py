@@ -1,4 +1,4 @@
-"""`chitu chat` without a network: events cut anywhere, status lines, conversations, examples."""
+"""`chitu chat` without a network: events cut at any place, status lines, conversations, examples."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(texts: list[str], end: 
 
 
 def streamed(form: sse.AnswerFormat, texts: list[str]) -> bytes:
-    """A response as the router writes it."""
+    """Return a response as the router writes it."""
     deltas = [form.delta(0, text, None) for text in texts]
     end = [form.last(0, "!", "stop", None), form.usage(sse.UsageCount(7, 3, 0)), sse.DONE]
     return b"".join([form.opening(0), *deltas, *end])

@@ -1,4 +1,4 @@
-"""The checksum engine: its tokens are those of the oracle, and any wrong byte of KV makes them others."""
+"""The checksum engine: its tokens equal the oracle's, and any wrong byte of KV changes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P_PAGES, D_PAGES = (3, 1, 7), (5, 0, 2, 6)
 
 
 class Pair:
-    """A P and a D; `hand_over` is what a transport does."""
+    """A P and a D; `hand_over` does the transport's part."""
 
     def __init__(self) -> None:
         self.p_pool, self.d_pool = (ChecksumPool(checksum_layout(16, VOCAB), 8, 2) for _ in range(2))

@@ -1,4 +1,4 @@
-"""The command line: what it takes and what it says."""
+"""The command line: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_plan_prints_every_process_and_the_ports(capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     for part in ("router on 127.0.0.1", "P0 on", "D0 on", "--role decode --rank 0", "21003  dp_config.router.port"):
         assert part in out
-    # Overrides count before and behind an option, and go to every process.
+    # Overrides count before and after an option, and go to every process.
     assert out.count("scheduler.chunk_size=64 cache.page_size=8") == 3
     assert out.count(f"model.path={tmp_path}") == 3
 

@@ -1,4 +1,4 @@
-"""What moves KV, as the page and `chitu chat` say it."""
+"""The transports that move KV, as the page and `chitu chat` show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, d
 
 
 def view(**hosts: str) -> ClusterView:
-    """P0="10.0.0.1", ..."""
+    """Return a view of instances, given as P0="10.0.0.1", ..."""
     roles = {role.letter: role for role in Role}
     infos = [
         InstanceInfo(roles[name[0]], int(name[1:]), 1 + index, host, 1, 2, LAYOUT, 512)

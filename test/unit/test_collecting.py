@@ -1,4 +1,4 @@
-"""An answer that is not streamed: others have their turns while the text of many tokens is made."""
+"""An answer that is not streamed: other tasks get turns of the event loop while the text of many tokens is made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHOICES = 8
 
 
 class Letters:
-    """A detokenizer whose tokens are one letter."""
+    """A detokenizer in which every token is one letter."""
 
     def push(self, tokens: list[int]) -> str:
         return "a" * len(tokens)
@@ -39,7 +39,7 @@ def finished(num_tokens: int) -> Generation:
 
 
 async def collect(num_tokens: int) -> tuple[int, bytes]:
-    """Turns of the loop that others had, and the answer."""
+    """Return how many turns of the event loop other tasks had, and the answer."""
     router: Any = SimpleNamespace(cancel=lambda generation, **more: None)
     none: Any = None
     routes = GenerationRoutes(none, router, none, RouterConfig(), FakeClock(), lambda scope: "")

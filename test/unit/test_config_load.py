@@ -1,4 +1,4 @@
-"""Reading a topology: overrides, and one sentence for every mistake."""
+"""Reading a topology: overrides, and a one-sentence error for every mistake."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_on_and_off_are_booleans_and_words_whatever_wrote_the_file(tmp_path: Pat
     assert topology.scheduler.overlap == "on"
     assert topology.dp_config.router.retry.continue_streams is False
     assert load_topology(str(file), ["scheduler.overlap=false"]).scheduler.overlap == "off"
-    # There is no `on` among its words, and `off` is a name like any other where names are wanted.
+    # `verify_kv` has no value `on`; if a name is wanted, `off` is a name like any other.
     assert "not True" in message_of("dp_config.router.pd_disaggregation.verify_kv=true")
     assert "ib_device must be a text" in message_of("dp_config.router.pd_disaggregation.ib_device=true")
 

@@ -1,4 +1,4 @@
-"""The page of all keys is made from the schema, and each key has a word on what it means."""
+"""The page of all keys is made from the schema, and each key has a description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a whole topology, all of them before a model loads."""
+"""Checks of a whole topology; all of them run before a model loads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Limits of control groups, read from files as the kernel writes them.
-`test/integration/test_limited_instances.py` sets real ones."""
+"""Limits of control groups, read from files as the kernel writes them. `test/integration/test_limited_instances.py`
+sets limits of the kernel."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_page_cache_that_is_dropped_first_counts_as_free(tmp_path, write):
 
 
 def test_a_limit_of_a_group_above_holds(tmp_path, write):
-    """As Slurm has it: the job is limited, and the step in it is not."""
+    """Slurm does this: it limits the job, and not the step in it."""
     write("proc/self/cgroup", "0::/slurm/job_7/step_0/task_0")
     write("proc/self/mountinfo", V2_MOUNT)
     write_v2(write, "slurm/job_7", limit=str(4000 * MIB), used=3900 * MIB, cpu="800000 100000")
@@ -92,7 +92,7 @@ def test_a_quota_is_rounded_down_to_whole_cores_and_never_to_none(tmp_path, writ
 
 @pytest.mark.parametrize("top", ["/", "/docker/abc"])
 def test_version_1_of_a_container_whose_path_is_the_hosts(tmp_path, write, top):
-    """Docker mounts a container's own group; without a namespace of groups the path is still the host's."""
+    """Docker mounts only a container's own group; without a cgroup namespace the path is still the host's."""
     write("proc/self/cgroup", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/docker/abc")
     write("proc/self/mountinfo", "\n".join((V1_MEMORY.format(top=top), V1_CPU.format(top=top))))
     inside = "docker/abc" if top == "/" else ""

@@ -38,7 +38,7 @@ class World:
         self.clock = FakeClock()
         self.lost: list[tuple[int, str]] = []
         self.died: list[int] = []
-        """Of `lost`, those of which it was said."""
+        """Incarnations in `lost` that were reported as dead."""
         self.views: list[ClusterView] = []
         self.on_joined: Callable[[InstanceInfo], None] = lambda instance: None
         events = CoordinationEvents(
@@ -83,7 +83,7 @@ def test_a_join_is_accepted_once_and_published() -> None:
 
 
 def test_a_router_without_a_descriptor_says_nothing_and_takes_the_instance_later() -> None:
-    """Any answer but a welcome is final, and ends the instance."""
+    """The router sends no answer, because any answer but a welcome is final and ends the instance."""
     world = World()
 
     def full(instance: InstanceInfo) -> None:
@@ -172,7 +172,7 @@ def test_a_process_that_just_started_takes_the_place_of_another_which_is_refused
 
 
 def test_one_that_returns_takes_nobodys_place_and_is_shown_as_it_joined() -> None:
-    """It may be an older process that was frozen while its place was taken, at a router that is gone since."""
+    """It may be an older process that was frozen while another took its place, at a router that is gone since."""
     world = World()
     returning = msgspec.structs.replace(info(incarnation=5), first_view=(7, 1))
     assert world.join(returning).code == "" and world.core.view.instances == (returning,)
@@ -216,10 +216,10 @@ def test_incompatible_layouts_are_refused_with_both_printed() -> None:
     assert reply.code == "incompatible_layout"
     assert "page_size=32" in reply.message and "page_size=16" in reply.message
     assert world.members == {(Role.PREFILL, 0, 1)}
-    # The same instance may come back with another layout once it is alone.
+    # An instance may come back with another layout once it is alone.
     assert world.join(info(incarnation=2, layout=other)).code == ""
     assert world.join(info(Role.DECODE, layout=other)).code == ""
-    # A unified instance exchanges no pages: only the model has to be the same.
+    # A unified instance exchanges no pages, so only the model has to be the same.
     assert world.join(info(Role.UNIFIED, layout=LAYOUT)).code == ""
     wrong = msgspec.structs.replace(LAYOUT, model_hash="other")
     assert world.join(info(Role.UNIFIED, 1, layout=wrong)).code == "incompatible_layout"

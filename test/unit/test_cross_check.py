@@ -1,4 +1,4 @@
-"""Cross-checks of P: which of two is named, and what the router sends for it."""
+"""Cross-checks of P: which of two P is named as wrong, and what the router sends to find out."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def right(key: InstanceKey | None, tokens: bytes) -> float:
 def found(
     compute: Compute, first: float | None = None, pages: Compute | None = None
 ) -> tuple[CheckResult, list[Recompute]]:
-    """What a check says of a cluster of P0 and P1 whose D is right, of an answer of P0. `pages`: what D makes of the
-    pages of each."""
+    """Return the result of checking an answer of P0, and what was recomputed, in a cluster of P0, P1 and a correct D.
+    `pages`: what D computes from the pages of each P."""
     told = row(compute(P0, PROMPT) if first is None else first)
     steps = cross_check(PROMPT, Computed(P0, [5], [told]), TOLERANCE)
     asked: list[Recompute] = []
@@ -109,7 +109,7 @@ def test_what_does_not_come_is_no_verdict() -> None:
     next(steps)
     steps.send(Computed(P1, [5], [row(2.0)]))
     with pytest.raises(StopIteration) as end:
-        steps.send(Computed(P2, [5, 5], [row(1.0), row(1.0)]))  # that is not the one that was asked
+        steps.send(Computed(P2, [5, 5], [row(1.0), row(1.0)]))  # P2 is not the instance that was asked
     assert end.value.value.outcome == "unclear"
 
 
@@ -135,7 +135,7 @@ def answer(world: World, room: bytes, values: list[float]) -> None:
 
 
 def open_room(world: World) -> bytes:
-    """Of the one request in flight."""
+    """Return the room of the only request in flight."""
     rooms = world.router._attempts.rooms
     assert len(rooms) == 1, list(rooms)
     return next(iter(rooms))

@@ -1,5 +1,5 @@
-"""`deploy/` by Prometheus' own tool: alerts fire when they should, queries of the board are queries, and metrics are
-named as Prometheus wants them, and exist."""
+"""`deploy/`, checked with Prometheus' own tool: alerts fire when they should, the board's queries are valid, and every
+metric exists and follows Prometheus' naming."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 ALERTS = ROOT / "deploy" / "prometheus" / "chitu-alerts.yml"
 BOARD = ROOT / "deploy" / "grafana" / "chitu.json"
 KNOWN = set(re.findall(r"^\| `(chitu_\w+)`", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
-"""`test_metrics.py` holds the document to what is served."""
+"""Metrics of the document; `test_metrics.py` compares the document with what is served."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`devices: auto`: who gets which GPUs of a node, what processes see of them, and what is refused before a start."""
+"""`devices: auto`: which instance gets which GPUs of a node, what its processes see, and what is refused at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def node(count: int, is_given: bool = True, first: int = 0) -> NodeDevices:
 
 
 def two_nodes(*overrides: str) -> Topology:
-    """2P3D, two ranks each."""
+    """Return a 2P3D topology on two nodes, with two ranks an instance."""
     name = "pd_disagg_2p3d_gpu"
     return load_topology(name, [*host_overrides(load_topology(name), [A, B]), *overrides])
 
@@ -60,7 +60,7 @@ def test_two_gpus_a_rank_pair_in_the_order_of_the_topology() -> None:
         **dict.fromkeys(("D0", "D1", "D2"), elsewhere),
     }
     assert of_b.notes == ()
-    for found in (of_a, of_b):  # as its processes read it
+    for found in (of_a, of_b):  # as the node's processes read it
         assert two_nodes(*found.overrides) == with_shares(two_nodes(*found.overrides), found)
         assert found.devices == {item.key: item.config.devices for item in instances(two_nodes(*found.overrides))}
 

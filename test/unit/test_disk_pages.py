@@ -1,4 +1,4 @@
-"""Pages on disk: bounded, shared between instances, and never believed where a file is torn."""
+"""Pages on disk: bounded, shared between instances, and never read from a torn file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) 
 
 def test_instances_read_each_others_files_and_write_to_their_own(tmp_path: Path) -> None:
     mine = DiskPages(tmp_path / "P0", 1000, tmp_path)
-    other = DiskPages(tmp_path / "D0", 200, tmp_path)  # begins later
+    other = DiskPages(tmp_path / "D0", 200, tmp_path)  # starts later
     put(other, 1, 2)
     assert mine.may_have(key_of(1)) and got(mine, 1, 2, 3) == 2
     put(mine, 3)
@@ -56,7 +56,7 @@ def test_instances_read_each_others_files_and_write_to_their_own(tmp_path: Path)
     assert len(mine) == 1 and mine.num_bytes == 100
     os.truncate(tmp_path / "D0" / f"{key_of(2).hex()}.kv", 99)
     assert got(mine, 1, 2) == 1
-    mine.forget(key_of(1))  # it was not the page of this key
+    mine.forget(key_of(1))  # the file did not hold the page of this key
     assert got(mine, 1) == 0 and got(other, 1) == 0
     mine.clear()
     assert (tmp_path / "D0" / f"{key_of(2).hex()}.kv").exists()

@@ -1,4 +1,4 @@
-"""Documents lead where they say: every link between them, with its heading, and every decision that sources name."""
+"""Links of the documents lead somewhere: each link between them with its heading, each decision that sources name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DECISIONS = ROOT / "docs" / "adr"
 
 
 def _text(page: Path) -> str:
-    """Without code, in which brackets are no links."""
+    """Return the page without code, in which brackets are no links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
 
 
 def _anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of the page's headings."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

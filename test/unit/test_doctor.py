@@ -71,7 +71,7 @@ ACTIVE = Rdma({"mlx5_0": "ACTIVE"})
 WITHOUT_MOONCAKE = {name: version for name, version in VERSIONS.items() if "mooncake" not in name}
 WITHOUT_CUDA = WITHOUT_MOONCAKE | {"mooncake-transfer-engine-non-cuda": "0.3.14"}
 FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
-    # name, what is changed of the facts, and of the topology; level, words of the finding, of its cure
+    # name, changes of the facts, changes of the topology, level, text of the finding, text of the cure
     ("python", {"python": (3, 10, 4)}, (), Level.ERROR, "3.10.4", "3.11 to 3.14"),
     ("no compiler", {"compiler": ""}, (), Level.ERROR, "no C compiler", "apt-get install gcc"),
     ("compiler, CPUs", {"compiler": "", "devices": NO_CARDS}, (), Level.WARNING, "no C compiler", "gcc"),
@@ -200,7 +200,7 @@ def test_unlike_nodes_are_named_before_they_load(change: dict[str, Any], says: s
     other = msgspec.structs.replace(SOUND, host=B, clock_ahead_s=0.0, **change)
     (found,) = (f for f in check_cluster(topology(), [SOUND, other]) if f.level is not Level.OK)
     assert found.level is Level.ERROR and says in found.says and cure in found.cure
-    # Nobody's pages lie on a node of the router alone.
+    # A node that has only the router holds no pages.
     alone = [f"dp_config.router.{role}_schedulers.0.host={A}" for role in ("prefill", "decode")]
     of_router = topology(*alone, f"dp_config.router.host={B}")
     assert all(f.level is Level.OK for f in check_cluster(of_router, [other, SOUND]))

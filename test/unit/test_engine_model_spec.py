@@ -1,4 +1,4 @@
-"""config.json is read without torch; what we do not compute is refused by name, before any weight is touched."""
+"""config.json is read without torch; what the engine cannot compute is refused by name before any weight is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LLAMA = {
     "rope_theta": 500000.0,
 }
 PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-"""As they are in repositories of models, with small sizes."""
+"""Configs as model repositories publish them, with small sizes."""
 V3 = PUBLISHED["DeepSeek-V3-bf16"]
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN3_MOE = PUBLISHED["Qwen3-30B-A3B"]

@@ -1,4 +1,4 @@
-"""What P could not do is told at once and some more times, since nothing says whether the router heard it."""
+"""P reports a failure at once and with its next heartbeats, since the router does not acknowledge the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fake executor: one oracle for every path of a request, and a loud refusal of every impossible plan."""
+"""The fake executor: one oracle for every path of a request, and an error for every impossible plan."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def admit(
 
 
 def unified(fake: Executor, steps: int, sampling: SamplingParams = GREEDY) -> list[int]:
-    """A request in slot 0 from prefill in two chunks to `steps` tokens; it ends up on pages 0, 5, 6, 7, ..."""
+    """Run a request in slot 0, with prefill in two chunks, up to `steps` tokens. It ends up on pages 0, 5, 6, 7, ..."""
     fake.execute(StepPlan(admit=[admit(0, PROMPT, [0], sampling=sampling)], prefill=[PrefillChunk(0, 0, 4)]))
     plan = StepPlan(append=[AppendPages(0, (5,))], prefill=[PrefillChunk(0, 4, 2, sample=True)])
     tokens = fake.execute(plan).tokens
@@ -75,7 +75,7 @@ def test_a_disaggregated_request_gets_the_expected_tokens() -> None:
         StepPlan(admit=[admit(1, PROMPT, [3, 8], sampling=None)], prefill=[PrefillChunk(1, 0, 6, aux_slot=1)])
     )
     decode.execute(StepPlan(admit=[admit(2, PROMPT, [4, 2], kv_len=6)]))
-    decode.aux_row(0)[:] = prefill.aux_row(1)  # what a transport does
+    decode.aux_row(0)[:] = prefill.aux_row(1)  # a transport does this
     tokens = decode.execute(StepPlan(first_tokens=[FirstToken(2, 0)])).tokens
     for _ in range(2):
         tokens += decode.execute(StepPlan(decode=[2])).tokens

@@ -1,4 +1,4 @@
-"""The fake transport moves real bytes and fails on demand; a writer picks what both sides can do."""
+"""The fake transport moves real bytes and fails on demand; a writer picks a transport that both sides have."""
 
 from __future__ import annotations
 

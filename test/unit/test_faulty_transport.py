@@ -1,4 +1,4 @@
-"""A broken page arrives as zeros, every other byte as it was sent, and everybody is told that faults are on."""
+"""A broken page arrives as zeros, every other byte as it was sent, and the log warns that faults are on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PAGED_BYTES = 2 * LAYERS * NUM_PAGES * PAGE_BYTES
 
 
 class Memory:
-    """A pool's addresses over a numpy array; pages as `[region, page, byte]`."""
+    """A pool's addresses over a numpy array; `pages` is `[region, page, byte]`."""
 
     def __init__(self, value: int | None) -> None:
         self.arena_bytes = PAGED_BYTES + AUX_SLOTS * AUX_BYTES
@@ -50,7 +50,7 @@ class Memory:
 
 
 class Pair:
-    """P, whose transport has these faults, and a D whose memory is all 255."""
+    """A P whose transport has these faults, and a D whose memory is all 255."""
 
     def __init__(self, faults: FaultConfig) -> None:
         self.fabric = FakeFabric()
@@ -150,7 +150,7 @@ def test_a_split_has_the_same_bytes_and_no_piece_crosses_a_border(seed: int, pag
 
 
 def moves(copies: CopyList) -> list[tuple[int, int]]:
-    """`(source, destination)` of every byte."""
+    """Return `(source, destination)` of every byte."""
     return [
         (src + i, dst + i)
         for src, dst, length in zip(copies.src, copies.dst, copies.length, strict=True)
@@ -180,7 +180,7 @@ def test_a_process_with_faults_says_so(caplog: pytest.LogCaptureFixture) -> None
 
 
 def flipped(pair: Pair, src: list[int], dst: list[int]) -> list[tuple[int, int, int]]:
-    """(region, page, byte) of what did not arrive as it was sent."""
+    """Return (region, page, byte) of every byte that did not arrive as it was sent."""
     difference = pair.source.pages[:, src] ^ pair.target.pages[:, dst]
     assert set(np.unique(difference)) <= {0, 0xFF}
     return [(int(r), dst[p], int(b)) for r, p, b in np.argwhere(difference)]
@@ -213,7 +213,7 @@ def test_logits_rows_are_counted_and_flipped_apart_from_kv() -> None:
 
 
 class AuxPair(Pair):
-    """With aux rows of 64 bytes of header, 128 of logits and 64 of padding."""
+    """A pair with aux rows of 64 bytes of header, 128 of logits and 64 of padding."""
 
     def __init__(self, faults: FaultConfig) -> None:
         super().__init__(faults)
@@ -226,7 +226,8 @@ class AuxPair(Pair):
         self.row = CopyList([mine], [theirs], [256])
 
     def write_aux(self) -> list[int]:
-        """Which bytes of the row arrived flipped: of the logits, never of header or padding."""
+        """Write the row and return which of its bytes arrived flipped: bytes of the logits, never of header or
+        padding."""
         self.p.write(self.peer, self.row, 1.0)
         wrong = np.flatnonzero(self.rows[0] != self.rows[1]).tolist()
         assert all(64 <= byte < 192 and byte % 4 == 3 for byte in wrong)

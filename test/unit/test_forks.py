@@ -1,4 +1,4 @@
-"""Several choices of one prompt on an instance: one prefill, one transfer, and each as a request of its own."""
+"""Several choices of one prompt on an instance: one prefill, one transfer, then one request for each choice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chitu.testing.fake_executor import expected_tokens, fake_logprobs
 groups = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(1, 6), st.booleans()), min_size=1, max_size=8
 )
-"""Prompt length, max_tokens, choices, whether pages may be cached."""
+"""Prompt length, max_tokens, number of choices, and whether pages may be cached."""
 
 
 def prompt_room(index: int) -> bytes:
@@ -49,7 +49,7 @@ def expected(index: int, prompt: list[int], max_tokens: int, choice: int) -> lis
 
 
 def check_group(instance: Instance, index: int, group: tuple[int, int, int, bool], over: set[bytes]) -> None:
-    """Each choice has the tokens of a request with its seed; one that is `over` the first of them."""
+    """Check that each choice has the tokens of a request with its seed, or the first of them if it is in `over`."""
     length, max_tokens, count, _ = group
     prompt = prompt_of(index, length)
     for choice in range(count):
@@ -155,7 +155,7 @@ def test_choices_between_p_and_d_are_those_of_single_requests_whatever_ends_some
 
 def test_a_group_that_can_never_start_together_is_refused_and_one_that_can_waits_for_all_its_slots() -> None:
     prompt, sampling = pack_i32(prompt_of(1, 9)), SamplingParams(4, temperature=1.0)
-    num_pages = 3 + INFO.num_slots  # the prompt, and the page in which it ends for each
+    num_pages = 3 + INFO.num_slots  # the prompt's pages, and for each choice its own copy of the last one
     for count, pages, code in (
         (INFO.num_slots, num_pages, ""),
         (INFO.num_slots, num_pages - 1, "capacity"),

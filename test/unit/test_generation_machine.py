@@ -1,4 +1,4 @@
-"""The machine of a request on the router: every event in every state does what the table says, and else nothing."""
+"""The machine of a request on the router: every event in every state does what the table defines and nothing else."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class World:
         return effects
 
     def chosen(self, pair: int = 0, **more: Any) -> events.PairChosen:
-        """For what it asks about last, if it asks."""
+        """Return a choice of `pair` for the latest `Choose` effect, or for the request itself if there is none."""
         self.rooms += 1
         asked = [effect for effect in self.effects if isinstance(effect, events.Choose)]
         token_ids = asked[-1].token_ids if asked else self.generation.request.token_ids
@@ -66,14 +66,14 @@ class World:
         return self.give(events.TokensBegan())
 
     def begun(self) -> list[int]:
-        """The numbers of the attempts."""
+        """Return the numbers of the attempts."""
         return [effect.attempt.number for effect in self.effects if isinstance(effect, events.Begin)]
 
     def ended(self) -> list[RequestState]:
         return [effect.record.state for effect in self.effects if isinstance(effect, events.Ended)]
 
     def in_hand(self) -> int:
-        """Attempts that began and did not end."""
+        """Return how many attempts began and did not end."""
         return len(self.begun()) - len(self.ended())
 
 
@@ -87,7 +87,7 @@ ROAD: dict[GenerationState, Callable[[World], object]] = {
     S.FAILED: lambda world: world.give(events.OutOfTime()),
     S.CANCELLED: lambda world: world.give(events.ReaderGone(False)),
 }
-"""From PREFILL on."""
+"""How to reach each state from PREFILL."""
 
 INPUTS: dict[str, tuple[Callable[[World], events.Event], GenerationEvent | None]] = {
     "first_token": (lambda world: events.TokensBegan(), E.FIRST_TOKEN),
@@ -157,7 +157,7 @@ def test_a_request_ends_once_and_one_whose_attempt_failed_gets_a_pair_or_ends() 
     after = {target for (source, _), target in GENERATION_TRANSITIONS.items() if source is S.RETRYING}
     assert after == {S.PREFILL, *OVER}
     assert {source for source, event in GENERATION_TRANSITIONS if event in (E.STALL, E.PREFILL_LOST)} == {S.PREFILL}
-    for state in (*RUNNING, S.RETRYING):  # the clock and the client end what they want at any time
+    for state in (*RUNNING, S.RETRYING):  # the clock and the client may end a request at any time
         assert GENERATION_TRANSITIONS[state, E.GIVE_UP] is S.FAILED
         assert GENERATION_TRANSITIONS[state, E.CANCEL] is S.CANCELLED
 
@@ -195,10 +195,10 @@ def test_a_pair_that_is_the_one_in_doubt_or_cut_off_like_it_is_no_pair() -> None
     world.give(events.Silent())
     assert world.give(world.chosen(1, is_cut_off=True)) == [] and world.begun() == [1]
     world.give(events.AttemptFailed(NoInstance("its queue is full"), D))
-    world.give(world.chosen(0))  # the one that did not read, if nobody else is there: not asked again at once
+    world.give(world.chosen(0))  # the instance that did not read, as no other is there: it is not asked again at once
     assert world.state is S.FAILED and world.begun() == [1]
     broken = in_state(S.RETRYING)
-    broken.give(broken.chosen(0, is_cut_off=True))  # a broken link is tried again where there is no other
+    broken.give(broken.chosen(0, is_cut_off=True))  # a broken link is tried again if there is no other pair
     assert broken.state is S.PREFILL and broken.begun() == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""Requests whose grammar is compiled in a thread: they hold nothing meanwhile, and come, or end, when it is done."""
+"""Requests whose grammar is compiled in a thread: they hold nothing meanwhile, and start or end when it is done."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRAMMAR = Grammar("regex", "a+")
 
 
 class Store:
-    """Compiles when the test says so."""
+    """A store that compiles when the test asks."""
 
     def __init__(self) -> None:
         self.futures: dict[Grammar, Future[Outcome]] = {}
@@ -61,7 +61,7 @@ def test_it_waits_for_its_grammar_and_others_do_not() -> None:
         instance.scheduler.step()
     assert room_of(2) in instance.finishes and room_of(1) not in instance.tokens
     assert not instance.scheduler.is_idle, "an instance that drains waits for it"
-    ask(instance, 1)  # the same once more
+    ask(instance, 1)  # the same request again
     store.finish(GRAMMAR)
     ask(instance, 3)
     instance.run()
@@ -134,7 +134,7 @@ def test_a_fork_that_is_cancelled_meanwhile_does_not_come_and_the_others_do() ->
 
 
 class FailingExecutor(FakeExecutor):
-    """The first slot that samples can follow its grammar no further."""
+    """An executor in which the first slot that samples cannot follow its grammar any further."""
 
     slot = -1
 

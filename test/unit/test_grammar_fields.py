@@ -1,4 +1,4 @@
-"""Fields that say what an answer looks like: each as its grammar, one of them at most, and errors with their name."""
+"""Fields that constrain an answer: the grammar of each, at most one of them, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_grammar_holds_behind_the_reasoning_unless_there_is_none_to_come(tmp_p
             job = world.chat(text, **grammar, **fields)
             given = job.samplings[0].grammar
             assert given is not None and given.reasoning == reasoning, (grammar, text, fields)
-            # What the text is read by agrees with it.
+            # The parser of the text agrees with the grammar.
             assert (job.plan is not None and job.plan.reasoning is not None) is (reasoning is not None), (text, fields)
     assert World().chat("a", guided_regex="a+").samplings[0].grammar == Grammar("regex", "a+")
     assert world.completion("a<think>", guided_regex="a+").samplings[0].grammar == Grammar("regex", "a+")

@@ -1,4 +1,4 @@
-"""Grammars of every kind: what they allow, what of them is refused, and what they may cost."""
+"""Grammars of every kind: what they allow, which grammars are refused, and what they may cost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def may_come(matcher: Matcher) -> list[int]:
 
 
 def drawn(compiled: CompiledGrammar, seed: int, eos: tuple[int, ...], most: int = 3000) -> list[int]:
-    """Any of the tokens that may come, until it ends."""
+    """Return random tokens that the grammar allows, until it ends."""
     matcher, rng, tokens = compiled.matcher(), random.Random(seed), []
     while len(tokens) < most:
         token = rng.choice(may_come(matcher))
@@ -50,7 +50,7 @@ def text_of(grammar: Grammar, seed: int) -> str:
 
 
 def allows(compiled: CompiledGrammar, text: str) -> bool:
-    """As a whole answer."""
+    """Return whether the grammar allows `text` as a whole answer."""
     matcher = compiled.matcher()
     for token in TINY.encode(text, add_special_tokens=False):
         if token not in may_come(matcher):
@@ -72,7 +72,7 @@ def test_what_may_come_is_what_the_grammar_says_down_to_odd_characters(seed: int
 
 
 def byte_fallback() -> Backend:
-    """As Llama 2."""
+    """Return a tokenizer like Llama 2's."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "ab", "好"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocab, [("▁", "a"), ("a", "b")], unk_token="<unk>", byte_fallback=True))
@@ -229,7 +229,7 @@ def test_a_tool_call_follows_its_schema_wherever_the_trigger_stands(trigger: str
 
     f, g = (f'{trigger}\n{{"name": "{name}", "arguments": {{"x": 3}}}}\n</tool_call>' for name in "fg")
     unknown, wrong = f.replace('"f"', '"h"'), f.replace("3", '"3"')
-    # required, parallel -> of each text whether it may be the whole answer
+    # (required, parallel): for each text, whether it may be the whole answer
     texts = [f, f + "\n" + g, "a < b", "a" + g, f + "b", f + g, trigger, "a" + unknown, wrong, ""]
     right = {
         (False, True): [True, True, True, True, True, True, False, False, False, True],
@@ -263,7 +263,7 @@ ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]")
 
 
 def with_marks() -> tuple[Backend, GrammarCompiler]:
-    """As Qwen3: the marks are added tokens that are not special. A token a byte otherwise."""
+    """Return a tokenizer like Qwen3's: its marks are added tokens that are not special. Any other token is a byte."""
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -284,7 +284,8 @@ MARKED, MARKED_COMPILER = with_marks()
 
 
 def is_answer(grammar: Grammar, text: str, is_spelled: bool) -> bool:
-    """As a whole answer. `is_spelled`: no mark is the token that it could be."""
+    """Return whether `text` may be the whole answer. `is_spelled`: marks are spelled in bytes, not written as
+    tokens."""
     if is_spelled:
         letters = MARKED.pre_tokenizer.pre_tokenize_str(text)
         ids = [MARKED.token_to_id(letter) for word, _ in letters for letter in word]
@@ -329,7 +330,7 @@ def test_a_grammar_begins_behind_a_reasoning_in_which_anything_may_stand(
         "\n" * 30,
     )
     of = {is_open: Reasoning("<think>", "</think>", is_open) for is_open in (False, True)}
-    asks_token = grammar.kind == "tool_calls" and is_spelled  # a call that is enforced begins with the token
+    asks_token = grammar.kind == "tool_calls" and is_spelled  # an enforced call begins with the token
 
     def allows_behind(reasoning: Reasoning | None, text: str) -> bool:
         return is_answer(msgspec.structs.replace(grammar, reasoning=reasoning), text, is_spelled)
@@ -337,7 +338,7 @@ def test_a_grammar_begins_behind_a_reasoning_in_which_anything_may_stand(
     for thought in thoughts:
         for reasoning, opened in ((of[True], ""), (of[False], "<think>")):
             if is_spelled and opened:
-                continue  # nor does a model spell what begins its answer
+                continue  # a model does not spell the mark that begins its reasoning either
             for gap in ("", "\n", "\n\n"):
                 behind = f"{opened}{thought}</think>{gap}"
                 assert allows_behind(reasoning, behind + right) is not asks_token, behind
@@ -379,7 +380,7 @@ def test_marks_in_a_call_are_the_tokens_that_models_write_or_spelled(begin: str,
     grammar, call = Grammar("tool_calls", msgspec.json.encode(made).decode()), f'{begin}{{"x": 3}}{end}'
     for is_spelled in (False, True):
         for text in (call, call + call):
-            # a call that is enforced begins with the token
+            # an enforced call begins with the token
             assert is_answer(grammar, text, is_spelled) is not (is_required and is_spelled), text
         for text in (call.replace("3", '"3"'), call + begin, call.removesuffix(end or "}")):
             assert not is_answer(grammar, text, is_spelled), text
@@ -432,7 +433,7 @@ def test_a_fault_of_the_compiler_costs_its_request_alone_and_too_many_that_wait_
     may_go = threading.Event()
 
     class Panic(BaseException):
-        """As those of Rust."""
+        """A panic of Rust code, as the compiler raises it."""
 
     def compile_(grammar: Grammar) -> CompiledGrammar:
         may_go.wait(DEADLINE_S)

@@ -29,7 +29,7 @@ MAX_LEN = 64
 
 
 class Client:
-    """Stands for an `Exchange`."""
+    """A stand-in for an `Exchange`."""
 
     def __init__(self) -> None:
         self.is_client_gone = False
@@ -49,7 +49,7 @@ class Client:
 
 
 class Away:
-    """Does what is sent away at once, unless it shall wait."""
+    """A body process that works at once, or waits for `may_end` if that is set."""
 
     def __init__(self, work: BodyWork) -> None:
         self._work = work
@@ -72,7 +72,7 @@ class Away:
 
 
 class World:
-    """A parser, with as many embeddings as said, and what it had tokenised."""
+    """A parser for a model with `vocab_size` embeddings, and a record of what it tokenised."""
 
     def __init__(
         self, vocab_size: int = 100_000, serving: bool = True, path: Path = TINY_MODEL_DIR, max_len: int = MAX_LEN
@@ -146,7 +146,7 @@ def test_what_cannot_fit_the_context_is_refused_before_it_is_tokenized() -> None
 
 def test_of_a_text_that_might_fit_no_more_is_tokenized_than_shows_that_it_does_not() -> None:
     world = World()
-    world.model.tokenizer._longest_chars = None  # as of a tokenizer whose tokens have no longest one
+    world.model.tokenizer._longest_chars = None  # as for a tokenizer whose longest token is unknown
     with pytest.raises(ContextLengthExceeded):
         world.completion("1 " * 500_000)
     assert 0 < sum(map(len, world.tokenized)) < 50_000
@@ -293,7 +293,7 @@ def test_of_a_truncated_prompt_the_last_tokens_are_kept_and_bos() -> None:
                 world.completion(prompt, truncate_prompt_tokens=kept, **{"max_tokens": max(1, room), **fields})
             )
 
-        if not room:  # of a prompt that fills the context no token could follow
+        if not room:  # the prompt fills the context, so no token could follow
             with pytest.raises(ContextLengthExceeded):
                 truncated(text)
             continue
@@ -302,7 +302,7 @@ def test_of_a_truncated_prompt_the_last_tokens_are_kept_and_bos() -> None:
         assert truncated(text) == [expected]
         assert truncated(text, add_special_tokens=False) == [plain[-kept:]]
         assert truncated([[5] * 100 + whole, [9]]) == [whole[-kept:], [9]]
-    # -1: as many as leave room for the answer.
+    # -1 keeps as many as leave room for the answer.
     assert len(ids_of(world.completion(text, truncate_prompt_tokens=-1, max_tokens=20))[0]) == MAX_LEN - 20
     assert len(ids_of(world.completion(text, truncate_prompt_tokens=-1))[0]) == MAX_LEN - 16
     assert ids_of(world.completion("7", truncate_prompt_tokens=-1)) == [world.model.tokenizer.encode("7", True)]
@@ -377,7 +377,7 @@ def test_a_chat_template_gets_names_and_variables_and_what_it_does_not_read_is_w
         with pytest.raises(InvalidRequest) as raised:
             world.chat("a", chat_template_kwargs={name: []})
         assert raised.value.param == f"chat_template_kwargs.{name}"
-    with pytest.raises(InvalidRequest):  # a variable in the place of something that the template calls
+    with pytest.raises(InvalidRequest):  # a variable that hides what the template calls
         (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('x') }}")
         World(path=tmp_path).chat("a", chat_template_kwargs={"raise_exception": 1})
 

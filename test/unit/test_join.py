@@ -1,4 +1,4 @@
-"""Which instance `chitu join` makes, of what the router said."""
+"""Which instance `chitu join` makes from the router's answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROLES = {role.letter: str(role) for role in Role}
 
 
 def known(**hosts: str) -> list[InstanceSnapshot]:
-    """P0="127.0.0.1": up; an empty host: down."""
+    """Return instances, given as P0="127.0.0.1" if up or P0="" if down."""
     return [
         InstanceSnapshot(name, ROLES[name[0]], "up" if host else "down", host, 7, "1", None)
         for name, host in hosts.items()

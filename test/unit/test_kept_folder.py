@@ -1,4 +1,4 @@
-"""The folder of kept requests: who takes a file, what is left, put aside or removed. No sockets."""
+"""The folder of kept requests: which router takes a file, and what is left, put aside or removed. No sockets."""
 
 from __future__ import annotations
 

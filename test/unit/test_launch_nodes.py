@@ -1,4 +1,4 @@
-"""Machines for hosts, node lists of Slurm, and what `chitu plan` says about them."""
+"""Machines for hosts, node lists of Slurm, and what `chitu plan` prints about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Topology -> processes."""
+"""From a topology to processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_progress_is_the_last_complete_line(tmp_path: Path) -> None:
     writer = ProgressWriter(path)
     writer.loading(10, 40)
     assert read_progress(path) == Progress("loading", 10, 40)
-    writer.loading(11, 40)  # too soon after the last one to be worth a line
+    writer.loading(11, 40)  # too soon after the last line to write another
     assert read_progress(path) == Progress("loading", 10, 40)
     writer.loading(40, 40)
     assert read_progress(path) == Progress("loading", 40, 40)

@@ -1,4 +1,4 @@
-"""A link over a hostile network: what is sent is taken once and in order, or given up by a sender that knows of it."""
+"""A link over a hostile network: a message is taken once and in order, or given up by a sender that knows of it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LINK = 70
 
 
 class Pump:
-    """A sender and a receiver, and connections between them that break: what is on the way gets lost, or comes behind
-    what the next connection brings."""
+    """A sender and a receiver with connections that break: messages in flight are lost, or arrive after those of the
+    next connection."""
 
     def __init__(self) -> None:
         self.sender: LinkSender[int] = LinkSender(LINK, INTERVAL_S, PATIENCE_S)
         self.receivers = LinkReceivers()
         self.wire: deque[bytes] = deque()
         self.late: deque[bytes] = deque()
-        """Of an earlier connection."""
+        """Frames of an earlier connection."""
         self.now_s = 100.0
         self.num_sent = 0
         self.taken: list[int] = []
         self.given_up: list[int] = []
         self.num_frames = 0
         self.tells = True
-        """Sends a message when it has given some up, as every sender does."""
+        """Whether it sends a message after it has given some up, as every real sender does."""
 
     def send(self) -> None:
         self.num_sent += 1
@@ -64,7 +64,7 @@ class Pump:
             self.taken.append(name)
 
     def beat(self, *, is_lost: bool = False, is_reading: bool = True) -> None:
-        """A word, after the usual time or at once for a gap."""
+        """Let the receiver acknowledge, one heartbeat interval later."""
         self.now_s += INTERVAL_S
         words = self.receivers.words()
         if not is_lost:
@@ -120,7 +120,7 @@ def run(pump: Pump, script: list[str], *, is_reading: bool) -> None:
 @given(st.lists(st.sampled_from(OPS), max_size=60))
 def test_everything_is_taken_once_and_in_order_two_words_after_the_last_fault(script: list[str]) -> None:
     pump = Pump()
-    run(pump, script, is_reading=False)  # whoever does not read for long is slow, and nothing is given up
+    run(pump, script, is_reading=False)  # a receiver that does not read for long is slow, and nothing is given up
     assert pump.taken == list(range(1, len(pump.taken) + 1)), "out of order, twice, or from behind a gap"
     pump.deliver_late()
     pump.two_beats()
@@ -161,7 +161,7 @@ def test_in_order_and_idle_there_is_not_one_message_more() -> None:
 def test_a_receiver_that_is_stopped_or_slow_has_lost_nothing_and_is_sent_nothing_twice() -> None:
     pump = Pump()
     pump.send()
-    for _ in range(20):  # its heartbeat thread goes on, the one that reads does not
+    for _ in range(20):  # its heartbeat thread runs on, the thread that reads does not
         pump.beat(is_reading=False)
     pump.now_s += 60.0  # stopped altogether: no heartbeats
     pump.send()

@@ -1,4 +1,4 @@
-"""What an instance tells of itself, at every step of its requests' lives."""
+"""What an instance reports of itself at every step of its requests' lives."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_parts_of_the_queues_follow_a_request_through_p_and_d() -> None:
     decode.scheduler.submit(DecodeRequest(room, "first", prompt, SamplingParams(4), 0, 1))
     load = d()
     assert (load.transferring, load.landed, load.waiting) == (1, 0, 0)
-    # The logits come first and the KV later, so the request has its first token and waits for its KV.
+    # The logits come before the KV, so the request has its first token and waits for its KV.
     rng = random.Random(3)
     while room in wire.computed:
         wire.deliver(rng)

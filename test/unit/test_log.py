@@ -1,4 +1,4 @@
-"""The lines of the log: the short way of formatting them says what logging's own way says."""
+"""The lines of the log: the fast formatter gives the same text as logging's own."""
 
 from __future__ import annotations
 

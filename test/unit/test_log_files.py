@@ -1,4 +1,4 @@
-"""Logs of a launcher's processes: bounded, private, and read from their end."""
+"""Logs of a launcher's processes: bounded, private, and read from the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chitu.launch.log_files import TAIL_BYTES, cut, last_text, make_log_dir, ope
 @pytest.mark.parametrize(("size", "is_cut"), [(0, False), (100, False), (101, True), (300, True)])
 def test_a_log_is_cut_beyond_its_bound_and_goes_on_at_its_beginning(tmp_path: Path, size: int, is_cut: bool) -> None:
     log, kept = tmp_path / "P0.log", tmp_path / "P0.log.1"
-    with open_private(log) as writer:  # as a child has it
+    with open_private(log) as writer:  # as a child process holds it
         writer.write(b"x" * size)
         assert cut(log, 100) is is_cut
         writer.write(b"on\n")

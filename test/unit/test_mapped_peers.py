@@ -1,4 +1,4 @@
-"""A mapping goes when its peer was removed and nobody writes to it any more, once, and never before."""
+"""A mapping is removed once, when its peer was removed and no thread writes to it any more, and never before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many pages an instance gets: arithmetic, and sentences with the numbers where there is no room."""
+"""How many pages an instance gets: the arithmetic, and errors with the numbers if there is no room."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ON_ONE_CARD = [f"dp_config.router.{role}_schedulers.0.devices=[cuda:0]" for role
 
 
 def shares(*overrides: str) -> list[float]:
-    """Of P0 and D0 of one 1P1D on one card."""
+    """Return the shares of P0 and D0 of a 1P1D on one card."""
     topology = load_topology("pd_disagg_1p1d_local", [*ON_ONE_CARD, *overrides])
     pair = [find_instance(topology, role, 0) for role in (Role.PREFILL, Role.DECODE)]
     return [share_of_device(topology, instance, "cuda:0") for instance in pair]

@@ -1,4 +1,4 @@
-"""Aux slots: counts, and rows that verify only where they are whole and belong to the room."""
+"""Aux slots: counts, and rows that verify only if they are whole and belong to the room."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_rows_of_a_wrong_kind_are_refused(rows: np.ndarray) -> None:
 
 
 def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -> None:
-    """Fields are magic, version, checksum, length, room and cached tokens (44 bytes) and the logits; reserved bytes and
-    padding carry nothing."""
+    """The fields are magic, version, checksum, length, room and cached tokens (44 bytes) and the logits; reserved bytes
+    and padding carry nothing."""
     rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
     buffers = MetadataBuffers(rows, 4 * VOCAB)
     buffers.get(0)[:] = np.random.default_rng(1).normal(size=VOCAB)
@@ -120,14 +120,14 @@ def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -
 
 
 def test_slots_that_are_used_again_and_again_never_pass_an_earlier_rooms_row_off_as_the_next_ones() -> None:
-    """Whole rows of earlier rooms, their logits under a new header, or a new row that came in part."""
+    """Tries whole rows of earlier rooms, their logits under a new header, and a new row that arrived in part."""
     source_rows, target_rows = (np.zeros((2, ROW_BYTES), np.uint8) for _ in range(2))
     source, target = MetadataBuffers(source_rows, 4 * VOCAB), MetadataBuffers(target_rows, 4 * VOCAB)
     earlier: list[tuple[bytes, np.ndarray]] = []
-    for turn in range(7):  # around both slots more than three times
+    for turn in range(7):  # uses both slots more than three times
         src, dst, room = source.allocate(), target.allocate(), new_room()
         assert src is not None and dst is not None
-        for _, row in earlier:  # a late write, before the new row came
+        for _, row in earlier:  # a late write, before the new row arrives
             target_rows[dst] = row
             with pytest.raises(Integrity, match="belongs to room"):
                 target.verify(dst, room)

@@ -42,7 +42,7 @@ records = st.builds(
 
 
 def families(report: MetricsReport) -> dict[str, Metric]:
-    """By name without `_total`."""
+    """Return the metrics by name, without `_total`."""
     body, _ = render_metrics(report)
     found = list(parse_text(body.decode()))
     assert len({family.name for family in found}) == len(found)
@@ -50,7 +50,7 @@ def families(report: MetricsReport) -> dict[str, Metric]:
 
 
 def value(report: MetricsReport, sample: str, **labels: str) -> float:
-    """The one sample of that name and exactly these labels."""
+    """Return the one sample with that name and exactly these labels."""
     (found,) = [
         s.value
         for family in families(report).values()
@@ -69,7 +69,7 @@ def instance(name: str, role: Role, load: LoadReport | None) -> InstanceSnapshot
 
 
 def full_report() -> MetricsReport:
-    """Something in every family."""
+    """Return a report with a value in every family."""
     queues = {name: {"P0": TimeHistogram()} for name in ("queue", "prefill", "transfer")}
     metrics = RouterMetrics(**queues, admission={"D0": TimeHistogram()}, breakers={"P0": {"open": 1}})
     coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1})
@@ -143,7 +143,7 @@ def test_a_streamed_request_leaves_its_times_and_tokens() -> None:
     assert value(report, "chitu_requests_finished_total", reason="length") == 1
     assert sum(s.value for s in families(report)["chitu_requests_in_flight"].samples) == 0
     assert histogram(report, "chitu_time_to_first_token_seconds") == ({"0.25": 1}, pytest.approx(0.2))
-    # 20 ms, then two tokens at once after 80 ms: 40 ms each.
+    # 20 ms, then two tokens at once after 80 ms, which count as 40 ms each.
     assert histogram(report, "chitu_inter_token_latency_seconds") == ({"0.02": 1, "0.05": 2}, pytest.approx(0.1))
     assert histogram(report, "chitu_request_duration_seconds") == ({"0.5": 1}, pytest.approx(0.3))
     p0, d0 = {"role": "prefill", "instance": "P0"}, {"role": "decode", "instance": "D0"}
@@ -199,7 +199,7 @@ def world_report(world: World) -> MetricsReport:
 
 
 def histogram(report: MetricsReport, name: str, **labels: str) -> tuple[dict[str, float], float]:
-    """Buckets with something in them, by their bound and not cumulative, and the sum."""
+    """Return the non-empty buckets by bound, not cumulative, and the sum."""
     buckets, before = {}, 0.0
     for sample in families(report)[name].samples:
         if sample.name == f"{name}_bucket" and sample.labels == {**labels, "le": sample.labels["le"]}:

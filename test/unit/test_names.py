@@ -1,4 +1,4 @@
-"""The names and paths that the interface document fixes: this fails when one of them disappears."""
+"""The names and paths that the interface document fixes: a test fails if one of them disappears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine are ours: what nvidia-smi, /proc, CUDA_VISIBLE_DEVICES and Slurm say, and what they mean."""
+"""Which GPUs of a machine are ours: what nvidia-smi, /proc, CUDA_VISIBLE_DEVICES and Slurm report and mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever stands at a key of a topology, or in its file: a topology, or one sentence."""
+"""Any value at any key of a topology, or any content of its file, gives a topology or a one-sentence error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def put(path: str, value: Any) -> dict[str, Any]:
 
 
 def judge(topology: Topology) -> None:
-    """As a launcher does before it starts anything."""
+    """Check the topology as a launcher does before it starts anything."""
     list(problems(topology, None, need_model=False))
     list(launch_problems(topology))
     for node in NODES:

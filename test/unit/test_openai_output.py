@@ -17,7 +17,7 @@ EOS = 256
 
 
 class ByteDetokenizer:
-    """A token is a byte; text appears with the last byte of a character."""
+    """A detokenizer in which a token is a byte; text appears with the last byte of a character."""
 
     def __init__(self) -> None:
         self._pending = b""

@@ -1,4 +1,4 @@
-"""Pages are never in two hands, and neighbours are kept together."""
+"""A page never has two owners, and neighbouring pages are kept together."""
 
 import pytest
 from hypothesis import given

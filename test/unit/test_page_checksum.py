@@ -1,4 +1,4 @@
-"""The checksum of KV pages: what it finds, that it adds up over layers and ranks, and which pages it is made of."""
+"""The checksum of KV pages: what it detects, that it adds up over layers and ranks, and which pages it covers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUT = KVLayout("m", LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, "float32", 16)
 
 
 class Pool:
-    """`bytes`: `[regions, pages, bytes of a page]`, random."""
+    """A pool of random `bytes`: `[regions, pages, bytes of a page]`."""
 
     def __init__(self) -> None:
         page_bytes = HEADS * PAGE_SIZE * HEAD_DIM * 4
@@ -113,7 +113,7 @@ def test_a_chunk_of_pages_is_as_good_as_all_at_once() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
 def test_ranks_add_up_to_the_whole_however_heads_are_divided(tp_size: int) -> None:
-    """With more ranks than heads every head is there several times: counted once each by P, each time by D."""
+    """With more ranks than heads every head has several copies: P counts each head once, D counts every copy."""
     pool = Pool()
     heads = pool.bytes.reshape(2 * LAYERS, PAGES, HEADS, -1)
     cut = msgspec.structs.replace(LAYOUT, tp_size=tp_size)
@@ -128,7 +128,7 @@ def test_ranks_add_up_to_the_whole_however_heads_are_divided(tp_size: int) -> No
 
 
 def test_the_weights_are_fixed_for_ever_and_odd() -> None:
-    """P and D may be different builds: a change of the formula needs a new protocol version."""
+    """P and D may be different builds, so a change of the formula needs a new protocol version."""
     low, high, salt = page_weights(LAYOUT, 0, 64)
     assert (low[0], high[0], salt[5, 3]) == (GOLDEN_LOW, GOLDEN_HIGH, GOLDEN_SALT)
     assert all((part & 1).all() for part in (low, high, salt))

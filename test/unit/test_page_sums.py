@@ -1,4 +1,4 @@
-"""Checksums of the pages that a request leaves: which pages an instance sums up, and what a place in them tells."""
+"""Checksums of the pages that a request leaves: which pages are summed, and what the first difference shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOM = b"r" * 16
 
 
 class NamedSums:
-    """The sum of a page says its layer and its number."""
+    """Page sums that name the page: the sum contains its layer and its number."""
 
     def sums(self, layers: range, pages: Values[int]) -> NDArray[np.int64]:
         (layer,) = layers
@@ -56,7 +56,7 @@ def test_full_pages_are_summed_by_layer_and_the_newest_token_is_in_none() -> Non
 
 @pytest.mark.parametrize("pages", [3, 2])
 def test_no_more_is_summed_than_the_bound(pages: int) -> None:
-    """Layers so large that three pages are just as much as may be, or a little more."""
+    """The layers are so large that three pages just fit the bound, or slightly exceed it."""
     num_layers = MAX_SUMMED_BYTES // (3 * LAYOUT.bytes_per_page // LAYOUT.num_layers) + (pages == 2)
     layout = KVLayout("hash", num_layers, 2, 16, 4, "float32", 500)
     found = sums_of(40, 1, layout)
@@ -64,7 +64,7 @@ def test_no_more_is_summed_than_the_bound(pages: int) -> None:
 
 
 def hexed(*layers: str) -> str:
-    """A page a character."""
+    """Return sums in hex, one page for each character."""
     return "".join(f"{ord(page):016x}" for layer in layers for page in layer)
 
 
@@ -76,7 +76,7 @@ def hexed(*layers: str) -> str:
         (hexed("abc", "dXf", "XXX"), Place(2, 0, True)),
         (hexed("abc", "XXX", "XXX"), Place(1, 0, False)),
         (hexed("abX", "deX", "ghX"), Place(0, 2, False)),
-        (hexed("ab", "dX", "gh"), Place(1, 1, True)),  # fewer pages: those that both have
+        (hexed("ab", "dX", "gh"), Place(1, 1, True)),  # the lengths differ: only pages that both have count
         ("", None),
         ("12", None),
     ],

@@ -1,4 +1,4 @@
-"""The step loop with an executor that checks every plan: right tokens, nothing leaked, whatever comes and goes."""
+"""The step loop with an executor that checks every plan: tokens are right and nothing leaks under any load."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_who_waits_with_the_lowest_priority_is_first_and_of_equals_who_came_firs
         )
     for _ in range(50 * len(priorities)):
         instance.scheduler.step()
-        if role == "decode":  # nobody delivers: each is given up as soon as it was announced
+        if role == "decode":  # nothing delivers: each is given up as soon as it was announced
             for room in wire.announced:
                 if room not in wire.dead:
                     instance.scheduler.submit(CancelRequest(room))

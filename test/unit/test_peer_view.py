@@ -1,4 +1,4 @@
-"""Who is alive, lost and dead is told by views, pids and the router's word, never by which number is greater."""
+"""Views, pids and the router's reports decide which peer is alive, lost or dead; a greater number never does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ORDERS = [(5, 9), (9, 5)]
 
 
 def elsewhere(incarnation: int, **fields: Any) -> InstanceInfo:
-    """Of rank 0, on another machine."""
+    """Return an instance of rank 0 on another machine."""
     info = InstanceInfo(Role.PREFILL, 0, incarnation, "h", 1, 2, LAYOUT, 100, 10, pid_namespace="there")
     return msgspec.structs.replace(info, **fields)
 
@@ -48,7 +48,7 @@ def test_the_view_of_another_router_counts_whatever_its_number(first: int, secon
 
 
 def test_one_that_returns_to_a_new_router_proves_no_death() -> None:
-    """It may be an older one that was frozen, and the other one be writing."""
+    """The returning instance may be an older one that was frozen, while the other one still writes."""
     peers = view_of(ClusterView(1, 1, (elsewhere(5),)), ClusterView(2, 1, (elsewhere(4, first_view=(7, 1)),)))
     assert peers.is_lost(0, 5) and not peers.is_dead(0, 5)
     peers.update(ClusterView(2, 2, (elsewhere(5, first_view=(7, 1)),)))
@@ -63,7 +63,7 @@ def test_one_that_returns_to_a_new_router_proves_no_death() -> None:
 def test_one_that_was_new_to_a_view_that_we_missed_proves_it_by_the_place_of_that_view(
     first_view: tuple[int, int], is_dead: bool
 ) -> None:
-    """The router that gave it the rank ended before we heard of that."""
+    """The router that gave it the rank ended before this process received that view."""
     peers = view_of(ClusterView(1, 2, (elsewhere(5),)), ClusterView(2, 1, ()))
     assert peers.update(ClusterView(3, 1, (elsewhere(4, first_view=first_view),)))
     assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is is_dead and not peers.is_lost(0, 4)

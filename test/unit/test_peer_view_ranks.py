@@ -1,4 +1,4 @@
-"""A peer of several TP ranks is dead only when none of its processes is left: followers write too."""
+"""A peer of several TP ranks is dead only if none of its processes is left: followers write too."""
 
 from __future__ import annotations
 

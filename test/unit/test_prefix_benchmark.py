@@ -1,4 +1,4 @@
-"""The replay of a trace: what can be counted by hand."""
+"""The replay of a trace: numbers that can be counted by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmark.prefix import BLOCK_TOKENS, best_hits, main, read_trace, replay
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Two turns of two conversations (2 blocks, then 3), and a prompt of 4 blocks that nobody wants again."""
+    """Write a trace: two turns of two conversations (2 blocks, then 3), and a prompt of 4 blocks that comes once."""
     rows = [(0, [1, 2]), (10, [3, 4]), (20, [5, 6, 7, 8]), (30, [1, 2, 9]), (40, [3, 4, 10])]
     path = tmp_path / "trace.jsonl"
     records = [

@@ -1,5 +1,5 @@
-"""The page account with a prefix cache: whoever comes and goes, a prompt begins with pages that hold its own tokens,
-and every page is in one hand."""
+"""The page account with a prefix cache: whichever requests come and go, a prompt begins with pages that hold its own
+tokens, and every page has one owner."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Room:
 
 
 class Saltless(PagedKVCacheManager):
-    """Its keys leave the salt out."""
+    """A cache manager whose keys leave out the salt."""
 
     def page_keys(self, cache_salt: str) -> PageKeys | None:
         return super().page_keys("")
 
 
 class Pool:
-    """Writes what a page should hold where a real instance writes K and V, and looks at it before it is used."""
+    """A pool that notes what a page should hold where a real instance writes K and V, and checks it before a use."""
 
     def __init__(self, cache: type[PagedKVCacheManager] = PagedKVCacheManager) -> None:
         self.cache = cache(NUM_PAGES, PAGE_SIZE, fingerprint=b"model")
@@ -49,7 +49,7 @@ class Pool:
         self._begin(argument, to_compute=1)
 
     def receive(self, argument: tuple[str, list[int]]) -> None:
-        """As D: a peer writes what is not there."""
+        """Begin a request as D does: a peer writes the pages that are not cached."""
         room = self._begin(argument, to_compute=0)
         if room is not None:
             self.receiving.add(room)
@@ -72,7 +72,7 @@ class Pool:
         return room
 
     def compute(self, number: int) -> None:
-        """The rest of the prompt (D: it has landed), or one token more."""
+        """Compute the rest of the prompt (on D: note that it has landed), or one more token."""
         room = self._pick(number)
         if room is None:
             return
@@ -98,7 +98,7 @@ class Pool:
         self._check_content(room)
 
     def _refuse_commit(self, room: bytes) -> None:
-        """Of a room that a peer may still write to."""
+        """Check that pages of a room that a peer may still write to are not committed."""
         record, before = self.rooms[room], len(self.cache._index)
         self.cache.commit(room, record.keys, pack_i32(record.tokens), len(record.tokens))
         assert len(self.cache._index) == before

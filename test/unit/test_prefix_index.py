@@ -19,8 +19,8 @@ LAYOUT = KVLayout("hash", 2, 2, 8, 4, "float32", 100)
 
 @dataclass
 class Model:
-    """Prompts of one token a page. `pages`: what can be found. Of these nobody uses `others` and `protected`, oldest
-    first."""
+    """A model of the index, with prompts of one token a page. `pages` can be found. No request uses those in `others`
+    and `protected`, oldest first."""
 
     pages: dict[tuple[int, ...], int] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Model:
         return found
 
     def pin(self, prompt: tuple[int, ...], page: int) -> None:
-        """It was found."""
+        """Note that the page was found and is in use."""
         self.pins[page] += 1
         self.came_again.add(prompt)
         for idle in (self.others, self.protected):
@@ -51,7 +51,7 @@ class Model:
             self.came_again.add(prompt)
 
     def rest(self, prompt: tuple[int, ...]) -> None:
-        """Nobody uses it any more."""
+        """Note that no request uses the page any more."""
         before = {prompt[: n + 1] for n in range(len(prompt))}
         (self.protected if before <= self.came_again else self.others).append(prompt)
         if len(self.protected) > NUM_PAGES // PROTECTED:
@@ -75,10 +75,10 @@ class Pair:
         self.index, self.model = PrefixIndex(NUM_PAGES), Model()
         self.free = list(range(NUM_PAGES))
         self.requests: list[list[int]] = []
-        """What each has pinned."""
+        """Pages that each request has pinned."""
 
     def request(self, prompt: tuple[int, ...]) -> None:
-        """Find, pin, and compute the rest as far as there are pages."""
+        """Find and pin what is cached, and compute the rest while there are pages."""
         keys = [repr(prompt[: i + 1]).encode() for i in range(len(prompt))]
         pinned = self.index.find(keys)
         assert pinned == self.model.find(prompt)
@@ -168,7 +168,7 @@ def test_the_page_of_whoever_was_faster_stays_in_the_index() -> None:
 
 
 def use(index: PrefixIndex, keys: str, pages: list[int]) -> None:
-    """A request of this chain, its new pages in `pages`, comes and goes."""
+    """Begin and end a request of this chain, with `pages` for what is not found."""
     chain = [keys[: n + 1].encode() for n in range(len(keys))]
     found = index.find(chain)
     index.pin(found)

@@ -1,6 +1,6 @@
-"""The prefix cache in the step loop: what a prompt does not compute, who leaves what, and what is never left.
+"""The prefix cache in the step loop: what a prompt does not compute, which requests leave pages, what is not cached.
 
-The executor refuses a chunk behind KV that is not that of its prompt, and a write to a page that somebody shares.
+The executor refuses a chunk behind KV of another prompt, and a write to a shared page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_the_next_turn_computes_only_its_new_pages(overlap: bool) -> None:
         assert instance.tokens[room_of(turn)] == expected_tokens(prompt, 6, INFO.vocab_size)
         assert cached_tokens(instance, turn) == cached
         assert instance.scheduler._load.prompt_tokens - before == len(prompt) - cached
-        known = len(prompt) + 5  # of the newest token there is no KV
+        known = len(prompt) + 5  # the newest token has no KV yet
         prompt = [*prompt, *instance.tokens[room_of(turn)], 5, 6, 7]
     instance.check_empty()
 
@@ -67,7 +67,7 @@ def test_other_salts_share_nothing_and_a_flush_forgets() -> None:
         instance.run()
         assert cached_tokens(instance, index) == cached
     for index in (5, 6):
-        ask(instance, index, prompt_of(2, 21), None)  # takes none and leaves none
+        ask(instance, index, prompt_of(2, 21), None)  # uses no cached pages and leaves none
         ask(instance, index + 2, prompt, None)
         instance.run()
         assert (cached_tokens(instance, index), cached_tokens(instance, index + 2)) == (0, 0)
@@ -81,7 +81,7 @@ def test_other_salts_share_nothing_and_a_flush_forgets() -> None:
 
 
 def test_what_a_cancelled_request_had_not_settled_is_not_there_for_others() -> None:
-    """With a step in flight: its chunk was launched, and may be anything until it is read."""
+    """A step is in flight: its chunk was launched, and its pages may hold anything until the step is read."""
     instance = Instance(64, chunk=8, overlap=True)
     prompt = prompt_of(1, 40)
     ask(instance, 0, prompt)
@@ -97,7 +97,7 @@ def test_what_a_cancelled_request_had_not_settled_is_not_there_for_others() -> N
 
 
 class Pair:
-    """P and D on a perfect wire."""
+    """P and D on a wire that never fails."""
 
     def __init__(self, executor: type[FakeExecutor] = FakeExecutor, pages_d: int = 64) -> None:
         self.wire, self.rng = Wire(), random.Random(1)
@@ -116,7 +116,7 @@ class Pair:
         self.wire.deliver(self.rng)
 
     def ask(self, index: int, prompt: list[int], salt: str = "") -> int:
-        """How many pages of the prompt D had."""
+        """Serve a request and return how many pages of its prompt D had cached."""
         self.submit(index, prompt, salt)
         while room_of(index) not in self.decode.finishes or not self.decode.scheduler.is_idle:
             self.turn()
@@ -125,7 +125,7 @@ class Pair:
 
 
 class NotedPSide(PSide):
-    """Where the chunks of all steps began."""
+    """P's side of a wire that notes where the chunks of all steps began."""
 
     def __init__(self, wire: Wire) -> None:
         super().__init__(wire)
@@ -152,7 +152,7 @@ def test_d_announces_what_it_has_of_prompt_and_answer() -> None:
     prompt, known = prompt_of(1, 21), 0
     for turn in range(4):
         assert pair.ask(turn, prompt) == known // PAGE_SIZE
-        known = len(prompt) + 5  # of the newest token there is no KV
+        known = len(prompt) + 5  # the newest token has no KV yet
         prompt = [*prompt, *pair.decode.tokens[room_of(turn)], 5, 6, 7]
     assert pair.ask(8, prompt, "mine") == 0
     pair.decode.scheduler.flush_cache()
@@ -168,12 +168,12 @@ def test_d_may_have_the_whole_prompt_and_still_gets_the_logits() -> None:
 
 
 def test_what_d_announced_is_not_evicted_before_the_end_however_short_pages_run() -> None:
-    """The prefix of a request whose P says nothing, while others need every page that can be had."""
+    """The prefix belongs to a request whose P is silent, while another request needs every page that there is."""
     pair = Pair(pages_d=16)
     prompt = prompt_of(1, 21)
     pair.ask(0, prompt)
     pair.submit(1, prompt)
-    pair.decode.scheduler.step()  # P has not even heard of it
+    pair.decode.scheduler.step()  # P has not even received the request
     assert pair.wire.prefix_pages[room_of(1)] == 5
     held = list(pair.decode.cache.get_page_indices(room_of(1)))
     other = room_of(2)
@@ -228,7 +228,7 @@ def test_a_request_for_one_token_moves_no_pages_and_leaves_none() -> None:
 
 
 class Breaking(FakeExecutor):
-    """From some moment on every first token raises."""
+    """An executor in which every first token raises once `is_broken` is set."""
 
     is_broken = False
 
@@ -239,7 +239,7 @@ class Breaking(FakeExecutor):
 
 
 def test_what_proves_that_d_is_sound_writes_to_no_page_that_is_cached() -> None:
-    """All pages of the prompt are, when its first token raises: the proof takes another."""
+    """All pages of the prompt are cached when its first token raises, so the probe takes another page."""
     pair = Pair(executor=Breaking)
     prompt = prompt_of(1, 4 * PAGE_SIZE)
     assert pair.ask(0, prompt) == 0
@@ -258,7 +258,7 @@ def test_what_proves_that_d_is_sound_writes_to_no_page_that_is_cached() -> None:
 
 
 class Refusing(FakeExecutor):
-    """Raises for every plan that admits a prompt with 999."""
+    """An executor that raises for every plan that admits a prompt with token 999."""
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         if any(999 in memoryview(admit.token_ids).cast("i") for admit in plan.admit):
@@ -284,7 +284,7 @@ def test_what_proves_that_the_device_is_sound_writes_to_no_page_that_others_shar
 
 
 def test_requests_that_share_pages_run_to_their_end_when_pages_run_short() -> None:
-    """Six that begin alike and grow: more than there is room for, so some wait in host memory."""
+    """Six requests share a prefix and outgrow the pool, so some wait in host memory."""
     instance = Instance(26)
     prompts = [[*prompt_of(0, 16), 100 + index] for index in range(6)]
     long = SamplingParams(40, temperature=0.0)

@@ -1,6 +1,6 @@
-"""The prefix cache goes on in host memory: KV of real bytes, small pools, and every token depends on every byte.
+"""The prefix cache extends into host memory: KV of real bytes, small pools, and every token depends on every byte.
 
-The thread `tiers` is pumped by the test, one job at a time and at moments that a seed picks, between the steps.
+The test runs the jobs of the thread `tiers` one at a time, between the steps, at moments that a seed picks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_pages_of_the_pool_go_before_and_the_last_token_is_computed() -> None:
     instance.ask(1, prompt[:21])
     assert instance.copies.restored == instance.copies.restored[:5]
     assert instance.ask(2, prompt) == 36
-    assert instance.tiers.hit_pages == 9  # 5 for the first, the 4 behind them for the second
+    assert instance.tiers.hit_pages == 9  # 5 for the first prompt, the 4 after them for the second
 
 
 def test_answers_come_back_too() -> None:
@@ -58,8 +58,8 @@ def test_answers_come_back_too() -> None:
 
 
 def test_random_requests_have_the_tokens_of_a_run_without_any_cache() -> None:
-    """Prompts that fork, a pool and host memory that hold a part of them, jobs at random moments, cancels, a flush now
-    and then."""
+    """Prompts fork, a pool and host memory hold a part of them, jobs run at random moments, and some requests are
+    cancelled and the cache flushed now and then."""
     hits = evictions = 0
     for seed in range(16):
         rng = random.Random(seed)
@@ -123,16 +123,16 @@ def test_a_flush_forgets_what_is_there_and_what_is_on_its_way() -> None:
         instance.step()
     instance.scheduler.flush_cache()
     instance.step()
-    instance.pump()  # the copies were asked for before it
+    instance.pump()  # the copies were requested before the flush
     assert len(instance.host) == 0
     instance.ask(1, prompt)
     instance.evict()
     instance.submit(2, prompt)
     instance.step()
-    instance.tiers.run_one()  # touches
+    instance.tiers.run_one()  # marks pages as used
     instance.pump()
     assert instance.tiers.hit_pages == 10
-    instance.scheduler.flush_cache()  # loaded, but not yet taken
+    instance.scheduler.flush_cache()  # loaded, but not taken yet
     instance.run()
     instance.check(2, prompt)
     assert instance.cached.get(room_of(2), 0) == 0
@@ -147,7 +147,7 @@ def test_a_load_is_waited_for_until_its_deadline(fate: str) -> None:
     instance.evict()
     instance.submit(1, prompt)
     instance.submit(2, other, None)
-    for _ in range(12):  # others are computed meanwhile
+    for _ in range(12):  # the other request is computed meanwhile
         instance.step()
     instance.check(2, other)
     assert room_of(1) not in instance.tokens and instance.scheduler.load.running == 1
@@ -177,12 +177,12 @@ def test_what_is_slower_than_computing_is_not_loaded() -> None:
     instance.evict()
     assert instance.ask(1, prompt) == 0
     instance.evict()
-    instance.clock.advance(MEMORY_S)  # what was slow once is tried again
+    instance.clock.advance(MEMORY_S)  # a tier that was slow once is tried again
     assert instance.ask(2, prompt) == 40
 
 
 def test_a_write_back_lets_loads_go_ahead() -> None:
-    """A long prompt's pages are copied piece by piece."""
+    """A long prompt's pages are copied in pieces."""
     instance = Tiered(48)
     prompt = prompt_of(1, 4 * PIECE_PAGES * PAGE_SIZE + 1)
     other = prompt_of(0, 21)
@@ -217,8 +217,8 @@ def test_p_loads_and_d_gets_what_it_lacks() -> None:
 
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) -> None:
-    """Its pages go to an announced request, and are loaded again when it has some. `is_loaded`: it could have begun in
-    the very turn."""
+    """Its pages go to an announced request, and are loaded again when there are free ones. `is_loaded`: it could have
+    started in that very turn."""
     wire = Wire()
     side = PSide(wire)
     instance = wire.prefill = Tiered(16, sender=side)

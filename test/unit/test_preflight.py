@@ -1,4 +1,4 @@
-"""What a launcher knows before it starts a process: one sentence with its cure, without torch and without a child."""
+"""What a launcher checks before it starts a process: one sentence with its cure, without torch or a child process."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_pool_that_memory_cannot_hold_is_refused_with_the_number_that_fits() -
     fits = int(problem.split("at most ")[1].split(" pages")[0])
     assert not problems(8 * GIB, f"cache.num_pages={fits}", "model.dtype=float32")
     assert problems(8 * GIB, f"cache.num_pages={fits + 1}", "model.dtype=float32")
-    # What one instance leaves another may have.
+    # One instance may have what the other leaves.
     own = f"dp_config.router.decode_schedulers.0.num_pages={2 * fits + 1}"
     (problem,) = problems(8 * GIB, own, "model.dtype=float32")
     assert problem.startswith("dp_config.router.decode_schedulers.0.num_pages: ") and " each" not in problem

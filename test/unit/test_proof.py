@@ -1,4 +1,4 @@
-"""What an answer says of how it was served: stages that add up, attempts, bytes where they are known."""
+"""What an answer reports about how it was served: stages that add up, attempts, and bytes if they are known."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def micros(span_s: float) -> int:
 
 
 def spans_us(proof: Proof) -> list[int]:
-    """Of each choice, all of its stages together."""
+    """Return the sum of all stages of each choice, in microseconds."""
     spans = [msgspec.structs.asdict(choice.stages).values() for choice in proof.choices]
     return [sum(micros(span_s) for span_s in each if span_s is not msgspec.UNSET) for each in spans]
 
 
 def proof(world: World, *generations: Generation, kept: tuple[int, ...] = (0,)) -> Proof:
-    """Of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
+    """Return the proof of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
     records = [generation.attempts() for generation in generations]
     return proof_of(Moments(-3.0, -1.0, world.clock.monotonic()), records, kept, cached_tokens=2)
 
 
 def finish(world: World, room: bytes, token: int, kv_bytes: int = 4096) -> None:
-    """The last token, and what D says of the request's end."""
+    """Send the last token, and D's report of the request's end."""
     world.router.on_tokens(TokenBatch(1, [room], [token], [Finish(room, "length", "", "", kv_bytes, STAGES)]))
     world.router.flush()
 
@@ -130,7 +130,7 @@ def test_bytes_that_d_did_not_report_are_not_known() -> None:
 
 
 def test_an_end_that_d_never_told_has_no_bytes_either() -> None:
-    """Every token had come when it was lost."""
+    """D was lost after it had sent every token."""
     world = two_pairs()
     generation, room = world.add()
     world.emit(room, 7, 8, 9, 10)

@@ -1,4 +1,4 @@
-"""The state machines of P, D and the router know no thread, socket, clock, lock or log."""
+"""The state machines of P, D and the router use no thread, socket, clock, lock or log."""
 
 from __future__ import annotations
 

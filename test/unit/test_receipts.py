@@ -1,4 +1,4 @@
-"""Receipts: read from whatever an answer was saved as, asked again with the same sampling, judged, named if changed."""
+"""Receipts: read from any saved form of an answer, replayed with the same sampling, judged, and named if changed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_receipt_is_read_from_an_answer_a_stream_and_lines() -> None:
 
 
 def test_whatever_is_changed_is_named() -> None:
-    """Each field to another value, with the digests as they were."""
+    """Each field gets another value while the digests stay."""
     one = receipt(SamplingParams(4, logit_bias={3: 1.5}, grammar=Grammar("regex", "a+"), bad_words=((1, 2),)))
     assert changed_fields(msgspec.json.decode(msgspec.json.encode(one), type=Receipt)) == []
     for name in Receipt.__struct_fields__:
@@ -96,7 +96,7 @@ def test_whatever_is_changed_is_named() -> None:
     ids=lambda fields: next(iter(fields)),
 )
 def test_the_sampling_that_was_served_is_asked_for_again(fields: dict[str, Any]) -> None:
-    """A body that becomes sampling, that becomes a receipt, that becomes a body, that becomes the same sampling."""
+    """A body becomes sampling, then a receipt, then a body again, and then the same sampling."""
     served = World().completion([5, 6], max_tokens=4, **fields).samplings[0]
     again = World().completion([5, 6], **fields_of(receipt(served))).samplings[0]
     assert again == served
@@ -145,7 +145,7 @@ def test_a_difference_is_named_with_its_gap(
     one = receipt(sampling)
 
     def scores(token_ids: Sequence[int], count: int) -> list[Score]:
-        """The engine takes 2 for likelier than 8, by the gap."""
+        """Return scores in which the engine prefers 2 to 8 by the gap."""
         known = {7: score(-0.1, 7, -0.1), 8: score(-1.0 - gap, 2, -1.0), 9: score(-0.1, 9, -0.1)}
         return [known[token] for token in token_ids[-count:]]
 

@@ -1,4 +1,4 @@
-"""D's machine: every event in every state does what the table says, and where the table says nothing, nothing."""
+"""D's machine: every event in every state does what the table defines; a pair without an entry changes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from chitu.types import REGISTRATION_ROOM, Role
 
 ROOM = b"r" * 16
 P, OTHER_P, D = 7, 8, 9
-"""Incarnations."""
+"""Incarnations of P, of another P and of D."""
 NUM_BYTES = 100
 LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
 E, S = ReceiverEvent, ReceiverState
@@ -55,7 +55,7 @@ def of_p(message: PeerMessage) -> events.Received:
 
 SUCCESS = of_p(TransferStatus(P, KVPoll.Success, bytes_per_rank=(NUM_BYTES,)))
 LOST, PASSED = ViewChanged(), Tick()
-"""What they mean is in what came before: P left the view; the deadline is over."""
+"""Events whose meaning depends on earlier ones: P has left the view; the deadline is over."""
 INPUTS: dict[str, tuple[events.Event, ReceiverEvent | None]] = {
     "abort": (Aborted(ROOM, TransferFailed("gone")), E.ABORT),
     "aux_ready": (of_p(AuxReady(P)), E.ROW_SENT),
@@ -85,7 +85,7 @@ ROAD: dict[ReceiverState, tuple[str, ...]] = {
     S.VERIFYING: ("success", "row_right"),
     S.QUARANTINED: ("abort",),
 }
-"""From WAITING on."""
+"""Inputs that lead from WAITING to each state."""
 
 
 class World:
@@ -149,7 +149,7 @@ def end_of(target: ReceiverState) -> ReceiverState | None:
 def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: ReceiverState, name: str) -> None:
     world = in_state(state)
     before = world.kinds()
-    # Nobody was told of the room, so no P can mean it.
+    # The room was not announced yet, so no P can mean it.
     is_stale = state is S.BOOTSTRAPPING and name in FRAMES_OF_A_ROOM
     event = None if is_stale else INPUTS[name][1]
     target = RECEIVER_TRANSITIONS.get((state, event)) if event is not None else None

@@ -1,4 +1,4 @@
-"""API processes beside the one that keeps the membership (`router.workers`): what each may take, what it knows."""
+"""API processes beside the one that keeps the membership (`router.workers`): what each may take and learns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
-"""Of no importance here."""
+"""A layout; these tests do not depend on its values."""
 
 
 @given(st.integers(1, 8), st.integers(1, 5000))
@@ -58,7 +58,7 @@ def test_what_processes_ask_each_other_is_taken_for_an_operators(cluster_key: st
 
 
 class Router(PDRequestRouter):
-    """Notes what it is told; there is no descriptor left while `is_full`."""
+    """A router that records its notifications; it has no descriptor left while `is_full`."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[object, ...]] = []
@@ -103,7 +103,7 @@ def test_a_view_says_who_came_and_who_left_and_why() -> None:
     assert world.view(1, 10, 11) == [], "views are repeated"
     died = LostInstance(10, "its process has ended", True)
     assert world.view(2, 11, lost=(died,)) == [("view", 2), ("lost", 10, "its process has ended", True)]
-    # Views may be lost: one took the place of the other, and nobody knows why any more.
+    # A view may be lost: another instance took the place, and the reason is no longer known.
     assert world.view(9, 21) == [("joined", 21), ("view", 9), ("lost", 11, "it left the cluster", False)]
 
 

@@ -1,4 +1,4 @@
-"""Every list and length of a body has a bound, and the largest body that passes costs no more than its size."""
+"""Every list and length of a body has a bound, and the largest accepted body costs no more than its size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ VOCAB = 100_000
 
 
 def read(decoder: Any, body: Any) -> Any:
-    """All that is made of a body's fields before anything is tokenised."""
+    """Read everything that is made of a body's fields before anything is tokenised."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     decoded = decoder.decode(raw)
     if decoder is completion_decoder:
@@ -62,7 +62,7 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 
 BOUNDS = {
-    # name: (which body, a body with so much of it, the bound, the field that the error names)
+    # name: (decoder, a body of size n, the bound, the field that the error names)
     "stops": (completion_decoder, lambda n: completion(stop=["ab"] * n), MAX_STOPS, "stop"),
     "one stop": (completion_decoder, lambda n: completion(stop="a" * n), MAX_STOP_CHARS, "stop"),
     "a stop of several": (completion_decoder, lambda n: completion(stop=["b", "é" * n]), MAX_STOP_CHARS, "stop[1]"),
@@ -218,7 +218,7 @@ def test_no_json_becomes_much_larger_than_it_is(name: str) -> None:
 
 def test_a_stop_scanner_keeps_no_more_than_its_stop_strings_and_looks_at_each_character_once() -> None:
     class Counted(str):
-        """Counts what is compared with it."""
+        """A string that counts comparisons with it."""
 
         compared = 0
 
@@ -239,7 +239,7 @@ def test_a_stop_scanner_keeps_no_more_than_its_stop_strings_and_looks_at_each_ch
 
 
 def test_prompts_are_made_from_where_they_lie() -> None:
-    """Nobody else has a turn while a large body is copied."""
+    """A copy of a large body would block the event loop."""
     raw = bytearray(json.dumps({"prompt": ["x" * 40_000] * 100}).encode())
     body = completion_decoder.decode(raw)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Nothing of a body is ignored in silence: the table of fields is whole, and each field becomes what it says."""
+"""No field of a body is silently ignored: the table of fields is whole, and each field has the effect that it lists."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ LEAST: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "a"},
 }
 ASKING = ["something", 7, [1], {"a": 1}]
-"""Values of which each refused field has one that is not neutral."""
+"""Values of which at least one is not neutral for each refused field."""
 
 
 def decode(route: str, body: dict[str, Any], warnings: list[str] | None = None) -> Any:
@@ -75,7 +75,7 @@ def decode(route: str, body: dict[str, Any], warnings: list[str] | None = None) 
 
 
 def struct_fields(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Paths of all fields of a body and of the objects in it."""
+    """Yield the paths of all fields of a body and of the objects in it."""
     for field in msgspec.structs.fields(struct):
         yield prefix + field.name
         for nested, dots in nested_in(field.type, ""):
@@ -106,7 +106,7 @@ def test_the_table_has_each_field_once_and_bodies_have_what_it_says_is_served(ro
     in_structs = set(struct_fields(DECODERS[route].type))
     assert {name for name, field in table.items() if field.effect == SERVED} <= in_structs
     assert in_structs <= set(names)
-    # What is refused or without effect is no field of a body itself: the route would have to look at it.
+    # A refused or ineffective field is not in a body's own struct: the route would have to look at it.
     assert {table[name].effect for name in in_structs if "." not in name} == {SERVED}
 
 
@@ -258,7 +258,7 @@ def test_of_a_message_what_is_not_served_is_refused_unless_empty(name: str) -> N
 
 
 BY_DEFAULT = {
-    # What clients send without being asked to, read off their sources.
+    # What clients send by default, taken from their sources.
     "openai": (CHAT, {"model": "m", "messages": [USER], "stream": False}),
     "langchain-openai OpenAI": (
         COMPLETIONS,

@@ -1,4 +1,4 @@
-"""Requests and cancellations over links from the router to P and D: what a broken connection took comes again."""
+"""Requests and cancellations over links from the router to P and D: what a broken connection lost is sent again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEADLINES = DeadlineConfig(heartbeat_interval_s=INTERVAL_S, lease_s=PATIENCE_S)
 
 
 class Instances:
-    """The receiving sides of a `World`: they get what they were sent, but what is told to be lost."""
+    """The receiving sides of a `World`: they take what was sent, except what the test marks as lost."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -34,7 +34,7 @@ class Instances:
         world.clock.advance(INTERVAL_S)
 
     def deliver(self, *lost: str) -> None:
-        """What was sent since the last call; all for these instances is lost."""
+        """Deliver what was sent since the last call; everything for the instances in `lost` is lost."""
         for name, message in self.world.outbox.sent[self.num_delivered :]:
             if name in lost or isinstance(message, LinkWord):
                 continue
@@ -75,7 +75,7 @@ def test_a_lost_half_and_the_cancellation_behind_it_come_again_in_their_order(na
 
 @pytest.mark.parametrize("name", ["P0", "D0"])
 def test_a_cancellation_that_was_given_up_comes_as_soon_as_something_comes_through(name: str) -> None:
-    """What it cancels was taken, so it must end; and the receiver must hear that a message before it is gone."""
+    """The request to cancel was taken, so it must end; and the receiver must learn that an earlier message is gone."""
     world = pair(deadlines=DEADLINES)
     instances = Instances(world)
     generation, room = world.add()
@@ -125,7 +125,7 @@ def test_an_instance_that_comes_back_has_another_link() -> None:
 
 
 def test_each_process_of_the_router_has_its_own_link_and_hears_the_words_for_all() -> None:
-    """`router.workers`: two API processes, one instance that both send to, whose heartbeats go to both."""
+    """`router.workers`: two API processes send to one instance, whose heartbeats go to both."""
     worlds = [World(Role.UNIFIED), World(Role.UNIFIED)]
     receivers, delivered = LinkReceivers(), [0, 0]
     rooms = [world.add()[1] for world in worlds]

@@ -1,4 +1,4 @@
-"""A request as spans: each within its parent, one after the other, on the instance where it was."""
+"""A request as spans: each within its parent, one after the other, on the instance that did the work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)
 
 
 def spans(world: World, *generations: Generation, error: str = "") -> RequestSpan:
-    """Of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
+    """Return the spans of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
     records = [generation.attempts() for generation in generations]
     return request_span({}, Moments(-3.0, -1.0, world.clock.monotonic()), records, error)
 

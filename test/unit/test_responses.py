@@ -1,4 +1,4 @@
-"""`/v1/responses` as a chat and back: turns by input, events that are whole, errors by its own names."""
+"""`/v1/responses` as a chat and back: turns from input, whole events, and errors that name its own fields."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | Messag
     assert last["output"] == list(items.values()) and last["usage"]["total_tokens"] == 7
     if status == "completed":
         assert all(item["status"] == "completed" for item in items.values())
-    # Not streamed: the same content, with one item of each kind where the kinds do not alternate.
+    # Not streamed: the same content, with one item of each kind unless the kinds alternate.
     answer = json.loads(form().full([FinishedChoice(joined(placed), reason, None)], USAGE))
     assert answer["status"] == status and answer["usage"] == last["usage"]
     assert set(answer) == set(last)

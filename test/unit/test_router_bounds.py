@@ -1,5 +1,5 @@
-"""What bounds the attempts of a request: deaths under it, cuts without a token, what fails for another reason. And what
-becomes of those on a pair whose two do not hear each other."""
+"""What bounds the attempts of a request: deaths under it, cuts without a token, failures for another reason. Also what
+becomes of requests on a P and a D that cannot reach each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY = RetryConfig(max_attempts=99)
 
 
 def code(client: Client) -> str:
-    """Of the error that it got; empty while it runs or where it was served."""
+    """Return the code of the client's error; empty while it runs or if it was served."""
     assert client.generation is not None
     return client.generation.error.code if client.generation.error is not None else ""
 
@@ -27,7 +27,7 @@ def three_pairs(retry: RetryConfig = MANY) -> World:
 
 
 def hosts(world: World, client: Client) -> dict[Role, int]:
-    """The ranks of its pair."""
+    """Return the ranks of the client's pair."""
     prefill, decode = world.pair(client.generation).split("-")
     return {Role.PREFILL: int(prefill[1:]), Role.DECODE: int(decode[1:])}
 
@@ -74,7 +74,7 @@ def test_who_is_restarted_in_between_is_another_instance() -> None:
 
 @pytest.mark.parametrize("order", [(Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)])
 def test_both_of_a_pair_that_die_together_are_one_accident(order: tuple[Role, Role]) -> None:
-    """Somebody killed them, or their host is gone: the second death is seen when the next attempt is there already."""
+    """Both were killed, or their host is gone: the second death is seen when the next attempt has begun already."""
     world = two_pairs(retry=MANY)
     clients = [world.add_client() for _ in range(4)]
     for role in order:
@@ -89,7 +89,7 @@ def test_a_death_that_the_other_half_reports_before_the_router_sees_it_counts() 
     for _ in range(MAX_DEATHS):
         prefill = hosts(world, client)[Role.PREFILL]
         world.decode_fails(world.room(client.generation), "prefill_lost")
-        world.lose(Role.PREFILL, prefill)  # by then it is elsewhere
+        world.lose(Role.PREFILL, prefill)  # by then the request is on another P
     assert code(client) == "poison_request"
     client = world.add_client()
     decode = hosts(world, client)[Role.DECODE]
@@ -130,7 +130,7 @@ def test_silence_and_goodbyes_are_no_deaths() -> None:
 
 
 def test_what_an_instance_says_of_itself_is_no_death() -> None:
-    """P and D end what they run with these codes where they miss the router."""
+    """P and D end what they run with these codes if they lose the router."""
     world = three_pairs()
     client = world.add_client()
     for _ in range(3):
@@ -143,14 +143,14 @@ def test_what_an_instance_says_of_itself_is_no_death() -> None:
 
 
 class Links:
-    """Token messages with numbers: some get lost."""
+    """Token messages with sequence numbers, some of which get lost."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.numbers: dict[int, int] = {}
 
     def send(self, client: Client, *tokens: int, lost: int = 0) -> None:
-        """A message of its D with tokens for it, behind so many that D gave up."""
+        """Send tokens for the client from its D, after `lost` messages that D gave up."""
         attempt = client.generation.attempt  # type: ignore[union-attr]
         assert attempt is not None
         number = self.numbers[attempt.decode.incarnation] = self.numbers.get(attempt.decode.incarnation, 0) + lost + 1
@@ -177,7 +177,7 @@ def test_cuts_without_a_token_in_between_are_bounded() -> None:
     for _ in range(MAX_CUTS - 1):
         links.send(client, lost=1)
     links.send(client, 1)
-    for _ in range(1 + MAX_CUTS):  # the first of them had brought a token
+    for _ in range(1 + MAX_CUTS):  # the first attempt had brought a token
         assert code(client) == ""
         links.send(client, lost=1)
     assert code(client) == "tokens_lost"
@@ -204,7 +204,7 @@ def test_one_attempt_means_none_more_after_a_cut() -> None:
 
 
 def test_an_instance_that_no_connection_reaches_is_not_cut_off_by_chance() -> None:
-    """Its attempts count: each of them lasts a lease."""
+    """Its attempts count, since each of them lasts a lease."""
     error = RequestLost("D0 lives, but did not get what it was sent")
     assert not Failure(error, frozenset()).is_cut and Failure(TokensLost("given up"), frozenset()).is_cut
 
@@ -226,7 +226,7 @@ def test_breakers_of_who_is_gone_are_not_made_again() -> None:
 
 
 def beat(world: World, name: str, *silent: str) -> None:
-    """A heartbeat of this D, which does not hear those P."""
+    """Send a heartbeat of this D, which receives nothing from the P in `silent`."""
     decode, incarnations = world.instance(name), tuple(world.instance(p).incarnation for p in silent)
     world.router.on_heartbeat(
         Heartbeat(decode.role, decode.engine_rank, decode.incarnation, LoadReport(), silent=incarnations)

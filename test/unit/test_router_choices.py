@@ -1,4 +1,4 @@
-"""Choices of one prompt on the router: one message for each of P and D, a room for each choice."""
+"""Choices of one prompt on the router: one message for each of P and D, and a room for each choice."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_choice_that_its_client_cancels_ends_alone() -> None:
 
 
 def test_one_call_sends_one_message_so_that_others_have_a_turn_before_the_next() -> None:
-    """A D takes as many choices together as it has slots."""
+    """A D takes at most as many choices together as it has slots."""
     world = pair(max_in_flight=16)
     requests = [GenerateRequest(f"id-{i}", pack_i32([1]), 1, SamplingParams(max_tokens=4, seed=i)) for i in range(9)]
     sizes = []

@@ -1,4 +1,4 @@
-"""The router's own deadlines: every state of an attempt ends, also where the word of its end is lost."""
+"""The router's own deadlines: every state of an attempt ends, even if the message of its end is lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_an_attempt_without_any_word_is_followed_by_another_once_both_sides_must
     world.router.tick()
     assert world.room(client.generation) != first and world.pair(client.generation) != pair
     assert world.cancelled().count("P0") == world.cancelled().count("D0") == 1
-    world.emit(first, 5)  # whatever comes of the first one now is nobody's
+    world.emit(first, 5)  # whatever the first attempt still sends is dropped
     world.emit(world.room(client.generation), 7, 8, finish="stop")
     assert client.tokens == [7, 8]
 

@@ -1,4 +1,4 @@
-"""PDRequestRouter without sockets: what is sent where, and how each request ends."""
+"""PDRequestRouter without sockets: what is sent to which instance, and how each request ends."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_prompt_tokens_in_flight_are_bounded_and_come_back_however_a_request_end
     world.router.cancel(first)
     world.router.require_room_for(1, 3)
     third, _ = world.add()
-    world.lose(Role.PREFILL)  # whatever it prefilled is tried elsewhere, and counts once
+    world.lose(Role.PREFILL)  # its prefill is tried elsewhere, and counts once
     with pytest.raises(TooManyRequests):
         world.router.require_room_for(1, 3)
     world.clock.advance(61)
@@ -172,7 +172,7 @@ def test_what_was_cached_of_a_prompt_is_known_with_its_first_token(told: int, kn
     world = pair()
     generation, room = world.add()
     world.router.on_tokens(TokenBatch(1, [room], [7], [], cached=[(room, told), (bytes(16), 1)]))
-    world.router.cancel(generation, is_complete=True)  # a stop string: no instance tells of its end
+    world.router.cancel(generation, is_complete=True)  # a stop string: no instance reports its end
     assert generation.cached_tokens == world.router.journal.ended[-1].cached_tokens == known
 
 

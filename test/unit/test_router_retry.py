@@ -16,7 +16,7 @@ from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 FAILURES = {
-    # code: who must not get the next attempt, as told by D of the pair P0-D0, and as told by P
+    # code: instances that must not get the next attempt, if D of the pair P0-D0 reports it, and if P does
     "transfer_failed": ({"P0", "D0"}, {"P0", "D0"}),
     "transfer_timeout": ({"P0", "D0"}, {"P0", "D0"}),
     "integrity": ({"P0", "D0"}, {"P0", "D0"}),
@@ -82,7 +82,7 @@ def test_after_the_first_token_the_next_d_goes_on_behind_the_last_one(code: str)
     client = world.add_client()
     old = world.room(client.generation)
     world.emit(old, 11, 12)
-    world.router.on_tokens(TokenBatch(1, [old], [13], []))  # received, and not read by the client yet
+    world.router.on_tokens(TokenBatch(1, [old], [13], []))  # received, and not yet read by the client
     world.decode_fails(old, code)
     new = world.room(client.generation)
     decode, prefill = (world.sent_to(new)[name] for name in sorted(world.sent_to(new)))
@@ -107,9 +107,9 @@ def test_a_continuation_has_the_logprobs_of_its_own_tokens_alone() -> None:
     world.router.on_tokens(TokenBatch(1, [old, old], [11, 12], [], logprobs=[(0, b"a"), (1, b"b")]))
     world.decode_fails(old, "transfer_failed")
     new = world.room(generation)
-    # Late, and of two rooms in one message: what is nobody's is dropped with its token.
+    # Late, and of two rooms in one message: a token of an ended attempt is dropped with its logprobs.
     world.router.on_tokens(TokenBatch(1, [old, new, old], [12, 13, 13], [], logprobs=[(0, b"x"), (1, b"c"), (2, b"y")]))
-    world.router.on_tokens(TokenBatch(1, [new], [99], [], logprobs=[(1, b"z")]))  # says more than it has: all of it
+    world.router.on_tokens(TokenBatch(1, [new], [99], [], logprobs=[(1, b"z")]))  # a logprob of no token: all dropped
     world.emit(new, finish="length")
     assert client.tokens == [11, 12, 13]
     assert generation.take_logprobs() == [b"a", b"b", b"c"] and generation.take_logprobs() == []
@@ -367,7 +367,7 @@ def test_an_instance_that_keeps_failing_gets_nothing_then_a_probe_then_everythin
     world = World(Role.PREFILL, Role.DECODE, Role.DECODE, breaker=BreakerConfig(failures=2, open_s=5.0))
 
     def served_by() -> str:
-        """D0 fails whatever it gets."""
+        """Serve a client and return its first pair; D0 fails every request."""
         client = world.add_client()
         first = world.pair(client.generation)
         if first.endswith("D0"):

@@ -1,4 +1,4 @@
-"""Policies are pure: they spread evenly, reach every pair, skip what drains, and see load and prompts."""
+"""Policies are pure: they spread evenly, reach every pair, skip draining instances, and use load and prompts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def names(target: Target) -> tuple[int, int]:
 
 
 def start(selector: PairSelector, target: Target, num_tokens: int) -> None:
-    """What the router does when it has sent a request off."""
+    """Count a request as the router does once it has sent it."""
     assert target.prefill is not None
     selector.count(instance_key(target.prefill), 1, num_tokens)
     selector.count(instance_key(target.decode), 1, num_tokens)
@@ -68,8 +68,8 @@ def start(selector: PairSelector, target: Target, num_tokens: int) -> None:
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_affinity"])
 @given(prefill=st.integers(1, 6), decode=st.integers(1, 6), before=st.integers(0, 3))
 def test_every_pair_gets_the_same_number_of_requests(policy: str, prefill: int, decode: int, before: int) -> None:
-    """Also 2P2D and 2P4D, where two counters that run side by side would never meet in every pair. `prefix_affinity`:
-    as long as nothing is cached, or may be taken from there."""
+    """This holds for 2P2D and 2P4D too, where two counters that run side by side would never meet in every pair. It
+    holds for `prefix_affinity` if nothing is cached or may be taken from the cache."""
     chosen = selector(policy, view(prefill, decode))
     for _ in range(before * prefill * decode):
         chosen.select(prompt(200), cache_salt=None)
@@ -136,7 +136,7 @@ def test_a_report_adds_only_what_others_sent_there() -> None:
     d0, d1 = chosen.candidates.decode
     for _ in range(3):
         chosen.count(instance_key(d0), 1, 10)
-    chosen.on_report(instance_key(d0), LoadReport(running=3))  # our own three: no news
+    chosen.on_report(instance_key(d0), LoadReport(running=3))  # our own three requests: nothing new
     chosen.on_report(instance_key(d1), LoadReport(waiting=1, transferring=1, running=1, retracted=1))
     assert [chosen.select(prompt()).decode for _ in range(4)] == [d0] * 4
     chosen.on_report(instance_key(d1), LoadReport())
@@ -154,7 +154,7 @@ def test_loads_survive_a_view_and_end_with_the_instance() -> None:
     again = ClusterView(1, 4, (info(Role.PREFILL, 0), info(Role.DECODE, 0, incarnation=2), info(Role.DECODE, 1)))
     chosen.on_view(again)
     chosen.on_lost(d0)
-    chosen.count(d0, -5, -50)  # its requests end after it: they are nobody's
+    chosen.count(d0, -5, -50)  # its requests end after it, and are not counted for its successor
     assert {chosen.select(prompt()).decode.engine_rank for _ in range(4)} == {0, 1}
 
 
@@ -198,7 +198,7 @@ def test_a_prompt_goes_where_its_beginning_went() -> None:
 
 
 def test_a_short_beginning_in_common_is_no_reason_to_crowd() -> None:
-    """The second may stand behind the first, since a queue that short is worth it; the next ones may not."""
+    """The second may wait behind the first, since a queue that short is worth it; the next ones may not."""
     chosen = selector("prefix_affinity", view(3, 1))
     system, rest = prompt(BLOCK_TOKENS, seed=7), PATIENCE * BLOCK_TOKENS // 2 + 1
     prefills = []
@@ -212,7 +212,7 @@ def test_a_short_beginning_in_common_is_no_reason_to_crowd() -> None:
 def test_prompts_that_share_no_pages_attract_each_other_as_little_as_others() -> None:
     chosen = selector("prefix_affinity", view(4, 1))
     text = prompt(300)
-    salts: list[str | None] = ["", "tenant", None, None]  # None: it takes no cached pages and leaves none
+    salts: list[str | None] = ["", "tenant", None, None]  # None: it uses no cached pages and leaves none
     prefills = [names(chosen.select(text, cache_salt=salt))[0] for salt in salts]
     assert sorted(prefills) == [0, 1, 2, 3]
     assert [names(chosen.select(text, cache_salt=salt))[0] for salt in salts[:2]] == prefills[:2]
@@ -235,7 +235,7 @@ def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner(
 
 
 def test_a_beginning_that_all_prompts_share_keeps_nobody_idle() -> None:
-    """Once two have it, finding it is worth what it saves and no more: all of 20 P get it within two rounds."""
+    """Once two P have it, it is worth only what it saves: all of 20 P get it within two rounds."""
     chosen = selector("prefix_affinity", view(20, 1))
     system, held = prompt(8 * BLOCK_TOKENS, seed=7), Counter[int]()
     for seed in range(60):
@@ -308,7 +308,7 @@ def test_an_unknown_policy_is_named() -> None:
         make_policy("fastest")
 
 
-# --------------------------------------------------------------------------------------------------- who is left out
+# ----------------------------------------------------------------------------------- instances that are left out
 
 
 @pytest.mark.parametrize("policy", PAIR_POLICIES)

@@ -60,7 +60,7 @@ def test_an_instance_reports_the_rate_of_its_full_steps_and_not_of_its_lonely_re
             instance.scheduler.submit(message)
 
     for number in range(5):
-        add(number, 1)  # 8 of 16 tokens a step, nobody waits
+        add(number, 1)  # 8 of 16 tokens a step: nothing waits
         steps(2, 1.0)
     assert (instance.scheduler.load.backlog_s, instance.scheduler.load.backlog_work) == (0.0, 0)
     instance.scheduler.submit(PrefillRequest(room_of(99), "r", pack_i32(prompt_of(99, 40)), 0, 1))
@@ -91,7 +91,7 @@ def test_decode_reports_how_many_requests_its_queue_admits() -> None:
     instance.scheduler.step()  # two aux slots: three wait
     assert (instance.scheduler.load.waiting, instance.scheduler.load.backlog_work) == (3, 0)
     clock.advance(2.0)
-    instance.aux.free(0)  # as if a request were done
+    instance.aux.free(0)  # as if a request had ended
     instance.scheduler.step()
     load = instance.scheduler.load
     assert (load.waiting, load.backlog_s, load.backlog_work) == (2, 2.0, 1)

@@ -1,4 +1,4 @@
-"""What an instance refuses before it computes: impossible requests, token ids, sampling, halves of another role."""
+"""What an instance refuses before it computes: impossible requests, token ids, sampling, messages for another role."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_an_impossible_request_is_refused_and_the_next_one_served() -> None:
     instance.scheduler.submit(UnifiedRequest(room_of(2), "empty", b"", SamplingParams(10)))
     instance.scheduler.submit(UnifiedRequest(room_of(3), "long", pack_i32(prompt_of(1, 300)), SamplingParams(10)))
     instance.scheduler.submit(UnifiedRequest(room_of(4), "ok", pack_i32(prompt_of(1, 3)), SamplingParams(2)))
-    for room, num_emitted in ((5, 3), (6, 4), (7, 2)):  # nothing but output; more than that; all that was asked for
+    for room, num_emitted in ((5, 3), (6, 4), (7, 2)):  # nothing but output; more than the tokens; max_tokens reached
         prompt = pack_i32(prompt_of(1, 3))
         instance.scheduler.submit(UnifiedRequest(room_of(room), "bad", prompt, SamplingParams(2), num_emitted))
     instance.run()
@@ -67,7 +67,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused_wherever_it_stands(role: st
     wire = Wire()
     side: dict[str, Wire] = {"prefill": {"sender": PSide(wire)}, "decode": {"receiver": DSide(wire)}}.get(role, {})
     instance = Instance(8, **side)  # type: ignore[arg-type]
-    for place in range(3):  # the last one is said to be output of another instance
+    for place in range(3):  # the last one counts as output of another instance
         ids, sampling = [1, VOCAB - 1, 0], SamplingParams(8)
         ids[place] = token
         room, prompt = room_of(place), pack_i32(ids)

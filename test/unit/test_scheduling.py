@@ -1,4 +1,4 @@
-"""The pure batch policies: who computes, who grows, who gives way."""
+"""The pure batch policies: which requests compute, which grow, which are retracted."""
 
 from collections.abc import Collection
 
@@ -107,7 +107,7 @@ class Aux:
 
 
 class Announced:
-    """D's transfer layer, which takes everything."""
+    """A transfer layer of D that accepts everything."""
 
     def announce(self, *arguments: object) -> None: ...
 

@@ -1,4 +1,4 @@
-"""P's machine: every event in every state does what the table says, and where the table says nothing, nothing."""
+"""P's machine: every event in every state does what the table defines; a pair without an entry changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from chitu.types import Role
 
 ROOM, OTHER_ROOM = b"r" * 16, b"s" * 16
 P, OTHER_D, D = 7, 8, 9
-"""Incarnations."""
+"""Incarnations of P, of another D and of D."""
 LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
 MEMORY = RankMemory(0, (), 0, 1 << 20, (0, 0), 100, 50, 0, 64, 4)
 INFO = TransferInfo(D, pack_i32([3, 5]), 0, 8)
@@ -45,7 +45,7 @@ ROW_JOB, PAGES_JOB, SETTLE_JOB = (
     TransferJob(ROOM, False, (), is_settle=True),
 )
 VISITS = frozenset({S.WRITING, S.STOPPING})
-"""A thread is inside a write, which will end."""
+"""States in which a thread is inside a write, which will end."""
 
 
 def peer_of(incarnation: int) -> DecodePeer:
@@ -141,7 +141,7 @@ def kinds(effects: list[events.Effect]) -> list[Kind]:
 
 
 def event_of(state: S, name: str) -> E | None:
-    """What an input means in a state, by the data that came with it."""
+    """Return what an input means in a state, given the data that came with it."""
     event = World().inputs[name][1]
     if name in ("time", "deadline") and state is S.UNSETTLED:
         return E.SETTLE_BEGAN
@@ -205,11 +205,11 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
 
 def test_every_pair_of_the_table_is_one_that_an_event_brings() -> None:
     found = {(state, event_of(state, name)) for state, name in PAIRS} | {(None, E.ADD_REQUEST), (None, E.ANNOUNCE)}
-    suspended = {(state, E.WRITE_FAILED) for state in (S.WAITING, S.TRANSFERRING)}  # a visit: below
+    suspended = {(state, E.WRITE_FAILED) for state in (S.WAITING, S.TRANSFERRING)}  # a visit, tested below
     missing = {
         (state, event)
         for state, event in SENDER_TRANSITIONS.keys() - found - suspended
-        if state is None or event not in (E.REFUSED, E.WRITE_FAILED)  # of failures the table takes all of everywhere
+        if state is None or event not in (E.REFUSED, E.WRITE_FAILED)  # the table takes these failures in every state
     }
     assert not missing
     assert set(ROAD) == {state for state in S if SENDER_DEADLINES[state] is not Deadline.TERMINAL}

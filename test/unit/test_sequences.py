@@ -1,4 +1,4 @@
-"""The states of a request on its instance, checked as a graph; and that its queue is always that of its state."""
+"""The states of a request on its instance, checked as a graph; and its queue is always that of its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router that says nothing any more, a step thread that hangs: what an instance makes of either."""
+"""A router that has gone silent, a step thread that hangs: what an instance does about either."""
 
 from __future__ import annotations
 

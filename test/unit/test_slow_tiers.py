@@ -1,4 +1,4 @@
-"""Behind host memory: pages on disk outlive an instance, and a store that is slow, broken, lost or lies is a miss."""
+"""Behind host memory: pages on disk outlive an instance; a store that is slow, broken, lost or wrong is a miss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_what_host_memory_lost_comes_back_from_disk_and_after_a_restart_too(tmp_
 
 
 def test_a_chain_is_put_together_from_all_tiers(tmp_path: Path) -> None:
-    """The first pages are in the pool, others in host memory, on disk and in a store."""
+    """The first pages are in the pool, the rest in host memory, on disk and in a store."""
     store, disk = MemoryStore(), DiskPages(tmp_path, FOREVER)
     instance = Stored({"disk": disk, "store": store})
     prompt = prompt_of(1, 41)
@@ -94,7 +94,7 @@ def test_a_store_that_fails_is_left_out_for_a_while(error: Exception, caplog: py
 
 
 def test_a_call_that_hangs_costs_its_deadline_once_and_what_comes_late_is_dropped() -> None:
-    """The scheduler goes on in the middle of the call, as it does while another thread is in it."""
+    """The scheduler steps in the middle of the call, as it does while another thread is in it."""
     store = MemoryStore()
     instance = Stored({"store": store})
     prompt, other = prompt_of(1, 41), prompt_of(2, 21)
@@ -107,7 +107,7 @@ def test_a_call_that_hangs_costs_its_deadline_once_and_what_comes_late_is_droppe
         instance.step()
         assert room_of(1) not in instance.tokens
         instance.clock.advance(TIMEOUT_S + 0.1)
-        for index, tokens in ((1, prompt), (2, other)):  # the second does not even ask
+        for index, tokens in ((1, prompt), (2, other)):  # the second does not even call the store
             if index == 2:
                 instance.submit(index, tokens)
             while room_of(index) not in instance.finishes:
@@ -132,7 +132,7 @@ def test_a_slow_store_is_not_asked_while_computing_is_faster() -> None:
     instance.ask(0, prompt)
     instance.evict()
     store.before_get = lambda: instance.clock.advance(TIMEOUT_S / 2)
-    assert instance.ask(1, prompt) == 40  # nobody knew
+    assert instance.ask(1, prompt) == 40  # its speed was not known yet
     instance.tiers.note_prefill(10**9, 1.0)
     instance.evict()
     assert instance.ask(2, prompt) == 0
@@ -160,7 +160,7 @@ def test_a_flush_clears_the_disk_and_what_was_to_be_put_there(tmp_path: Path) ->
 
 
 def test_random_requests_over_all_tiers_have_the_right_tokens(tmp_path: Path) -> None:
-    """Tiers that hold a part each, records that change, calls that fail, instances that are replaced."""
+    """Each tier holds a part, records change, calls fail, and instances are replaced."""
     hits = {"disk": 0, "store": 0}
     for seed in range(5):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The verdict of a soak: what counts as flat, and what does not."""
+"""The verdict of a soak test: what counts as flat, and what does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a write is cut into groups, and how one lies in a segment."""
+"""How a write is cut into groups, and how a group lies in a segment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from chitu.kv_transfer.transports.transport import CopyList
 
 
 def bytes_of(copies: CopyList) -> list[tuple[int, int]]:
-    """Source and destination of each byte, in order."""
+    """Return source and destination of each byte, in order."""
     return [(src + i, dst + i) for src, dst, length in zip(*copies, strict=True) for i in range(length)]
 
 

@@ -1,4 +1,4 @@
-"""Staging as an instance gets it: copier, segments, and who may write them."""
+"""Staging as an instance gets it: copier, segments, and which processes may write to them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_gpu_needs_its_driver() -> None:
 
 
 class NoDriver:
-    """What is pinned is remembered, nothing else."""
+    """A driver that only remembers what is pinned."""
 
     def __init__(self) -> None:
         self.pinned: list[int] = []

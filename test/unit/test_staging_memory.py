@@ -14,7 +14,7 @@ from chitu.kv_transfer.transports.transport import CopyList
 
 
 class Later:
-    """`Ready` whose work is done when it is waited for."""
+    """A `Ready` whose work is done when it is waited for."""
 
     def __init__(self, source: np.ndarray, value: int) -> None:
         self._source, self._value = source, value
@@ -27,7 +27,7 @@ class Later:
 
 
 class ShiftedBlocks:
-    """Stands for a device that knows host memory by other addresses: what it gets is shifted back."""
+    """A stand-in for a device that knows host memory by other addresses; it shifts the addresses back."""
 
     def __init__(self, shift: int, lowest: int) -> None:
         self._shift, self._lowest = shift, lowest

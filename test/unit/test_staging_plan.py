@@ -1,4 +1,4 @@
-"""Who has staging memory, where and how much, and what too little of it is called."""
+"""Which instances have staging memory, where and how much, and the error if it is too little."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 
 def plans(*overrides: str) -> tuple[StagingPlan | None, StagingPlan | None]:
-    """Of P0 and D0 of a 1P1D."""
+    """Return the plans of P0 and D0 of a 1P1D."""
     topology = load_topology("pd_disagg_1p1d_local", list(overrides))
     of_p, of_d = (
         plan_staging(topology.dp_config.router, role, find_instance(topology, role, 0).config)
@@ -42,14 +42,14 @@ def test_by_default_an_instance_with_its_pages_in_host_memory_has_none() -> None
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        # One machine: cuda_ipc, or shm by D's host memory, into which P gathers by itself.
+        # One machine: cuda_ipc, or shm through D's host memory, into which P gathers by itself.
         ([], ("none", "host")),
         ([f"{PD}.transport=shm"], ("none", "host")),
         ([f"{PD}.transport=cuda_ipc"], ("none", "none")),
         ([f"{PD}.transport=cuda_ipc", f"{PD}.transfer=staged"], ("none", "pool")),
         ([f"{PD}.transfer=staged"], ("none", "pool")),
         ([f"{PD}.transport=shm", f"{PD}.transfer=staged"], ("none", "host")),
-        # Mooncake over TCP sends from host memory anyway; RDMA and UCX take the GPU's.
+        # Mooncake over TCP sends from host memory anyway; RDMA and UCX read the GPU's.
         (HOSTS, ("host", "host")),
         ([f"{PD}.transport=mooncake"], ("host", "host")),
         ([f"{PD}.transport=mooncake", f"{PD}.mooncake_protocol=rdma"], ("pool", "pool")),

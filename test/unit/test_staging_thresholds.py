@@ -1,4 +1,4 @@
-"""Which writes are staged where both ways are open: a table, at its borders and beyond."""
+"""Which writes are staged if both ways are open: a table, tested at its borders and beyond."""
 
 from __future__ import annotations
 

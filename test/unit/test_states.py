@@ -96,7 +96,7 @@ def test_no_event_leads_back_but_the_end_of_a_threads_visit(role: str) -> None:
 
 @both_roles
 def test_every_open_state_that_has_a_deadline_fails_by_it_and_by_every_other_failure(role: str) -> None:
-    """Behind P's Success what becomes of P is of no account: it has written all."""
+    """After P's Success D no longer depends on P, which has written everything."""
     all_states, transitions, deadlines, failed, failures = ROLES[role]
     for state in all_states:
         if deadlines[state] in (Deadline.BOOTSTRAP, Deadline.TRANSFER):

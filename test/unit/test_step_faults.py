@@ -1,4 +1,4 @@
-"""A step that raises for one request: that one fails, the others have the tokens that they would have without it."""
+"""A step that raises for one request: only that one fails, the rest have the tokens that they would have without it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACES = ["admit", "prefill", "sample", "decode", "restore"]
 
 
 class Poisoned(FakeExecutor):
-    """Raises at one of its places for who has the poison in its tokens, with all before it in the plan done."""
+    """An executor that raises at `place` for a request with the poison token, with all before it in the plan done."""
 
     place: ClassVar[str] = "prefill"
     raised = 0
@@ -69,7 +69,7 @@ def poisoned_at(where: str) -> type[Poisoned]:
 
 
 class PoisonedLate(LateExecutor):
-    """On a device that is late: raises within the launch."""
+    """A late device that raises within the launch."""
 
     _poisoned: frozenset[int] = frozenset()
 
@@ -84,14 +84,15 @@ class PoisonedLate(LateExecutor):
 
 
 def has_poison(load: list[tuple[int, int, int]]) -> bool:
-    """By chance: in what is sent, tokens of another instance included, or in what is to come."""
+    """Return whether a load has the poison token by chance: in what is sent, with its output so far, or in what is to
+    come."""
     asked = [continued(index, *one) for index, one in enumerate(load)]
     return any(POISON in memoryview(sent).cast("i") or POISON in left for sent, _, _, left in asked)
 
 
 @pytest.mark.parametrize("where", ["admit", "prefill", "decode", "late"])
 def test_one_poisonous_request_among_eight_fails_alone(where: str) -> None:
-    """Its neighbours are in the middle of prompts and answers, seeded, some of them continued from elsewhere."""
+    """Its neighbours are in the middle of prompts and answers, seeded, some continued from another instance."""
     instance = Instance(
         64,
         executor=FakeExecutor if where == "late" else poisoned_at(where),
@@ -207,7 +208,7 @@ def test_p_and_d_fail_the_poisonous_halves_alone(
         for instance in rng.sample([prefill, decode], 2):
             instance.scheduler.step()
         wire.deliver(rng)
-        for room in prefill.failures:  # the router tells D
+        for room in prefill.failures:  # the router cancels on D
             if room not in decode.finishes:
                 decode.scheduler.submit(CancelRequest(room))
         if prefill.scheduler.is_idle and decode.scheduler.is_idle:
@@ -222,7 +223,7 @@ def test_p_and_d_fail_the_poisonous_halves_alone(
 
 
 class Broken(FakeExecutor):
-    """From its fourth step on nothing can be computed."""
+    """An executor that cannot compute anything from its fourth step on."""
 
     error: ClassVar[Exception] = RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -246,7 +247,7 @@ def test_an_executor_that_always_raises_ends_the_step_loop(error: Exception, cou
 
 
 class Forgetful(FakeExecutor):
-    """Raises once in a while, for nobody's fault, in the middle of a step."""
+    """An executor that raises now and then in the middle of a step, caused by no request."""
 
     def _decode(self, slot: int, result: StepResult) -> None:
         super()._decode(slot, result)
@@ -267,7 +268,7 @@ def test_a_step_that_raises_for_nobody_alone_is_repeated_and_nobody_notices() ->
 
 
 class NoHostMemory(FakeExecutor):
-    """The second retraction finds no memory."""
+    """An executor whose second retraction finds no memory."""
 
     offloads = 0
 

@@ -1,5 +1,5 @@
-"""A step is launched before the tokens of the one before are read, on a device that is late: the same tokens and ends,
-and nothing of a launched, unread step is free, promised to anybody or run beyond a limit."""
+"""A step is launched before the tokens of the previous one are read, on a late device: tokens and ends stay the same,
+and nothing of a launched, unread step is free, promised to a peer or computed beyond a limit."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 from chitu.testing.late_executor import LateExecutor
 
 stops = st.integers(0, 11)
-"""At which token a request's stop id comes; from 8 on it has none."""
+"""Index of the output token that is a request's stop id; from 8 on there is none."""
 
 
 def check(instance: Instance) -> None:
-    """Between two turns."""
+    """Check the invariants between two turns."""
     late, cache = instance.late, instance.cache
     held = {page for room in cache._rooms.values() for page in room.table}
     slots = instance.scheduler._resources.slots
@@ -50,7 +50,8 @@ def turn(instance: Instance, rng: random.Random) -> None:
 
 
 def stopped(index: int, one: tuple[int, int, int], stop: int) -> tuple[bytes, SamplingParams, int, list[int], str]:
-    """As `continued`; the request ends with the token at `stop`, wherever that id comes first."""
+    """Return what `continued` does and the finish reason; the request ends at the first token that equals that at
+    `stop`."""
     token_ids, sampling, num_emitted, tokens = continued(index, *one)
     if stop >= min(8, len(tokens)):
         return token_ids, sampling, num_emitted, tokens, "length"
@@ -111,7 +112,7 @@ def test_pd_tokens_ends_and_pages_are_those_without_overlap(
     stop_at: list[int],
     rng: random.Random,
 ) -> None:
-    """With cancels and transfers that fail; what is announced to P is in no hand of a step."""
+    """Some requests are cancelled and some transfers fail; no launched step holds what is announced to P."""
 
     class Watched(DSide):
         def announce(self, room: bytes, request_id: str, pages: list[int], aux_slot: int, *rest: int) -> None:
@@ -175,7 +176,7 @@ def test_a_step_is_launched_while_the_one_before_runs_and_a_request_loses_no_ste
     for _ in range(6):
         assert instance.scheduler.step()
         out.append(len(instance.tokens.get(room_of(1), [])))
-    # Prefill; then each turn launches a decode and reads the step before; 4 tokens are out with the fifth turn.
+    # Prefill; then each turn launches a decode and reads the previous step; 4 tokens are out after the fifth turn.
     assert out == [0, 1, 2, 3, 4, 4]
     instance.run()
     assert instance.executor.steps == 5, "a prefill, three decodes, a release: no surplus row for an end by length"
@@ -183,7 +184,7 @@ def test_a_step_is_launched_while_the_one_before_runs_and_a_request_loses_no_ste
 
 
 def test_an_end_that_the_host_sees_late_costs_one_surplus_row_whose_token_is_dropped() -> None:
-    """Its pages and slot come back only when that row has been read."""
+    """The request's pages and slot are freed only when that row has been read."""
     prompt = prompt_of(1, 3)
     tokens = expected_tokens(prompt, 9, INFO.vocab_size)
     instance = Instance(8, overlap=True)
@@ -203,7 +204,7 @@ def test_an_end_that_the_host_sees_late_costs_one_surplus_row_whose_token_is_dro
 
 
 def test_the_same_slot_in_other_hands_does_not_get_the_surplus_token() -> None:
-    """One slot, and requests that end by a stop id one after the other."""
+    """There is one slot, and requests that end by a stop id one after the other."""
     config = SchedulerConfig(max_running_requests=1, max_batched_tokens=16, chunk_size=16, reserved_decode_tokens=4)
     instance = Instance(6, overlap=True, config=config)
     ends = {}
@@ -291,7 +292,7 @@ def test_ends_from_outside_come_at_once_and_leave_nothing_in_flight(ending: str)
 
 
 class BrokenDevice(FakeExecutor):
-    """Its third step fails, which the host hears when it reads it."""
+    """A device whose third step fails; the host learns it when it reads the step."""
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         if self.steps == 2:
@@ -324,7 +325,7 @@ def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> No
 
 
 class HangingDevice(FakeExecutor):
-    """Its third step never ends; the heartbeat thread looks on."""
+    """A device whose third step never ends, while the heartbeat thread watches."""
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         while self.steps == 2:
@@ -348,7 +349,7 @@ def test_a_step_in_flight_that_hangs_is_seen_by_the_watchdog() -> None:
 
 
 def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> None:
-    """And those of a step that is done leave while the next one is being launched."""
+    """The layers of a finished step leave while the next step is being launched."""
     handed: list[str] = []
 
     class Side(PSide):
@@ -359,7 +360,7 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
             handed.append(f"layer {layer}")
             assert ready is prefill.late.unread[-1]
             if handed.count("begin") == 2:
-                prefill.late.run_next()  # the device is faster than whoever launches
+                prefill.late.run_next()  # the device is faster than the launching thread
 
         def end_step(self) -> None:
             handed.append("end")

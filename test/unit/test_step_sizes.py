@@ -1,4 +1,4 @@
-"""Sizes of steps that the topology leaves open follow the devices; what it says stays."""
+"""Step sizes that the topology leaves open follow the devices; sizes that it sets stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On which GPU the threads of a process work: that of the thread that made them, and no other."""
+"""The GPU of a process's threads: a thread works on the device of the thread that made it, and on no other."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chitu.net.threads import ServiceThread
 
 
 class FakeCuda:
-    """As CUDA: each thread begins on device 0."""
+    """A fake of CUDA: each thread begins on device 0."""
 
     def __init__(self) -> None:
         self._local = threading.local()
         self.is_used = True
         self.chosen: dict[str, int] = {}
-        """Device by thread."""
+        """Device of each thread, by its name."""
 
     def is_initialized(self) -> bool:
         return self.is_used
@@ -66,13 +66,13 @@ def test_a_process_without_a_gpu_is_not_asked_for_one(cuda: FakeCuda) -> None:
 
 
 def test_no_thread_that_may_touch_a_device_is_made_in_another_way() -> None:
-    """And no stream is entered but with its device around it: leaving it would set another one."""
+    """A stream is entered only together with its device: leaving it would otherwise select another device."""
     root = Path(chitu.__file__).parent
     instance = [
         path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("bench", "client", "launch")
     ]
     made = [path for path in instance if re.search(r"threading\.Thread\(|ThreadPoolExecutor\(", path.read_text())]
-    # a client's, and those that only read files or compile grammars
+    # a client's thread, and those that only read files or compile grammars
     allowed = {"testing/steady_load.py", "models/config.py", "grammars/store.py"}
     assert {str(path.relative_to(root)) for path in made} <= allowed | {"net/threads.py"}
     entered = [path for path in instance if "torch.cuda.stream(" in path.read_text()]

@@ -1,4 +1,4 @@
-"""What tiers are made of, each alone: pages of host memory, records, copies of pages, measured speed."""
+"""The parts of tiers, each alone: pages of host memory, records, copies of pages, measured speed."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_tensors_are_copied_as_host_memory_is(layout: KVLayout) -> None:
-    """Of the first rank, and of another one, which leaves to its neighbour what that holds too."""
+    """Checked for the first rank, and for another rank, which leaves out what its neighbour holds too."""
     first = layout.num_kv_heads >= layout.tp_size
     for tp_rank in range(layout.tp_size):
         check_copies(layout, tp_rank, is_copied=first or tp_rank % (layout.tp_size // layout.num_kv_heads) == 0)

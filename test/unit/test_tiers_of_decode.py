@@ -1,4 +1,4 @@
-"""The way back: what D computed gets to P by a store, so a turn computes what is new alone."""
+"""The way back: P gets what D computed through a store, so a turn computes only what is new."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_p_computes_what_is_new_in_a_turn_and_takes_the_answers_from_d() -> None
     prompt, known = prompt_of(1, 22), 0
     for turn in range(4):
         assert pair.ask(turn, prompt, max_tokens=13) == known // PAGE_SIZE * PAGE_SIZE
-        known = len(prompt) + 12  # of the newest token K and V do not exist
+        known = len(prompt) + 12  # the newest token has no K and V yet
         prompt = [*prompt, *decode.tokens[room_of(turn)], *range(5)]
     assert sorted(store.records) == sorted(names_of(decode, prompt[:known]))
     assert decode.copies.extracted and not decode.copies.restored
@@ -35,8 +35,8 @@ def test_p_computes_what_is_new_in_a_turn_and_takes_the_answers_from_d() -> None
 
 
 def test_d_hands_on_what_p_lacks_and_nothing_else() -> None:
-    """The page in which the prompt ends is the first of them. Nothing of a request that keeps out of the cache, and of
-    a salt for the same salt alone."""
+    """The page in which the prompt ends is the first one handed on. A request that keeps out of the cache leaves none,
+    and pages of a salt serve that salt only."""
     theirs, ours = MemoryStore(), MemoryStore()
     pair, decode = pair_over(theirs, ours)
     prompt = prompt_of(1, 22)

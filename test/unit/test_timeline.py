@@ -1,4 +1,4 @@
-"""Time lines of records whose clocks agree in nothing."""
+"""Timelines of records whose clocks do not agree."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PAGES = {"P0": TracedPages.of([9, 4, 7]), "D0": TracedPages.of([1, 2, 3])}
 def records(
     *, p_zero_s: float, d_zero_s: float, d_late_s: float = 0.0, sums: TracedSums | None = None
 ) -> list[AnyTraceRecord]:
-    """Sent at 1.0 s on the router's clock. P has it at once, computes for 0.2 s and writes until 0.3 s. D has it
-    `d_late_s` later, announces 0.01 s later, and has KV at 0.31 s of P's."""
+    """Return the records of a request sent at 1.0 s on the router's clock. P gets it at once, computes for 0.2 s and
+    writes until 0.3 s. D gets it `d_late_s` later, announces 0.01 s later, and has KV at 0.31 s of P's."""
 
     def at(instance: str, since_s: float) -> dict[str, Any]:
         zero_s = {"P0": p_zero_s, "D0": d_zero_s}[instance]
@@ -98,7 +98,7 @@ def span_of(line: Timeline, where: str, what: str) -> TimelineSpan:
 @pytest.mark.parametrize(("p_zero_s", "d_zero_s"), [(1.0, 1.0), (1e6, 5.0), (0.0, 3e7)])
 @pytest.mark.parametrize("d_late_s", [0.0, 0.05])
 def test_clocks_of_machines_need_not_agree(p_zero_s: float, d_zero_s: float, d_late_s: float) -> None:
-    """Where D had its half late, no effect comes before its cause all the same."""
+    """No effect comes before its cause, even if D got its half late."""
     line = timeline_of(FoundRecords(records(p_zero_s=p_zero_s, d_zero_s=d_zero_s, d_late_s=d_late_s)), "r")
     writes, came = span_of(line, "P0", "writes to D"), span_of(line, "D0", "KV comes")
     assert span_of(line, "P0", "compute").start_s == pytest.approx(0.1, abs=1e-6)

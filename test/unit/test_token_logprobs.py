@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's forms: with the tokens whose text goes out, byte for byte, however the stream is cut."""
+"""Logprobs in OpenAI's formats: they come with the tokens whose text goes out, byte for byte, for any cut."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from chitu.protocol import pack_logprobs, prompt_lines, prompt_logprobs_bytes, u
 
 
 def bytes_of(token: int) -> bytes | None:
-    """A token is a byte, but for the eos, which is a text, and what is behind it, which no tokenizer has."""
+    """Return the bytes of a token: one byte, the text of eos, or None for ids beyond eos, which no tokenizer has."""
     return bytes([token]) if token < EOS else b"<eos>" if token == EOS else None
 
 
 def packed(tokens: list[int]) -> list[bytes]:
-    """Each has its place for a logprob, and one candidate besides itself."""
+    """Pack a logprob of each token, which encodes its place, with one more candidate."""
     return [pack_logprobs(-1.0 - place, [(65, -0.25), (token, -1.0 - place)]) for place, token in enumerate(tokens)]
 
 

@@ -1,5 +1,5 @@
-"""Tokens over a link from D to the router: what a broken connection took comes again, and both ends know what was given
-up."""
+"""Tokens over a link from D to the router: what a broken connection lost is sent again, and both ends know what was
+given up."""
 
 from __future__ import annotations
 

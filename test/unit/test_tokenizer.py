@@ -47,7 +47,7 @@ def metaspace(prepend_scheme: str) -> Backend:
 
 
 def sentencepiece(strip: bool) -> Backend:
-    """As Llama 2 (with strip) and Gemma (without): byte fallback, ▁ for a space."""
+    """Return a tokenizer like Llama 2's (with strip) or Gemma's (without): byte fallback, ▁ for a space."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁▁", "a", "b", "▁a", "ab", "▁the", "你", "好", "e", "\u0301", ".", "<0xZZ>", "<0x+1>", "\ufffd"]
     backend = Backend(
@@ -67,7 +67,7 @@ def no_decoder() -> Backend:
 
 
 def regex_decoder() -> Backend:
-    """A decoder that only decoding the whole text follows."""
+    """Return a tokenizer whose decoder works only on the whole text."""
     backend = metaspace("always")
     backend.decoder = decoders.Sequence([decoders.Replace(Regex("▁"), " "), decoders.Fuse()])
     return backend
@@ -107,7 +107,7 @@ def test_each_kind_of_tokenizer_gets_its_detokenizer(name: str) -> None:
 @given(data=st.data(), skip=st.booleans())
 def test_deltas_of_any_ids_concatenate_to_the_decoded_text(name: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = TOKENIZERS[name]
-    # Beyond the vocabulary too: a model's logits row may be longer.
+    # Ids beyond the vocabulary too: a model's logits row may be longer.
     pushes = data.draw(st.lists(st.lists(st.integers(0, tokenizer.vocab_size + 5), max_size=4), max_size=12))
     ids = [token for tokens in pushes for token in tokens]
     assert incremental(tokenizer, pushes, skip) == tokenizer.decode(ids, skip)

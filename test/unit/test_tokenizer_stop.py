@@ -11,7 +11,7 @@ from chitu.tokenizer import StopScanner
 
 
 def feed(stops: list[str], deltas: list[str], include_stop: bool = False) -> tuple[list[str], bool]:
-    """What was emitted at each push and at the end, and whether a stop was hit."""
+    """Return what was emitted at each push and at the end, and whether a stop string was hit."""
     scanner = StopScanner(stops, include_stop)
     out = []
     for delta in deltas:
@@ -68,7 +68,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 
 
 def first_hit(stops: list[str], text: str) -> tuple[int, int] | None:
-    """(end, start) of the hit, by looking at every prefix of the text in turn."""
+    """Return (end, start) of the hit, found by looking at every prefix of the text in turn."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:

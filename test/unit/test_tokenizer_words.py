@@ -1,4 +1,4 @@
-"""Encoding word by word gives exactly the library's ids, and only where it can."""
+"""Encoding word by word gives exactly the library's ids, and is used only if it can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`router.workers` on the instances' side: tokens go back to the API process that asked, and die with it."""
+"""`router.workers` on the instances' side: tokens go to the API process that asked; its requests die with it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from chitu.testing.fake_executor import expected_tokens
 PROMPT = prompt_of(1, 10)
 SAMPLING = SamplingParams(12, temperature=0.0)
 PORT_OF = {71: 5001, 72: 5002, 73: 5003}
-"""Token ports of API processes by incarnation."""
+"""Token ports of API processes, by incarnation."""
 
 
 class Ports:
-    """Token ports that keep what they get, as (port, rooms, tokens, ended rooms)."""
+    """Token ports that record what they receive, as (port, rooms, tokens, ended rooms)."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, list[bytes], list[int], list[bytes]]] = []

@@ -1,4 +1,4 @@
-"""A model's text becomes reasoning, content and calls, however it is cut; what is no call is content, every letter."""
+"""A model's text becomes reasoning, content and calls, for any cut; text that is no call stays content, unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parts(how: MessagePlan, text: str, cut: int) -> list[str | MessageDelta]:
 
 
 def read(how: MessagePlan, text: str, cut: int = 1) -> tuple[str, str, list[tuple[str, str]]]:
-    """Content, reasoning, and calls by name and arguments; with ids as they must be."""
+    """Return content, reasoning, and calls by name and arguments; check their places and ids."""
     message = joined(parts(how, text, cut))
     if isinstance(message, str):
         return message, "", []
@@ -120,7 +120,7 @@ def test_arguments_stream_as_they_come_and_only_the_beginning_of_a_mark_is_held(
     assert parser.push("a < b") == "a < b"
     assert parser.push(" and <tool") == " and "
     assert parser.push("box> \n") == "<toolbox> "
-    assert parser.push('\n<tool_call>\n{"name": "add", "argum') == "\n"  # of two line ends one is the mark's
+    assert parser.push('\n<tool_call>\n{"name": "add", "argum') == "\n"  # of two line ends one belongs to the mark
     opened = parser.push('ents": {"a"')
     assert isinstance(opened, MessageDelta) and opened.content == ""
     assert [(call.name, call.arguments) for call in opened.calls] == [("add", '{"a"')]
@@ -210,7 +210,7 @@ def test_a_long_text_is_read_in_one_pass() -> None:
     text = "<tool_call>x" * 4000
     shown = [*parser.push(text), *parser.finish()]
     assert "".join(map(str, shown)) == text
-    # A state hands on what it leaves, so each mark costs a piece at most, whatever the text's length is.
+    # A state passes on what it does not consume, so each mark costs at most a piece, however long the text is.
     assert Counted.read <= len(text) * PIECE_CHARS / len("<tool_call>x")
     one_by_one = Counted(NAMES, True, True)
     Counted.read = 0
@@ -235,7 +235,7 @@ THOUGHTS = [
 def test_reasoning_is_split_from_the_answer(text: str, inside: bool, content: str, reasoning: str) -> None:
     for cut in (1, 2, 5, len(text)):
         if text.startswith(" ") and cut == len(text):
-            continue  # in one piece the mark is seen
+            continue  # in one piece the mark is recognised
         assert read(plan(None, marks=THINK, inside=inside), text, cut) == (content, reasoning, [])
 
 
@@ -247,7 +247,7 @@ def test_reasoning_comes_before_calls_and_may_be_left_out() -> None:
 
 
 class Letters:
-    """A token is a letter."""
+    """A detokenizer in which a token is a letter."""
 
     def push(self, token_ids: list[int], /) -> str:
         return "".join(map(chr, token_ids))

@@ -1,4 +1,4 @@
-"""The stations of docs/tour.md, and the places that CONTRIBUTING.md names, are there."""
+"""The stations of docs/tour.md and the places that CONTRIBUTING.md names exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATIONS = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/tour.md").read_t
 
 
 def names_in(path: Path) -> set[str]:
-    """Functions and classes, and `Class.method`."""
+    """Return the names of functions and classes, and `Class.method`."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Trace records on their way: bounded everywhere, what is dropped is counted and said, and nobody else's is found."""
+"""Trace records on their way: bounded everywhere, drops counted and reported, only a request's own records found."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def ended(request_id: str, instance: str = "D0", message: str = "") -> TraceEnd:
 
 
 class Written(TraceFiles):
-    """Writes in the caller's thread."""
+    """Trace files that are written in the caller's thread."""
 
     def write(self, name: str, lines: bytes, num_dropped: int = 0) -> None:
         self._is_started = True
@@ -72,7 +72,7 @@ def test_a_disk_that_takes_nothing_costs_records_which_are_counted(tmp_path: Pat
 def test_a_slow_disk_holds_a_bounded_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "MAX_WAITING_BYTES", 1000)
     files = TraceFiles(tmp_path, 1 << 20)
-    files._is_started = True  # and nobody writes
+    files._is_started = True  # with no thread that writes
     line = b"x" * 99 + b"\n"
     for _ in range(20):
         files.write("P0", line)
@@ -100,7 +100,7 @@ def test_only_the_records_of_a_request_and_its_choices_are_found(tmp_path: Path)
 
 def test_too_many_records_are_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "MAX_FOUND_BYTES", 1000)
-    monkeypatch.setattr(trace_files, "BLOCK_BYTES", 64)  # lines that lie in several blocks
+    monkeypatch.setattr(trace_files, "BLOCK_BYTES", 64)  # lines span several blocks
     files = Written(tmp_path, 1 << 20)
     for _ in range(20):
         files.add(ended("a"))
@@ -128,7 +128,7 @@ class Socket:
 
 
 def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Tracer, Socket, FakeClock]:
-    """Without its thread: the test sends what waits."""
+    """Return a tracer without its thread: the test sends what waits."""
     socket, clock = Socket(), FakeClock()
     made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, clock)
     monkeypatch.setattr(tracer.ServiceThread, "start", lambda self: None)
@@ -160,7 +160,7 @@ def test_each_choice_arrives_and_is_forgotten_after_its_end(monkeypatch: pytest.
 
 
 def test_the_thread_sleeps_between_two_looks_and_sends_what_waits_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that spun would cost more than all that is traced."""
+    """A thread that spun would cost more than all the tracing."""
     socket, looks = Socket(), 0
     made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, FakeClock())
 

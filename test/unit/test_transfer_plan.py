@@ -48,7 +48,7 @@ SRC, DST = Memory(1 << 20), Memory(1 << 30, num_pages=60)
 
 
 def bytes_of(copies: CopyList) -> list[tuple[int, int]]:
-    """(source, destination) of every 256 byte page that the list moves, in order."""
+    """Return (source, destination) of every 256 byte page that the list moves, in order."""
     pairs = []
     for src, dst, length in zip(copies.src, copies.dst, copies.length, strict=True):
         assert length % 256 == 0 and length > 0
@@ -57,7 +57,7 @@ def bytes_of(copies: CopyList) -> list[tuple[int, int]]:
 
 
 def check_inside(copies: CopyList, src: Memory, dst: Memory) -> None:
-    """As each transport looks at it before it writes."""
+    """Check the copies as each transport does before it writes."""
     columns = tuple(np.asarray(column, dtype=np.int64) for column in copies)
     require_inside("x", columns, (dst.arena_base, dst.arena_bytes), [(src.arena_base, src.arena_bytes)])  # type: ignore[arg-type]
 
@@ -207,7 +207,7 @@ def test_layouts_that_differ_are_refused_with_both_printed() -> None:
 
 
 def test_a_latent_cache_has_one_region_a_layer():
-    """Four layers in the regions that would be K and V of two."""
+    """It has four layers in the regions that would be K and V of two."""
     assert list(layer_regions(range(1, 3), 1)) == [1, 2]
     copies = plan_page_copies(SRC, DST, [7], [9], range(1, 3), regions_per_layer=1)
     expected = [(SRC.region_bases[r] + 7 * 256, DST.region_bases[r] + 9 * 256) for r in (1, 2)]
@@ -220,5 +220,5 @@ def test_a_latent_cache_and_one_of_keys_and_values_do_not_fit_each_other():
     latent = msgspec.structs.replace(LAYOUT, num_kv_heads=1, regions_per_layer=1)
     with pytest.raises(IncompatibleLayout, match="regions_per_layer: 1 != 2"):
         check_compatible(latent, msgspec.structs.replace(latent, regions_per_layer=2))
-    for tp_size in (1, 2, 3, 8):  # every rank holds all of it
+    for tp_size in (1, 2, 3, 8):  # every rank holds the whole latent
         check_compatible(latent, msgspec.structs.replace(latent, tp_size=tp_size))

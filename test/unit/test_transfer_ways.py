@@ -1,4 +1,4 @@
-"""RDMA or TCP, and how KV travels: what the machine has, what is chosen and said, what is refused before a start."""
+"""RDMA or TCP, and how KV travels: what the machine has, what is chosen and logged, what is refused before a start."""
 
 from __future__ import annotations
 

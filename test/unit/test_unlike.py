@@ -1,4 +1,4 @@
-"""Which instances the router does not take beside which others, and what it says then."""
+"""Which instances the router refuses to combine, and the error that it gives."""
 
 from __future__ import annotations
 

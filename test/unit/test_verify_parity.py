@@ -1,4 +1,4 @@
-"""When `chitu verify` calls an answer right, a near-tie or wrong, and whom it blames."""
+"""When `chitu verify` calls an answer right, a near-tie or wrong, and which instance it blames."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def asked(*tokens: int, pair: Pair = ("P0", "D0"), text: str = "", logprobs: tup
 
 
 def scores(*tops: tuple[int, float]) -> list[Score]:
-    """Each token at -1; a likelier one by this much."""
+    """Return a score of -1 for each token, and how much likelier the top token is."""
     return [Score(-1.0, top, -1.0 + gap) for top, gap in tops]
 
 
@@ -110,7 +110,7 @@ def report(found: list[Judged], reasons: list[str] | None = None, moved: int = 1
 
 
 def test_what_a_cache_had_wrong_is_blamed_on_whom_it_came_from() -> None:
-    """P1-D0 is wrong by itself; P0-D0 only with pages that P1 left on D0."""
+    """P1-D0 is wrong by itself; P0-D0 is wrong only with pages that P1 left on D0."""
     wrong = Judgement("wrong", 1, "token 1 is 4")
     found = [judged(asked(4, 5, pair=(name, "D0")), "greedy", Judgement("same")) for name in ("P0", "P1")]
     stale = judged(asked(4, 5, pair=("P0", "D0")), "cached", wrong)

@@ -1,4 +1,4 @@
-"""What verify_xpyd_topology demands, on made-up clusters: each thing that can be wrong is said, and nothing else."""
+"""What verify_xpyd_topology demands, on made-up clusters: it reports each thing that can be wrong, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("verify_xpyd_topology", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -43,7 +43,7 @@ def snapshot(*instances: InstanceSnapshot) -> ClusterSnapshot:
 
 
 def asked(number: int, pair: str, request_id: str, prompt_tokens: int = 40, **changes: object) -> Asked:
-    """A request that went well over `P0-D1`."""
+    """Return a request that went well, over `pair`."""
     prefill, decode = pair.split("-")
     kv_bytes = expected_bytes(prompt_tokens, LAYOUT)
     served = msgspec.structs.replace(Served(prefill, decode, prompt_tokens, 3, 0, 0, kv_bytes, 0.5), **changes)

@@ -1,4 +1,4 @@
-"""What an instance runs before its first request, as plans."""
+"""The plans that an instance runs before its first request."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chitu.engine.warmup import MAX_PROMPTS_TOKENS, WARMUP_PROMPT_TOKENS, Shapes
 
 
 class PlanReader:
-    """An `Executor`, as far as the warm-up needs one, that holds each plan to what a slot and the pages allow."""
+    """An `Executor`, as far as the warm-up needs one, that checks each plan against what a slot and the pages allow."""
 
     def __init__(self, num_slots: int, max_model_len: int, shapes: Shapes) -> None:
         self.info = ExecutorInfo(num_slots, max_model_len, 500, 2, (2,))
@@ -37,7 +37,7 @@ class PlanReader:
 
     @property
     def chunks(self) -> list[list[tuple[int, int, bool]]]:
-        """By step: length, logits row, whether it samples."""
+        """Return the chunks of each step: length, logits row, and whether it samples."""
         return [[(c.length, c.aux_slot, c.sample) for c in plan.prefill] for plan in self.plans if plan.prefill]
 
 

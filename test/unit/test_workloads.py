@@ -1,4 +1,4 @@
-"""The made-up tasks: seeded, answerable from the prompt alone, and held-out words apart from those of training."""
+"""The made-up tasks: seeded, answerable from the prompt alone, and with held-out words that training does not use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Instances of the protocol pump with tiers behind their pool, and the store that misbehaves, for the tests of tiers.
+"""Instances of the protocol pump with tiers behind their pool, and a store that misbehaves, for the tests of tiers.
 
-KV is real bytes, pools are small, and every token depends on every byte. The thread `tiers` is pumped by the test, one
-job at a time, between the steps.
+KV is real bytes, pools are small, and every token depends on every byte. The test runs the jobs of the thread `tiers`
+one at a time, between the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Engine(ChecksumExecutor):
 
 
 class Copies(HostPageCopies):
-    """Notes what is copied."""
+    """Page copies that note what is copied."""
 
     def __init__(self, pool: ChecksumPool) -> None:
         super().__init__(pool)
@@ -115,7 +115,7 @@ class Tiered(Instance):
         self.scheduler.submit(UnifiedRequest(room, f"r{index}", pack_i32(prompt), GREEDY, cache_salt=salt))
 
     def ask(self, index: int, prompt: list[int], salt: str | None = "") -> int:
-        """Tokens of the prompt that were not computed."""
+        """Serve a request and return how many tokens of its prompt were not computed."""
         self.submit(index, prompt, salt)
         self.run()
         self.check(index, prompt)
@@ -125,7 +125,7 @@ class Tiered(Instance):
         assert self.tokens[room_of(index)] == expected_tokens(prompt, 3, INFO.vocab_size)
 
     def evict(self) -> None:
-        """All that is cached in the pool."""
+        """Evict everything that is cached in the pool."""
         other = room_of(1 << 20)
         self.cache.reserve(other, self.cache.num_pages * PAGE_SIZE)
         assert isinstance(self.executor, Engine)
@@ -134,7 +134,7 @@ class Tiered(Instance):
 
 
 class Stored(Tiered):
-    """A `Tiered` whose `evict` leaves pages in its stores alone."""
+    """A `Tiered` whose `evict` leaves pages only in its stores."""
 
     def __init__(
         self,
@@ -147,13 +147,13 @@ class Stored(Tiered):
         super().__init__(num_pages, host_pages, sender, receiver, stores=stores)
 
     def evict(self) -> None:
-        """All that is in the pool and in host memory."""
+        """Evict everything that is in the pool and in host memory."""
         super().evict()
         self.host.clear()
 
 
 class MemoryStore:
-    """A store that can be told to misbehave."""
+    """A store that a test can make misbehave."""
 
     def __init__(self) -> None:
         self.records: dict[bytes, bytearray] = {}
@@ -197,7 +197,7 @@ class MemoryStore:
 
 
 class MovingWire(Wire):
-    """Moves KV, too."""
+    """A wire that moves KV too."""
 
     def deliver(self, rng: random.Random) -> None:
         assert self.prefill is not None and self.decode is not None
@@ -216,7 +216,7 @@ def rows_of(page: int) -> slice:
 
 
 class TieredPair:
-    """P and D, on a wire that is perfect; what is given makes them, P with tiers and D as it likes."""
+    """P and D on a wire that never fails. The callables make them: P has tiers, D may have some."""
 
     def __init__(self, prefill: Callable[[Wire], Tiered], decode: Callable[[Wire], Instance]) -> None:
         self.wire, self.rng = MovingWire(), random.Random(1)
@@ -231,7 +231,7 @@ class TieredPair:
         self.wire.deliver(self.rng)
 
     def ask(self, index: int, prompt: list[int], max_tokens: int = 3, salt: str | None = "") -> int:
-        """Tokens of the prompt that P did not compute."""
+        """Serve a request and return how many tokens of its prompt P did not compute."""
         room, tokens, sampling = room_of(index), pack_i32(prompt), SamplingParams(max_tokens, temperature=0.0)
         before = self.prefill.scheduler._load.prompt_tokens
         self.decode.scheduler.submit(DecodeRequest(room, f"r{index}", tokens, sampling, 0, 1, cache_salt=salt))
