@@ -24,26 +24,26 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 HEAD = """# HTTP API: every field
 
-Made from `chitu/http/request_fields.py` by `script/api_reference.py`; edit there. `GET /openapi.json` has the same
+Generated from `chitu/http/request_fields.py` by `script/api_reference.py`; edit there. `GET /openapi.json` has the same
 with types. Every field of a body is served, refused, or in the short list of those without effect. `null` is the same
 as leaving a field out.
 
-A field that is none of these is refused (400, `param` names it and the message the nearest known one), in nested
-objects, too. With `dp_config.router.unknown_fields: warn` it is left out instead, and the header `X-Chitu-Warning` of
-the answer names the first one.
+An unknown field is refused, also in nested objects (400, `param` names it and the message names the nearest known one).
+With `dp_config.router.unknown_fields: warn` it is ignored instead, and the header `X-Chitu-Warning` of the answer names
+the first one.
 
-Where a chat's answer must follow a grammar (`response_format` and its like, calls of tools), a model that reasons does
-so first and freely: the grammar begins behind the end of the reasoning. It holds from the first token on if the prompt
-has the end of a reasoning already, with `enable_thinking: false`, with `separate_reasoning: false`, and in completions.
-`usage` counts the tokens up to the end of the reasoning as `reasoning_tokens`.
+If a chat's answer must follow a grammar (`response_format` and the like, tool calls), a model that reasons first reasons
+freely: the grammar begins after the end of the reasoning. It holds from the first token if the prompt already contains
+the end of a reasoning, with `enable_thinking: false`, with `separate_reasoning: false`, and in completions. `usage`
+counts the tokens up to the end of the reasoning as `reasoning_tokens`.
 
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
-token has an entry, a hidden eos, too; `text_offset` counts characters of the choice's `text`.
+token has an entry, also a hidden eos; `text_offset` counts characters of the choice's `text`.
 
-How a model calls tools is told by the text of its chat template: as Hermes and Qwen do, as Llama 3 or as Mistral. With
-others `tools` are refused. A call is one of a tool that was offered; whatever else the model writes is `content`, a
-call whose JSON is broken, too. In a stream the arguments go out as they come, before it is known whether they are
-whole. What stands between `<think>` or `[THINK]` and its end, where the template knows it, is `reasoning_content`.
+The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Llama 3 or as Mistral. With
+other templates `tools` are refused. Only a call of an offered tool is a call; anything else that the model writes is
+`content`, also a call whose JSON is broken. A stream sends arguments as they come, before it is known whether they are
+complete. Text between `<think>` or `[THINK]` and its end is `reasoning_content` if the template knows these marks.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

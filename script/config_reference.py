@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration: every key
 
-Made from `chitu/config/schema.py` by `script/config_reference.py`; edit there. A topology file is YAML with these keys,
-each with a default; an unknown key is refused with the nearest known one. Any key can be set on a command line, behind
-the options: `chitu serve TOPOLOGY dp_config.router.port=8000 dp_config.router.decode_schedulers.0.tp_size=2`.
+Generated from `chitu/config/schema.py` by `script/config_reference.py`; edit there. A topology file is YAML with these
+keys, each with a default; an unknown key is refused with the nearest known one. Any key can be set on a command line,
+after the options: `chitu serve TOPOLOGY dp_config.router.port=8000 dp_config.router.decode_schedulers.0.tp_size=2`.
 """
 TYPES = {
     "Port": "port",
