@@ -32,10 +32,10 @@ An unknown field is refused, also in nested objects (400, `param` names it and t
 With `dp_config.router.unknown_fields: warn` it is ignored instead, and the header `X-Chitu-Warning` of the answer names
 the first one.
 
-If a chat's answer must follow a grammar (`response_format` and the like, tool calls), a model that reasons first reasons
-freely: the grammar begins after the end of the reasoning. It holds from the first token if the prompt already contains
-the end of a reasoning, with `enable_thinking: false`, with `separate_reasoning: false`, and in completions. `usage`
-counts the tokens up to the end of the reasoning as `reasoning_tokens`.
+If a chat's answer must follow a grammar (`response_format` and the like, tool calls), a model that reasons does so
+first and freely: the grammar begins after the end of the reasoning. It holds from the first token if the prompt already
+contains the end of a reasoning, with `enable_thinking: false`, with `separate_reasoning: false`, and in completions.
+`usage` counts the tokens up to the end of the reasoning as `reasoning_tokens`.
 
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
 token has an entry, also a hidden eos; `text_offset` counts characters of the choice's `text`.

@@ -20,8 +20,8 @@ REFUSED: Literal["refused"] = "refused"
 NO_EFFECT: Literal["without effect"] = "without effect"
 
 ONE_CALL = (
-    "false: the answer ends behind its first call, as always where the chat template takes no more than one of an "
-    "answer that is sent back (Llama 3's); default true"
+    "false: the answer ends after its first call, as always if the chat template accepts only one call of an answer "
+    "that is sent back (Llama 3's); default true"
 )
 
 
@@ -45,7 +45,7 @@ FIELDS: tuple[Field, ...] = (
     *_of(
         (COMPLETIONS, CHAT, RESPONSES, TOKENIZE, DETOKENIZE),
         SERVED,
-        ("model", "the served name or the checkpoint's path; default: the one model that there is"),
+        ("model", "the served name or the checkpoint's path; default: the only model"),
     ),
     *_of(
         (COMPLETIONS, TOKENIZE),
@@ -56,21 +56,21 @@ FIELDS: tuple[Field, ...] = (
     *_of(
         (CHAT, TOKENIZE),
         SERVED,
-        ("messages[].role", "to 64 characters; `developer` is the template's `system`"),
-        ("messages[].content", "text, or to 1024 parts"),
+        ("messages[].role", "up to 64 characters; `developer` is the template's `system`"),
+        ("messages[].content", "text, or up to 1024 parts"),
         ("messages[].content[].type", "`text`"),
         ("messages[].content[].text", ""),
-        ("messages[].name", "to 64 characters; handed to the chat template, which may show it or not"),
-        ("messages[].tool_calls", "to 128, of an answer that is sent back; `content` may be null then"),
-        ("messages[].tool_calls[].id", "to 128 characters"),
+        ("messages[].name", "up to 64 characters; passed to the chat template, which may ignore it"),
+        ("messages[].tool_calls", "up to 128, of an answer that is sent back; `content` may be null then"),
+        ("messages[].tool_calls[].id", "up to 128 characters"),
         ("messages[].tool_calls[].type", "`function`"),
         ("messages[].tool_calls[].function", ""),
         ("messages[].tool_calls[].function.name", "1 to 128 characters"),
-        ("messages[].tool_calls[].function.arguments", "JSON; what is no object is handed to the template as text"),
-        ("messages[].tool_call_id", "to 128 characters: which call a message of the role `tool` answers"),
-        ("messages[].reasoning_content", "of an answer that is sent back; handed to the chat template"),
-        ("messages[].reasoning", "the same, if the other is not there"),
-        ("tools", "to 128; in the prompt as the model's chat template writes them"),
+        ("messages[].tool_calls[].function.arguments", "JSON; if not an object, passed to the template as text"),
+        ("messages[].tool_call_id", "up to 128 characters: the call that a message of the role `tool` answers"),
+        ("messages[].reasoning_content", "of an answer that is sent back; passed to the chat template"),
+        ("messages[].reasoning", "the same, if `reasoning_content` is missing"),
+        ("tools", "up to 128; in the prompt as the model's chat template writes them"),
         ("tools[].type", "`function`"),
         ("tools[].function", ""),
         ("tools[].function.name", "1 to 128 characters, each once"),
@@ -78,8 +78,8 @@ FIELDS: tuple[Field, ...] = (
         ("tools[].function.parameters", "a JSON schema"),
         (
             "tools[].function.strict",
-            "true: arguments of a call that the model makes of its own accord follow `parameters`, too; such a request "
-            "has no `response_format` or the like beside it. Those of an enforced call always follow them",
+            "true: arguments of a call that the model chooses to make follow `parameters`, too; not together with "
+            "`response_format` and the like. Arguments of an enforced call always follow them",
         ),
     ),
     *_of(
@@ -108,16 +108,16 @@ FIELDS: tuple[Field, ...] = (
     *_of(
         GENERATION,
         SERVED,
-        ("max_tokens", "1 to what the context leaves; default: completions 16, chat the rest of the context"),
+        ("max_tokens", "1 to the rest of the context; default: completions 16, chat the rest of the context"),
         ("max_completion_tokens", "the same, and overrides it"),
         ("temperature", "0 (greedy) to 2; default 1"),
         ("top_p", "above 0, to 1; default 1"),
         (
             "n",
-            "1 to 128, and 1024 choices over all prompts; choice i has the seed `seed` + i, and is what a request with "
-            "that seed gets. The prompt is computed once and moved once",
+            "1 to 128, at most 1024 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
+            "to a request with that seed. The prompt is computed and moved once",
         ),
-        ("stop", "text or to 16 texts of 1 to 256 characters"),
+        ("stop", "text or up to 16 texts of 1 to 256 characters"),
         ("seed", "64 bits; default random"),
         ("stream", "server-sent events"),
         ("stream_options", "with `stream` only"),
@@ -125,82 +125,82 @@ FIELDS: tuple[Field, ...] = (
         ("stream_options.continuous_usage_stats", "every event has the usage of its choice so far"),
         ("presence_penalty", "-2 to 2, over emitted tokens"),
         ("frequency_penalty", "-2 to 2, over emitted tokens"),
-        ("logit_bias", "to 1024 token ids, each -100 to 100"),
+        ("logit_bias", "up to 1024 token ids, each -100 to 100"),
         ("top_k", "1 or more; 0 and -1 are off"),
         ("min_p", "0 to 1"),
         ("repetition_penalty", "above 0, to 10, over prompt and emitted tokens"),
-        ("min_tokens", "0 to `max_tokens`: no eos and no stop id before"),
-        ("stop_token_ids", "to 256"),
-        ("ignore_eos", "not where the answer follows a grammar"),
-        ("response_format", "as one of the next eleven: how the answer is to look"),
+        ("min_tokens", "0 to `max_tokens`: no eos and no stop id before so many tokens"),
+        ("stop_token_ids", "up to 256"),
+        ("ignore_eos", "not if the answer follows a grammar"),
+        ("response_format", "the format of the answer, like each of the next eleven"),
         ("response_format.type", "`text`, `json_object` or `json_schema`"),
         ("response_format.json_schema", "with `type` `json_schema`"),
         (
             "response_format.json_schema.schema",
-            "to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of `properties`. "
-            "Keywords that are not supported (`not`, `if`, `uniqueItems`, ...) are refused",
+            "up to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of "
+            "`properties`. Keywords that are not supported (`not`, `if`, `uniqueItems`, ...) are refused",
         ),
         ("structured_outputs", "with one of its fields"),
-        ("structured_outputs.json", "a JSON schema, as an object or as a text that holds one"),
+        ("structured_outputs.json", "a JSON schema, as an object or as JSON text"),
         ("structured_outputs.json_object", "`true`: any JSON object"),
         ("structured_outputs.regex", "the whole answer matches it; syntax of Rust's `regex`, without look-around"),
-        ("structured_outputs.choice", "1 to 1024 texts of 1024 characters, of which the answer is one"),
-        ("structured_outputs.grammar", "context-free: llguidance's Lark, or GBNF to 2048 characters"),
+        ("structured_outputs.choice", "1 to 1024 texts of up to 1024 characters; the answer is one of them"),
+        ("structured_outputs.grammar", "context-free: llguidance's Lark, or GBNF of up to 2048 characters"),
         ("guided_json", "as `structured_outputs.json`"),
         ("guided_regex", "as `structured_outputs.regex`"),
         ("guided_choice", "as `structured_outputs.choice`"),
         ("guided_grammar", "as `structured_outputs.grammar`"),
-        ("allowed_token_ids", "1 to 1024: no other token is drawn, eos neither"),
+        ("allowed_token_ids", "1 to 1024: no other token is drawn, not even eos"),
         (
             "bad_words",
-            "to 128 texts of 64 characters and 16 tokens; each, with and without a space ahead, is a sequence of "
-            "tokens that the answer does not have (another sequence may read the same); 1 to 16 token ids, as they are",
+            "up to 128 texts of up to 64 characters and 16 tokens, or lists of 1 to 16 token ids. The answer has none "
+            "of their token sequences, texts also not after a space (another sequence may give the same text)",
         ),
         ("include_stop_str_in_output", ""),
         ("skip_special_tokens", "default true"),
         ("return_token_ids", "`token_ids` in every choice"),
         (
             "return_proof",
-            "object `chitu` in the answer, or behind the last event of a stream's choices, and headers: which P and D, "
+            "object `chitu` in the answer, or after the last event of a stream's choices, and headers: which P and D, "
             "bytes moved, tokens cached, attempts, times (operations.md)",
         ),
         ("return_page_sums", "`return_proof` with checksums of the first full pages that it leaves on D, by layer"),
         (
             "return_receipt",
-            "`return_proof` with all that the tokens depend on, for `chitu replay`; of one choice of one prompt",
+            "`return_proof` with all that the tokens depend on, for `chitu replay`; only with one choice of one prompt",
         ),
         (
             "truncate_prompt_tokens",
-            "1 to the context: only this many last tokens of each prompt (a bos that the tokenizer puts ahead stays); "
+            "1 to the context: only the last so many tokens of each prompt (a bos added by the tokenizer stays); "
             "-1: as many as leave room for `max_tokens`",
         ),
         (
             "priority",
-            "32 bits, default 0: of requests that wait on an instance the lowest is first, the highest is retracted "
-            "first; nothing that runs stops for it",
+            "32 bits, default 0: of the requests that wait on an instance the lowest is first; the highest is "
+            "retracted first; no running request stops for it",
         ),
         (
             "prompt_logprobs",
-            "0 to 20: for each prompt token except the first, its logprob and this many likely ones, in vLLM's form; "
+            "0 to 20: for each prompt token except the first, its logprob and so many likeliest, in vLLM's format; "
             "not with `stream`; the prompt is not read from the cache",
         ),
-        ("cache_salt", "to 256 characters: prompts share cached pages only where it is the same"),
-        ("cache_prompt", "false: takes no cached pages and leaves none; default true"),
+        ("cache_salt", "up to 256 characters: prompts share cached pages only if it is equal"),
+        ("cache_prompt", "false: uses no cached pages and leaves none; default true"),
     ),
     *_of(
         (COMPLETIONS, CHAT, TOKENIZE),
         SERVED,
-        ("add_special_tokens", "default: of prompts true, of chats false (the template has them)"),
+        ("add_special_tokens", "default: true for prompts, false for chats (the template has them)"),
     ),
     *_of(
         (COMPLETIONS,),
         SERVED,
-        ("echo", "the prompt ahead of the text, and its logprobs ahead of the others"),
-        ("logprobs", "0 to 20: with each token its logprob and this many most likely ones; `false` is none"),
+        ("echo", "the prompt before the text, and its logprobs before the others"),
+        ("logprobs", "0 to 20: with each token its logprob and so many of the likeliest; `false`: none"),
         (
             "best_of",
-            "`n` to 128, and 1024 over all prompts: so many choices are made, and the `n` with the highest logprob a "
-            "token returned, the best first; all of them count as used. Above `n` not with `stream`",
+            "`n` to 128, at most 1024 over all prompts: so many choices are generated, and the `n` with the highest "
+            "logprob per token are returned, best first; all count in the usage. Not above `n` with `stream`",
         ),
     ),
     *_of(
@@ -208,7 +208,7 @@ FIELDS: tuple[Field, ...] = (
         SERVED,
         (
             "chat_template_kwargs",
-            "to 64 variables of the chat template, such as `enable_thinking`; one that it does not read gets a warning",
+            "up to 64 variables of the chat template, such as `enable_thinking`; an unused one gets a warning",
         ),
     ),
     *_of(
@@ -216,12 +216,13 @@ FIELDS: tuple[Field, ...] = (
         SERVED,
         (
             "tool_choice",
-            "`auto` (default; what the model writes as a call of one of `tools` is one), `none` (the prompt has no "
-            "tools), `required` or a function: the answer is a call, or with `required` several, of their schemas",
+            "`auto` (default; text that the model writes as a call of one of `tools` is a call), `none` (the prompt "
+            "has no tools), `required` or a function: the answer is a call that follows its schema, or several with "
+            "`required`",
         ),
         ("tool_choice.type", "`function`"),
         ("tool_choice.function", ""),
-        ("tool_choice.function.name", "of one of `tools`"),
+        ("tool_choice.function.name", "name of one of `tools`"),
         ("parallel_tool_calls", ONE_CALL),
         (
             "reasoning_effort",
@@ -230,7 +231,7 @@ FIELDS: tuple[Field, ...] = (
         ),
         (
             "separate_reasoning",
-            "false: reasoning stays in the content, marks and all, and a grammar holds from the first token on; "
+            "false: reasoning stays in the content, with its marks, and a grammar holds from the first token; "
             "default true",
         ),
         ("include_reasoning", "false: `reasoning_content` is left out; default true"),
@@ -240,7 +241,7 @@ FIELDS: tuple[Field, ...] = (
     *_of(
         (TOKENIZE,),
         SERVED,
-        ("add_generation_prompt", "of messages; default true: with what the model's answer begins behind"),
+        ("add_generation_prompt", "for messages; default true: with the tokens that precede the model's answer"),
         ("return_token_strs", "`token_strs`: each token's text"),
     ),
     *_of(
@@ -249,7 +250,7 @@ FIELDS: tuple[Field, ...] = (
         ("input", "text, or 1 to 2048 items: all turns, since nothing is stored"),
         ("input[].type", "`message` (default), `function_call`, `function_call_output`, `reasoning`"),
         ("input[].role", "of a message"),
-        ("input[].content", "of a message or reasoning: text, or to 1024 parts"),
+        ("input[].content", "of a message or reasoning: text, or up to 1024 parts"),
         ("input[].content[].type", "`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
         ("input[].content[].text", ""),
         ("input[].call_id", "of a call and its output"),
@@ -258,12 +259,12 @@ FIELDS: tuple[Field, ...] = (
         ("input[].output", "of a call's output: text, or parts"),
         ("input[].output[].type", "as of content"),
         ("input[].output[].text", ""),
-        ("instructions", "a system message ahead of `input`"),
-        ("max_output_tokens", "1 to what the context leaves; default: the rest of the context"),
+        ("instructions", "a system message before `input`"),
+        ("max_output_tokens", "1 to the rest of the context, which is the default"),
         ("temperature", "0 (greedy) to 2; default 1"),
         ("top_p", "above 0, to 1; default 1"),
         ("stream", "server-sent events, each with a `sequence_number`"),
-        ("tools", "to 128 functions"),
+        ("tools", "up to 128 functions"),
         ("tools[].type", "`function`"),
         ("tools[].name", "1 to 128 characters, each once"),
         ("tools[].description", ""),
@@ -271,7 +272,7 @@ FIELDS: tuple[Field, ...] = (
         ("tools[].strict", "as of a chat"),
         ("tool_choice", "as of a chat"),
         ("tool_choice.type", "`function`"),
-        ("tool_choice.name", "of one of `tools`"),
+        ("tool_choice.name", "name of one of `tools`"),
         ("parallel_tool_calls", ONE_CALL),
         ("reasoning", ""),
         ("reasoning.effort", "as `reasoning_effort` of a chat"),
@@ -279,7 +280,7 @@ FIELDS: tuple[Field, ...] = (
         ("text.format", ""),
         ("text.format.type", "`text`, `json_object` or `json_schema`"),
         ("text.format.schema", "of `json_schema`: the answer follows it"),
-        ("metadata", "to 16 texts; repeated in the answer"),
+        ("metadata", "up to 16 texts; repeated in the answer"),
         ("chat_template_kwargs", "as of a chat"),
         ("return_proof", "as of a chat; a stream has it in its last event"),
         ("return_receipt", "as of a chat"),
@@ -296,7 +297,7 @@ FIELDS: tuple[Field, ...] = (
             for parts in ("content", "output")
             for name in ("annotations", "logprobs", "prompt_cache_breakpoint")
         ),
-        ("reasoning.summary", "reasoning is given as it is"),
+        ("reasoning.summary", "reasoning is returned as it is"),
         ("reasoning.generate_summary", "the same"),
         ("text.verbosity", ""),
         ("text.format.name", ""),
@@ -304,7 +305,7 @@ FIELDS: tuple[Field, ...] = (
         ("text.format.strict", "the answer always follows the schema"),
         ("user", ""),
         ("safety_identifier", ""),
-        ("service_tier", "there is one"),
+        ("service_tier", "there is only one"),
         ("prompt_cache_key", "prompts are cached by their tokens"),
         ("prompt_cache_retention", ""),
         ("prompt_cache_options", ""),
@@ -341,7 +342,7 @@ FIELDS: tuple[Field, ...] = (
     ),
     *_of((ABORT,), SERVED, ("rid", "the X-Request-Id, or the `id` of the answer")),
     *_of((ABORT,), REFUSED, ("abort_all", "", (False,))),
-    *_of((DETOKENIZE,), SERVED, ("tokens", "to 262,144 token ids"), ("skip_special_tokens", "default false")),
+    *_of((DETOKENIZE,), SERVED, ("tokens", "up to 262,144 token ids"), ("skip_special_tokens", "default false")),
     *_of(
         GENERATION,
         NO_EFFECT,
@@ -349,12 +350,12 @@ FIELDS: tuple[Field, ...] = (
         ("safety_identifier", ""),
         ("metadata", ""),
         ("store", "nothing is stored"),
-        ("service_tier", "there is one"),
+        ("service_tier", "there is only one"),
         ("prompt_cache_key", "prompts are cached by their tokens; see `cache_salt`"),
         ("prompt_cache_retention", ""),
         ("prompt_cache_options", ""),
-        ("guided_decoding_backend", "there is one"),
-        ("structured_outputs.disable_fallback", "there is one backend"),
+        ("guided_decoding_backend", "there is only one"),
+        ("structured_outputs.disable_fallback", "there is only one backend"),
         ("response_format.json_schema.name", ""),
         ("response_format.json_schema.description", ""),
         ("response_format.json_schema.strict", "the answer always follows the schema"),
@@ -365,12 +366,12 @@ FIELDS: tuple[Field, ...] = (
         REFUSED,
         (
             "structured_outputs.whitespace_pattern",
-            "a space, or a line break and an indentation, may stand where JSON has them",
+            "whitespace is a space, or a line break and indentation",
         ),
         ("structured_outputs.disable_any_whitespace", ""),
-        ("structured_outputs.disable_additional_properties", "say it in the schema"),
+        ("structured_outputs.disable_additional_properties", "set it in the schema"),
         ("structured_outputs.structural_tag", ""),
-        ("guided_whitespace_pattern", "a space, or a line break and an indentation, may stand where JSON has them"),
+        ("guided_whitespace_pattern", "whitespace is a space, or a line break and indentation"),
         ("structural_tag", ""),
         ("json_schema", "see `guided_json`"),
         ("regex", "see `guided_regex`"),
@@ -400,11 +401,11 @@ FIELDS: tuple[Field, ...] = (
         ("lora_path", ""),
         ("session_params", ""),
         ("extra_key", "see `cache_salt`", ("",)),
-        ("request_id", "give it as the header X-Request-Id"),
-        ("rid", "give it as the header X-Request-Id"),
+        ("request_id", "use the header X-Request-Id"),
+        ("rid", "use the header X-Request-Id"),
         ("repetition_detection", ""),
         ("moderation", ""),
-        ("extra_body", "what the client library puts into the body itself", ({},)),
+        ("extra_body", "client libraries merge it into the body themselves", ({},)),
     ),
     *_of(
         (COMPLETIONS,),
