@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show: test/gpu, then `chitu bench gpu`, each under a time limit. Needs no network and no
+# All checks that need a GPU: test/gpu, then `chitu bench gpu`, each under a time limit. Needs no network and no
 # installation, only the libraries below (as in `pip download` for this Python, unpacked into one folder on PYTHONPATH):
 #   torch, triton, numpy, safetensors, tokenizers, transformers, and
 #   msgspec, pyzmq, fastapi, starlette, pydantic, pydantic-core, annotated-types, typing-inspection, uvicorn, uvloop,
@@ -7,11 +7,11 @@
 #   typing-extensions, pytest, pytest-timeout, hypothesis
 #   and, for the rows of their transports, mooncake-transfer-engine-cuda13 and nixl-cu13
 #   and, for FlashInfer's, flashinfer-python and apache-tvm-ffi; kernels that are not built yet (100 s on 10 cores) are
-#   built beside the first tests, for which nvcc and ninja must be there
-# All of it ends within MINUTES (10). The tests may take half; the benchmark, whose rows are printed as they are found,
-# gets what they leave. So one call that is cut off after ten minutes has everything: MINUTES=9.5 script/gpu_check.sh
+#   built during the first tests, which needs nvcc and ninja
+# Everything ends within MINUTES (10). The tests may take half; the benchmark, whose rows are printed as they come,
+# gets the rest. So a job limited to ten minutes can run all: MINUTES=9.5 script/gpu_check.sh
 # Usage: script/gpu_check.sh [OUT]      (default: gpu-check; logs and the JSON of the benchmark)
-# On a machine without a GPU: CHITU_GPU_TWIN=1 script/gpu_check.sh, which runs the same on a CPU with small sizes.
+# On a machine without a GPU: CHITU_GPU_TWIN=1 script/gpu_check.sh runs the same on a CPU with small sizes.
 set -uo pipefail
 case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-# What srun_pd_disagg.sh and start_pd_separation.sh share; sourced by them, with `here` set to the folder script/.
+# Code shared by srun_pd_disagg.sh and start_pd_separation.sh; sourced by them, with `here` set to the folder script/.
 root="$(dirname "$here")"
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 fail() { say "$*"; exit 2; }
@@ -10,7 +10,7 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHON PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-addresses_of() { # NAME...: their IPv4 addresses, with commas between
+addresses_of() { # NAME...: their IPv4 addresses, separated by commas
     local name address all=""
     for name in "$@"; do
         address=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
@@ -20,7 +20,7 @@ addresses_of() { # NAME...: their IPv4 addresses, with commas between
     printf '%s' "$all"
 }
 
-make_key() { # TOPOLOGY: a cluster key for all nodes that inherit this environment, unless one is given here or there
+make_key() { # TOPOLOGY: a cluster key for all nodes that inherit this environment, unless it or the topology has one
     local key code="import sys; from chitu.config.cluster_key import cluster_key_of, with_own_key
 from chitu.config.load import load_topology; from chitu.errors import ConfigError
 try: print(cluster_key_of(with_own_key(load_topology(sys.argv[1]))))

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set-up, then one prefill and one decode instance of a small model on this machine: prints a first completion and
 # serves until Ctrl-C. Arguments go to `chitu serve`: --once ends after the completion, --model PATH, --port N, a.b=c.
-# Where the default port is taken and no argument names another, any free one is used.
+# If the default port is taken and no argument names another, any free one is used.
 set -euo pipefail
 case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes .venv with what chitu needs to run; --dev: with what its tests need, too (tools, a browser, Slurm,
+# Create .venv with what chitu needs to run; --dev also installs what its tests need (tools, a browser, Slurm,
 # NIXL, promtool).
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
-# Wants Python 3.11 to 3.14 (Mooncake: to 3.13, with CUDA 13 to 3.14) and pip's package index.
+# Requires Python 3.11 to 3.14 (Mooncake: to 3.13, with CUDA 13 to 3.14) and pip's package index.
 set -euo pipefail
 case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,7 +23,7 @@ python_ok() { # from 3.11, up to 3.$2
 }
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 has_cuda_torch() { "$1" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
-has_gpu() { # or .venv was made on a node that has one
+has_gpu() { # or .venv was created on a node with one
     grep -qs ' gpu$' .venv/chitu-setup.stamp || command -v nvidia-smi >/dev/null || has_cuda_torch "$1"
 }
 
@@ -56,14 +56,14 @@ as_root() {
 }
 can_apt() { command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; }
 
-apt_install() { # best effort and quiet; the package lists are fetched where the packages are not in them
+apt_install() { # best effort and quiet; package lists are fetched if the packages are not in them
     local install=(as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends)
     "${install[@]}" "$@" >/dev/null 2>&1 </dev/null ||
         { as_root apt-get update -qq >/dev/null 2>&1 </dev/null && "${install[@]}" "$@" >/dev/null 2>&1 </dev/null; } ||
         true
 }
 
-install_libraries() { # best effort: everything but the Mooncake transport works without them
+install_libraries() { # best effort: everything except the Mooncake transport works without them
     local python=$1 missing
     ! has_gpu "$python" || PACKAGE_OF[libmlx5.so.1]=ibverbs-providers # of the wheels with CUDA
     if ! python_ok "$python" 13 && ! has_gpu "$python"; then
@@ -84,7 +84,7 @@ install_libraries() { # best effort: everything but the Mooncake transport works
 }
 
 # ----------------------------------------------------------------------------------------- browser of the web page's tests
-find_browser() { # a Chromium that runs: Ubuntu's chromium-browser may only say that it wants a snap
+find_browser() { # a Chromium that runs: Ubuntu's chromium-browser may only report that it needs a snap
     local name
     for name in ${CHROMIUM:-chromium google-chrome google-chrome-stable chromium-browser}; do
         "$name" --version >/dev/null 2>&1 && return
@@ -92,7 +92,7 @@ find_browser() { # a Chromium that runs: Ubuntu's chromium-browser may only say 
     return 1
 }
 
-install_browser() { # best effort: everything but test/web works without it
+install_browser() { # best effort: everything except test/web works without it
     ! find_browser || return 0
     if can_apt; then
         say "installing chromium (for the tests of the web page)"
@@ -103,18 +103,18 @@ install_browser() { # best effort: everything but test/web works without it
 }
 
 # ------------------------------------------------------------------------------------------------ Slurm for its own tests
-missing_slurm() { # names of the Debian packages that test/slurm needs and that are not there
+missing_slurm() { # names of missing Debian packages that test/slurm needs
     local tool
     for tool in slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge ip:iproute2 curl:curl; do
         PATH=$PATH:/usr/sbin:/sbin command -v "${tool%:*}" >/dev/null || echo "${tool#*:}"
     done
 }
 
-install_slurm() { # best effort: everything but test/slurm works without it
+install_slurm() { # best effort: everything except test/slurm works without it
     local missing
     missing=$(missing_slurm | tr '\n' ' ')
     [ -n "$missing" ] || return 0
-    # In containers and in CI only: elsewhere a service manager might start the daemons, or the machine has a Slurm.
+    # Only in containers and in CI: elsewhere a service manager might start the daemons, or the machine has its own Slurm.
     if can_apt && { [ "${CI:-}" = true ] || [ ! -d /run/systemd/system ]; } && ! command -v srun >/dev/null; then
         say "installing ${missing}(for the tests of the Slurm scripts)"
         # shellcheck disable=SC2086
@@ -126,7 +126,7 @@ install_slurm() { # best effort: everything but test/slurm works without it
 }
 
 # ----------------------------------------------------------------------------------- Prometheus' tool for deploy/ of it
-install_promtool() { # best effort; the package is unpacked, not installed: nobody wants its server to start
+install_promtool() { # best effort; the package is unpacked, not installed, so that its server does not start
     [ ! -x .venv/bin/promtool ] && ! command -v promtool >/dev/null && can_apt || return 0
     say "fetching promtool (for the tests of deploy/)"
     local folder
@@ -139,7 +139,7 @@ install_promtool() { # best effort; the package is unpacked, not installed: nobo
 }
 
 # ------------------------------------------------------------------------------------------ clients that nobody here wrote
-install_clients() { # best effort and in CI alone, where it is not there yet: 0.5 GB. It sees what .venv has, torch above all.
+install_clients() { # best effort, only in CI, if missing: 0.5 GB. It can import what .venv has, mainly torch.
     [ "${CI:-}" = true ] || [ -d .venv/clients ] || return 0
     local hash
     hash=$(cat requirements/clients.txt script/setup.sh | sha256sum | cut -d' ' -f1)
@@ -153,7 +153,7 @@ own = subprocess.run([sys.argv[1], "-c", code], capture_output=True, text=True, 
 line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
 pathlib.Path(own, "zz-chitu.pth").write_text(line, encoding="utf-8")
 EOF
-        # Compiled when they are imported: most of their files never are.
+        # Compiled on import, since most of their files are never imported.
         .venv/bin/python -m pip --quiet --disable-pip-version-check --python .venv/clients/bin/python install \
             --no-deps --no-compile --only-binary :all: --requirement requirements/clients.txt >&2 &&
         echo "$hash" >.venv/clients/chitu-setup.stamp || {
@@ -163,7 +163,7 @@ EOF
 }
 
 # --------------------------------------------------------------------------------------------------------------- .venv
-compile_sources() { # as pip does with what it copies; else each process of a first start does it beside the others
+compile_sources() { # as pip does with the files it copies; else each process of a first start does it
     .venv/bin/python -m compileall -q -j 0 chitu || true
 }
 
@@ -184,7 +184,7 @@ inputs="$(cat setup.py requirements/*.txt script/setup.sh; pwd; missing_packages
 hash=$(printf '%s' "$inputs" | sha256sum | cut -d' ' -f1)
 read -r old_hash old_level old_kind 2>/dev/null <.venv/chitu-setup.stamp || old_hash="" old_level="" old_kind=""
 if [ "$python" = .venv/bin/python ]; then
-    [ "$old_level" != dev ] || level=dev # what is there stays
+    [ "$old_level" != dev ] || level=dev # keep what is installed
     if [ "$old_hash $old_level $old_kind" = "$hash $level $kind" ]; then
         [ $level != dev ] || { install_clients; install_promtool; }
         compile_sources
@@ -201,11 +201,11 @@ else
     "$python" -m venv --clear "${options[@]}" .venv
 fi
 
-[ $level != dev ] || { install_clients; install_promtool; } & # beside the rest, of which it needs nothing
+[ $level != dev ] || { install_clients; install_promtool; } & # in parallel, since they need nothing from the rest
 clients=$!
 
 exec 3>&2
-pip_install() { # with pip's bars on a terminal, elsewhere a line for each download
+pip_install() { # with pip's bars on a terminal, else a line per download
     local pip=(.venv/bin/python -m pip --disable-pip-version-check install)
     if [ -t 3 ]; then
         "${pip[@]}" "$@" >&3
@@ -226,7 +226,7 @@ else
     constraints=requirements/constraints-cpu.txt
     if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
         say "installing torch for the CPU (some 200 MB to download)"
-        # The build without CUDA where an index has it (PIP_EXTRA_INDEX_URL: torch's own has); the plain one is gigabytes.
+        # The build without CUDA if an index has it (PIP_EXTRA_INDEX_URL: torch's own has); the default one is gigabytes.
         pip_install 'torch==2.13.0+cpu' 2>/dev/null || pip_install 'torch==2.13.0'
     fi
 fi

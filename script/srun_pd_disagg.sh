@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# A topology on the nodes of a Slurm job, one task a node: the srun_pd_disagg_*_two_nodes.sh are this with their file.
+# Run a topology on the nodes of a Slurm job, one task per node. srun_pd_disagg_*_two_nodes.sh call this with their file.
 #
 #   srun -N 2 bash script/srun_pd_disagg.sh TOPOLOGY.yaml --model PATH [options] [a.b=c ...]
-#   sbatch, salloc, or without a job: the script then starts such an srun itself
+#   with sbatch, with salloc, or without a job the script starts this srun itself
 #
 # Node k of the job is host k of the topology, the router's first. Options:
 #   --model PATH         checkpoint folder, at the same path on every node
-#   --gpu-topology TOPOLOGY.yaml   in place of TOPOLOGY.yaml on nodes that have GPUs for us
-#   --partition NAME     of Slurm; counts where the script starts srun
+#   --gpu-topology TOPOLOGY.yaml   instead of TOPOLOGY.yaml on nodes that have GPUs for the job
+#   --partition NAME     of Slurm; has an effect only if the script starts srun
 #   --nodes N            the same (default 2)
 #   --gpus-per-node N    the same
 #   --cpus-per-gpu N     the same; also the CPU threads of each rank of an instance
-#   --ready-timeout S    seconds to be ready in (600);  --log-dir DIR
+#   --ready-timeout S    seconds until ready (600);  --log-dir DIR
 # PYTHON names the interpreter; default: .venv's of this checkout.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -8,6 +8,6 @@
 # All options: script/srun_pd_disagg.sh. What would run: chitu plan pd_disagg_2p2d_multi_node --hosts NODE0,NODE1
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-# sbatch runs a copy of this file from its spool: the project is where it was submitted.
+# sbatch runs a copy of this file from its spool; the project is the folder of the submission.
 [ -e "$here/srun_pd_disagg.sh" ] || here=$SLURM_SUBMIT_DIR/script
 exec bash "$here/srun_pd_disagg.sh" pd_disagg_2p2d_multi_node "$@"

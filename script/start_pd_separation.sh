@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# A topology on several machines without Slurm: by ssh from here, or by hand on each machine.
+# Run a topology on several machines without Slurm: by ssh from here, or by hand on each machine.
 #
 #   script/start_pd_separation.sh --hosts A,B --ssh --model PATH [--topology FILE] [a.b=c ...]
 #   script/start_pd_separation.sh --hosts A,B --node-index K --model PATH ...     on A with K=0, on B with K=1
 #
-# The hosts take the places of the topology's (default pd_disagg_1p1d_multi_node), the router's first. With --ssh this
-# checkout must be at the same path on every machine; when one machine's processes end, those of the others are ended,
-# and so they are on Ctrl-C. PD_SSH is the ssh command (default: ssh -tt), PYTHON the interpreter. Other options are
+# The hosts replace those of the topology (default pd_disagg_1p1d_multi_node), the router's first. With --ssh this
+# checkout must be at the same path on every machine; when the processes of one machine end, or on Ctrl-C, those of all
+# machines are ended. PD_SSH is the ssh command (default: ssh -tt), PYTHON the interpreter. Other options are
 # those of `chitu node`. With --ssh all machines get the cluster key of CHITU_CLUSTER_KEY, of the topology, or a new one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -38,19 +38,19 @@ children=() interrupted="" ending="" code=0
 end_all() { ending=1; kill -TERM "${children[@]}" 2>/dev/null || true; }
 trap 'interrupted=1; end_all' TERM INT HUP
 make_key "$topology"
-# The key goes by stdin into a file that only its user reads: neither ssh's command line nor the other side's shows it.
+# The key goes by stdin into a file that only its user reads: no command line, local or remote, shows it.
 keep='IFS= read -r key; umask 077; file=$(mktemp) && printf %s "$key" >"$file" && echo "$file"'
 for index in "${!machines[@]}"; do
     file=$(${PD_SSH:-ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r')
     [ -n "$file" ] || fail "${machines[index]} did not take the cluster key"
-    # ssh ends when it is told to; the terminal that -tt gives the other side then sends SIGHUP to the node's processes.
+    # ssh ends on the signal; the remote terminal of -tt then sends SIGHUP to the node's processes.
     ${PD_SSH:-ssh -tt} "${machines[index]}" \
         "export CHITU_CLUSTER_KEY=\$(cat $(printf %q "$file")); rm -f $(printf %q "$file"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \
         </dev/null &
     children+=($!)
 done
 left=${#children[@]}
-while [ "$left" -gt 0 ]; do # the first end is everyone's, and its code is that of the whole
+while [ "$left" -gt 0 ]; do # the first end ends all, and its exit code is the script's
     interrupted="" status=0
     wait -n || status=$?
     [ -n "$interrupted" ] || left=$((left - 1))

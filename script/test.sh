@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set-up for tests, then all of them, two files at a time. Arguments go to pytest: script/test.sh test/unit -k config
+# Set up for tests, then run all of them, two files at a time. Arguments go to pytest: script/test.sh test/unit -k config
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 script/setup.sh --dev
