@@ -73,8 +73,8 @@ class CacheConfig(Section, frozen=True):
     num_pages: Positive | None = None
     """Pages of an instance; unset: derived from `memory_fraction`."""
     memory_fraction: Fraction | None = None
-    """CPU: share of free RAM (at most 4 GiB) for the pages of all instances of a host; unset: 0.25. GPU: share of the
-    whole card for weights, steps and pages of all instances on it; unset: 0.9."""
+    """CPU: share of the RAM that host and control group leave (at most 4 GiB) for the pages of all instances of a host;
+    unset: 0.25. GPU: share of the whole card for weights, steps and pages of all instances on it; unset: 0.9."""
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
     """Dtype of K and V in the cache. `auto`: the model's dtype. `fp8_e4m3`: one byte per number, with a scale for each
     token and head."""
@@ -108,7 +108,7 @@ class SchedulerConfig(Section, frozen=True):
     overlap: Literal["auto", "on", "off"] = "auto"
     """Launch a step before the tokens of the previous one are read. `auto`: on CUDA."""
     threads: Parallel | None = None
-    """CPU threads of an instance's computation; unset: the host's cores divided by the instances on it."""
+    """CPU threads of an instance's computation; unset: the usable cores divided by the instances of the host."""
 
 
 class DeadlineConfig(Section, frozen=True):
