@@ -189,7 +189,8 @@ def test_rows_and_attention_of_a_latent_cache(ops):
     assert (widened(own) - widened(right)).norm() < 0.003 * widened(right).norm() > 0
     pages, q = full_pages(1, 48), torch.randn(rows, 5, 48)
     expected = REFERENCE.latent_attention(q, heads, batch, widened(pages))
-    torch.testing.assert_close(ops.latent_attention(q, heads, batch, pages), expected, rtol=2e-5, atol=2e-5)
+    # Sums of 48 products have another order on each CPU: 2.6e-5 apart with AVX2.
+    torch.testing.assert_close(ops.latent_attention(q, heads, batch, pages), expected, rtol=2e-5, atol=5e-5)
     torch.testing.assert_close(REFERENCE.latent_attention(q, heads, batch, pages), expected, rtol=2e-5, atol=2e-5)
 
 

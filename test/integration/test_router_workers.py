@@ -308,7 +308,7 @@ def test_connections_to_a_process_that_hangs_are_served_by_another(router: Route
     try:
         # Some of them come before anybody knows of it.
         answers = [complete(router) for _ in range(12)]
-        wait_until(lambda: f"(pid {hung.pid}) said nothing" in router.log, WAIT_S, lambda: router.log[-2000:])
+        wait_until(lambda: f"(pid {hung.pid}): no heartbeat" in router.log, WAIT_S, lambda: router.log[-2000:])
         answers += [complete(router) for _ in range(6)]
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.headers["x-chitu-worker"] for answer in answers} == {"0", "2"}
