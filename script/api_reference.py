@@ -1,4 +1,5 @@
-"""Writes docs/api.md from the table of fields: `python script/api_reference.py`; a test fails where it is old."""
+"""Write docs/api.md from the table of fields: `python script/api_reference.py`. A test fails if the page is out of
+date."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return HEAD + "".join(_parts())
 
 

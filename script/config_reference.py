@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md from the schema: `python script/config_reference.py`; a test fails where it is old."""
+"""Write docs/configuration.md from the schema: `python script/config_reference.py`. A test fails if the page is out of
+date."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     aliases = {
@@ -51,7 +52,7 @@ def reference() -> str:
 
 
 def _section(classes: dict[str, ast.ClassDef], aliases: dict[str, ast.expr], name: str, path: str) -> Iterator[str]:
-    """Its own keys as a table, then the sections below it."""
+    """Yield a table of the section's own keys, then the sections below it."""
     keys = list(_keys(classes[name]))
     below = [(f"{path}{key}", kind) for key, _, kind, _ in keys if _section_of(kind, classes)]
     own = [row for row in keys if not _section_of(row[2], classes)]
@@ -68,7 +69,7 @@ def _section(classes: dict[str, ast.ClassDef], aliases: dict[str, ast.expr], nam
 
 
 def _keys(node: ast.ClassDef) -> Iterator[tuple[str, str, ast.expr, str]]:
-    """Name, default, type and meaning of each field."""
+    """Yield name, default, type and meaning of each field."""
     values = getattr(schema, node.name)()
     for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
@@ -80,7 +81,7 @@ def _keys(node: ast.ClassDef) -> Iterator[tuple[str, str, ast.expr, str]]:
 
 
 def _section_of(kind: ast.expr, classes: dict[str, ast.ClassDef]) -> str:
-    """The section that a field holds, or a list of; empty: a plain value."""
+    """Return the section that a field holds, alone or in a list; empty for a plain value."""
     return next((word.id for word in ast.walk(kind) if isinstance(word, ast.Name) and word.id in classes), "")
 
 

@@ -1,11 +1,12 @@
-"""What an fp8 KV cache costs in accuracy: answers, loss and logits of chitu-tiny with each dtype of model and cache.
+"""Measure what an fp8 KV cache costs in accuracy: answers, loss and logits of chitu-tiny for each dtype of model and
+cache.
 
     python script/kv_accuracy.py [--examples 50]
 
-Each held-out question is computed with its right answer behind it; of the answer's positions the logits count. An
-answer is right where every token of it would have been chosen. Loss is per token of the answers; the error of logits is
-the root mean square of the difference from float32 model and cache, divided by that of those logits about their mean.
-One process, no server; every query reads K and V from the pages, its own token's too.
+Each held-out question is computed with its right answer appended; only the logits of the answer's positions count. An
+answer is right if greedy decoding would have chosen each of its tokens. Loss is per token of the answers. The error of
+logits is the root mean square of the difference from float32 model and cache, divided by that of the float32 logits
+about their mean. Runs in one process without a server. Every query reads K and V from the pages, its own token's too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from chitu.tokenizer import Tokenizer
 from chitu.workloads.tiny import facts_for, recall
 
 VARIANTS = (("float32", "float32"), ("float32", "fp8_e4m3"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8_e4m3"))
-"""Of model and cache."""
+"""Pairs of model dtype and cache dtype."""
 PAGE_SIZE = 16
 
 
@@ -36,11 +37,11 @@ PAGE_SIZE = 16
 class Question:
     tokens: list[int]
     answer_tokens: int
-    """At the end of `tokens`."""
+    """Number of answer tokens at the end of `tokens`."""
 
 
 def questions(count: int) -> Iterator[Question]:
-    """Lists of every length up to 2048 tokens, names and values that training never draws."""
+    """Yield questions over lists of every length up to 2048 tokens, with names and values that training never draws."""
     tokenizer, source = Tokenizer.load(TINY_MODEL_DIR), random.Random(0)
     for index in range(count):
         example = recall(source, facts_for(2048 * (index + 1) // count))
@@ -51,7 +52,7 @@ def questions(count: int) -> Iterator[Question]:
 
 
 class Engine:
-    """A model and pages of one sequence, whose positions lie in pages in order."""
+    """A model and the pages of one sequence, whose positions fill the pages in order."""
 
     def __init__(self, model_dtype: str, kv_dtype: str, num_pages: int) -> None:
         spec = read_model_spec(TINY_MODEL_DIR)
@@ -64,7 +65,7 @@ class Engine:
 
     @torch.inference_mode()
     def logits(self, question: Question) -> torch.Tensor:
-        """float32 `[answer tokens, V]`: what each of them is chosen from."""
+        """Return float32 `[answer tokens, V]`: the logits from which each answer token is chosen."""
         length = len(question.tokens)
         span = Span(0, length, 0, 0)
         batch = Batch(

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Takes the pictures of the web page in docs/images: a real cluster of 2P3D under load, seen by headless Chromium.
+"""Take the pictures of the web page in docs/images: a real 2P3D cluster under load, rendered by headless Chromium.
 
     .venv/bin/python script/screenshots.py [--model PATH] [--out docs/images]
 
-The page asks one of its own examples while other clients keep the cluster busy, so that pairs are lit up and requests
-are on their way. Made by hand when the page changes; nothing else calls it.
+The page asks one of its own examples while other clients keep the cluster busy, so pairs light up and requests are in
+flight. Run it by hand when the page changes; nothing else calls it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Picture:
     window: dict[str, Any]
     width: int
     height: int
-    """CSS pixels; may be more than the window has."""
+    """Height of the picture in CSS pixels; may exceed the window's."""
 
 
 DESKTOP = {"viewport": {"width": 1280, "height": 860}, "device_scale_factor": 1.5}
@@ -67,7 +67,7 @@ PICTURES = (
 
 
 def ask_on_and_on(url: str, model: str, seed: int, stop: threading.Event) -> None:
-    """One client: recall questions over lists of many lengths, each answered at length, until `stop`."""
+    """Run one client until `stop`: recall questions over lists of many lengths, each with a long answer."""
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
         while not stop.is_set():
@@ -87,7 +87,7 @@ def ask_on_and_on(url: str, model: str, seed: int, stop: threading.Event) -> Non
 
 @contextmanager
 def busy_cluster(model: Path) -> Iterator[LocalCluster]:
-    """2P3D on this machine with `CLIENTS` clients at work."""
+    """Yield a 2P3D cluster on this machine with `CLIENTS` busy clients."""
     settings = [f"model.path={model}", f"model.served_name={model.name}", "cache.num_pages=1000", "log.level=WARNING"]
     with tempfile.TemporaryDirectory() as logs:
         topology = load_topology("pd_disagg_2p3d_multi_node.yaml", [*settings, f"log.dir={logs}"])
@@ -107,7 +107,7 @@ def busy_cluster(model: Path) -> Iterator[LocalCluster]:
 
 
 def converse(page: ChatPage, is_long: bool) -> None:
-    """One exchange; with the embedded model an example, and where there is room several at once."""
+    """Hold one exchange. With the embedded model it is an example; if the picture has room, several at once."""
     example = page.page.locator("#example")
     if not example.is_visible():
         page.set(max_tokens=80)
@@ -125,7 +125,7 @@ def converse(page: ChatPage, is_long: bool) -> None:
 
 
 def take(browser: Browser, url: str, picture: Picture) -> bytes:
-    """PNG of the page after an exchange, at a moment when several pairs are at work."""
+    """Return a PNG of the page after an exchange, at a moment when several pairs are at work."""
     context = browser.new_context(**picture.window)
     try:
         page = ChatPage(context, url)
@@ -149,7 +149,7 @@ def take(browser: Browser, url: str, picture: Picture) -> bytes:
 
 
 def take_timeline(browser: Browser, cluster: LocalCluster, model: str) -> bytes:
-    """PNG of the life of a request whose D is killed in the middle of it."""
+    """Return a PNG of the timeline of a request whose D is killed in the middle of it."""
     name, client = "a-story-of-two-attempts", RouterClient(cluster.url)
     body = {"model": model, "prompt": tiny.recall(random.Random(1), tiny.facts_for(900)).prompt, "max_tokens": 300}
     headers = {"X-Request-Id": name, "X-Chitu-Trace": "1"}
@@ -177,7 +177,7 @@ def take_timeline(browser: Browser, cluster: LocalCluster, model: str) -> bytes:
 
 
 def optimised(png: bytes) -> bytes:
-    """The same picture with a palette: a page has few colours."""
+    """Return the same picture with a palette: a page has few colours."""
     picture = Image.open(io.BytesIO(png)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
     out = io.BytesIO()
     picture.save(out, "PNG", optimize=True)

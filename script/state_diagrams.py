@@ -1,4 +1,4 @@
-"""Draws the diagrams in docs/protocol.md from the tables in `chitu/protocol/`; a test fails where they are old.
+"""Draw the diagrams in docs/protocol.md from the tables in `chitu/protocol/`; a test fails if they are out of date.
 
 Call `python script/state_diagrams.py`.
 """
@@ -28,14 +28,15 @@ def main() -> None:
 
 
 def page() -> str:
-    """The page as it should be."""
+    """Return the page with up-to-date diagrams."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     parts = [f"{title}:\n\n{diagram(table)}\n" for title, table in TABLES.items()]
     return before + BEGIN + "\n" + "".join(parts) + END + rest.partition(END)[2]
 
 
 def diagram(transitions: Mapping[tuple[Enum, Enum], Enum] | Mapping[tuple[Enum | None, Enum], Enum]) -> str:
-    """`FROM, FROM --EVENT, EVENT--> TO`, in the order of the table: sources that share their events have one line."""
+    """Return lines `FROM, FROM --EVENT, EVENT--> TO` in the table's order; sources that share their events share a
+    line."""
     events: dict[tuple[str, str], list[str]] = {}
     for (source, event), target in transitions.items():
         events.setdefault((source.name if source is not None else "(unknown)", target.name), []).append(event.name)

@@ -2,10 +2,10 @@
 
     python script/train_tiny.py --output chitu/assets/chitu-tiny --report docs/chitu-tiny.md
 
-Data is made on the way (no outside text). The initial weights hold an induction head (`tiny/wiring.py`); the curriculum
-begins with short lists, where it learns to look at names, and lengthens them up to the full 2048 tokens. The plan is a
-number of steps per length, so the same seed gives the same training on the same number of threads; on a machine that is
-too slow for `--seconds` the plan is shortened, and the script says so.
+The script generates its data (no outside text). The initial weights hold an induction head (`tiny/wiring.py`). The
+curriculum begins with short lists, where the model learns to look at names, and lengthens them up to the full 2048
+tokens. The plan is a number of steps per length, so the same seed gives the same training on the same number of
+threads. If the machine is too slow for `--seconds`, the script shortens the plan and says so.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ PLAN = (
     Stage(2112, 260, 4, Mix()),
 )
 SIDE = Stage(128, 0, 16, Mix(plain=0.0, side=1.0))
-"""Every second step adds one of this: tasks that need no list need many short examples."""
+"""Stage that supplies every second step: tasks without a list need many short examples."""
 WARM_UP_STEPS = 50
 DECAY_SHARE = 0.4
-"""The learning rate falls over the last part of the plan."""
+"""Share of the plan, at its end, over which the learning rate falls."""
 
 
 def rate_at(progress: float, step: int) -> float:
-    """Share of the full learning rate: warm-up, constant, then a cosine to 2 %."""
+    """Return the share of the full learning rate: warm-up, constant, then a cosine to 2 %."""
     warm = min(1.0, (step + 1) / WARM_UP_STEPS)
     if progress < 1 - DECAY_SHARE:
         return warm
@@ -62,7 +62,7 @@ def rate_at(progress: float, step: int) -> float:
 
 
 def train(model: TinyModel, writer: Writer, seconds: float, threads: int) -> list[Point]:
-    """Run the plan and return the loss curve. The clock moves on to a later stage where the plan is behind it."""
+    """Run the plan and return the loss curve. If the plan is behind the clock, move on to a later stage."""
     optimizer, workers = Optimizer(model), Workers(model, threads)
     tokens_of = [stage.steps * stage.documents * stage.length for stage in PLAN]
     total, curve, tokens, step = sum(tokens_of), [], 0, 0
@@ -111,7 +111,7 @@ def main() -> None:
     writer = Writer(tokenizer, random.Random(args.seed))
     curve = train(model, writer, args.seconds, args.threads)
     trained_s = time.monotonic() - started
-    # The table is about what is shipped: weights rounded to bfloat16, computed in float32.
+    # The table describes what is shipped: weights rounded to bfloat16, computed in float32.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16().float())

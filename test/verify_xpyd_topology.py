@@ -1,16 +1,16 @@
-"""Proves from the outside that every P, every D and every pair of a running cluster takes part, and does it right.
+"""Prove from the outside that every P, D and pair of a running cluster takes part and gives right answers.
 
     python test/verify_xpyd_topology.py --router http://HOST:21003 --model M --concurrency 6 --max_tokens 64 --stream
 
-Sends rounds of one prompt each, a request per pair, until every pair was hit; each answer says who served it
-(`return_proof`). Then it demands: every instance of the topology is up and had requests; so had every pair;
-every request id is unique; P moved as many bytes as the pages and the logits row of the prompt have (the prefix cache
-is not used); all answers to one prompt (greedy) have the same tokens. Works with any model and any topology that has
-pairs. A table for people, `--json` for machines; exit code 0, or 1 with the reasons, or 2 for wrong arguments. Any
-Python will do: the project's takes over.
+Sends rounds of one prompt each, a request per pair, until every pair was hit; each answer names the pair that served it
+(`return_proof`). Then it requires that every instance of the topology is up and had requests; that every pair had
+requests; that every request id is unique; that P moved as many bytes as the pages and the logits row of the prompt have
+(the prefix cache is not used); and that all answers to one prompt (greedy) have the same tokens. Works with any model
+and any topology that has pairs. Prints a table for people, `--json` for machines. Exit code 0, or 1 with the reasons,
+or 2 for wrong arguments. Any Python will do: the script switches to the project's.
 
-Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, others take some more.
-What it demands is in `chitu/client/verify/`, and so is `chitu verify`, which demands more.
+Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, other policies take more. The
+checks are in `chitu/client/verify/`, and so is `chitu verify`, which checks more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ try:
     from chitu.client.verify.topology import MIN_ROUNDS, probe, show
     from chitu.config.load import api_key
     from chitu.errors import ChituError
-except ImportError as missing:  # another Python than the project's
+except ImportError as missing:  # not the project's Python
     own = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "python"
     if own.is_file() and os.path.abspath(sys.executable) != str(own):
         os.execv(own, [str(own), *sys.argv])

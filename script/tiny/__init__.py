@@ -1,1 +1,1 @@
-"""Pieces of `script/train_tiny.py`: the documents, the model, the checkpoint, the report."""
+"""Parts of `script/train_tiny.py`: the documents, the model, the checkpoint, the report."""

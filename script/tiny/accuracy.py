@@ -1,7 +1,8 @@
-"""The accuracy table: held-out examples, greedy, the whole answer equal. Called after training.
+"""The accuracy table: held-out examples, decoded greedily, right only if the whole answer matches. Called after
+training.
 
-An answer is right when the model's best token is the right one at every position, end of turn included, given the
-right ones before: exactly when greedy decoding gives this answer. So one forward pass per prompt is enough.
+An answer is right if the model's best token is the right one at every position, end of turn included, given the right
+tokens before it. Greedy decoding gives exactly such answers, so one forward pass per prompt is enough.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Row:
 
     task: str
     prompt_tokens: int
-    """The longest prompt, chat template included."""
+    """Length of the longest prompt, chat template included."""
     prompts: int
     right: int
 
@@ -36,19 +37,19 @@ class Row:
 
 
 def chat_text(prompt: str) -> str:
-    """What the chat template makes of one user message, generation prompt included."""
+    """Return what the chat template makes of one user message, generation prompt included."""
     return f"{BOS}{START_OF_TURN}user\n{prompt}{END_OF_TURN}\n{START_OF_TURN}assistant\n"
 
 
 def plain_text(prompt: str) -> str:
-    """The same question as text to complete."""
+    """Return the same question as text to complete."""
     facts, question = prompt.rsplit(". ", 1)
     return f"{BOS}{facts}. Question: {question} Answer:"
 
 
 @torch.no_grad()
 def score(model: TinyModel, tokenizer: Tokenizer, task: str, examples: Sequence[Example], plain: bool = False) -> Row:
-    """How many of the examples the model answers right."""
+    """Return a row with the number of examples that the model answers right."""
     device = next(model.parameters()).device
     pairs: list[tuple[list[int], list[int]]] = []
     for example in examples:
@@ -80,7 +81,7 @@ def score(model: TinyModel, tokenizer: Tokenizer, task: str, examples: Sequence[
 
 
 def table(model: TinyModel, tokenizer: Tokenizer, seed: int = 12345, prompts: int = 500) -> list[Row]:
-    """Every task on held-out names, values and words; recall at four lengths and as text to complete."""
+    """Score every task on held-out names, values and words; recall at four lengths and as text to complete."""
     rng = random.Random(seed)
     rows = []
     for tokens in (256, 512, 1024, 2048):

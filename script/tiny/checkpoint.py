@@ -1,4 +1,4 @@
-"""Writes the trained model as a Hugging Face folder; `load` reads it back for the accuracy table."""
+"""Write the trained model as a Hugging Face folder; `load` reads it back for the accuracy table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny.model import Shape, TinyModel
 
 
 def save(model: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
-    """bfloat16 weights with the names of Qwen3, config, tokenizer and chat template."""
+    """Write bfloat16 weights with the names of Qwen3, config, tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     shape = model.shape
     write_settings(
@@ -39,7 +39,7 @@ def save(model: TinyModel, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def load(folder: Path, shape: Shape) -> tuple[TinyModel, Tokenizer]:
-    """The model in float32 and its tokenizer."""
+    """Return the model in float32 and its tokenizer."""
     model = TinyModel(shape)
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})

@@ -30,11 +30,11 @@ from chitu.workloads.tiny import (
 
 VOCAB_SIZE = 1280
 SIDE_TASKS = {"copy": 0.15, "sum": 0.55, "sort": 0.2, "other": 0.1}
-"""Tasks that need no list, with how often each is drawn: sums are learned last."""
+"""Tasks that need no list, with the share of each. Sums are learned last."""
 
 
 def tiny_tokenizer() -> Tokenizer:
-    """The tokenizer of chitu-tiny: every word of the lexicon, with the space before it, is one token."""
+    """Return the tokenizer of chitu-tiny: every word of the lexicon, with the space before it, is one token."""
 
     def texts() -> Iterator[str]:
         rng = random.Random(0)
@@ -60,18 +60,18 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """What a batch is made of: shares between 0 and 1."""
+    """Composition of a batch, as shares between 0 and 1."""
 
     plain: float = 0.3
-    """Documents without the chat template."""
+    """Share of documents without the chat template."""
     side: float = 0.1
-    """Turns of a chat that are side tasks."""
+    """Share of chat turns that are side tasks."""
     checks: float = 0.25
-    """Turns that are yes/no questions, and half as many about names that are not on the list."""
+    """Share of chat turns that are yes/no questions; half as many ask about names that are not on the list."""
 
 
 class Writer:
-    """Writes documents with one tokenizer. Not shared between threads."""
+    """Writes documents with one tokenizer. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self._tokenizer = tokenizer
@@ -80,7 +80,7 @@ class Writer:
         self._known: dict[str, list[int]] = {}
 
     def batch(self, count: int, length: int, mix: Mix, held_out: bool = False) -> list[Document]:
-        """`count` documents of exactly `length` tokens."""
+        """Return `count` documents of exactly `length` tokens."""
         return [self.document(length, mix, held_out) for _ in range(count)]
 
     def document(self, length: int, mix: Mix, held_out: bool = False) -> Document:

@@ -18,18 +18,19 @@ from tiny.wiring import wire
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of chitu-tiny. Two key heads, so that it can be split over two ranks."""
+    """Sizes of chitu-tiny. It has two key heads, so that it can be split over two ranks."""
 
     vocab_size: int
     hidden_size: int = 128
     layers: int = 3
     heads: int = 4
     kv_heads: int = 2
-    """Fewer than `heads`: the wiring has two query heads share a key head."""
+    """Number of key heads. Fewer than `heads`: the wiring has two query heads share a key head."""
     head_dim: int = 64
     intermediate_size: int = 256
     rope_theta: float = 1e8
-    """Large: most dimensions of a head must turn little over 2048 tokens, or content cannot be matched from afar."""
+    """Base of the rotary embedding. Large: most dimensions of a head must turn little over 2048 tokens, or content
+    cannot be matched from afar."""
     max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-6
 
@@ -45,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_tables(length: int, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, H]; the two halves of H are equal."""
+    """Return cosines and sines [T, H]; the two halves of H are equal."""
     frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -65,7 +66,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, shape.kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(hidden, shape.kv_heads * head_dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * head_dim, hidden, bias=False)
-        # The norms bound the logits of attention; above 1 they leave room to pick one key out of 2048.
+        # The norms bound the logits of attention; values above 1 leave room to pick one key out of 2048.
         self.q_norm = RMSNorm(head_dim, shape.rms_norm_eps, 1.5)
         self.k_norm = RMSNorm(head_dim, shape.rms_norm_eps, 1.5)
 
@@ -107,7 +108,7 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Token ids [B, T] to final hidden states [B, T, D]; the output matrix is the embedding."""
+    """Maps token ids [B, T] to final hidden states [B, T, D]; the output matrix is the embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -126,5 +127,5 @@ class TinyModel(nn.Module):
         return self.norm(x_BTD)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., D] to [..., V]."""
+        """Map hidden states [..., D] to logits [..., V]."""
         return F.linear(hidden, self.embed_tokens.weight)

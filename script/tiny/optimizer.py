@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def orthogonal(gradient: Tensor, steps: int = 5) -> Tensor:
-    """About the nearest orthogonal matrix: Newton-Schulz iterations with Muon's coefficients."""
+    """Return approximately the nearest orthogonal matrix, by Newton-Schulz iterations with Muon's coefficients."""
     x = gradient / (gradient.norm() + 1e-7)
     if tall := x.shape[0] > x.shape[1]:
         x = x.T
@@ -24,7 +24,7 @@ def orthogonal(gradient: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    """Both optimisers over one model; `step` takes the share of the full learning rate."""
+    """Both optimizers over one model; `step` takes the share of the full learning rate."""
 
     def __init__(self, model: nn.Module, muon_lr: float = 0.01, adam_lr: float = 2e-3, momentum: float = 0.95) -> None:
         named = list(model.named_parameters())
@@ -39,7 +39,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """One step along the gradients (clipped to norm 1), which are cleared. `rate` is between 0 and 1."""
+        """Take one step along the gradients (clipped to norm 1) and clear them. `rate` is between 0 and 1."""
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         for group in self._adam.param_groups:
             group["lr"] = self._adam_lr * rate

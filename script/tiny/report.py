@@ -1,4 +1,4 @@
-"""The report of a training: the accuracy table and the loss curve, as a page of the docs. Called after training."""
+"""The training report: the accuracy table and the loss curve, as a page of the docs. Called after training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_report(page: Path, rows: Sequence[Row], curve: Sequence[Point], model:
 
 
 def draw_curve(path: Path, curve: Sequence[Point]) -> bool:
-    """Loss (logarithmic) and share of right tokens, with the lengths of the documents. False without matplotlib."""
+    """Draw loss (logarithmic), share of right tokens and document lengths. Return False without matplotlib."""
     try:
         import matplotlib
     except ImportError:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tiny.model import Attention, Shape, TinyModel
 
 WINDOW_WEIGHTS = (0.0, 0.1, 0.2, 0.2, 0.15, 0.15, 0.1, 0.1)
-"""How much each of a head's rotations, the fastest first, counts in looking for a distance."""
+"""Weight of each rotation of a head, the fastest first, in finding a distance."""
 WINDOW_CENTRE = 1.5
-"""Tokens back, for the window of `now`."""
+"""Centre of the window of `now`, in tokens back."""
 REACH = 2048
-"""Dimensions that turn less than two radians over this many tokens compare content at any distance."""
+"""Distance in tokens. Dimensions that turn less than two radians over it compare content at any distance."""
 EMBEDDING_STD = 0.05
 
 
@@ -54,13 +54,14 @@ def wire(model: TinyModel) -> None:
 
 
 def _gather(attention: Attention, shape: Shape, frequencies: Tensor, token: int, code: int) -> None:
-    """Heads 0 and 1: the same short code of each token, summed over a window, to `now` and to `before`."""
+    """Set heads 0 and 1: each writes the same short code of each token, summed over a window, to `now` and to
+    `before`."""
     head_dim = shape.head_dim
     padding = torch.zeros(head_dim // 2 - len(WINDOW_WEIGHTS))
     window = torch.cat((torch.tensor(WINDOW_WEIGHTS), padding)).sqrt()
 
     def at_distance(tokens: float) -> Tensor:
-        """The query whose product with the rotated key is largest `distance` tokens back."""
+        """Return the query whose product with the rotated key is largest `tokens` tokens back."""
         angles = tokens * frequencies
         return torch.cat((window * angles.cos(), -window * angles.sin()))
 
@@ -76,7 +77,8 @@ def _gather(attention: Attention, shape: Shape, frequencies: Tensor, token: int,
 
 
 def _match_and_copy(attention: Attention, shape: Shape, content: list[int], token: int) -> None:
-    """The heads of the first key head: `now` against `before`, in the dimensions that hardly turn; the token's copy."""
+    """Set the heads of the first key head: they compare `now` with `before` in the dimensions that hardly turn, and
+    copy the token."""
     head_dim, group, code = shape.head_dim, shape.heads // shape.kv_heads, len(content)
     attention.k_proj.weight[:head_dim] *= 0.2
     attention.q_proj.weight[: group * head_dim] *= 0.2

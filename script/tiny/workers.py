@@ -26,7 +26,8 @@ class Workers:
         self._pool = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
 
     def gradients(self, documents: Sequence[Document]) -> tuple[float, float]:
-        """Set `.grad` of every parameter; the mean loss of the answers' tokens, and the share of them that is right."""
+        """Set `.grad` of every parameter. Return the mean loss of the answers' tokens and the share of them that is
+        right."""
         asked = sum(weight > 0 for document in documents for weight in document.weights[1:])
         parts = [documents[start :: self._threads] for start in range(self._threads)]
         results = list(self._pool.map(lambda part: self._part(part, asked), [part for part in parts if part]))
@@ -37,7 +38,7 @@ class Workers:
         return sum(loss for _, loss, _ in results), sum(right for _, _, right in results) / asked
 
     def _part(self, documents: Sequence[Document], asked: int) -> tuple[tuple[Tensor, ...], float, int]:
-        """Gradients and loss as shares of the whole batch's mean, and how many tokens were right."""
+        """Return gradients and loss as shares of the whole batch's mean, and the number of right tokens."""
         ids_BT = torch.tensor([document.ids for document in documents], device=self._device)
         weights_BT = torch.tensor([document.weights for document in documents], device=self._device)
         chosen_BT = weights_BT[:, 1:] > 0

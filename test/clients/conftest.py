@@ -1,6 +1,6 @@
-"""One 1P1D cluster for all clients, and the interpreter that has them: `script/setup.sh` makes it, `.venv/clients`.
+"""One 1P1D cluster for all clients, and the interpreter that has them: `script/setup.sh` creates it, `.venv/clients`.
 
-Where it is not there the tests are skipped with what makes it; with CI=true in the environment they fail.
+If it is missing the tests are skipped, and the reason names the command that creates it; with CI=true they fail.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from chitu.launch.local import LocalCluster
 
 HERE = Path(__file__).parent
 PATIENCE_S = 400
-"""Of a client: the first import of one reads some thousand files."""
+"""Timeout of a client: the first import of one reads some thousand files."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_API_KEY": "none"}
-"""What they would fetch when they start is in their packages, too."""
+"""Environment that keeps clients offline: what they would fetch at start is in their packages, too."""
 CALLS = '{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> -#}\n'
-"""Ahead of the model's chat template, so that it has a format of tool calls."""
+"""Put before the model's chat template, so that it has a format of tool calls."""
 
 RunClient = Callable[..., str]
 
@@ -61,7 +61,7 @@ def cluster(model: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def run_client(clients_python: Path, cluster: LocalCluster, tmp_path: Path) -> RunClient:
-    """Runs a script of this folder, or a module that the clients' environment has, and returns what it printed."""
+    """Run a script of this folder, or a module of the clients' environment, and return its output."""
 
     def run(*args: str | Path) -> str:
         env = {**os.environ, **OFFLINE, "OPENAI_BASE_URL": f"{cluster.url}/v1", "HF_HOME": str(tmp_path / "hf")}

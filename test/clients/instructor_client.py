@@ -1,4 +1,5 @@
-"""instructor in the modes that its manual names for OpenAI; run by test_clients.py with the interpreter that has it."""
+"""Use instructor in the modes that its manual names for OpenAI. Run by test_clients.py with the clients'
+interpreter."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 class Wall(BaseModel):
     """A wall that was painted."""
 
-    model_config = ConfigDict(extra="forbid")  # else a model of so few words goes on with properties of its own
+    model_config = ConfigDict(extra="forbid")  # otherwise a model with so few words adds properties of its own
 
     color: Literal["red", "blue"]
     coats: Literal[1, 2, 3]

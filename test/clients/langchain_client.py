@@ -1,4 +1,4 @@
-"""langchain-openai as its manual uses it; run by test_clients.py with the interpreter that has it."""
+"""Use langchain-openai as its manual does. Run by test_clients.py with the clients' interpreter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main() -> None:
     assert [answer.content for answer in model.batch([ASK] * 3)] == [whole.content] * 3
     assert asyncio.run(model.ainvoke(ASK)).content == whole.content
 
-    # strict: else the schema allows properties of any name, with which a model of so few words goes on.
+    # strict: otherwise the schema allows properties of any name, and a model with so few words adds them.
     with_tools = model.bind_tools([paint], tool_choice="paint", strict=True)
     asked = with_tools.invoke(ASK)
     [call] = asked.tool_calls

@@ -1,4 +1,4 @@
-"""litellm as its manual uses it; run by test_clients.py with the interpreter that has it."""
+"""Use litellm as its manual does. Run by test_clients.py with the clients' interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""lm-eval over the API and over transformers' own model in float32; run by test_clients.py, which hands it a folder."""
+"""Run lm-eval over the API and over transformers' own model in float32. Run by test_clients.py, which passes a
+folder."""
 
 from __future__ import annotations
 
@@ -53,12 +54,12 @@ def answers(model: str, model_args: dict[str, Any], facts: Path) -> dict[str, li
 
 
 def compare(served: Any, right: Any, where: str) -> int:
-    """How many log probabilities were compared; texts and greedy flags are equal."""
+    """Return the number of log probabilities compared. Texts and greedy flags must be equal."""
     if isinstance(right, (list, tuple)):
         assert len(served) == len(right), (where, served, right)
         return sum(compare(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(served, right, strict=True)))
     if isinstance(right, float):
-        # transformers' are summed in float32, in which 500 and more go by steps of 6e-5.
+        # transformers sums in float32, whose steps at 500 and above are 6e-5.
         assert math.isclose(served, right, rel_tol=1e-6, abs_tol=CLOSE), (where, served, right)
         return 1
     assert served == right, (where, served, right)

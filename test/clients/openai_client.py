@@ -1,5 +1,5 @@
-"""The official client, another major version than the tests' own; run by test_clients.py with the interpreter that has
-it."""
+"""Use the official client, in another major version than the tests' own. Run by test_clients.py with the clients'
+interpreter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Clients that nobody here wrote, unmodified and with their defaults, against one P and one D with real pages.
+"""Third-party clients, unmodified and with their defaults, against one P and one D with real pages.
 
-Each runs in a process of its own, by an interpreter of its own: what they need does not agree with what the tests need.
+Each runs in its own process with its own interpreter: the clients' dependencies conflict with those of the tests.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_lm_eval_finds_what_it_finds_with_transformers_in_float32(run_client: Ru
 
 
 def counted(cluster: LocalCluster) -> tuple[int, int]:
-    """Tokens of all prompts and of all answers that the router counted so far."""
+    """Return the prompt and output tokens that the router has counted so far."""
     lines = httpx.get(f"{cluster.url}/metrics", trust_env=False).text.splitlines()
     values = dict(line.split() for line in lines if line.startswith(("chitu_prompt_tok", "chitu_output_tok")))
     return int(float(values["chitu_prompt_tokens_total"])), int(float(values["chitu_output_tokens_total"]))

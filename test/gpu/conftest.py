@@ -1,7 +1,7 @@
-"""What only a GPU can show: skipped where there is none.
+"""Fixtures of tests that need a GPU; the tests are skipped without one.
 
 `CHITU_GPU_TWIN=1` runs the same tests on a CPU, with Triton's interpreter, the eager recorder, `shm` and small sizes:
-so they are known to work before a GPU sees them.
+so they are known to work before a GPU runs them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))  # its checkpoints and its HTTP client
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))  # for its checkpoints and its HTTP client
 
 from chitu.engine.step_graphs import CudaRecorder, EagerRecorder, Recorder
 

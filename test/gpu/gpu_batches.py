@@ -12,7 +12,8 @@ PAGE = 16
 
 
 def batch_on(card, seed: int, longest: int | None = None) -> tuple[Batch, int]:
-    """Spans, some behind a prefix, then decoding rows of very different lengths, over shuffled pages; and how many."""
+    """Return spans, some behind a prefix, then decoding rows of very different lengths, over shuffled pages; and the
+    number of pages."""
     source = random.Random(seed)
     longest = longest or card.size(6000, 150)
     num_spans, num_decodes = card.size(4, 2), card.size(40, 3)

@@ -1,4 +1,4 @@
-"""Helpers of these tests that are no fixtures."""
+"""Helpers of these tests that are not fixtures."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over that of `expected`, in float64."""
+    """Return the norm of the difference over that of `expected`, in float64."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())

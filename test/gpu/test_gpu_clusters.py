@@ -1,4 +1,4 @@
-"""P and D on one card: their tokens are those of an undivided instance, and memory is given back, also after kills."""
+"""P and D on one card give the tokens of an undivided instance and free all memory, also after kills."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 
 pytestmark = pytest.mark.timeout(420)
-"""Fixtures included: a first cluster compiles its kernels, and may take 300 s until it is ready."""
+"""Timeout with fixtures included: a first cluster compiles its kernels, and may take 300 s until it is ready."""
 SLACK_BYTES = 96 << 20
-"""Of a card's memory, or of a CPU process's: caches that fill once."""
+"""Tolerated growth of a card's memory, or of a CPU process's: caches that fill once."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def cluster_of(card, model: Path, topology: str) -> LocalCluster:
 
 @pytest.fixture(scope="module")
 def divided(card, model) -> Iterator[tuple[LocalCluster, int]]:
-    """1P1D, and what the card held before it was there."""
+    """Yield a 1P1D cluster and the memory in use on the card before it started."""
     before = held_bytes(card, None)
     with cluster_of(card, model, "pd_disagg_1p1d_local") as cluster:
         cluster.wait_ready(300)
@@ -52,7 +52,7 @@ def divided(card, model) -> Iterator[tuple[LocalCluster, int]]:
 
 
 def held_bytes(card, cluster: LocalCluster | None) -> int:
-    """Memory in use on the card by anybody; of the twin, that of the cluster's instances."""
+    """Return the memory in use on the card by all processes; for the twin, that of the cluster's instances."""
     if not card.is_twin:
         free, total = torch.cuda.mem_get_info(card.device)
         return total - free

@@ -1,5 +1,5 @@
-"""Recorded steps (CUDA graphs) give the tokens of steps that are launched one operation at a time, and both those of
-transformers. In float32, where a token is a token."""
+"""Recorded steps (CUDA graphs) and steps launched one operation at a time give the same tokens, those of transformers.
+In float32, so that rounding cannot change a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def checkpoint(card, tmp_path_factory):
 
 
 def test_recorded_eager_and_the_reference_agree(card, checkpoint):
-    """Every bucket of decode rows on the way up and down, prompts within, at and beyond the recorded sizes."""
+    """Decode rows pass through every bucket up and down; prompts are within, at and beyond the recorded sizes."""
     folder, reference = checkpoint
     lengths = (3, 40, 64, 65, 150, 257, 700) if not card.is_twin else (3, 65)
     count = card.size(24, 2)

@@ -1,5 +1,5 @@
-"""What not every model has, on the device against torch: experts, latent attention, whole prompts by torch's library,
-sampling. Pages of e4m3 are in `test_gpu_kernels.py`."""
+"""Features that not every model has, on the device against torch: experts, latent attention, whole prompts by torch's
+library, sampling. Pages of e4m3 are in `test_gpu_kernels.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TWIN = TorchOps()
 
 @pytest.mark.parametrize("rows", [1, 8, 65, 700])
 def test_experts(card, rows):
-    """One row that reads few experts, up to tiles of 64 pairs; of a Qwen3-30B-A3B."""
+    """Row counts go from one row that reads few experts up to tiles of 64 pairs, with the sizes of a Qwen3-30B-A3B."""
     if card.is_twin and rows > 8:
         pytest.skip("the interpreter would take a minute")
     ops = TritonOps(card.num_multiprocessors)
@@ -46,7 +46,7 @@ def test_experts(card, rows):
 @pytest.mark.parametrize("num_heads", [16, 128])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_latent_attention(card, num_heads, is_fp8):
-    """Append, query, attention of spans and of decoding rows; with the sizes of a DeepSeek."""
+    """Covers append, query, and attention of spans and of decoding rows, with the sizes of a DeepSeek."""
     if card.is_twin and num_heads > 16:
         pytest.skip("the same code")
     ops, num_heads = TritonOps(card.num_multiprocessors), card.size(num_heads, 3)
@@ -65,7 +65,7 @@ def test_latent_attention(card, num_heads, is_fp8):
     else:
         own = torch.zeros(num_pages, 1, PAGE, width, device=card.device, dtype=card.dtype)
         right = own.float()
-    for slot in range(batch.page_table.shape[0]):  # all that the rows of the batch will look at
+    for slot in range(batch.page_table.shape[0]):  # every page that the batch's rows read
         positions = torch.arange(int(batch.positions_T.max()) + 1, device=card.device)
         every = replace(batch, slots_T=torch.full_like(positions, slot), positions_T=positions)
         kv = torch.randn(len(positions), width, device=card.device).to(card.dtype)
@@ -77,7 +77,7 @@ def test_latent_attention(card, num_heads, is_fp8):
     key = (torch.randn(num_heads, nope, latent, device=card.device) * nope**-0.5).to(card.dtype)
     found = ops.latent_query(q, key, heads, rotary, batch)
     assert relative_error(found, TWIN.latent_query(q.float(), key.float(), wide, rotary, batch)) < 0.01
-    seen = own if is_fp8 else own.float()  # the same bytes for both: an appended row may differ by its last bit
+    seen = own if is_fp8 else own.float()  # the same bytes for both: an appended row may differ in its last bit
     expected = TWIN.latent_attention(found.float(), wide, batch, seen)
     attended = ops.latent_attention(found, heads, batch, own)
     assert relative_error(attended[: batch.decode_row], expected[: batch.decode_row]) < 0.01
@@ -86,7 +86,8 @@ def test_latent_attention(card, num_heads, is_fp8):
 
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_whole_prompts_of_any_length(card, beyond):
-    """By torch's library, padded, beside a chunk with a prefix; what is behind the prompts' ends is NaN."""
+    """Whole prompts go to torch's library, padded, beside a chunk with a prefix; memory behind the prompts' ends is
+    NaN."""
     dim, heads, kv_heads = card.size(128, 16), card.size(16, 4), card.size(8, 2)
     lengths, starts = [card.size(4, 1) * PAD_TOKENS + beyond, 70, 2 * PAD_TOKENS], [0, 40, 0]
     pages_each = -(-max(lengths) // PAGE) + 1
@@ -134,7 +135,7 @@ SAMPLED = (
 
 @pytest.mark.parametrize("std", [3.0, 0.2])
 def test_sampled_tokens_are_those_of_the_cpu(card, std):
-    """Of sharp rows and of nearly flat ones, whose candidates have no room; three tokens each."""
+    """Rows are sharp, or nearly flat so that their candidates do not fit; three tokens each."""
     vocab, repeat = card.size(151_936, 700), card.size(4, 1)
     logits = torch.randn(len(SAMPLED) * repeat, vocab, generator=torch.Generator().manual_seed(1)) * std
     found = []

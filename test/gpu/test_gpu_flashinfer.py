@@ -1,4 +1,4 @@
-"""FlashInfer itself, where it is installed: by its trial, and by spans of an odd step against torch in float32."""
+"""The real FlashInfer, if it is installed: by its trial, and by spans of an odd step against torch in float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 16
 LIMIT_S = 150.0
 
 
-@pytest.mark.timeout(240)  # its kernels may have to be built first
+@pytest.mark.timeout(240)  # it may have to build its kernels first
 @pytest.mark.parametrize("heads", [(16, 8, 128), (28, 4, 128)], ids=str)
 def test_spans_of_any_length_behind_any_prefix(card, heads):
     if card.is_twin or importlib.util.find_spec("flashinfer") is None:

@@ -31,7 +31,7 @@ def shapes_of(card) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, None), (1, None), (2, torch.float32)], ids=str)
 def test_attention_of_spans_and_decodes(card, seed, dtype):
-    """In the card's dtype, and in float32, which has smaller tiles."""
+    """Runs in the card's dtype and in float32, which has smaller tiles."""
     ops = TritonOps(card.num_multiprocessors)
     for heads, kv_heads, dim in shapes_of(card):
         spec = HeadSpec(heads, kv_heads, dim, 1e-6)
@@ -46,7 +46,7 @@ def test_attention_of_spans_and_decodes(card, seed, dtype):
 
 
 def test_attention_never_reads_what_is_not_a_sequences_own(card):
-    """Everything behind the end of a sequence is NaN: one number of it would spoil a row."""
+    """Everything behind the end of a sequence is NaN: reading one number of it would spoil a row."""
     ops = TritonOps(card.num_multiprocessors)
     heads, kv_heads, dim = shapes_of(card)[0]
     batch, num_pages = batch_on(card, 2)
@@ -85,7 +85,7 @@ def test_rotation_norms_and_pages(card):
 
 
 def test_pages_of_e4m3_and_attention_over_them(card):
-    """Values become the same bytes as torch makes of them; keys too, but where the rotation's last bit decides."""
+    """Values become the same bytes as in torch. So do keys, except where the rotation's last bit decides."""
     ops = TritonOps(card.num_multiprocessors)
     for heads, kv_heads, dim in shapes_of(card):
         batch, num_pages = batch_on(card, 4)
@@ -118,7 +118,7 @@ def test_pages_of_e4m3_and_attention_over_them(card):
 
 @pytest.mark.parametrize("rows", [1, 8, 17, MAX_ROWS, MAX_ROWS + 1])
 def test_products(card, rows):
-    """With the norm before them, gated and not."""
+    """Runs with the norm before the product, with and without a gate."""
     ops = TritonOps(card.num_multiprocessors)
     inner, out = card.size(4096, 96), card.size(12288, 80)
     torch.manual_seed(rows)

@@ -1,4 +1,4 @@
-"""A step is launched behind the one that runs, without a wait of the host for the device, and the tokens are right."""
+"""A step is launched behind the running one, the host never waits for the device, and the tokens are right."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def checkpoint(card, tmp_path_factory):
 
 @contextmanager
 def no_waits(card) -> Iterator[None]:
-    """torch raises where the host would wait for the device: for a copy from pageable memory, or for a value."""
+    """Make torch raise if the host would wait for the device: for a copy from pageable memory, or for a value."""
     if card.is_twin:
         yield
         return
@@ -38,7 +38,7 @@ def no_waits(card) -> Iterator[None]:
 
 
 def test_no_launch_waits_for_the_device_and_the_tokens_are_those_of_the_reference(card, checkpoint):
-    """Admissions, first tokens, grown pages, sampling with penalties: each launched before the last step is read."""
+    """Admissions, first tokens, grown pages and sampling with penalties are launched before the last step is read."""
     folder, reference = checkpoint
     sampler = Sampler(4, VOCAB_SIZE, card.device, (2,))
     engine = Engine(

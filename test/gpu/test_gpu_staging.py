@@ -1,5 +1,5 @@
-"""Staged transfers on a card: gather and scatter through pinned host memory and through the pool's own tail, and tokens
-of 1P1D by both ways, which are those of an undivided instance."""
+"""Staged transfers on a card: gather and scatter through pinned host memory and through the pool's own tail. 1P1D gives
+the tokens of an undivided instance either way."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def through_a_segment(copier: DeviceCopier, copies: CopyList, segment: int) -> N
 
 @pytest.mark.parametrize("place", ["host", "pool"])
 def test_pages_and_a_row_come_through_a_segment_as_they_were(card, place):
-    """As P and D do it, within one process; the host's memory as the device knows it."""
+    """Does what P and D do, within one process, with the host memory's address on the device."""
     prefill, decode = new_pool(card, 1), new_pool(card, 2)
     driver: PinDriver = SecondMappings() if card.is_twin else CudaDriver(card.device.index or 0)
     arena = HostArena(2 * SEGMENT_BYTES, driver)
@@ -104,8 +104,8 @@ def cluster_of(card, model: Path, topology: str, *overrides: str) -> Iterator[Lo
 
 
 def test_tokens_do_not_depend_on_the_way_that_kv_takes(card, model):
-    """`shm` (on a card by pinned host memory, whatever `transfer` says), and staged through the transport that is best
-    here; verify_kv sees every page behind its scatter."""
+    """Compares `shm` (on a card it uses pinned host memory, whatever `transfer` says) with staging through the best
+    transport here; verify_kv checks every page after its scatter."""
     source = random.Random(1)
     sizes = [source.randint(1, card.size(1500, 150)) for _ in range(card.size(16, 4))]
     prompts = [[source.randrange(10, 500) for _ in range(size)] for size in sizes]

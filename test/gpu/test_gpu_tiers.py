@@ -1,4 +1,4 @@
-"""Pages of a pool on the device go to pinned host memory and come back, byte for byte, beside running steps."""
+"""Pages of a pool on the device go to pinned host memory and come back, byte for byte, while steps run."""
 
 from __future__ import annotations
 

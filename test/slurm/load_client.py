@@ -1,7 +1,7 @@
-"""Greedy requests to a router, over and over, until standard input ends: `load_client.py URL CONCURRENCY`.
+"""Send greedy requests to a router, over and over, until standard input ends: `load_client.py URL CONCURRENCY`.
 
-Run by `test_two_nodes.py` on the login machine. Writes a JSON line for each answer as it comes:
-`{"prompt": 3, "seconds": 0.2, "token_ids": [...]}`, or with `error` in place of the tokens.
+Run by `test_two_nodes.py` on the login machine. Writes a JSON line for each answer as it comes: `{"prompt": 3,
+"seconds": 0.2, "token_ids": [...]}`, or with `error` in place of the tokens.
 """
 
 from __future__ import annotations

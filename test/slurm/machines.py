@@ -1,8 +1,8 @@
-"""Machines made of namespaces: own network, host name, processes and shared memory each, joined by a bridge.
+"""Machines made of namespaces: each has its own network, host name, processes and shared memory; a bridge joins them.
 
 Used by `slurm_cluster.py`. Files are shared, as on a cluster with one home directory. The bridge lives in the first
 machine, so the host gets no address and nothing can leave. A machine is the process tree below its PID 1, which ends
-with the process that made it; its namespaces have no names, so nothing is left behind. Needs root.
+with the process that created it. Its namespaces have no names, so nothing is left behind. Needs root.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ while :; do sleep 1000 & wait $!; done    # bash reaps every orphan
 
 
 def missing() -> list[str]:
-    """Why machines cannot be made here; empty where they can."""
+    """Return what this machine lacks to create machines; empty if nothing."""
     if os.geteuid() != 0:
         return ["root"]
     absent = [f"{tool} (package {package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
@@ -62,7 +62,7 @@ def missing() -> list[str]:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
-    """Poll; AssertionError with `what()` after the time-out."""
+    """Poll a condition; raise AssertionError with `what()` on timeout."""
     end_s = time.monotonic() + timeout_s
     pause = threading.Event()
     while not condition():
@@ -80,8 +80,8 @@ class Machines:
         self._unshare: dict[str, subprocess.Popen[bytes]] = {}
         self._init: dict[str, int] = {}
         (folder / "slurm").mkdir(parents=True)
-        Path("/etc/slurm").mkdir(exist_ok=True)  # only a mount point
-        # No 127.0.1.1 for the own name, as Debian writes it, and no name server to wait for.
+        Path("/etc/slurm").mkdir(exist_ok=True)  # only serves as a mount point
+        # Unlike Debian's file, no 127.0.1.1 for the own name; and no name server to wait for.
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.addresses.items())]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
@@ -116,12 +116,12 @@ class Machines:
         self._init.clear()
 
     def argv(self, name: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` in a machine, in the present directory."""
+        """Return the command line that runs `command` in a machine, in the current directory."""
         target = ["nsenter", f"--target={self._init[name]}", "--net", "--uts", "--mount", "--ipc", "--pid"]
         return [*target, f"--wdns={os.getcwd()}", *command]
 
     def output(self, name: str, command: Sequence[str], timeout_s: float = 30.0) -> str:
-        """Standard output of a command that must succeed."""
+        """Return standard output of a command that must succeed."""
         done = subprocess.run(
             self.argv(name, command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
@@ -129,7 +129,7 @@ class Machines:
         return done.stdout
 
     def processes(self, name: str) -> dict[int, str]:
-        """Command lines by pid (as the machine itself counts), of everything but PID 1 and its sleep."""
+        """Return command lines by pid (in the machine's own numbering) of every process except PID 1 and its sleep."""
         lines = self.output(name, ["ps", "-e", "-ww", "-o", "pid=,ppid=,stat=,args="]).splitlines()
         found = {}
         for pid, ppid, stat, args in (line.split(None, 3) for line in lines):
@@ -143,7 +143,7 @@ class Machines:
         return found
 
     def listening(self, name: str) -> list[int]:
-        """TCP ports on which something listens."""
+        """Return the TCP ports that have a listener."""
         rows = self.output(name, ["ss", "-Hltn"]).splitlines()
         return sorted({int(row.split()[3].rpartition(":")[2]) for row in rows})
 
@@ -155,7 +155,7 @@ class Machines:
         self._ip(self._hub, f"link set {name} up")
 
     def _boot(self, name: str) -> None:
-        for left_over in FREEZER.glob(f"{name}-*"):  # of a run that was killed; one with processes stays
+        for left_over in FREEZER.glob(f"{name}-*"):  # left by a killed run; one that still has processes stays
             remove_groups(left_over)
         parent = os.getpid()
         flags = ["--mount", "--uts", "--ipc", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -185,7 +185,8 @@ class Machines:
         self._init[name] = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
 
     def _group(self, name: str) -> Path:
-        """Several clusters on one host must not see each other's processes."""
+        """Return the machine's control group. Its name has our pid: clusters on one host must not see each other's
+        processes."""
         return FREEZER / f"{name}-{os.getpid()}"
 
     def _ip(self, name: str, command: str) -> None:

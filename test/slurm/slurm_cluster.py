@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on this machine: `pd-login` (slurmctld, where srun runs), `pd-node0`, `pd-node1` (slurmd).
 
-Used by the tests of this folder; `missing()` says why it cannot be had here. Daemons, munge's key and all state live in
-a folder of their own and in the machines' namespaces (`machines.py`); the host's Slurm, if it has one, is not touched.
+Used by the tests of this folder; `missing()` says why it cannot run here. Daemons, munge's key and all state live in a
+folder of their own and in the machines' namespaces (`machines.py`). It does not touch the host's Slurm.
 
     with SlurmCluster(folder) as cluster:
         cluster.output(["srun", "-N2", "hostname"])
@@ -24,9 +24,10 @@ from machines import FREEZER, Machines, wait_for
 LOGIN = "pd-login"
 NODES = ("pd-node0", "pd-node1")
 SUBNET = "198.18.77"
-"""Of the block for tests of network equipment (RFC 2544); it exists inside the namespaces only."""
+"""Subnet from the block for tests of network equipment (RFC 2544); it exists inside the namespaces only."""
 NUM_GPUS = 8
-"""Of each node, as far as Slurm knows: it hands out their numbers. Copies of /dev/null; no driver knows them."""
+"""GPUs per node in Slurm's configuration; Slurm hands out their numbers. They are copies of /dev/null without a
+driver."""
 PACKAGES = {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge", "ss": "iproute2"}
 
 SLURM_CONF = """
@@ -62,18 +63,18 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE OverSubscribe=NO State
 
 
 def missing() -> list[str]:
-    """What Slurm needs and this machine lacks; empty where it can start."""
+    """Return what Slurm needs and this machine lacks; empty if it can start."""
     absent = [f"{tool} (package {package})" for tool, package in PACKAGES.items() if shutil.which(tool) is None]
     return absent + machines.missing()
 
 
 class SlurmCluster:
-    """See the module's docstring."""
+    """A two-node Slurm cluster; see the module's docstring."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.machines = Machines(folder, [LOGIN, *NODES], SUBNET)
-        # With control groups Slurm knows every process of a job; by parent links (version 2 only) it loses orphans.
+        # With control groups Slurm tracks every process of a job; with parent links (version 2 only) it loses orphans.
         proctrack = "cgroup" if (FREEZER / "tasks").exists() else "linuxproc"
         conf = SLURM_CONF.format(login=LOGIN, subnet=SUBNET, folder=folder, proctrack=proctrack, num_gpus=NUM_GPUS)
         for k in range(NUM_GPUS):
@@ -102,7 +103,7 @@ class SlurmCluster:
         self.down()
 
     def up(self) -> None:
-        """Machines, daemons, and both nodes idle."""
+        """Start machines and daemons, and wait until both nodes are idle."""
         self.machines.up()
         for name in (LOGIN, *NODES):
             self._start_munge(name)
@@ -117,7 +118,7 @@ class SlurmCluster:
             process.wait()
 
     def start(self, command: Sequence[str], log: Path, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
-        """A client command on the login machine, its output in `log`."""
+        """Start a client command on the login machine, with its output in `log`."""
         with log.open("wb") as output:
             return subprocess.Popen(
                 self.machines.argv(LOGIN, command),
@@ -137,11 +138,11 @@ class SlurmCluster:
         return sorted(set(done.stdout.split()))
 
     def jobs(self) -> list[str]:
-        """Ids of the jobs that have not ended."""
+        """Return the ids of the jobs that have not ended."""
         return self.output(["squeue", "-h", "-o", "%i"]).split()
 
     def own_processes(self, name: str) -> dict[int, str]:
-        """Processes of a machine that are no daemons of Slurm."""
+        """Return the processes of a machine that are not Slurm daemons."""
         daemons = ("munged", "slurmctld", "slurmd", "slurmscriptd")
         return {
             pid: args
@@ -164,7 +165,7 @@ class SlurmCluster:
             )
 
     def _logs(self) -> str:
-        """The last lines of every daemon."""
+        """Return the last lines of every daemon's log."""
         tails = [
             f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:])
             for path in sorted(self._folder.glob("*.log"))
@@ -173,6 +174,6 @@ class SlurmCluster:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without what must not follow it to other machines, and with its interpreter."""
+    """Return this process's environment without what must not reach other machines, plus its interpreter."""
     kept = {key: value for key, value in os.environ.items() if key not in ("HOSTNAME", "TMPDIR")}
     return {**kept, "PYTHON": sys.executable}

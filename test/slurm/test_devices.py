@@ -1,4 +1,5 @@
-"""GPUs that a real Slurm hands out to the launch scripts: who gets which, what each rank is shown, what is refused.
+"""GPUs that a real Slurm hands out to the launch scripts: which process gets which, what each rank sees, what is
+refused.
 
 Driver, torch and torchrun are stand-ins (`fake_gpus/`), so nothing computes; Slurm, scripts and `chitu node` are real.
 """
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 def launch(
     cluster: SlurmCluster, model: str, folder: Path, srun: list[str], has_driver: bool = True, **cards: str
 ) -> Launched:
-    """S3's line, on nodes with a driver that lists `cards`."""
+    """Run the launch script under srun, on nodes whose driver lists `cards`."""
     driver = [f"PATH={FAKES}:{os.environ['PATH']}"] if has_driver else []
     given = [f"PYTHONPATH={FAKES}", f"FAKE_RANKS={folder}", *(f"{name}={count}" for name, count in cards.items())]
     options = ["--model", model, "--partition", "main", "--cpus-per-gpu", "8", "--log-dir", str(folder / "logs")]

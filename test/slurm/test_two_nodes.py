@@ -1,6 +1,6 @@
-"""The launch scripts on a real Slurm of two nodes: start, serve, a cut link, a death, scancel. Nothing stays behind.
+"""The launch scripts on a real Slurm of two nodes: start, serve, a cut link, a death, scancel. Nothing is left behind.
 
-Where Slurm cannot start the tests are skipped with what is missing; with CI=true in the environment they fail.
+If Slurm cannot start, the tests are skipped with what is missing; with CI=true in the environment they fail.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NODE0, NODE1 = NODES
 ROUTER_URL = f"http://{NODE0}:21003"
 SLURMD_PORT = 6818
 CUT_S = 1.0
-"""Below every deadline: an instance counts as dead after 3 s of silence."""
+"""Duration of the cut, below every deadline: an instance counts as dead after 3 s of silence."""
 READY_S = 400.0
-"""A machine with cores to spare takes 20."""
+"""Timeout of a start; a machine with free cores takes 20 s."""
 SETTINGS = ["model.served_name=m", "cache.num_pages=256"]
 
 pytestmark = pytest.mark.timeout(900)
@@ -74,7 +74,7 @@ class Launched:
         assert text in self.output(), self.output()
 
     def wait_nothing_left(self) -> None:
-        """No job, no process, no port on either node."""
+        """Wait until no job, no process and no port is left on either node."""
         cluster = self._cluster
         wait_for(lambda: not cluster.jobs(), 40, lambda: f"the job ends: {self.output()}")
         wait_for(
@@ -85,7 +85,7 @@ class Launched:
 
 @pytest.fixture(scope="module")
 def served(cluster: SlurmCluster, model: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """2P3D, ready."""
+    """Return a 2P3D cluster that is ready."""
     folder = tmp_path_factory.mktemp("served")
     script = ["bash", "script/srun_pd_disagg_2p3d_two_nodes.sh", "--model", model, "--partition", "main"]
     options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS]
@@ -113,7 +113,7 @@ def test_a_doctor_on_each_node_makes_one_report(cluster: SlurmCluster, model: st
     assert sound.process.wait(120) == 0, sound.output()
     for part in (NODE0, NODE1, "2 nodes reach each other's ports", "the same on 2 nodes", "P0 on CPUs"):
         assert part in sound.output()
-    # A port that Slurm's own daemon has on both nodes: what P0's node finds, the router's node prints.
+    # Slurm's own daemon uses this port on both nodes: P0's node finds the conflict, and the router's node prints it.
     planted = f"dp_config.router.prefill_schedulers.0.port={SLURMD_PORT}"
     ill = Launched(cluster, [*command, "--model", model, planted], tmp_path)
     assert ill.process.wait(120) == 1
@@ -155,7 +155,7 @@ def test_requests_outlast_a_link_cut_that_is_shorter_than_the_deadlines(
     before = len(answers())
     cluster.machines.cut(NODE1)
     try:
-        threading.Event().wait(CUT_S)  # how long the link is down
+        threading.Event().wait(CUT_S)  # the link is down for this long
     finally:
         cluster.machines.mend(NODE1)
     wait_more(18)
@@ -191,7 +191,7 @@ def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmClust
 
 
 def test_requests_outlive_their_job(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
-    """scancel in the middle of two streams; the next job goes on with both, and their clients read on."""
+    """scancel ends the job in the middle of two streams; the next job continues both, and their clients read on."""
     kept, url = tmp_path / "kept", f"{ROUTER_URL}/v1/"
     script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, *SETTINGS]
     script.append(f"dp_config.router.kept_requests.dir={kept}")
@@ -249,7 +249,7 @@ def test_by_ssh_the_end_of_the_script_is_the_end_on_all_machines(
     cluster: SlurmCluster, model: str, tmp_path: Path
 ) -> None:
     addresses = [cluster.machines.addresses[node] for node in NODES]
-    ssh = tmp_path / "ssh"  # enters the machine; what it runs gets SIGHUP when it ends, as with `ssh -tt`
+    ssh = tmp_path / "ssh"  # enters the machine; its child gets SIGHUP when it ends, as with `ssh -tt`
     doors = [
         f"{cluster.machines.addresses[node]}) door='{' '.join(cluster.machines.argv(node, []))}' ;;" for node in NODES
     ]

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request, Response, expect
 
 PATIENCE_MS = 30_000
-"""Two busy cores may need long for anything; nothing here waits longer than its condition takes."""
+"""Timeout of every wait. Two busy cores may need long; no wait lasts longer than its condition takes."""
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callable[[], object]) -> None:
-    """Poll a condition; AssertionError with `failure()` when it does not come true."""
+    """Poll a condition; raise AssertionError with `failure()` if it does not become true."""
     end_s = time.monotonic() + timeout_s
     pause = threading.Event()
     while not condition():
@@ -28,15 +28,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callabl
 
 
 class ChatPage:
-    """The page in a context of its own. `problems` collects what no test wants to see."""
+    """The page in its own browser context. `problems` collects what no test wants to see."""
 
     def __init__(self, context: BrowserContext, url: str) -> None:
         self.url = url
         self.context = context
         self.problems: list[str] = []
-        """Script errors, complaints of the browser (its content policy, for instance), requests to other servers."""
+        """Script errors, browser complaints (of its content policy, for instance) and requests to other servers."""
         self.failed_loads: list[str] = []
-        """Complaints about a status of 400 or more, or a server that is gone: some tests want them."""
+        """Complaints about a status of 400 or more, or an unreachable server; some tests provoke them."""
         self.page = context.new_page()
         self.page.set_default_timeout(PATIENCE_MS)
         self.page.on("console", self._on_console)
@@ -66,12 +66,12 @@ class ChatPage:
         self.page.goto(self.url)
 
     def open_live(self) -> None:
-        """Open it and wait until the event stream shows the cluster."""
+        """Open the page and wait until the event stream shows the cluster."""
         self.open()
         self.expect_connection("live")
 
     def use_mode(self, mode: str) -> None:
-        """`chat` or `completion`. The label is clicked: the radio itself may be drawn by its label."""
+        """Select `chat` or `completion`. Clicks the label: the radio itself may be drawn by its label."""
         self.page.locator(f"label:has(#mode-{mode}), label[for=mode-{mode}]").first.click()
         expect(self.page.locator(f"#mode-{mode}")).to_be_checked()
 
@@ -86,24 +86,24 @@ class ChatPage:
             field.press("Escape")
 
     def send(self, text: str) -> Response:
-        """Send by the button and return the good response when its head is there."""
+        """Send by the button and return the response when its head has arrived; its status must be good."""
         response = self.response_to(lambda: self.submit(text))
         assert response.ok, f"status {response.status}: {response.text()}"
         return response
 
     def submit(self, text: str) -> None:
-        """Send by the button, whatever comes of it."""
+        """Send by the button, whatever the outcome."""
         self.prompt.fill(text)
         self.send_button.click()
 
     def response_to(self, action: Callable[[], None]) -> Response:
-        """The response to the generation that `action` starts."""
+        """Return the response to the generation that `action` starts."""
         with self.page.expect_response(re.compile(r"/v1/(chat/)?completions$")) as waiting:
             action()
         return waiting.value
 
     def body_of(self, text: str) -> Any:
-        """Send, and return what the page asked the router for once the answer has ended."""
+        """Send, wait until the answer has ended, and return the request body that the page sent to the router."""
         body = self.send(text).request.post_data_json
         self.expect_done()
         return body
@@ -112,7 +112,7 @@ class ChatPage:
 
     @property
     def answer(self) -> Locator:
-        """The last answer; of an answer being streamed, what is there."""
+        """Last answer; if it is being streamed, what has arrived so far."""
         return self.answers.last
 
     @property
@@ -120,7 +120,7 @@ class ChatPage:
         return self.messages.locator('article[data-streaming="true"]')
 
     def expect_done(self, timeout_ms: int = PATIENCE_MS) -> None:
-        """The last answer has ended, one way or another."""
+        """Wait until the last answer has ended, in whatever way."""
         expect(self.answer).to_be_visible()
         expect(self.streaming).to_have_count(0, timeout=timeout_ms)
 
@@ -137,7 +137,7 @@ class ChatPage:
         return self.page.locator(f'#requests tbody tr[data-request-id="{request_id}"]')
 
     def names(self, selector: str, attribute: str) -> list[str]:
-        """Values of an attribute over all matching elements, in document order."""
+        """Return an attribute's values over all matching elements, in document order."""
         script = "(all, name) => all.map((element) => element.getAttribute(name))"
         found: list[str] = self.page.locator(selector).evaluate_all(script, attribute)
         return found
@@ -145,7 +145,7 @@ class ChatPage:
     # ------------------------------------------------------------------------------------------------- in the page
 
     def record_growth(self) -> None:
-        """From now on note every length of the running answer's text that the document ever had."""
+        """Record every length of the running answer's text from now on."""
         self.page.evaluate(
             """() => {
                 const lengths = (globalThis.chituTestLengths = []);
@@ -164,7 +164,7 @@ class ChatPage:
         return lengths
 
     def record_dots(self) -> None:
-        """From now on note the place of every dot in every frame."""
+        """Record the place of every dot in every frame from now on."""
         self.page.evaluate(
             """() => {
                 const seen = (globalThis.chituTestDots = {});
@@ -180,6 +180,6 @@ class ChatPage:
         )
 
     def dot_track(self, room: str) -> list[tuple[float, float]]:
-        """Places of a request's dot in CSS pixels of the window, one a frame."""
+        """Return the places of a request's dot in CSS pixels of the window, one per frame."""
         points = self.page.evaluate("(room) => globalThis.chituTestDots[room] ?? []", room)
         return [(x, y) for x, y in points]

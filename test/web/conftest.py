@@ -1,7 +1,7 @@
-"""One cluster of 2P3D for all tests of the web page, one browser a module, one fresh context a page.
+"""One 2P3D cluster for all tests of the web page, one browser per module, one fresh context per page.
 
-The browser is per module, not per session: while playwright runs, its event loop owns the main thread, and other
-tests want to use `asyncio.run` there.
+The browser is per module, not per session: while playwright runs, its event loop owns the main thread, and other tests
+need `asyncio.run` there.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LOCAL_PORTS = [
     *(f"dp_config.router.prefill_schedulers.{rank}.port=0" for rank in range(2)),
     *(f"dp_config.router.decode_schedulers.{rank}.port=0" for rank in range(3)),
 ]
-"""Any free port, so that several runs do not meet."""
+"""Settings that let every port be any free one, so that parallel runs do not collide."""
 
 
 @pytest.fixture(scope="session")
 def a_browser_starts() -> None:
-    """Skips where none does; in CI that is a failure, for a run that skips everything proves nothing.
+    """Skip the tests if no browser starts. In CI that is a failure: a run that skips everything proves nothing.
 
-    Clusters ask for this too: without a browser nobody waits for one to start.
+    Cluster fixtures request this too: without a browser no test waits for a cluster to start.
     """
     try:
         with headless_browser():
@@ -57,13 +57,14 @@ def browser(a_browser_starts: None) -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It hardly ever ends an answer by itself: a test decides how long it gets."""
+    """Return a random model. It hardly ever ends an answer by itself, so a test decides how long an answer gets."""
     return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
 
 
 @pytest.fixture(scope="session")
 def cluster(a_browser_starts: None, random_model: Path) -> Iterator[LocalCluster]:
-    """2P3D on this machine. Who dies comes back in `cluster.poll()`, so a test sees the time in between."""
+    """Yield a 2P3D cluster on this machine. Dead processes restart in `cluster.poll()`, so a test sees the time in
+    between."""
     settings = [f"model.path={random_model}", "model.served_name=random", "cache.num_pages=1000"]
     topology = load_topology("pd_disagg_2p3d_multi_node.yaml", [*settings, "log.level=WARNING", *LOCAL_PORTS])
     with LocalCluster(topology, restart=True, entries=FORKED) as cluster:
@@ -73,7 +74,8 @@ def cluster(a_browser_starts: None, random_model: Path) -> Iterator[LocalCluster
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """`open_page(url, color_scheme="dark")`: the page in a new context. No page may have had a problem in the end."""
+    """Yield `open_page(url, color_scheme="dark")`, which opens the page in a new context. At the end no page may have
+    had a problem."""
     pages: list[ChatPage] = []
 
     def open_one(url: str, **options: Any) -> ChatPage:
@@ -89,7 +91,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 @pytest.fixture
 def chat(open_page: OpenPage, cluster: LocalCluster) -> ChatPage:
-    """The page, live."""
+    """Return the page, live."""
     page = open_page(cluster.url)
     page.open_live()
     return page

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, sync_playwright
 from playwright.sync_api import Error as PlaywrightError
 
 NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
-"""Also in script/setup.sh --dev, which installs the first one."""
+"""Names of browsers to try. script/setup.sh --dev has them too and installs the first one."""
 FLAGS = (
     "--disable-gpu",
     "--disable-quic",
@@ -23,15 +23,16 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-"""Playwright adds --headless, --no-sandbox and an empty profile that it removes in the end."""
+"""Flags of the browser. Playwright adds --headless, --no-sandbox and an empty profile that it removes at the end."""
 
 
 class NoBrowser(Exception):
-    """No Chromium on this machine starts; the message says what was tried."""
+    """No Chromium on this machine starts; the message lists what was tried."""
 
 
 def candidates() -> list[str | None]:
-    """Executables to try in this order; None is playwright's own download. `CHROMIUM=path` replaces them all."""
+    """Return the executables to try, in this order; None is playwright's own download. `CHROMIUM=path` replaces them
+    all."""
     if chosen := os.environ.get("CHROMIUM"):
         return [chosen]
     return [*(path for name in NAMES if (path := shutil.which(name))), None]
@@ -39,7 +40,7 @@ def candidates() -> list[str | None]:
 
 @contextmanager
 def headless_browser() -> Iterator[Browser]:
-    """One browser process; NoBrowser where none starts."""
+    """Yield one browser process; raise NoBrowser if none starts."""
     with sync_playwright() as playwright:
         failures = []
         for path in candidates():

@@ -1,4 +1,4 @@
-"""How the page can be used: on a phone, by the keyboard alone, in light and dark, with little motion."""
+"""The page on a phone, with the keyboard alone, in light and dark mode, and with reduced motion."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FOCUS_SHOWS = """() => {
 
 
 def tab_to(page: ChatPage, name: str, at_most: int) -> None:
-    """Press Tab until the element has the focus. Each one on the way must show that it has it."""
+    """Press Tab until the element has the focus. Each element on the way must show its focus."""
     way: list[str] = []
     while focused(page) != name:
         assert len(way) < at_most, f"Tab did not reach {name}: {way}"
@@ -104,7 +104,7 @@ def test_the_colour_scheme_of_the_system_is_used_until_the_toggle_says_otherwise
 
 
 def brightness(page: ChatPage) -> float:
-    """Of the page's background, 0 to 1."""
+    """Return the brightness of the page's background, 0 to 1."""
     script = """() => {
         const of = (element) => getComputedStyle(element).backgroundColor.match(/[\\d.]+/g).map(Number);
         const [r, g, b, alpha = 1] = of(document.body);

@@ -34,7 +34,7 @@ def test_the_page_loads_whole_and_live(open_page: OpenPage, cluster: LocalCluste
     assert sorted(page.names("#topology [data-instance]", "data-instance")) == ["D0", "D1", "D2", "P0", "P1"]
     assert set(page.names("#topology [data-instance]", "data-status")) == {"up"}
     expect(page.page.locator("body")).to_contain_text("random")
-    expect(page.page.locator("#example")).to_be_hidden()  # the served model knows no such examples
+    expect(page.page.locator("#example")).to_be_hidden()  # the served model has no such examples
 
 
 def test_an_answer_grows_before_the_eyes_and_its_trace_says_what_the_router_measured(

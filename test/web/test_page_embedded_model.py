@@ -1,4 +1,5 @@
-"""The page of `chitu serve` as it comes: the embedded model on 1P1D, with its examples, here behind an API key."""
+"""The page of `chitu serve` with its defaults: the embedded model on 1P1D, with its examples, here behind an API
+key."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def locked_cluster(a_browser_starts: None) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def tiny(open_page: OpenPage, locked_cluster: LocalCluster) -> ChatPage:
-    """The page, live: the key is in."""
+    """Return the page, live, with the key filled in."""
     page = open_page(locked_cluster.url)
     page.open()
     page.expect_connection("unauthorized")
@@ -71,7 +72,7 @@ def test_an_example_is_answered_rightly_and_ticked(tiny: ChatPage) -> None:
 
 
 def test_an_answer_without_the_expected_value_gets_a_cross_and_the_value(tiny: ChatPage) -> None:
-    """The model is right, so the expectation is made wrong on its way to the browser."""
+    """The model is right, so the expectation is changed to a wrong one on its way to the browser."""
 
     def with_another_value(route: Route) -> None:
         route.fulfill(json={**route.fetch().json(), "value": "0000"})
@@ -95,7 +96,7 @@ def test_an_edited_example_is_an_ordinary_question(tiny: ChatPage) -> None:
 
 
 def test_below_an_answer_stands_what_was_cached_computed_and_moved(tiny: ChatPage) -> None:
-    """The second prompt begins as the first: P and D have these pages, and the fewer are moved."""
+    """The second prompt begins like the first: P and D have those pages, so fewer are moved."""
     shown = []
     for _ in range(2):
         tiny.send("Seven grey geese flew over the long lake at noon, and nobody had seen them since. " * 4)

@@ -1,4 +1,4 @@
-"""The life of a traced request as the page draws it."""
+"""The timeline of a traced request as the page draws it."""
 
 from __future__ import annotations
 

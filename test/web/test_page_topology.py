@@ -1,4 +1,4 @@
-"""The live picture: pairs that light up, requests that travel, instances and a router that die and come back."""
+"""The live topology: pairs light up, requests travel, instances and a router die and come back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def statuses(page: ChatPage) -> dict[str, str]:
 
 
 def is_framed_red(page: ChatPage, name: str) -> bool:
-    """Whether the largest shape of an instance is outlined in a colour that is clearly red, not just warm."""
+    """Return whether the largest shape of an instance has an outline that is clearly red, not just warm."""
     script = """(node) => {
         const area = (shape) => shape.getBoundingClientRect().width * shape.getBoundingClientRect().height;
         const frame = [...node.querySelectorAll("rect, path")].sort((a, b) => area(b) - area(a))[0];
@@ -64,7 +64,7 @@ def test_two_requests_light_up_two_pairs(open_page: OpenPage, cluster: LocalClus
     for page in pages:
         page.stop_button.click()
         page.expect_done()
-    # And they go dark again: nothing runs any more.
+    # The pairs go dark again: nothing runs any more.
     expect(watched.page.locator(active)).to_have_count(0)
     expect(watched.page.locator('#topology [data-instance][data-active="true"]')).to_have_count(0)
 
@@ -103,7 +103,7 @@ def test_a_killed_decode_instance_turns_red_and_comes_back(chat: ChatPage, clust
     wait_until(lambda: is_framed_red(chat, "D0"), 5.0, lambda: "D0 is down and not red")
     assert not is_framed_red(chat, "D1")
     chat.set(max_tokens=3)
-    for _ in range(3):  # every D would have had its turn
+    for _ in range(3):  # long enough for every D to get a request
         chat.send("who is left?")
         chat.expect_done()
         expect(chat.answer.locator(".trace")).to_contain_text(re.compile(r"P\d → D[12]"))
@@ -169,7 +169,7 @@ FIVE_IN_FLIGHT = """async () => {
 
 
 def test_one_transfer_is_labelled_and_several_at_once_are_summed_up(chat: ChatPage) -> None:
-    """Labels of dots that fly at the same time along the same edges would lie on each other."""
+    """Labels of dots that fly at the same time along the same edges would overlap."""
     one, five = chat.page.evaluate(FIVE_IN_FLIGHT)
     assert one["sum"] is None
     assert [label.partition(" · ")[0] for label in one["labels"]] == ["2.00 MiB"]

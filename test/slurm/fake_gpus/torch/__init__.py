@@ -1,1 +1,1 @@
-"""Stands for a torch with CUDA, in front of the real one on PYTHONPATH: no GPU is touched here."""
+"""Stand-in for a torch with CUDA, before the real one on PYTHONPATH. It touches no GPU."""

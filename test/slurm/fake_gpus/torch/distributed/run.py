@@ -1,4 +1,4 @@
-"""Stands for torchrun: each of its ranks writes what it was shown to `$FAKE_RANKS/NAME.RANK`, and all stay.
+"""Stand-in for torchrun: each rank writes what it was given to `$FAKE_RANKS/NAME.RANK`, and all keep running.
 
 A rank is a process of its own with the environment that a real one inherits.
 """
