@@ -1,9 +1,10 @@
-"""A real 2P2D to be hurt: checksum engines behind proxied wires, under a steady load whose answers are all checked.
+"""A real 2P2D cluster for fault injection: checksum engines behind proxied wires, under a steady load whose answers are
+all checked.
 
 Used by the chaos and drain tests, from one thread. A *blow* hits one process: SIGKILL, SIGSTOP, a cut (all its
-connections break and stay away for a while) or a blink (they lose what is on the way, and are made anew at once);
-`mend` undoes it. Holds (files that P's engine and transport look for) keep requests in the phase in which the blow
-shall find them; what phase that is, the router says (`GET /cluster`).
+connections break and stay away for a while) or a blink (connections lose what is in flight and are re-established at
+once); `mend` undoes it. Holds (files that P's engine and transport look for) keep requests in the phase in which the
+blow shall hit them; the router reports which phase that is (`GET /cluster`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from chitu.testing.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 
 Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
 VOCAB_SIZE = 1280
-"""Of the embedded model's tokenizer."""
+"""Size of the embedded model's vocabulary."""
 PATIENCE_S = 40.0
-"""A client that waited so long has been hung up on."""
+"""Timeout of a client's request; a client that waits longer counts as hung."""
 ADDRESSES = {"router": "127.0.9.1", "P0": "127.0.1.1", "P1": "127.0.1.2", "D0": "127.0.2.1", "D1": "127.0.2.2"}
 ROUTER = "dp_config.router"
 DEADLINES = f"{ROUTER}.pd_disaggregation.deadlines"
@@ -62,18 +63,18 @@ SETTINGS = [
     f"{DEADLINES}.lease_s=3.5",
     f"{DEADLINES}.retry_interval_s=0.2",
 ]
-"""Short deadlines, so that a blow can outlast all of them; what was hit before gets requests again soon. The lease is
-longer than a busy machine keeps a process from its cores. Clients that are sent away because of the queue behind a hold
-come again."""
+"""Short deadlines, so that a blow can outlast all of them and an instance that was hit gets requests again soon. The
+lease is longer than a busy machine keeps a process from its cores. Clients that are rejected because of the queue
+behind a hold retry."""
 CUT_S = 4.5
 BLINK_S = 0.4
-"""Far shorter than a lease, so that everybody stays in the cluster."""
+"""Duration of a blink, far shorter than a lease, so that every process stays in the cluster."""
 STOP_S = 4.5
-"""Longer than every deadline above."""
+"""Duration of a SIGSTOP, longer than every deadline above."""
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> float:
-    """Seconds until it held; AssertionError where it does not."""
+    """Wait until a condition holds and return the seconds it took; raise AssertionError on timeout."""
     start_s = time.monotonic()
     pause = threading.Event()
     while not condition():
@@ -83,8 +84,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[],
 
 
 def short_ask(rng: random.Random) -> Ask:
-    """What the clients of the steady load ask: short, half of it streamed, a third sampled. Most prompts begin as
-    others do, each up to another place, so P and D have pages of them."""
+    """Return a request of the steady load: short, half of them streamed, a third sampled. Most prompts share a prefix
+    of random length with others, so P and D have pages of them."""
     family, fork = rng.randrange(3), rng.randint(0, 50)
     opening = tuple(16 + (family * 31 + at * 7) % (VOCAB_SIZE - 16) for at in range(fork))
     prompt = opening + tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(rng.randint(4, 25)))
@@ -168,11 +169,11 @@ class ChaosCluster:
         return RouterClient(self.processes.url).cluster()
 
     def loads(self) -> dict[str, LoadReport]:
-        """Last report of each instance that is there."""
+        """Return the last load report of each instance that is up."""
         return {i.name: i.load for i in self.snapshot().instances if i.load is not None}
 
     def not_whole(self) -> list[str]:
-        """What is not as it is in a cluster at rest, a few words each."""
+        """Describe in a few words each thing that differs from a cluster at rest."""
         snapshot = self.snapshot()
         words = [f"{i.name} is {i.status}" for i in snapshot.instances if i.status != "up"]
         words += [f"{snapshot.in_flight} requests in flight"] if snapshot.in_flight else []
@@ -223,9 +224,9 @@ class ChaosCluster:
             self.processes.restart(name)
 
     def wait_recovered(self, timeout_s: float) -> float:
-        """Seconds until every process is there and four requests at once were right.
+        """Return the seconds until every process is up and four concurrent requests were right.
 
-        On a busy machine a lease may end once more; whether a request may pay for it, the caller knows.
+        On a busy machine a lease may end once more; the caller knows whether that may fail a request.
         """
         start_s = time.monotonic()
         while True:

@@ -1,14 +1,13 @@
-"""The wires between the processes of a cluster, to be cut: a TCP proxy of every ZMQ and bootstrap port.
+"""TCP proxies of every ZMQ and bootstrap port of a cluster, to cut the wires between its processes.
 
 Each process publishes another loopback address than the one it listens at (all of 127.0.0.0/8 is this machine), and at
-that address, with the same port number, a proxy listens. Ports that are picked at start are learned from the cluster
-view, which the router publishes. Who connects is found by both ends of the connection (two connections of
-different processes to different ports may have the same local port), so a cut can take exactly one process off: its
-connections break, and new ones are taken and dropped, until it is healed. A frozen one keeps its connections, but
-nothing passes. Instead of a process, `router>D0` names the connections from the one to the other. No root needed.
+that address, with the same port number, a proxy listens. Ports that are picked at start come from the cluster view,
+which the router publishes. Both ends of a connection together identify the client (two connections of different
+processes to different ports may have the same local port), so a cut can isolate exactly one process: its connections
+break, and new ones are accepted and dropped, until it is healed. A frozen process keeps its connections, but nothing
+passes. Instead of a process, `router>D0` names the connections from one process to the other. Needs no root.
 
-One thread with an asyncio loop; `cut`, `freeze` and `heal` may be called by any thread. Clients talk to the router
-directly.
+One thread with an asyncio loop; any thread may call `cut`, `freeze` and `heal`. Clients talk to the router directly.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ REAL_HOST = "127.0.0.1"
 ROUTER = "router"
 FROZEN_POLL_S = 0.02
 FIND_TRIES = 5
-"""Looks at /proc for who has connected, while somebody is cut off."""
+"""Number of looks at /proc for the client of a new connection while a process is cut off."""
 END_S = 2.0
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST = 4, 20, 1
 ALL_STATES = 0xFFFFFFFF
 ANY_SOCKET = bytes(4) + b"\xff" * 8
-"""Any interface, no cookie."""
+"""Matches any interface, without a cookie."""
 
 
 class Connection(NamedTuple):
-    """The client's end, and the other."""
+    """Addresses of the client's end and of the other end."""
 
     client_host: str
     client_port: int
@@ -56,15 +55,15 @@ class Wire:
     """One proxied connection."""
 
     listener: str
-    """Name of the process that was connected to."""
+    """Name of the process that accepted the connection."""
     connection: Connection
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter] | None = None
     client: str | None = None
-    """Name of the process that connected; None: not looked up yet."""
+    """Name of the process that connected; None until it is looked up."""
 
     @property
     def ends(self) -> tuple[str, str | None, str]:
-        """Names by which it is cut or frozen."""
+        """Return the names by which this wire is cut or frozen."""
         return self.listener, self.client, f"{self.client}>{self.listener}"
 
     def break_off(self) -> None:
@@ -73,7 +72,7 @@ class Wire:
 
 
 class Wires:
-    """`addresses`: where each process seems to be. `pids`: of the processes that live now, by name."""
+    """Proxies of all wires. `addresses`: where each process appears to be. `pids`: the live processes, by name."""
 
     def __init__(self, addresses: Mapping[str, str], pids: Callable[[], Mapping[str, int]]) -> None:
         self._addresses = addresses
@@ -109,8 +108,8 @@ class Wires:
         asyncio.run_coroutine_threadsafe(cut(), self._loop).result()
 
     def freeze(self, name: str) -> None:
-        """From now on nothing passes on the connections of a process; both ends think that they send. What was sent
-        meanwhile is lost with the next `cut`."""
+        """Let nothing pass on the connections of a process from now on; both ends still send. What was sent meanwhile
+        is lost with the next `cut`."""
 
         async def freeze() -> None:
             self._find_clients()
@@ -151,7 +150,7 @@ class Wires:
     # ------------------------------------------------------------------------------------------------------ the loop
 
     async def _watch(self, view_port: int, secrets: ClusterSecrets) -> None:
-        """The router's view goes past the proxies: it tells where they have to be."""
+        """Follow the router's view, which bypasses the proxies, to learn where proxies are needed."""
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
             socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
             socket.setsockopt(zmq.LINGER, 0)
@@ -187,7 +186,7 @@ class Wires:
                     break
                 await asyncio.sleep(FROZEN_POLL_S)
             if self._cut.intersection(wire.ends) or (self._cut and wire.client is None and name not in self._cut):
-                return  # of whom nobody knows it comes again
+                return  # if its client is unknown, the connection is dropped and will be retried
             there = await asyncio.open_connection(REAL_HOST, port)
             wire.writers = writer, there[1]
             if not self._cut.intersection(wire.ends):
@@ -198,7 +197,7 @@ class Wires:
             writer.transport.abort()
 
     async def _copy(self, wire: Wire, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        """Until one side ends; OSError then takes the other direction with it."""
+        """Copy until one side ends; the error then ends the other direction with it."""
         while data := await source.read(1 << 16):
             while self._frozen.intersection(wire.ends):
                 await asyncio.sleep(FROZEN_POLL_S)
@@ -207,16 +206,16 @@ class Wires:
         raise ConnectionResetError
 
     def _find_clients(self) -> None:
-        """Who connected is only looked up when somebody is to be cut off: it costs a walk through /proc."""
+        """Look up unknown clients. Called only for cuts and freezes, because it walks through /proc."""
         unknown = [wire for wire in self._wires if wire.client is None]
         if unknown:
             owners = owners_of({wire.connection for wire in unknown}, self._pids())
-            for wire in unknown:  # one that is not found is looked up again: its process may be opening more just now
+            for wire in unknown:  # a client that is not found is looked up again: its process may just be connecting
                 wire.client = owners.get(wire.connection)
 
 
 def owners_of(connections: Iterable[Connection], pids: Mapping[str, int]) -> dict[Connection, str]:
-    """Which of these processes has the client's end of which of these connections."""
+    """Return which of these processes owns the client's end of which of these connections."""
     inodes = {f"socket:[{inode}]": connection for connection in connections if (inode := inode_of(connection))}
     owners = {}
     for name, pid in pids.items():
@@ -230,7 +229,8 @@ def owners_of(connections: Iterable[Connection], pids: Mapping[str, int]) -> dic
 
 
 def inode_of(connection: Connection) -> int:
-    """Of the client's end, by sock_diag(7): /proc/net/tcp takes long, with its thousands of closed ones. 0: none."""
+    """Return the inode of the client's end, by sock_diag(7); 0 if none. /proc/net/tcp is slow with thousands of closed
+    ones."""
     ports = struct.pack("!HH", connection.client_port, connection.port)
     hosts = struct.pack("4s12x4s12x", *(socket.inet_aton(host) for host in (connection.client_host, connection.host)))
     wanted = struct.pack("=BBxxI", socket.AF_INET, socket.IPPROTO_TCP, ALL_STATES) + ports + hosts + ANY_SOCKET

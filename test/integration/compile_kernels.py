@@ -1,11 +1,11 @@
-"""Compiles every Triton kernel without a GPU, as its launcher would for a Qwen3-0.6B: in bfloat16, and what attends and
-multiplies also in float32.
+"""Compile every Triton kernel without a GPU, as its launcher would for a Qwen3-0.6B: in bfloat16; attention and
+products also in float32.
 
-Prints JSON, a record a variant: name, types, constants, shared memory, stack, which is where registers spill to, and
-how many instructions there are of some kinds, where `--count` asks for them: that takes as long as to compile. For
-tests and by hand. `--arch 90` (H100, H200; the default) or `100` (B200). Without `--all` less of float32, and only as
-many variants as hold every choice (a constant, a type) of a kernel once, which still is a second of a core each.
-Another Triton: PYTHONPATH of a folder that `pip install --target` filled.
+Prints JSON, a record per variant: name, types, constants, shared memory, stack (where registers spill to), and the
+number of instructions of some kinds if `--count` asks for them, which takes as long as compiling. For tests and by
+hand. `--arch 90` (H100, H200; the default) or `100` (B200). Without `--all` it compiles less of float32, and only as
+many variants as contain every choice (a constant, a type) of a kernel once, which still takes a second of a core each.
+For another Triton, set PYTHONPATH to a folder that `pip install --target` filled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "
 HEADS, KV_HEADS, DIM, PAGE, WIDTH, INNER, VOCABULARY = 16, 8, 128, 16, 1024, 3072, 151936
 EXPERTS = 128
 VARIANTS = ((WIDE, WIDE), (HALF, HALF), (HALF, FP8), ("*fp16", FP8))
-"""Of queries and pages."""
+"""Types of queries and pages."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Variant:
 
     @property
     def choices(self) -> set[tuple[object, ...]]:
-        """What may make its code another than that of other variants of the kernel."""
+        """Return the types and constants that may make its code differ from that of other variants of the kernel."""
         types = {name: kind for name, kind in self.types.items() if name in self.kernel.arg_names}
         return {(self.kernel.__name__, name, value) for name, value in (types | self.constants).items()}
 
@@ -55,7 +55,8 @@ def variant(kernel: Any, types: dict[str, str], constants: dict[str, object], **
 
 
 def covering(variants: list[Variant]) -> list[Variant]:
-    """As few as hold every choice of every kernel once. From the end, where the large ones stand."""
+    """Return a small set that contains every choice of every kernel once. Starts at the end, where the large variants
+    are."""
     kept: list[Variant] = []
     seen: set[tuple[object, ...]] = set()
     for candidate in reversed(variants):
@@ -69,7 +70,7 @@ def compiled(job: Variant, arch: int, is_counted: bool) -> dict[str, object]:
     names = job.kernel.arg_names
     signature = {name: "constexpr" if name in job.constants else job.types.get(name, "i32") for name in names}
     constexprs = {(names.index(name),): value for name, value in job.constants.items()}
-    # What a launch would find out by itself: tensors begin at, and strides are, multiples of 16.
+    # What a launch would find out by itself: tensor addresses and strides are multiples of 16.
     aligned = [i for i, n in enumerate(names) if signature[n].startswith("*") or n.endswith("_stride")]
     source = ASTSource(job.kernel, signature, constexprs, {(i,): [["tt.divisibility", 16]] for i in aligned})
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=job.options)
@@ -85,7 +86,7 @@ def compiled(job: Variant, arch: int, is_counted: bool) -> dict[str, object]:
 
 
 def compiled_by_index(index: int, arch: int, counted: str | None) -> dict[str, object]:
-    """In a forked process, which has the list: kernels cannot be sent."""
+    """Compile one entry of the list in a forked process, which inherits the list: kernels cannot be pickled."""
     return compiled(JOBS[index], arch, counted is not None and counted in JOBS[index].kernel.__name__)
 
 
@@ -101,7 +102,8 @@ def dumped(cubin: bytes, *what: str) -> str:
 
 
 def variants(has_float32: bool) -> list[Variant]:
-    """Without float32 but for prefill attention, whose stack is the largest where its tiles are too large."""
+    """Return all variants. Without float32, prefill attention still has it: its stack is the largest if its tiles are
+    too large."""
     found = []
     kinds = (WIDE, HALF) if has_float32 else (HALF,)
     tensors = {"q_ptr": HALF, "k_ptr": HALF, "v_ptr": HALF, "out_ptr": HALF, "table_ptr": INT, "slots_ptr": INT}

@@ -30,7 +30,7 @@ async def _complete(client: httpx.AsyncClient, prompt: list[int] | str, options:
 
 
 def complete_all(url: str, prompts: list[list[int]], options: list[dict[str, Any]]) -> list[Completion]:
-    """All requests at once; the answers in their order."""
+    """Send all requests at once; return the answers in order."""
 
     async def run() -> list[Completion]:
         limits = httpx.Limits(max_connections=len(prompts))
@@ -41,13 +41,14 @@ def complete_all(url: str, prompts: list[list[int]], options: list[dict[str, Any
 
 
 def instance_loads(url: str) -> dict[str, dict[str, int]]:
-    """Newest load report of each instance by name: the fields of `LoadReport`. None of an instance that is away."""
+    """Return the newest load report of each instance by name: the fields of `LoadReport`. An instance that is away has
+    none."""
     instances = httpx.get(f"{url}/cluster", timeout=5.0, trust_env=False).json()["instances"]
     return {instance["name"]: instance["load"] for instance in instances if instance["load"] is not None}
 
 
 def is_whole(load: dict[str, int]) -> bool:
-    """Nothing runs, every page is free or cached and every aux slot free."""
+    """Return whether nothing runs, every page is free or cached and every aux slot is free."""
     busy = load["waiting"] + load["transferring"] + load["running"] + load["retracted"] + load["pages_quarantined"]
     return (
         busy == 0
@@ -57,7 +58,7 @@ def is_whole(load: dict[str, int]) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callable[[], object]) -> None:
-    """Poll a condition of another process; AssertionError with `failure()` when it does not come true."""
+    """Poll a condition of another process; raise AssertionError with `failure()` if it does not become true."""
     end_s = time.monotonic() + timeout_s
     pause = threading.Event()
     while not condition():

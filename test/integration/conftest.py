@@ -1,4 +1,4 @@
-"""What the tests share: threads of torch, and the two ends of a transport (`transport_peers.py`)."""
+"""Shared fixtures: torch's threads, and the two ends of a transport (`transport_peers.py`)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_finish() -> None:
-    """Triton's interpreter, where a test module imported it, adds integers as a GPU does, without a check for overflow:
-    that takes a third of its time."""
+    """Let Triton's interpreter, if a test module imported it, add integers as a GPU does. The overflow check would take
+    a third of its time."""
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is not None:
         interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """torch computes with one thread while the test runs, whatever an engine of the test or before it asked for."""
+    """Limit torch to one thread while the test runs, whatever an engine of this test or an earlier one set."""
     import torch
 
     before = torch.get_num_threads()
@@ -36,7 +36,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
-    """This end of the way that a module's parameters name."""
+    """Yield this end of the way that a module's parameters name."""
     import torch
     from transport_peers import Writer
 
@@ -57,7 +57,7 @@ def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
 
 @pytest.fixture(scope="module")
 def receiver(writer: Writer) -> Iterator[Receiver]:
-    """A peer that the tests share."""
+    """Yield a peer that the tests share."""
     made = writer.receiver()
     yield made
     assert made.end() == 0
@@ -65,7 +65,7 @@ def receiver(writer: Writer) -> Iterator[Receiver]:
 
 @pytest.fixture
 def own_receiver(writer: Writer) -> Iterator[Receiver]:
-    """A peer that a test may stop or kill."""
+    """Yield a peer that a test may stop or kill."""
     made = writer.receiver()
     yield made
     made.process.send_signal(signal.SIGCONT)

@@ -1,5 +1,5 @@
-"""Twins of the two things of a GPU that transport `cuda_ipc` needs, over shared files: so the transport itself, its
-sessions, checks, mappings and their ends run between two processes without a GPU."""
+"""Twins, over shared files, of the two GPU parts that transport `cuda_ipc` needs. The transport itself, its sessions,
+checks, mappings and shutdown thus run between two processes without a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chitu.types import Ready
 
 
 class FileDriver:
-    """Allocations are shared files (what a pool on a CPU is made of); a handle names pid and descriptor."""
+    """A driver whose allocations are shared files (as in a pool on a CPU); a handle holds pid and descriptor."""
 
     def __init__(self) -> None:
         self._mappings: dict[int, mmap.mmap] = {}

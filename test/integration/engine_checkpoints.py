@@ -76,7 +76,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def write_checkpoint(folder: Path, family: str, num_layers: int = 3, **save: Any) -> transformers.PreTrainedModel:
-    """A random float32 model; biases and norms are random too, so that forgetting one shows."""
+    """Write a random float32 model. Biases and norms are random too, so that omitting one shows."""
     prefix, extra = FAMILIES[family]
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=VOCAB_SIZE,
@@ -108,7 +108,7 @@ def write_checkpoint(folder: Path, family: str, num_layers: int = 3, **save: Any
 
 
 def expected_tokens(model: transformers.PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """Greedy continuation by `transformers`, eos ignored."""
+    """Return the greedy continuation by `transformers`, ignoring eos."""
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True)
         tokens = [int(out.logits[0, -1].argmax())]
@@ -124,11 +124,11 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class GreedySampler:
-    """argmax, and a record of who is admitted: these tests are about logits, not about sampling."""
+    """Takes the argmax and records admissions: these tests cover logits, not sampling."""
 
     def __init__(self) -> None:
         self.admitted: dict[int, tuple[torch.Tensor, int]] = {}
-        """Token ids stay on their device: to admit must not wait for it."""
+        """Token ids and prompt length by slot. Token ids stay on their device: an admission must not wait for it."""
 
     def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None:
         assert slot not in self.admitted
@@ -150,7 +150,7 @@ class GreedySampler:
 
 
 class Engine:
-    """A `ModelRunner` with page bookkeeping: pages are handed out in random order."""
+    """A `ModelRunner` with page bookkeeping; pages are handed out in random order."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Engine:
         recording: Recording | None = None,
         sampler: TokenSampler | None = None,
     ) -> None:
-        """`sampler` in place of argmax; `kv_dtype`: of the pages, unset: the model's."""
+        """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's."""
         self.spec = read_model_spec(path, max_model_len)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
         layout = KVLayout(
@@ -198,21 +198,21 @@ class Engine:
         return tuple(self._free.pop() for _ in range((num_tokens + PAGE_SIZE - 1) // PAGE_SIZE))
 
     def admit(self, slot: int, tokens: list[int], total: int, **fields: Any) -> Admit:
-        """Room for `total` tokens at once."""
+        """Return an admission with room for `total` tokens from the start."""
         sampling = fields.pop("sampling", GREEDY)
         prompt_len = fields.pop("prompt_len", len(tokens))
         return Admit(slot, pack_i32(tokens), prompt_len, fields.pop("kv_len", 0), self.pages(total), sampling)
 
 
 def chunks_of(slot: int, length: int, size: int, **last: Any) -> Iterable[PrefillChunk]:
-    """A prompt as chunks of at most `size`; `last` marks the final one."""
+    """Yield a prompt as chunks of at most `size`; the final one gets the fields `last`."""
     for start in range(0, length, size):
         end = min(start + size, length)
         yield PrefillChunk(slot, start, end - start, **(last if end == length else {}))
 
 
 def generate(engine: Engine, prompts: list[list[int]], count: int, chunk_size: int = 37) -> list[list[int]]:
-    """All prompts at once: in every step each sequence takes its next chunk or its next decode step."""
+    """Run all prompts at once: in every step each sequence takes its next chunk or its next decode step."""
     outputs: list[list[int]] = [[] for _ in prompts]
     pending = {slot: list(chunks_of(slot, len(prompt), chunk_size, sample=True)) for slot, prompt in enumerate(prompts)}
     admit = [engine.admit(slot, prompt, len(prompt) + count) for slot, prompt in enumerate(prompts)]

@@ -1,5 +1,5 @@
-"""What FlashInfer's documentation says of `BatchPrefillWithPagedKVCacheWrapper`, in torch: the twin that shows, without
-a GPU, that the library is told the right rows, pages and lengths. It checks what it is told as strictly as it can."""
+"""`BatchPrefillWithPagedKVCacheWrapper` in torch, by FlashInfer's documentation. Without a GPU it shows that the
+library would receive the right rows, pages and lengths, and checks its arguments as strictly as it can."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def int32s(tensor: torch.Tensor) -> list[int]:
 
 @dataclass
 class TwinWrapper:
-    """`error`: added to every page number but the first, so that a test can see a wrong one noticed."""
+    """Twin of the wrapper. `error` is added to every page number except the first, so that a test can see a wrong one
+    detected."""
 
     error: int = 0
     num_plans: int = 0
@@ -56,7 +57,7 @@ class TwinWrapper:
         self.log.append("plan")
 
     def run(self, q, paged_kv_cache, *, out, enable_pdl):
-        """HND pages; the last row of a sequence sees all its keys, each row before it one less."""
+        """Attend over HND pages; the last row of a sequence sees all its keys, each row before it one less."""
         k_pages, v_pages = paged_kv_cache
         heads, kv_heads, dim, page_size = self.heads
         assert q.shape == out.shape == (self.sequences[-1][1], heads, dim)

@@ -1,4 +1,4 @@
-"""A server of HTTP alone, and clients that send it any bytes."""
+"""The HTTP server alone, without a router, and clients that send it any bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WAIT_S = 15.0
 
 
 class Echo:
-    """Answers with the length of the body; counts what it saw."""
+    """Application that answers with the length of the body and counts its requests."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY) -> None:
         self.max_body_bytes = max_body_bytes
@@ -62,7 +62,7 @@ class Client:
         self.writer.write(data)
 
     async def status(self) -> int:
-        """Of the next answer, whose body is read too."""
+        """Return the status of the next answer, after reading its body."""
         async with asyncio.timeout(WAIT_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])

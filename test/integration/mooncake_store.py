@@ -1,4 +1,5 @@
-"""A Mooncake Store on this machine, for tests: `mooncake_master`, and a client of the wheel that has the memory."""
+"""A Mooncake Store on this machine, for tests: `mooncake_master`, and a client from the wheel that contributes the
+memory."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Store:
-    """Its two processes."""
+    """The two processes of a store."""
 
     master: subprocess.Popen[bytes]
     memory: subprocess.Popen[bytes]
@@ -56,7 +57,7 @@ def running(command: list[str], folder: Path, name: str) -> Iterator[subprocess.
 
 @contextmanager
 def mooncake_store(folder: Path) -> Iterator[Store]:
-    """Logs go to `folder`. Skips the test where the library does not import."""
+    """Yield a store whose logs go to `folder`. Skip the test if the library does not import."""
     try:
         import mooncake.store  # noqa: F401
     except (ImportError, OSError) as error:

@@ -12,7 +12,7 @@ NUM_PAGES, PAGE_SIZE, MAX_PAGES, NUM_SLOTS = 96, 16, 14, 6
 
 
 def random_batch(seed: int) -> Batch:
-    """Slots with random page lists; some prefill a span (some behind a prefix), some decode, in random numbers."""
+    """Return slots with random page lists; random numbers of them prefill a span (some behind a prefix) or decode."""
     source = random.Random(seed)
     pages = list(range(NUM_PAGES))
     source.shuffle(pages)

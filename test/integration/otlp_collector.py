@@ -1,4 +1,5 @@
-"""A collector of OpenTelemetry traces: takes OTLP over HTTP, and decodes it by OpenTelemetry's own protobuf classes."""
+"""A collector of OpenTelemetry traces: receives OTLP over HTTP and decodes it with OpenTelemetry's own protobuf
+classes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class CollectedSpan:
 
 
 class Collector:
-    """Of this process, on a free port, as a context manager. `hold` keeps clients waiting for their answers."""
+    """A collector in this process, on a free port, as a context manager. `hold` keeps clients waiting for their
+    answers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +77,7 @@ class Collector:
         self._may_answer.set()
 
     def spans(self, trace_id: str | None = None) -> list[CollectedSpan]:
-        """Of that trace; without one, of all."""
+        """Return the spans of that trace; without one, all."""
         with self._lock:
             return [span for span in self._spans if trace_id in (None, span.trace_id)]
 

@@ -1,5 +1,5 @@
-"""Twin of what staging in pinned host memory needs of a GPU. "Device memory" is what was named so; the device knows
-pinned memory by other addresses than the host, as it may: the same pages are mapped a second time."""
+"""Twins of the GPU parts that staging in pinned host memory needs. "Device memory" is memory declared as such. The
+device has other addresses for pinned memory than the host, as is allowed: the same pages are mapped a second time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MAY_MOVE = 1
 
 
 class SecondMappings:
-    """Implements `PinDriver`. The mappings are counted, so that tests see what is left pinned."""
+    """Implements `PinDriver`. Counts its mappings, so that tests see what is left pinned."""
 
     def __init__(self, pool: PagedMemory | None = None) -> None:
         self._device_memory = [(pool.arena_base, pool.arena_bytes)] if pool is not None else []
@@ -35,7 +35,7 @@ class SecondMappings:
     def pin(self, address: int, nbytes: int) -> int:
         if address in self._pinned:
             raise TransferFailed("pinned already")
-        second = _libc.mremap(address, 0, nbytes, _MAY_MOVE)  # of nothing: the shared pages once more, see mremap(2)
+        second = _libc.mremap(address, 0, nbytes, _MAY_MOVE)  # old size 0 maps the same pages again, see mremap(2)
         if second is None or second == ctypes.c_void_p(-1).value:
             raise TransferFailed(f"this memory cannot be pinned (errno {ctypes.get_errno()})")
         self._pinned[address] = second, nbytes
@@ -45,7 +45,7 @@ class SecondMappings:
         _libc.munmap(*self._pinned.pop(address))
 
     def knows(self, address: int, nbytes: int) -> bool:
-        """Whether the device does."""
+        """Return whether the device can access these addresses."""
         return self.is_device_memory(address, nbytes) or any(
             second <= address and address + nbytes <= second + size for second, size in self._pinned.values()
         )
@@ -56,7 +56,8 @@ class SecondMappings:
 
 
 class DeviceBlocks(HostCopier):
-    """Copies of a device, which faults at addresses that it does not know: host memory by those of the host."""
+    """Block copies of a device, which faults at addresses that it cannot access, such as the host's own for host
+    memory."""
 
     def __init__(self, driver: SecondMappings) -> None:
         self._driver = driver
@@ -70,12 +71,12 @@ class DeviceBlocks(HostCopier):
 
 
 def pinned_twin(pool: PagedMemory) -> tuple[PinnedShmTransport, SecondMappings]:
-    """The transport of a process whose pool counts as device memory."""
+    """Return the transport of a process whose pool counts as device memory."""
     driver = SecondMappings(pool)
     return PinnedShmTransport(driver, DeviceBlocks(driver)), driver
 
 
 def arena_twin(nbytes: int, pool: PagedMemory | None = None) -> tuple[HostArena, SecondMappings]:
-    """Host memory for segments, and the driver of a device with this pool that may reach it."""
+    """Return host memory for segments, and the driver of a device with this pool that can access it."""
     driver = SecondMappings(pool)
     return HostArena(nbytes, driver), driver

@@ -1,5 +1,5 @@
 """D of the tests of `shm` between GPUs: `python pinned_process.py`. A pool that counts as device memory, segments in
-host memory, a device (twin) that scatters them.
+host memory, and a device (twin) that scatters them.
 
 Prints its `RankMemory` (hex), then takes the messages of P's transport (`staged_link.py`), and answers other lines on
 stdin with a line: `row SLOT`, `crc REGION`, `pinned`. Ends at end of file.

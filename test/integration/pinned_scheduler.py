@@ -1,4 +1,4 @@
-"""Process entry of P and D of the checksum engine whose pools count as device memory: the only way between them is
+"""Process entry of P and D with the checksum engine, whose pools count as device memory: the only way between them is
 `shm` by segments in D's host memory, with twins of driver and copies (`pin_twin.py`). `python -m pinned_scheduler`"""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from chitu.types import Role
 
 
 class Card:
-    """The device of this process: made with the pool, then asked for its transport and its segments."""
+    """Device of this process: created with the pool, then asked for its transport and its segments."""
 
     pool: ChecksumPool
     driver: SecondMappings
@@ -48,7 +48,7 @@ class Card:
         instance: InstanceConfig,
         pool: TransferPool,
     ) -> list[Transport]:
-        """As `staged/build.py` for GPUs and `transport: shm`."""
+        """Wrap like `staged/build.py` for GPUs and `transport: shm`."""
         pd, blocks = router.pd_disaggregation, DeviceBlocks(self.driver)
         if role is Role.PREFILL:
             end = StagingEnd(pd.transfer, pool, DeviceCopier(blocks), None, engine_rank)

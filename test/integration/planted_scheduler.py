@@ -1,7 +1,7 @@
-"""Process entry of instances with a fault planted, by instance in the file that CHITU_TEST_PLANTED names. P and D know
-nothing of it. `python -m planted_scheduler`
+"""Process entry of instances with a planted fault, by instance in the file that CHITU_TEST_PLANTED names. P and D are
+not aware of it. `python -m planted_scheduler`
 
-`model`: another folder than the topology's. `kernel`: a layer whose attention is wrong. `flip`: of all writes to the
+`model`: a folder that replaces the topology's. `kernel`: a layer whose attention is wrong. `flip`: of all writes to the
 D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`.
 """
 
@@ -35,8 +35,8 @@ def planted(name: str) -> dict[str, Any]:
 
 
 class WrongAttention:
-    """Ops of which one layer's attention is half as much again. Without a sum over the layers nobody knows which one is
-    computed: they come in turn."""
+    """Operations that scale the attention of one layer by 1.5. Counts calls to find the layer: layers are computed in
+    turn."""
 
     def __init__(self, ops: Any, layer: int, num_layers: int) -> None:
         self._ops, self._layer, self._num_layers = ops, layer, num_layers
@@ -65,7 +65,7 @@ class FlippingTransport(FaultyTransport):
     def __init__(self, inner: Transport, fault: dict[str, int]) -> None:
         super().__init__(inner, FaultConfig())
         self._fault = fault
-        self._scratch = np.full(1, 0x42, np.uint8)  # of a float32: 32 to 128
+        self._scratch = np.full(1, 0x42, np.uint8)  # exponent byte of a float32: values from 32 to 128
         self._targets: dict[str, tuple[range, int]] = {}
 
     def connect(self, memory: RankMemory, session: TransportSession) -> FaultyPeer:

@@ -1,5 +1,5 @@
-"""Process entry of P and D with the real engine, which raises when a step with a poisonous request in it is computed:
-on P for a token of the prompt, on D for one that `logit_bias` names. `python -m poisoned_scheduler`"""
+"""Process entry of P and D with the real engine, which raises when it computes a step with a poisonous request: on P
+for a token of the prompt, on D for one that `logit_bias` names. `python -m poisoned_scheduler`"""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PoisonedRunner:
         return self._inner.saved_keys
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
-        if threading.get_ident() != self._warm_thread:  # no step is right then, and every request of the test fails
+        if threading.get_ident() != self._warm_thread:  # otherwise no step works, and every request of the test fails
             raise RuntimeError("libraries keep handles and plans for each thread: this one was not warmed up")
         for admit in plan.admit:
             if admit.sampling is None:

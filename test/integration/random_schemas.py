@@ -1,4 +1,4 @@
-"""JSON schemas by a seed: every kind of value within each other, all of it bounded, so that an answer ends."""
+"""JSON schemas by seed: every kind of value nested in each other, all of it bounded, so that an answer ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def random_schema(seed: int) -> dict[str, Any]:
-    """An object that says what every part of it may be."""
+    """Return an object schema that constrains every part of the object."""
     rng = random.Random(seed)
     schema = _object(rng, 3)
     if rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""HTTP by bytes: what a client library would not send, or would make too slowly."""
+"""HTTP at the byte level: requests that a client library would not send, or would build too slowly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class Reply(NamedTuple):
 
 
 class RawClient:
-    """A connection that sends any bytes and reads one answer to them. A new one where the server closed the last."""
+    """A connection that sends any bytes and reads one answer to them. It reconnects if the server closed the last
+    one."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -26,13 +27,13 @@ class RawClient:
         self._socket, self._buffer = None, b""
 
     def send(self, request: bytes) -> None:
-        """Nobody reads the answer."""
+        """Send without reading the answer."""
         if self._socket is None:
             self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=60)
         self._socket.sendall(request)
 
     def exchange(self, request: bytes) -> Reply:
-        """`request` is sent as it is."""
+        """Send `request` as it is and return the answer."""
         self.send(request)
         status, headers = self._head()
         while status == 100:
@@ -74,7 +75,7 @@ class RawClient:
 
 
 def http_request(method: str, path: str, raw: bytes, headers: dict[str, bytes], in_chunks: bool = False) -> bytes:
-    """With `in_chunks` in pieces of 7 bytes."""
+    """Return the bytes of a request; with `in_chunks` the body comes in pieces of 7 bytes."""
     lines = {"host": b"fuzz", **headers}
     body = raw
     if in_chunks:

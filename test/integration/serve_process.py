@@ -1,4 +1,5 @@
-"""`chitu serve` as a user starts it: a process with its output read line by line, and its whole offspring by a mark."""
+"""`chitu serve` as a user starts it: a process whose output is read line by line, and all its descendants, found by a
+mark."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MARK = "CHITU_TEST_MARK"
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Seconds until the condition held; AssertionError with `what` after the time-out."""
+    """Return the seconds until the condition held; raise AssertionError with `what` on timeout."""
     start_s = time.monotonic()
     pause = threading.Event()
     while not condition():
@@ -29,7 +30,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> fl
 
 
 class ServeProcess:
-    """`argv` runs with a mark in its environment that every descendant inherits."""
+    """A `chitu serve` process. `argv` runs with a mark in its environment that every descendant inherits."""
 
     def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self.mark = uuid.uuid4().hex
@@ -53,7 +54,8 @@ class ServeProcess:
             self._queue.put(line.rstrip("\n"))
 
     def wait_line(self, pattern: str, timeout_s: float = 90.0) -> re.Match[str]:
-        """The next line that matches (lines before it are gone); AssertionError with all output after the time-out."""
+        """Return the next matching line and drop the lines before it; raise AssertionError with all output on
+        timeout."""
         end_s = time.monotonic() + timeout_s
         while True:
             try:
@@ -67,7 +69,7 @@ class ServeProcess:
                 return match
 
     def printed_request(self) -> str:
-        """The answer to the request that `chitu serve` prints to be copied, which is run as it stands."""
+        """Run the request that `chitu serve` prints to be copied, as it stands, and return the answer."""
         self.wait_line("Ctrl-C ends it")
         start = next(i for i, line in enumerate(self.lines) if line.startswith("    curl "))
         command = "\n".join(self.lines[start : start + 2])
@@ -77,12 +79,13 @@ class ServeProcess:
         return done.stdout
 
     def signal_and_wait(self, number: signal.Signals) -> int:
-        """The exit code. What runs is killed after 4.5 s; the rest of the time is for machines that do much else."""
+        """Send a signal and return the exit code. Children are killed after 4.5 s; the rest of the time is for busy
+        machines."""
         self.process.send_signal(number)
         return self.process.wait(15.0)
 
     def offspring(self) -> dict[int, str]:
-        """Live processes that carry the mark: pid -> command line."""
+        """Return the live processes that carry the mark: pid -> command line."""
         found = {}
         wanted = f"{MARK}={self.mark}".encode()
         for entry in Path("/proc").iterdir():
@@ -94,7 +97,8 @@ class ServeProcess:
         return found
 
     def pids_of(self, role: str) -> list[int]:
-        """The scheduler processes themselves, not the torchruns above them (which are named so, or `pt_elastic`)."""
+        """Return the pids of the scheduler processes, without the torchruns above them (named alike, or
+        `pt_elastic`)."""
         return [
             pid
             for pid, command in self.offspring().items()

@@ -1,6 +1,7 @@
-"""A 2P2D of checksum engines, each process on a host of its own (`network.py`), under a steady load that is checked.
+"""A 2P2D cluster of checksum engines, each process on its own host (`network.py`), under a steady load that is checked.
 
-Used by the silence tests, from the main thread, which is on the router's host meanwhile: so are the load's connections.
+Used by the silence tests, from the main thread. That thread is on the router's host meanwhile, and so are the load's
+connections.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class SilenceCluster:
     # ------------------------------------------------------------------------------------------------- what is seen
 
     def away(self) -> list[str]:
-        """Who is not `up`, a few words each."""
+        """Describe in a few words each instance that is not `up`."""
         try:
             snapshot = self._client.cluster()
         except ChituError as error:
@@ -119,7 +120,7 @@ class SilenceCluster:
         return [f"{name} is not up" for name in INSTANCES if name not in up]
 
     def not_at_rest(self) -> list[str]:
-        """What still runs, waits or is kept, a few words each."""
+        """Describe in a few words what still runs, waits or is kept."""
         words = self.away()
         if words:
             return words
@@ -134,18 +135,18 @@ class SilenceCluster:
         return words
 
     def suspended(self, name: str) -> tuple[int, ...]:
-        """Engine ranks of the D that this P does not write to now, as the router knows it."""
+        """Return the engine ranks of each D to which this P currently does not write, as the router knows it."""
         loads = {instance.name: instance.load for instance in self._client.cluster().instances}
         load = loads[name]
         return load.suspended if load is not None else ()
 
     def descriptors(self) -> dict[str, int]:
-        """Open ones of each process."""
+        """Return the number of open descriptors of each process."""
         pids = {name: member.child.pid for name, member in self.processes.members.items() if member.child}
         return {name: len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()}
 
     def check_all_serve(self) -> None:
-        """Every pair answers right: both of each role get requests."""
+        """Check that every pair answers right: both instances of each role get requests."""
         asks = [short_ask(random.Random(seed)) for seed in range(12)]
         for future in self.load.send(asks):
             answer = future.result(PATIENCE_S + 10)

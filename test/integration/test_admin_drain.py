@@ -1,4 +1,4 @@
-"""`POST /admin/drain` and `chitu drain` on a real router with made-up instances."""
+"""`POST /admin/drain` and `chitu drain` on a real router with fake instances."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., RouterUnderTest]]:
-    """A router (with an API key) and the instances that are asked for."""
+    """Yield a function that starts a router (with an API key) and the requested instances."""
     started: list[RouterUnderTest] = []
 
     def start(instances: str, *options: str) -> RouterUnderTest:
@@ -54,7 +54,7 @@ def chitu_drain(router: RouterUnderTest, *words: str) -> subprocess.CompletedPro
 
 
 def served_by(router: RouterUnderTest, count: int) -> set[str | None]:
-    """Who decoded the last `count` requests, which are sent now."""
+    """Send `count` requests and return the instances that decoded them."""
     for _ in range(count):
         body = {"model": "m", "prompt": "abc", "max_tokens": 2}
         assert httpx.post(f"{router.url}/v1/completions", json=body, headers=KEY, trust_env=False).status_code == 200

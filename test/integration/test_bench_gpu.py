@@ -1,5 +1,5 @@
-"""`chitu bench gpu` runs as it is on a machine without a GPU: same code, the interpreter and the eager twin in place of
-kernels and graphs. Figures mean nothing then, but every part must come to its end and find the right bytes."""
+"""`chitu bench gpu` runs unchanged on a machine without a GPU: same code, with the interpreter and the eager twin in
+place of kernels and graphs. Its figures mean nothing, but every part must finish and find the right bytes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ pytestmark = [
 
 
 def run(*arguments: object) -> int:
-    """In this process, which has torch already; its kernels are interpreted anyway."""
+    """Run the command in this process, which has torch already; its kernels are interpreted anyway."""
     return main([str(argument) for argument in arguments])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)  # most of a minute of a core that nobody else wants
+@pytest.mark.timeout(600)  # most of a minute of an otherwise idle core
 def test_every_figure_is_found_on_the_twin(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(served, "LocalCluster", functools.partial(served.LocalCluster, entries=FORKED))
     status = run("--device", "cpu", "--tiny", "--json-dir", tmp_path)
@@ -55,7 +55,7 @@ def test_every_figure_is_found_on_the_twin(tmp_path, capsys, monkeypatch):
 
 
 def test_what_cannot_be_measured_is_named_and_the_command_fails(tmp_path, capsys):
-    """A part that has no time left, one that needs a library that is not there, and one that does not exist."""
+    """Covers a part that has no time left, one that needs a missing library, and one that does not exist."""
     options = ("--device", "cpu", "--tiny", "--json-dir", tmp_path)
     assert run(*options, "--only", "transfer", "--minutes", 0) == 1
     assert "NOT MEASURED transfer: not run, the time was up" in capsys.readouterr().out

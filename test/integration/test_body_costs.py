@@ -1,9 +1,9 @@
-"""Costly and odd bodies at a real cluster while others' streams run: nobody's token waits for them, and the router's
+"""Costly and odd bodies at a real cluster while other streams run: no stream's tokens wait for them, and the router's
 memory stays bounded.
 
-What is held against the bound is how long the router's loop did not answer *of its own doing*. The time in which it,
-its other threads or the one who asks were ready and got no core (the kernel counts it) is the machine's; and what only
-disturbs now and then is not there in every one of several tries, as what a body costs is.
+The bound applies to the time in which the router's loop did not answer *because of its own work*. Time in which the
+loop, the router's other threads or the prober were ready and got no core (the kernel counts it) is the machine's. An
+occasional disturbance is absent from at least one of several tries; the cost of a body is in every try.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MAX_STALL_S = 0.05
 MAX_GROWTH_BYTES = 256 << 20
-"""Of the router's largest resident size, by all bodies together."""
+"""Bound on the growth of the router's peak resident size, by all bodies together."""
 TRIES = 6
 SIZE = (2 << 20) - 4096
-"""Of a body: just what is taken."""
+"""Size of a body, just below the limit."""
 NUM_RANDOM = int(os.environ.get("CHITU_FUZZ_COSTLY_BODIES", "15"))
 TRY = b"TRY"
-"""In a body: another number with each try."""
+"""Placeholder in a body, replaced by another number in each try."""
 NUM_STREAMS = 4
 MAX_LEN = 4096
 GREEDY = {"model": "m", "temperature": 0, "ignore_eos": True}
@@ -55,14 +55,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def filled(form: str, piece: str, size: int = SIZE) -> bytes:
-    """A body of about that size: `form` with the piece so often in the place of its `@`."""
+    """Return a body of about that size: `form` with its `@` replaced by as many pieces as fit."""
     head, tail = form.encode().split(b"@")
     one = piece.encode()
     return head + one * ((size - len(head) - len(tail)) // len(one)) + tail
 
 
 def costly_grammars() -> Iterator[tuple[str, bytes]]:
-    """What a grammar can cost that is no longer than is taken: to parse, to compile, or for the first mask."""
+    """Yield grammars within the size limit that are costly to parse, to compile, or for the first mask."""
     many = {f"property{i}": {"type": "string"} for i in range(1700)}
     halves = [{"anyOf": [{"pattern": f"a{i}"}, {"pattern": f"b{i}"}]} for i in range(20)]
     rules = "".join(f"R{i}: R{i + 1} R{i + 1}\n" for i in range(60))
@@ -82,7 +82,7 @@ def costly_grammars() -> Iterator[tuple[str, bytes]]:
 
 
 def costly_bodies() -> list[tuple[str, str, bytes]]:
-    """What it is, path, body."""
+    """Return a description, path and body of each."""
     chat, plain, tokenize, detokenize = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
     stop = json.dumps("ab" * 60_000)
     fits = json.dumps("wörd à 你好 " * 300)
@@ -163,7 +163,7 @@ def costly_bodies() -> list[tuple[str, str, bytes]]:
 
 
 def waited_s(process: int | str, thread: int | None = None) -> float:
-    """How long its threads (or that one) were ready to run and had no core."""
+    """Return the seconds in which its threads (or that one) were ready to run and had no core."""
     tasks = Path(f"/proc/{process}/task")
     total_ns = 0
     for task in [tasks / str(thread)] if thread is not None else list(tasks.iterdir()):
@@ -181,7 +181,7 @@ def peak_bytes(pid: int) -> int:
 
 
 class Prober:
-    """Asks the router's loop over and over, in a thread of its own, and keeps the longest wait for an answer."""
+    """Probes the router's loop over and over, in its own thread, and keeps the longest wait for an answer."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._client = RawClient(cluster.ports["port"])
@@ -202,8 +202,8 @@ class Prober:
         self._client.close()
 
     def take(self) -> float:
-        """The longest wait since the last call, what the machine took not counted. A probe that runs counts for the
-        call in which it ends, so wait for two."""
+        """Return the longest wait since the last call, less the time that the machine took. A running probe counts for
+        the call in which it ends, so wait for two."""
         begun = self._num_probes
         while self._num_probes < begun + 2 and self._thread.is_alive():
             self._is_over.wait(0.001)
@@ -227,7 +227,7 @@ class Prober:
 
 
 class Streams:
-    """Streams that run all the time, each token of which is right and comes."""
+    """Streams that run all the time; each of their tokens must arrive and be right."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._port = cluster.ports["port"]
@@ -262,7 +262,7 @@ class Streams:
         assert response.status == 200, response.read()
         ids: list[int] = []
         last_s: float | None = None
-        """Of its tokens; the first one waits for other things."""
+        """Time of the last token; unset before the first token, which waits for other things."""
         while not self._is_over.is_set() and (line := response.readline()) != b"data: [DONE]\n":
             if line.startswith(b"data: "):
                 ids += json.loads(line[6:])["choices"][0]["token_ids"]
@@ -280,7 +280,7 @@ def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster:
     router = pids["router"]
     client = RawClient(cluster.ports["port"])
     bodies = costly_bodies()
-    # Whatever is loaded at its first use.
+    # Load everything that is loaded at its first use.
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         client.exchange(http_request("POST", path, b"{}", {}))
     before_bytes = peak_bytes(router)
@@ -289,7 +289,7 @@ def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster:
     with Streams(cluster) as streams, Prober(cluster) as prober:
         for name, path, body in bodies:
             for number in range(TRIES):
-                own = body.replace(TRY, b"%03d" % number)  # else the next try finds what this one has compiled
+                own = body.replace(TRY, b"%03d" % number)  # otherwise the next try finds what this one has compiled
                 request = http_request("POST", path, own, {"content-type": b"application/json"})
                 prober.take()
                 reply = client.exchange(request)
@@ -323,7 +323,7 @@ def test_no_body_stops_the_tokens_of_others_or_takes_the_routers_memory(cluster:
 
 
 def leave_early(cluster: LocalCluster, bodies: list[tuple[str, str, bytes]]) -> None:
-    """Clients that send a body and leave: what waits in the router for them is dropped."""
+    """Send bodies from clients that leave at once: the router drops what waits for them."""
     for name, path, body in bodies:
         if name.startswith(("prompts that fit", "as many messages", "digits to count")):
             for _ in range(5):

@@ -1,5 +1,5 @@
-"""The processes that work on large bodies and grammars: what they say is what the loop would say, and whatever happens
-to them happens to one request."""
+"""Helper processes for large bodies and grammars: they return what the loop would return, and a fault of theirs affects
+one request only."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ HOSTILE = {
     "type": "object",
     "properties": {f"p{i}": {"type": "integer", "multipleOf": 99991 - 2 * i} for i in range(10)},
 }
-"""Half a minute for each ten of its properties to compile."""
+"""Schema that takes half a minute to compile for each ten of its properties."""
 
 
 def corpus() -> Iterator[tuple[BodyRoute, bytes]]:
-    """A body of every route with every field that is known there, of every type; and what is costly."""
+    """Yield a body of every route with every field known there, of every type; and costly bodies."""
     for route, path in ROUTES.items():
         yield route, b"{"
         for name in [*fields_of(path), "xyz"]:
@@ -71,7 +71,7 @@ def corpus() -> Iterator[tuple[BodyRoute, bytes]]:
 
 
 def shown(found: object) -> str:
-    """Down to the last field, but for seeds that were drawn."""
+    """Return a full description of a result, except for drawn seeds."""
     if isinstance(found, InvalidRequest):
         return f"{type(found).__name__} {found.message!r} {found.param}"
     if isinstance(found, Job):
@@ -136,7 +136,7 @@ class World:
         return self._threads.submit(self.ask, body)
 
     def helper(self) -> psutil.Process:
-        """The only one; started where there is none."""
+        """Return the only helper, started if there is none."""
         assert self.ask(large("a"))[0] == 200
         [helper] = self.helpers()
         return helper
@@ -239,7 +239,7 @@ def test_a_router_that_is_killed_leaves_no_process_not_even_one_that_is_stopped(
     with forked_router(tmp_path, TINY_MODEL_DIR, ("model.served_name=m",)) as router:
         router.start_worker("P0,D0", "--max-model-len", "131072", "--vocab-size", "100000")
         helper = World(router).helper()
-        helper.suspend()  # it reads no end of its connection any more, and uses up no processor time
+        helper.suspend()  # it no longer notices that its connection ends, and uses no processor time
         wait_until(lambda: state(helper) == psutil.STATUS_STOPPED, 30, "the process to stop")
         try:
             router.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`BulkReader` on real sockets: every message comes once, in order, however many lie ready when the loop looks."""
+"""`BulkReader` on real sockets: every message arrives once, in order, however many are ready when the loop looks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ WAIT_S = 20.0
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_message_waits_for_one_behind_it(seed: int) -> None:
-    """The descriptor fires once for what came since it was read empty: who stops too early is never called again."""
+    """The descriptor fires once for everything since it was read empty: a reader that stops early is never called
+    again."""
     got: list[int] = []
     calls: list[int] = []
 
@@ -42,7 +43,7 @@ def test_no_message_waits_for_one_behind_it(seed: int) -> None:
                 if rng.random() < 0.1:
                     await asyncio.sleep(0)
             if rng.random() < 0.3:
-                continue  # the next burst comes on top
+                continue  # the next burst adds to it
             async with asyncio.timeout(WAIT_S):
                 while len(got) < sent:
                     news.clear()

@@ -1,4 +1,4 @@
-"""Pages that outlive their instance, in real processes: two P, one D, a disk and a Mooncake Store over TCP.
+"""Pages that outlive their instance, in real processes: two Ps, one D, a disk and a Mooncake Store over TCP.
 
 The instances have the checksum engine: every token depends on every byte of KV in the pages.
 """
@@ -51,7 +51,7 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(store: Store, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    # So slow that pages are read, whatever else the machine does: only what is cheaper than computing is.
+    # Slow enough that pages are read however busy the machine is: only pages that are cheaper than computing are read.
     model = make_checksum_model(tmp_path_factory.mktemp("models") / "model", EngineConfig(0.0, 0.002))
     settings = [
         f"model.path={model}",
@@ -79,27 +79,27 @@ def prompt_of(seed: int) -> list[int]:
 
 
 def ask(cluster: LocalCluster, prompt: list[int], max_tokens: int = 4) -> int:
-    """Tokens of the prompt that P did not compute; the answer is right."""
+    """Check the answer to a prompt; return the number of its tokens that P did not compute."""
     (answer,) = complete_all(cluster.url, [prompt], [{"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}])
     assert answer.token_ids == expected_tokens(prompt, max_tokens, VOCAB_SIZE)
     return int(answer.usage["prompt_tokens_details"]["cached_tokens"])
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
-    """Of the full pages of them."""
+    """Return the keys of the tokens' full pages."""
     layout = layout_fingerprint(checksum_layout(PAGE_SIZE, VOCAB_SIZE))
     fingerprint = lasting_fingerprint(layout, b"", __version__, ("auto", 1024))
     return PageKeys.of(fingerprint, PAGE_SIZE).upto(len(tokens) // PAGE_SIZE, pack_i32(tokens))
 
 
 def files_of(disk: Path, tokens: list[int]) -> list[Path]:
-    """Of the full pages of them, in all folders."""
+    """Return the files of the tokens' full pages, in all folders."""
     names = {f"{key.hex()}.kv" for key in keys_of(tokens)}
     return [path for path in disk.glob("*/*.kv") if path.name in names]
 
 
 def wait_for_files(disk: Path, tokens: list[int]) -> None:
-    """Each of the full pages of them is on disk."""
+    """Wait until each full page of the tokens is on disk."""
     wanted = len(tokens) // PAGE_SIZE
 
     def found() -> set[str]:
@@ -109,14 +109,15 @@ def wait_for_files(disk: Path, tokens: list[int]) -> None:
 
 
 def wait_for_store(store: Store, tokens: list[int]) -> None:
-    """Each of the full pages of them can be read there. The store counts a key before its page is there."""
+    """Wait until each full page of the tokens can be read from the store, which counts a key before its page is
+    there."""
     names = [f"chitu-kv-{key.hex()}" for key in keys_of(tokens)]
     with store.client() as client:
         wait_until(lambda: set(client.batch_is_exist(names)) == {1}, PATIENCE_S, lambda: client.batch_is_exist(names))
 
 
 def seen(cluster: LocalCluster) -> str:
-    """For whoever reads why it failed."""
+    """Return loads and logs, to explain a failure."""
     loads = "\n".join(f"{name}: {load}" for name, load in instance_loads(cluster.url).items())
     return "\n".join([loads, *(cluster.logs(name)[-2000:] for name in ("P0", "P1", "D0"))])
 
@@ -131,11 +132,11 @@ def test_pages_outlive_their_instance_and_serve_another(cluster: LocalCluster, s
     assert ask(cluster, prompt) == 0
     wait_for_store(store, prompt)
     wait_for_files(disk, prompt)
-    for path in files_of(disk, prompt):  # as if P were on different machines
+    for path in files_of(disk, prompt):  # as if each P had its own machine
         path.unlink()
 
     def served_by(tier: str, names: tuple[str, ...]) -> bool:
-        """Whichever P is asked: it has the pages itself, or the tier has."""
+        """Ask again and return whether all pages came from the tier; otherwise the P had them itself."""
         assert ask(cluster, prompt) == PAGES * PAGE_SIZE, seen(cluster)
         tokens = tokens_of(cluster, tier)
         return sum(tokens.get(name, 0) for name in names) == PAGES * PAGE_SIZE
@@ -164,7 +165,8 @@ def test_pages_outlive_their_instance_and_serve_another(cluster: LocalCluster, s
 
 
 def test_flipped_bytes_on_disk_and_in_the_store_are_misses(cluster: LocalCluster, store: Store, disk: Path) -> None:
-    """A byte of the eleventh page each, of whichever P: it is computed from there on, and the tokens are right."""
+    """The eleventh page has a flipped byte in both places. Either P computes from there on, and the tokens are
+    right."""
     prompt = prompt_of(2)
     keys = keys_of(prompt)
     assert ask(cluster, prompt) == 0
@@ -179,7 +181,7 @@ def test_flipped_bytes_on_disk_and_in_the_store_are_misses(cluster: LocalCluster
         content = bytearray(path.read_bytes())
         content[100] ^= 0xFF
         path.write_bytes(content)
-    for name in ("P0", "P1"):  # pool and host memory are empty then
+    for name in ("P0", "P1"):  # to empty pool and host memory
         cluster.kill(name)
         cluster.wait_exit(name)
         cluster.restart(name)
@@ -195,7 +197,8 @@ def test_flipped_bytes_on_disk_and_in_the_store_are_misses(cluster: LocalCluster
 def test_a_turn_computes_what_is_new_and_answers_come_back_from_d(
     cluster: LocalCluster, store: Store, disk: Path
 ) -> None:
-    """Whichever P is asked: from disk, from the store alone, and after a kill of a P and of the D that wrote them."""
+    """Whichever P is asked, pages come from disk, from the store alone, and after a kill of a P and of the D that wrote
+    them."""
     prompt, known = prompt_of(9), 0
 
     def has_served(tier: str, before: int) -> bool:
@@ -205,7 +208,7 @@ def test_a_turn_computes_what_is_new_and_answers_come_back_from_d(
         before = sum(tokens_of(cluster, source).values()) if source in TIERS else 0
         assert ask(cluster, prompt, ANSWER_TOKENS) == known // PAGE_SIZE * PAGE_SIZE, f"{source}: {seen(cluster)}"
         tokens = prompt + expected_tokens(prompt, ANSWER_TOKENS, VOCAB_SIZE)
-        known = len(tokens) - 1  # of the newest token K and V do not exist
+        known = len(tokens) - 1  # the newest token has no K and V yet
         wait_for_store(store, tokens[:known])
         wait_until(partial(has_served, source, before), PATIENCE_S, lambda: instance_loads(cluster.url))
         if not source:
@@ -225,7 +228,7 @@ def test_a_turn_computes_what_is_new_and_answers_come_back_from_d(
 def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
     store: Store, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Last, as it ends the store: a frozen master, then a dead one."""
+    """Runs last, because it ends the store: first the master is frozen, then killed."""
     model = make_checksum_model(tmp_path_factory.mktemp("models") / "model", EngineConfig(0.0, 0.0005))
     settings = [
         f"model.path={model}",
@@ -249,7 +252,7 @@ def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
         for seed in (4, 5, 6):
             assert ask(cluster, prompt_of(seed), ANSWER_TOKENS) == 0
             assert ask(cluster, prompt_of(seed), ANSWER_TOKENS) == PAGES * PAGE_SIZE
-            if seed == 4:  # D begins without it
+            if seed == 4:  # D starts without the store
                 cluster.kill("D0")
                 cluster.wait_exit("D0")
                 cluster.restart("D0")
@@ -269,5 +272,5 @@ def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
         wait_until(lambda: all("goes without store" in text for text in logs()), PATIENCE_S, logs)
         wait_until(rests, 15.0, lambda: instance_loads(cluster.url))
         for name in ("P0", "D0"):
-            cluster.kill(name, signal.SIGTERM)  # a thread in a call of the store holds nobody up
+            cluster.kill(name, signal.SIGTERM)  # a thread inside a store call must not delay the shutdown
             cluster.wait_exit(name, 30.0)

@@ -1,10 +1,10 @@
 """The chaos matrix: {SIGKILL, SIGSTOP, connection cut} x {P, D, router} x {queued, prefilling, transferring, decoding}.
 
-A real 2P2D serves a steady load whose every answer is checked token by token. For each cell more requests are sent and
-held in the phase, the blow falls when the router shows them there, and then everything must come back by itself: no
-request hung, no wrong token, no page lost, and no failed request where a pair survived. All the while the wall clock of
-each process jumps by an hour every two seconds: nothing may rest on it. `ALLOWED` says what clients may see. The table
-of all cells is printed at the end.
+A real 2P2D cluster serves a steady load whose every answer is checked token by token. For each cell more requests are
+sent and held in the phase, the blow falls when the router shows them there, and then everything must recover by itself:
+no request hangs, no token is wrong, no page is lost, and no request fails if a pair survived. Meanwhile the wall clock
+of each process jumps by an hour every two seconds: nothing may depend on it. `ALLOWED` lists what clients may see. The
+table of all cells is printed at the end.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ TARGETS = ("P0", "D0", "router")
 PHASES: tuple[Phase, ...] = ("queued", "prefilling", "transferring", "decoding")
 HOLDS = {"queued": "transfer", "prefilling": "prefill", "transferring": "transfer"}
 VICTIMS = {"queued": 28, "prefilling": 4, "transferring": 4, "decoding": 4}
-"""To be queued, requests must find 8 aux slots of each instance taken."""
+"""Number of requests per phase. Requests queue only if 8 aux slots of each instance are taken."""
 ALLOWED: dict[tuple[Blow, str], set[str]] = {
-    # Connections break with the process; then nobody listens, and then no instance has joined yet.
+    # Connections break with the process; then nothing listens, and then no instance has joined yet.
     ("SIGKILL", "router"): {LOST, REFUSED, "no_instance"},
-    # All instances are lost to a router without connections: there is no pair to go on with.
+    # A router without connections loses all instances: no pair is left to retry on.
     ("cut", "router"): {"no_instance", "prefill_lost", "decode_lost"},
 }
-"""Outcomes that clients may see beside right answers, by blow and process; nothing else anywhere."""
+"""Outcomes that clients may see besides right answers, by blow and process. All other cells allow none."""
 RECOVERY_S = 20.0
 
 
 REACH_S = 2.0
 QUEUED_S = 15.0
-"""28 requests queue for certain, if late on a busy machine; 28 more would be too many for the router to take."""
+"""Timeout for queued requests: 28 certainly queue, if late on a busy machine; 28 more would overload the router."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One cell of the matrix as it went."""
+    """Result of one cell of the matrix."""
 
     blow: Blow
     target: str
     phase: Phase
     outcomes: Counter[str] = field(default_factory=Counter)
     cached: int = 0
-    """Tokens of prompts that were not computed again."""
+    """Prompt tokens that were not computed again."""
     leaked: int = -1
     recovery_s: float = -1.0
     details: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ def table(rows: list[Row]) -> str:
 
 
 class Arena:
-    """One cluster for all cells; a new one after a cell that failed."""
+    """One cluster for all cells; it is replaced after a cell that failed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -115,8 +115,8 @@ def arena(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 def victims(phase: Phase, seed: str) -> list[Ask]:
-    """Requests that are long enough to be seen; half of them streamed, so that tokens are out when the blow falls.
-    Those of another seed have other prompts, of which nothing is cached: they are computed in several steps."""
+    """Return requests long enough to be observed. Half of them are streamed, so tokens are out when the blow falls.
+    Each seed has its own prompts, of which nothing is cached: they are computed in several steps."""
     rng = random.Random(seed)
     return [
         Ask(
@@ -131,7 +131,8 @@ def victims(phase: Phase, seed: str) -> list[Ask]:
 
 
 def is_reached(cluster: ChaosCluster, phase: Phase, target: str) -> bool:
-    """Whether the router shows a victim that the target serves in this phase (for the router: that anyone does)."""
+    """Return whether the router shows a victim that the target serves in this phase (for the router: that any instance
+    serves)."""
     snapshot = cluster.snapshot()
     state = "decode" if phase == "decoding" else "prefill"
     held = [
@@ -147,7 +148,7 @@ def is_reached(cluster: ChaosCluster, phase: Phase, target: str) -> bool:
     loads = {i.name: i.load for i in snapshot.instances if i.load is not None}
     for pair in pairs:
         there = [loads[name] for name in sorted(pair) if name in loads and (target in ("router", name))]
-        if phase == "prefilling":  # it is P that computes, whoever is hit
+        if phase == "prefilling":  # P computes, whichever process is hit
             there = [loads[name] for name in pair if name in loads and name.startswith("P")]
         field = {"queued": "waiting", "prefilling": "running", "transferring": "transferring"}[phase]
         if any(getattr(load, field) for load in there):
@@ -157,7 +158,7 @@ def is_reached(cluster: ChaosCluster, phase: Phase, target: str) -> bool:
 
 CELLS = [
     *itertools.product(BLOWS, TARGETS, PHASES),
-    *(("blink", target, "decoding") for target in ("D0", "router")),  # tokens are what a blink can lose
+    *(("blink", target, "decoding") for target in ("D0", "router")),  # a blink can lose only tokens
 ]
 
 
@@ -179,7 +180,8 @@ def test_every_request_survives_or_fails_with_a_word(arena: Arena, blow: Blow, t
 
 
 def send_victims(cluster: ChaosCluster, row: Row) -> list[Future[CheckedAnswer]]:
-    """Returns once one of them is where the blow shall find it; more are sent while chance takes all elsewhere."""
+    """Send requests until one of them is where the blow shall hit it; more are sent while chance routes all of them
+    elsewhere."""
     sent: list[Future[CheckedAnswer]] = []
     for attempt in range(5):
         sent += cluster.load.send(victims(row.phase, f"{row.blow} {row.target} {row.phase} {attempt}"))

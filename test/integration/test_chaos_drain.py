@@ -1,7 +1,7 @@
-"""Drains and graceful ends under load: no client notices. The same real 2P2D as in the chaos matrix.
+"""Drains and graceful shutdowns under load: no client notices. Uses the same real 2P2D cluster as the chaos matrix.
 
-An instance that is drained or told to end finishes what it runs; what outlasts `drain_s` goes on elsewhere. A router
-that is told to end finishes what runs and takes nothing new; P and D come back to its successor by themselves.
+An instance that is drained or terminated finishes what it runs; what outlasts `drain_s` continues elsewhere. A router
+that is terminated finishes what runs and accepts nothing new; P and D join its successor by themselves.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from chitu.testing.steady_load import RIGHT, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 LONG_TOKENS = 300
-"""1.2 s and more of decoding."""
+"""Output tokens of a long request: 1.2 s and more of decoding."""
 SHORT_DRAIN_S = 0.3
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
-    """With time enough to finish what runs, on a busy machine too."""
+    """Yield a cluster with enough time to finish what runs, on a busy machine too."""
     with ChaosCluster(tmp_path_factory.mktemp("drain") / "c", f"{DEADLINES}.drain_s=20") as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster(shared: ChaosCluster) -> Iterator[ChaosCluster]:
-    """Whole before each test, and again after it, be it that it failed."""
+    """Yield a cluster that is whole before each test, and made whole after it even if the test failed."""
     yield shared
     come_back(shared)
 
@@ -49,7 +49,7 @@ def send_long(cluster: ChaosCluster, count: int = 6) -> list[Future[CheckedAnswe
 
 
 def decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
-    """Ids of the long requests that `name` takes part in and whose tokens are on their way to the client."""
+    """Return the ids of the long requests that `name` takes part in and whose tokens are on their way to the client."""
     return [
         request.request_id
         for request in cluster.snapshot().requests
@@ -58,7 +58,7 @@ def decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
 
 
 def held_by(cluster: ChaosCluster, name: str) -> bool:
-    """Whether `name` has a long request. Its load would not do: a heartbeat may be older than the hold."""
+    """Return whether `name` has a long request. Its load would not tell: a heartbeat may be older than the hold."""
     running = [request for request in cluster.snapshot().requests if request.ended_at_s is None]
     return any("long" in request.request_id and request.prefill == name for request in running)
 
@@ -69,7 +69,7 @@ def wait_decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
 
 
 def finish(cluster: ChaosCluster, sent: list[Future[CheckedAnswer]]) -> None:
-    """Everything that was asked was answered rightly."""
+    """Check that every request was answered right."""
     for future in sent:
         future.result(PATIENCE_S + 10)
     cluster.load.pause(PATIENCE_S + 10)
@@ -79,7 +79,7 @@ def finish(cluster: ChaosCluster, sent: list[Future[CheckedAnswer]]) -> None:
 
 
 def come_back(cluster: ChaosCluster) -> None:
-    """Start again what has ended; then everything is as it was."""
+    """Restart ended processes and wait until the cluster is as before."""
     for name in cluster.processes.members:
         if not cluster.processes.alive(name):
             cluster.processes.restart(name)
@@ -105,7 +105,7 @@ def test_chitu_drain_under_load_costs_no_request(cluster: ChaosCluster, name: st
 @pytest.mark.parametrize("name", ["D1", "P1"])
 def test_an_instance_that_is_told_to_end_under_load_finishes_what_it_runs(cluster: ChaosCluster, name: str) -> None:
     cluster.load.resume()
-    seen = len(cluster.processes.logs("router"))  # ids of the case before are used again
+    seen = len(cluster.processes.logs("router"))  # the request ids of the previous case are used again
     sent = send_long(cluster)
     running = [request for request in wait_decoding_on(cluster, name) if "long" in request]
     cluster.processes.kill(name, signal.SIGTERM)
@@ -132,8 +132,8 @@ def test_a_router_that_is_told_to_end_finishes_what_runs_and_its_successor_finds
 
 
 def wait_held_on(cluster: ChaosCluster, name: str) -> None:
-    """Until an instance has said of several heartbeats in a row that it transfers: what it said before the hold, of a
-    transfer that went through, is over by then."""
+    """Wait until several heartbeats in a row of an instance report a transfer: reports from before the hold, of a
+    transfer that went through, are over by then."""
     busy_since_s = time.monotonic()
 
     def is_held() -> bool:
@@ -148,11 +148,11 @@ def wait_held_on(cluster: ChaosCluster, name: str) -> None:
 @pytest.mark.parametrize("name", ["D0", "P0"])
 def test_what_outlasts_the_drain_goes_on_elsewhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder = tmp_path_factory.mktemp("short") / "c"
-    # What the queue behind the hold would cost a request is below what it survives: nobody is sent away.
+    # The queue behind the hold delays a request less than its deadlines: no request is rejected.
     settings = [f"{DEADLINES}.{name}" for name in (f"drain_s={SHORT_DRAIN_S}", "queue_s=60", "transfer_s=60")]
     with ChaosCluster(folder, *settings) as cluster:
         cluster.load.resume()
-        if name == "P0":  # a prompt that P will not get done in time
+        if name == "P0":  # a prompt that P cannot finish in time
             cluster.hold("transfer")
         sent = send_long(cluster)
         if name == "P0":

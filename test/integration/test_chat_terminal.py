@@ -1,4 +1,4 @@
-"""`chitu chat` against a real 1P1D that asks for a key: in pipes, on a pseudo-terminal, and with a D that dies."""
+"""`chitu chat` against a real 1P1D that requires a key: in pipes, on a pseudo-terminal, and with a D that dies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHITU = [sys.executable, "-m", "chitu.cli"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random, with a long context: an answer takes long enough to be stopped."""
+    """Return a random model with a long context: an answer takes long enough to be stopped."""
     return make_model(tmp_path_factory.mktemp("models") / "m", layers=2, max_position_embeddings=16384)
 
 
@@ -65,7 +65,7 @@ def run_chat(url: str, *words: str, stdin: str = "", key: str = KEY) -> subproce
 
 
 def answer_of(cluster: LocalCluster, question: str, max_tokens: int) -> str:
-    """What the API itself says, without a stream."""
+    """Return the API's own answer, without a stream."""
     body = {"model": "m", "max_tokens": max_tokens, "temperature": 0}
     body["messages"] = [{"role": "user", "content": question}]
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -80,24 +80,24 @@ def newest_request(cluster: LocalCluster) -> RequestSnapshot | None:
 
 
 def is_idle(cluster: LocalCluster) -> bool:
-    """As heartbeats say, which come a second behind the end of an answer."""
+    """Return whether all instances report no work. Heartbeats lag the end of an answer by a second."""
     loads = [instance.load for instance in RouterClient(cluster.url, KEY).cluster().instances]
     return all(load and load.waiting + load.transferring + load.running == 0 for load in loads)
 
 
 def take_ctrl_c() -> None:
-    """In the child: a shell that runs tests in the background makes its offspring deaf to SIGINT."""
+    """Enable SIGINT in the child: a shell that runs tests in the background makes its children ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def take_terminal() -> None:
-    """In the child: Ctrl-C on its terminal becomes SIGINT."""
+    """Attach the child to its terminal, so that Ctrl-C there becomes SIGINT."""
     take_ctrl_c()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 class Tty:
-    """A process on a terminal of its own; what it shows is searched forward."""
+    """A process on its own terminal; its output is searched forward."""
 
     def __init__(self, argv: list[str]) -> None:
         self._master, slave = pty.openpty()
@@ -118,7 +118,7 @@ class Tty:
         os.write(self._master, text.encode())
 
     def interrupt_prompt(self) -> None:
-        """Ctrl-C once the process sleeps in its read: readline notices a signal only there, or at the next key."""
+        """Send Ctrl-C once the process sleeps in its read: readline notices a signal only there, or at the next key."""
         stat = Path(f"/proc/{self.process.pid}/stat")
         wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "S", 20, stat.read_text)
         self.send("\x03")
@@ -187,7 +187,7 @@ def test_what_the_router_refuses_is_one_sentence_and_exit_code_1(cluster: LocalC
 
 def test_without_a_router_it_says_how_to_start_one() -> None:
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
         done = run_chat(f"http://127.0.0.1:{unused.getsockname()[1]}", "x")
     assert done.returncode == 1
     assert "start one with `chitu serve`" in done.stderr
@@ -286,7 +286,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(cluster: LocalCluster) -> No
         tty.send("one two three\n")
         assert prompt_tokens(tty) == first
 
-        client = RouterClient(cluster.url, KEY)  # reports come twice a second
+        client = RouterClient(cluster.url, KEY)  # reports come twice per second
         wait_until(lambda: all(i.load and i.load.bytes_moved for i in client.cluster().instances), 10.0, client.cluster)
         tty.send("/cluster\n")
         tty.wait("up to 16384 tokens; pages of 16 tokens; transport shm; 0 requests running")
@@ -296,7 +296,7 @@ def test_a_conversation_goes_on_until_it_is_cleared(cluster: LocalCluster) -> No
 
         tty.send("/example 300\n")
         tty.wait(r"The [\w -]+ \w+ \w+ \d+\. .* \d+ more sentences .*\?")
-        tty.wait(r"✗ expected: The .* \d+\.")  # a random model knows nothing
+        tty.wait(r"✗ expected: The .* \d+\.")  # the answer of a random model is wrong
         assert prompt_tokens(tty) > 300
         tty.send("/quit\n")
         assert tty.process.wait(30) == 0
@@ -331,7 +331,8 @@ def test_an_error_in_the_middle_keeps_what_came_of_the_answer(cluster: LocalClus
 
 
 def test_the_first_completion_must_be_right_where_the_embedded_model_is_asked(model: Path) -> None:
-    """A random model under its name: the question is asked, the answer shown, and the smoke test fails."""
+    """A random model runs under the embedded model's name: the question is asked, the answer shown, and the smoke test
+    fails."""
     argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--once", "model.served_name=chitu-tiny"]
     done = subprocess.run(
         [*argv, "cache.num_pages=2000"], capture_output=True, text=True, timeout=240, check=False, env=environment("")

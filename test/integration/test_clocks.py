@@ -1,6 +1,6 @@
-"""No wall clock decides who is who: processes that start with a clock an hour back serve.
+"""No wall clock decides the identity of a process: processes that start with a clock an hour back serve.
 
-That all clocks may jump at any time is shown by the chaos matrix (`test_chaos.py`).
+The chaos matrix (`test_chaos.py`) shows that all clocks may jump at any time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A whole cluster with a key: it serves, everybody else is kept out, and the key shows up nowhere."""
+"""A whole cluster with a key: it serves, rejects peers without the key, and exposes the key nowhere."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def test_the_key_is_in_no_log_no_file_no_answer_and_no_command_line(cluster: Loc
     for name, content in seen.items():
         for secret in ALL_SECRETS:
             assert secret.encode() not in content, name
-    # It went where only this user can look.
+    # It went where only this user can read.
     assert psutil.Process(cluster.pid("P0")).environ()["CHITU_CLUSTER_KEY"] == KEY
     assert (cluster.log_dir / "topology.yaml").stat().st_mode & 0o077 == 0
 
 
 def test_every_zmq_port_speaks_curve_alone(cluster: LocalCluster) -> None:
-    """The greeting of ZMTP 3 names the mechanism in clear, at byte 12."""
+    """The greeting of ZMTP 3 names the mechanism in clear text, at byte 12."""
     ports = {name: port for name, port in cluster.ports.items() if name not in ("port", "bootstrap_port")}
     for name in ("P0", "D0"):
         for connection in psutil.Process(cluster.pid(name)).net_connections(kind="tcp"):
@@ -188,7 +188,7 @@ def test_a_client_takes_no_key_from_its_command_line_either(command: list[str]) 
 
 
 def test_a_cluster_of_one_launcher_makes_a_key_of_its_own(tmp_path: Path) -> None:
-    """Nobody gave one. Other users of the machine find closed ports; this user drains as before."""
+    """No key was given. Other users of the machine cannot use the ports; this user drains as before."""
     model = make_checksum_model(tmp_path / "m", EngineConfig())
     topology = load_topology(None, [f"model.path={model}", "model.served_name=m", "cache.num_pages=200"])
     with (

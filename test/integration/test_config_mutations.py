@@ -1,5 +1,5 @@
-"""Every key of every family's config.json, mutated: the logits are those of `transformers`, or the key is refused by
-name. Keys are the fields of transformers' config class and all that `config_keys.py` knows."""
+"""Every key of every family's config.json, mutated: the logits are those of `transformers`, or the error names the
+refused key. Keys are the fields of transformers' config class and all keys in `config_keys.py`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ IS_BEFORE_5 = transformers.__version__ < "5"
 PROMPTS = [make_prompt(5), make_prompt(90)]
 MAX_MODEL_LEN = 128
 TOLERANCE = 2e-4
-"""Of the largest logit. A key that counts changes more than a hundred times as much."""
+"""Bound on the error as a share of the largest logit. A key with an effect changes more than a hundred times as
+much."""
 REFUSED_BEFORE_5 = {"quantization_config", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-"""By some value, where transformers 5 takes it."""
+"""Keys with a value that transformers before version 5 refuses and transformers 5 accepts."""
 REMOVED = "(removed)"
 ALL_IDLE = "(all without effect)"
-"""At once, to save time: not one of them may do anything."""
+"""Name of the mutation of all keys without effect at once, which saves time: none of them may change anything."""
 WITHOUT_EFFECT = {key for keys in NO_EFFECT.values() for key in keys.split()}
 OTHERS: dict[str, list[Any]] = {
     "architectures": [["MistralForCausalLM"], ["LlamaForCausalLM"]],
@@ -90,7 +91,7 @@ COUNT = {
     "deepseek_v2_groups": "topk_group n_group topk_method",
     "deepseek_v3": "topk_group n_group routed_scaling_factor norm_topk_prob rope_interleave factor mscale_all_dim",
 }
-"""Keys that are seen to change the logits, among others: the comparison can fail."""
+"""Keys, among others, that must change the logits: they show that the comparison can fail."""
 
 
 class Recorder(GreedySampler):
@@ -104,7 +105,7 @@ class Recorder(GreedySampler):
 
 
 def own_logits(folder: Path) -> torch.Tensor:
-    """`[prompts, vocabulary]`, of each prompt's last token."""
+    """Return `[prompts, vocabulary]`: the logits of each prompt's last token."""
     sampler = Recorder()
     engine = Engine(folder, num_pages=16, num_slots=2, max_model_len=MAX_MODEL_LEN, sampler=sampler)
     admit = [engine.admit(slot, prompt, len(prompt), sampling=GREEDY) for slot, prompt in enumerate(PROMPTS)]
@@ -131,7 +132,7 @@ class Reference:
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """1 where the shapes differ or numbers are missing."""
+    """Return the largest difference over the largest logit; 1 if shapes differ or numbers are missing."""
     if ours.shape != theirs.shape:
         return 1.0
     found = float((ours - theirs).abs().max() / theirs.abs().max())
@@ -139,7 +140,7 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def class_defaults(architecture: str) -> dict[str, Any]:
-    """Of the fields of transformers' config class; the older ones are no dataclasses."""
+    """Return the default of each field of transformers' config class; older classes are no dataclasses."""
     config_class = getattr(transformers, architecture).config_class
     if dataclasses.is_dataclass(config_class):
         return {field.name: field.default for field in dataclasses.fields(config_class)}
@@ -149,7 +150,7 @@ def class_defaults(architecture: str) -> dict[str, Any]:
 
 
 def others(key: str, value: Any) -> list[Any]:
-    """Other values of the same type."""
+    """Return other values of the same type."""
     if key in OTHERS:
         return [other for other in OTHERS[key] if other != value]
     if isinstance(value, bool):
@@ -162,7 +163,7 @@ def others(key: str, value: Any) -> list[Any]:
 
 
 def mutations(config: dict[str, Any], architecture: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Key, what it is now, the whole config."""
+    """Yield key, current value and whole config of each mutation."""
     known, dictionary = ARCHITECTURES[architecture].keys, "rope_parameters"
     if config.get("rope_scaling"):
         dictionary = "rope_scaling"
@@ -191,7 +192,7 @@ def mutations(config: dict[str, Any], architecture: str) -> Iterator[tuple[str, 
 
 
 def both_dictionaries(config: dict[str, Any], rope: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """The two spellings of rope, beside each other and each alone."""
+    """Yield the two spellings of rope, side by side and each alone."""
     inner = {key: value for key, value in rope.items() if key != "rope_theta"}
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -209,7 +210,7 @@ def both_dictionaries(config: dict[str, Any], rope: dict[str, Any]) -> Iterator[
 
 
 def verdict(folder: Path, reference: Reference, names: set[str], base: torch.Tensor) -> tuple[str, bool]:
-    """What is wrong, empty for nothing; and whether the mutation was seen in the logits."""
+    """Return what is wrong, empty if nothing; and whether the mutation changed the logits."""
     try:
         ours = own_logits(folder)
     except ConfigError as error:

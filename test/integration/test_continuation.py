@@ -1,4 +1,4 @@
-"""A request that goes on behind k tokens on another instance gets the rest of the tokens that it would have got."""
+"""A request that continues on another instance after k tokens gets the rest of the tokens that it would have got."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def engine(folder: Path) -> Engine:
 
 
 def drive(engine: Engine, first: StepPlan, counts: list[int]) -> list[list[int]]:
-    """Slot s is to emit `counts[s]` tokens; `first` gives each its first one."""
+    """Run until slot s has emitted `counts[s]` tokens; `first` gives each slot its first token."""
     outputs: list[list[int]] = [[] for _ in counts]
     plan = first
     while True:
@@ -60,7 +60,7 @@ def drive(engine: Engine, first: StepPlan, counts: list[int]) -> list[list[int]]
 
 
 def begin(engine: Engine, outputs: list[list[int]], sampling: SamplingParams) -> StepPlan:
-    """Unified: slot s goes on behind `outputs[s]`."""
+    """Return a plan of a unified instance in which slot s continues after `outputs[s]`."""
     total = len(PROMPT) + COUNT
     return StepPlan(
         admit=[

@@ -1,4 +1,4 @@
-"""The calls of CUDA's driver, against a stub that NVIDIA's header declares: names, types, constants, errors."""
+"""Calls of the CUDA driver, against a stub declared by NVIDIA's header: names, types, constants, errors."""
 
 from __future__ import annotations
 

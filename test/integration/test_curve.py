@@ -1,4 +1,4 @@
-"""Who does not hold the cluster's key gets no message in and none out, over real sockets."""
+"""A peer without the cluster's key gets no message in and none out, over real sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_DISCONNECTED  # where the other side gave up first
+    | zmq.EVENT_DISCONNECTED  # if the other side gave up first
 )
 WATCHED = FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -31,7 +31,7 @@ class Cluster:
     context: Context
 
     def open(self, kind: int) -> tuple[zmq.Socket[bytes], int, zmq.Socket[bytes]]:
-        """A server, its port, and a monitor of the handshakes there."""
+        """Return a server, its port, and a monitor of the handshakes there."""
         socket, port = bind(self.context, kind, "127.0.0.1", 0)
         return socket, port, socket.get_monitor_socket(WATCHED)
 
@@ -63,7 +63,7 @@ def with_the_server_key_alone(cluster: ClusterSecrets) -> Context:
 
 
 def claiming_our_public_key(cluster: ClusterSecrets) -> Context:
-    """Knows both public keys, but not the secret one."""
+    """Return a context that has both public keys, but not the secret one."""
     context = with_the_server_key_alone(cluster)
     context.setsockopt(zmq.CURVE_PUBLICKEY, cluster.curve_public)
     return context
@@ -96,7 +96,7 @@ def test_an_intruder_gets_nothing_in(cluster: Cluster, make_intruder: Callable[[
 
 @pytest.mark.parametrize("make_intruder", INTRUDERS)
 def test_an_intruder_gets_nothing_out(cluster: Cluster, make_intruder: Callable[[ClusterSecrets], Context]) -> None:
-    server, port, refusals = cluster.open(zmq.XPUB)  # a PUB that tells of its subscribers
+    server, port, refusals = cluster.open(zmq.XPUB)  # a PUB that reports its subscribers
     context = make_intruder(cluster.secrets)
     intruder = context.socket(zmq.SUB)
     intruder.setsockopt(zmq.SUBSCRIBE, b"")
@@ -131,7 +131,7 @@ def test_a_client_with_the_key_does_not_talk_to_a_server_without(cluster: Cluste
 
 
 def test_a_message_does_not_cross_the_wire_in_clear(cluster: Cluster) -> None:
-    """A relay between client and server sees every byte."""
+    """A relay between client and server records every byte."""
     server, port, _ = cluster.open(zmq.PULL)
     relay = zmq.Context()
     outside, inside = relay.socket(zmq.STREAM), relay.socket(zmq.STREAM)
@@ -162,7 +162,7 @@ def test_a_message_does_not_cross_the_wire_in_clear(cluster: Cluster) -> None:
         if server in ready:
             received = server.recv()
     assert received == b"what is my PIN"
-    assert b"CURVE" in seen  # it is the handshake that was looked at
+    assert b"CURVE" in seen  # proves that the relay saw the handshake
     assert b"PIN" not in seen
     relay.destroy(0)
     server.disable_monitor()
@@ -199,7 +199,7 @@ def test_all_processes_derive_the_same_secrets_and_other_clusters_others() -> No
     assert ours is not None and theirs is not None
     assert ours == again
     assert len({ours.token, ours.curve_public, ours.curve_secret, theirs.token, theirs.curve_public}) == 5
-    # What is on the wire of another release must be the same: a change of this line is a change of the protocol.
+    # Other releases must derive the same values: a change of this line is a change of the protocol.
     assert ours.token[:16] == "f8913200239f5d27"
     assert ours.token not in repr(ours) and ours.curve_secret.decode() not in repr(ours)
 

@@ -1,4 +1,4 @@
-"""A router that strangers take descriptors from: clients and instances come in all the same, or a little later."""
+"""Strangers use up a router's descriptors: clients and instances get in all the same, or a little later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chitu.testing.router_process import RouterUnderTest, wait_until
 ZMQ_PORTS = ("coordination_port", "metadata_sync_port", "stats_port", "token_port")
 STRANGERS = 4096
 PATIENCE_S = 15.0
-"""Half of libzmq's own patience with a stranger."""
+"""Timeout of these tests: half of libzmq's own patience with a stranger."""
 LEASE = "dp_config.router.pd_disaggregation.deadlines.lease_s=1"
 
 
@@ -32,7 +32,7 @@ def router(tmp_path: Path) -> Iterator[RouterUnderTest]:
 
 
 def is_served(router: RouterUnderTest) -> bool:
-    """On a connection of its own."""
+    """Return whether a request on a new connection is served."""
     body = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 4}
     with contextlib.suppress(httpx.TransportError):
         answer = httpx.post(f"{router.url}/v1/completions", json=body, timeout=5.0, trust_env=False)
@@ -56,7 +56,7 @@ def test_strangers_that_say_nothing_take_no_descriptor_for_long(router: RouterUn
     if own[1] < 2 * STRANGERS:
         pytest.skip(f"this process may not open {STRANGERS} connections")
     resource.setrlimit(resource.RLIMIT_NOFILE, (own[1], own[1]))
-    limit_descriptors(router.pid, STRANGERS)  # so that there are more strangers than descriptors
+    limit_descriptors(router.pid, STRANGERS)  # fewer descriptors than strangers
     router.start_worker("P0,D0")
     strangers = []
     try:
@@ -82,8 +82,8 @@ def test_an_instance_that_the_router_has_no_descriptor_for_joins_when_it_has_one
     worker.send_signal(signal.SIGSTOP)
     wait_until(lambda: not router.members(), PATIENCE_S, "the lease to end")
     limit, _ = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
-    limit_descriptors(router.pid, 3)  # it keeps what is open, and gets nothing new
-    worker.send_signal(signal.SIGCONT)  # its connections are still there, so it asks at once
+    limit_descriptors(router.pid, 3)  # what is open stays open, and nothing new can be opened
+    worker.send_signal(signal.SIGCONT)  # its connections still exist, so it asks at once
     wait_until(lambda: "P0 cannot join now: no socket to" in router.log, PATIENCE_S, "a Join without a descriptor")
     assert "refused P0" not in router.log
     limit_descriptors(router.pid, limit)
@@ -92,7 +92,7 @@ def test_an_instance_that_the_router_has_no_descriptor_for_joins_when_it_has_one
 
 
 def test_a_message_of_many_large_frames_is_not_kept(router: RouterUnderTest) -> None:
-    """libzmq holds the frames of a message until its last one came: the stats port takes none that is so large."""
+    """libzmq holds the frames of a message until its last one arrives: the stats port rejects frames that large."""
     router.start_worker("P0,D0")
     before = psutil.Process(router.pid).memory_info().rss
     context = zmq.Context()

@@ -1,4 +1,4 @@
-"""Aux rows in device memory: `MetadataBuffers` over them seals and refuses exactly what it does over host memory."""
+"""Aux rows in device memory: `MetadataBuffers` seals and refuses exactly what it does over host memory."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pool_hands_out_rows_of_the_memory_that_it_has(pool: KVPool) -> None:
 
 
 def test_a_stream_is_entered_within_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left in this order, the thread's stream is set back on that device, and no other one is touched."""
+    """On exit the thread's stream is restored on that device, in this order, and no other device is touched."""
     steps: list[tuple[str, object]] = []
 
     @contextmanager

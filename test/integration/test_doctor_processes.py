@@ -1,4 +1,4 @@
-"""`chitu doctor` as processes: planted faults of this machine, and nodes that meet."""
+"""`chitu doctor` as processes: planted faults of this machine, and nodes that find each other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_nodes_meet_try_each_others_ports_and_end_with_one_code() -> None:
         thread = threading.Thread(target=lambda: codes.append(follow(leader, facts, 20.0)), daemon=True)
         thread.start()
         lead = Lead(listener, 20.0)
-        # "localhost" and "b" are names of one machine here; only the first resolves.
+        # "localhost" and "b" both name this machine; only the first resolves.
         own = NodeFacts(host="localhost", binds=(Bind(KEY, "127.0.0.1", leader[1]),))
         nodes = {
             node.host: node for node in lead.gather(own, {"localhost": [leader[1]], "b": [open_port, closed_port]})

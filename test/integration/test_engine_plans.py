@@ -1,4 +1,4 @@
-"""What a plan means: hand-over through an aux row, offload and restore, the order within a step, and its refusals."""
+"""Meaning of a plan: hand-over through an aux row, offload and restore, the order within a step, and its refusals."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_offload_and_restore_lose_no_token(checkpoint):
         output += more
     engine.runner.execute(StepPlan(offload=[Offload(0, key=9)]))
     outputs[1] += decode(engine, [1], 3)[0]
-    for region in (*engine.pool.k, *engine.pool.v):  # whoever got the pages has overwritten them
+    for region in (*engine.pool.k, *engine.pool.v):  # as if the pages had a new owner that overwrote them
         own = set(engine.runner._slots.page_table[1].tolist())
         region[[page for page in range(engine.pool.num_pages) if page not in own]] = float("nan")
     tokens = prompts[0] + outputs[0]

@@ -1,4 +1,5 @@
-"""Greedy tokens of the engine equal those of `transformers`, whatever the chunking, the pages and the company."""
+"""Greedy tokens of the engine equal those of `transformers`, whatever the chunking, the pages and the other
+sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def test_the_plain_operations_give_the_same_tokens(tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_the_kernels_of_the_gpu_give_the_same_tokens(family, tmp_path):
-    """Under the interpreter; DeepSeek's one layer is a dense one."""
+    """Runs under the interpreter; DeepSeek's one layer is a dense one."""
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.triton_ops import TritonOps
 

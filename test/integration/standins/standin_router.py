@@ -1,4 +1,4 @@
-"""A router for tests of the supervisor: ports, ready file, `/health` (all instances are there); routes nothing."""
+"""Stand-in router for tests of the supervisor: ports, ready file, `/health` (all instances are up); routes nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A scheduler for tests of the supervisor, with the flags and the progress file of the real one.
+"""Stand-in scheduler for tests of the supervisor, with the flags and the progress file of the real one.
 
-`model.served_name` says how it behaves: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
+`model.served_name` selects its behaviour: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
 `talkative` (writes 100 kB at every SIGUSR2), `refused` (exit 1 as soon as it is ready), `slow` (never ready), anything
 else: ready at once, ends on SIGTERM. SIGUSR1 drains it.
 """
@@ -43,7 +43,7 @@ def drained(*_: object) -> None:
 
 
 signal.signal(signal.SIGUSR1, drained)
-# Past Python's own streams, as a native library does.
+# Bypass Python's own streams, as a native library does.
 signal.signal(signal.SIGUSR2, lambda *_: os.write(2, b"x" * 100_000 + b"\n") if behaviour == "talkative" else None)
 tempfile.mkdtemp(prefix="left-behind-")
 progress.state("warmup")
