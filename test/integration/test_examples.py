@@ -1,4 +1,5 @@
-"""Every file of examples/ does what it shows: clients against a real 1P1D of chitu-tiny, the job script up to srun."""
+"""Every file of examples/ does what it demonstrates: clients against a real 1P1D of chitu-tiny, the job script up to
+srun."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ CLIENTS = {
     "agent.py": ("the green bridge opens it, found with 3 questions",),
     "curl.sh": ('"id":"chitu-tiny"', "The green bridge has number 6200.", "data: [DONE]", '"status":"ok"'),
 }
-"""What each of them prints, among other things."""
+"""Part of the expected output of each client."""
 OTHERS = {"README.md", "slurm/serve.sbatch"}
 
 
@@ -54,7 +55,7 @@ def test_the_job_script_hands_model_and_settings_to_srun(tmp_path: Path) -> None
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "key of ${#CHITU_CLUSTER_KEY} characters, srun $*"\n')
     srun.chmod(0o755)
-    # As in a batch job, which has no step of srun yet.
+    # As in a batch job before its first srun step.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     env |= {"PATH": f"{tmp_path}:{env['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
     env |= {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "PYTHON": sys.executable}

@@ -1,4 +1,4 @@
-"""`chitu explain` of real clusters, each with a bottleneck of its own: it finds that one."""
+"""`chitu explain` on real clusters, each with a different bottleneck: it finds that one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from chitu.testing.steady_load import Ask, SteadyLoad
 
 ROUTER = "dp_config.router"
 SEEN_S = 1.0
-"""They are watched for so long, at least."""
+"""Minimum time for which a cluster is watched."""
 WATCH_S = 60.0
 LOOKS = 3
-"""A busy machine may be in the way itself for a second."""
+"""Number of tries: a busy machine may itself be the bottleneck for a second."""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A cluster of 2P2D with something in the way, and the load that meets it."""
+    """A 2P2D cluster with a planted bottleneck, and the load that meets it."""
 
     code: str
     says: str = ""
@@ -47,7 +47,7 @@ class Planted:
     prompt: int = 40
     tokens: int = 8
     ended: int = 24
-    """Requests that are watched, at least."""
+    """Minimum number of requests that end while the cluster is watched."""
 
 
 DEADLINES = f"{ROUTER}.pd_disaggregation.deadlines"
@@ -89,7 +89,7 @@ def serving(folder: Path, planted: Planted) -> Iterator[tuple[LocalCluster, Stea
         *(f"model.path={model}", "model.served_name=m", "model.max_model_len=1024", "cache.num_pages=2000"),
         *(f"{ROUTER}.{role}_schedulers=[{{}}, {{}}]" for role in ("prefill", "decode")),
         *("cache.prefix_cache=false", f"{ROUTER}.pd_disaggregation.transport=shm"),
-        *(f"{DEADLINES}.heartbeat_interval_s=0.1", f"{ROUTER}.policy=round_robin"),  # a slow one gets its share
+        *(f"{DEADLINES}.heartbeat_interval_s=0.1", f"{ROUTER}.policy=round_robin"),  # so a slow one gets its share
         *planted.settings,
     ]
     topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
@@ -108,7 +108,7 @@ def serving(folder: Path, planted: Planted) -> Iterator[tuple[LocalCluster, Stea
 
 
 def watch(cluster: LocalCluster, num_ended: int) -> tuple[Explanation, list[ClusterSnapshot]]:
-    """Until enough ended."""
+    """Watch until enough requests have ended; return the explanation and the snapshots."""
     client, snapshots = RouterClient(cluster.url), list[ClusterSnapshot]()
 
     def is_enough() -> bool:
@@ -147,7 +147,7 @@ def test_a_slow_router_and_a_dead_role_are_found_by_the_command_and_in_its_file(
         assert member is not None
 
         def slow_down() -> None:
-            """It gets a tenth of the time."""
+            """Give the process a tenth of the time."""
             while not ended.wait(0.005):
                 os.kill(member.pid, signal.SIGSTOP)
                 ended.wait(0.045)

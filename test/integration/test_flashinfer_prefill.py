@@ -1,5 +1,5 @@
-"""What FlashInfer is told of a step is right: its twin, which computes by its documentation, equals the reference. The
-library itself runs in `test/gpu` alone."""
+"""FlashInfer would receive the right arguments for a step: its twin, which computes by its documentation, equals the
+reference. The library itself runs in `test/gpu` only."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Library:
 
 
 def twins(limits=ANY, mark=lambda: None):
-    """A prefill with two twins, and these in the order of their turns."""
+    """Return a prefill with two twins, and a list of these in the order of their turns."""
     made: list[TwinWrapper] = []
 
     def make() -> TwinWrapper:
@@ -64,7 +64,7 @@ def twins(limits=ANY, mark=lambda: None):
 
 
 def pages_and_queries(batch, heads, dtype=torch.float32):
-    """Random ones; what no row of the batch may see is NaN."""
+    """Return random pages and queries; everything that no row of the batch may read is NaN."""
     torch.manual_seed(0)
     k, v = torch.randn(2, NUM_PAGES, heads.num_kv_heads, PAGE_SIZE, heads.head_dim).to(dtype)
     visible = torch.zeros(NUM_PAGES, PAGE_SIZE, dtype=torch.bool)
@@ -117,7 +117,7 @@ def test_ragged_spans_and_chunks_behind_prefixes_equal_the_reference(seed, heads
 
 
 def test_a_step_is_planned_once_and_its_neighbours_by_the_other_wrapper():
-    """And none is planned again before the copies of its last plan have run."""
+    """No wrapper is planned again before the copies of its last plan have run."""
     events: list[str] = []
 
     class Mark:

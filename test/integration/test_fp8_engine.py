@@ -1,5 +1,5 @@
-"""Engines with pages of e4m3, and float16: tokens do not depend on how a prompt was cut, who computed it or where its
-pages have been, and logits stay near those of float32."""
+"""Engines with pages of e4m3, and float16: tokens do not depend on how a prompt was cut, which instance computed it or
+where its pages have been, and logits stay near those of float32."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_chunk_size_changes_nothing(checkpoint):
 
 
 def test_logits_stay_near_those_of_float32(checkpoint):
-    """Random weights, which amplify more than trained ones; docs/benchmarks.md has those of chitu-tiny."""
+    """Random weights amplify errors more than trained ones; docs/benchmarks.md has the errors of chitu-tiny."""
     folder, reference = checkpoint
     errors = []
     for length in (20, 100, 200):
@@ -57,7 +57,8 @@ def test_logits_stay_near_those_of_float32(checkpoint):
 
 
 def test_pages_go_elsewhere_and_a_sequence_goes_away_and_comes_back(checkpoint):
-    """From P to D with other page numbers, then to host memory and back: the tokens of one engine."""
+    """Pages go from P to D with other page numbers, then to host memory and back; the tokens are those of one
+    engine."""
     folder, _ = checkpoint
     prompt = make_prompt(45)
     expected = generate(Engine(folder, **FP8), [prompt], 7)[0]
@@ -92,7 +93,7 @@ def test_pages_go_elsewhere_and_a_sequence_goes_away_and_comes_back(checkpoint):
 
 
 def test_a_continuation_gives_the_rest(checkpoint):
-    """What a retry after the first token asks for: prefill of the prompt and the tokens that were emitted."""
+    """Does what a retry after the first token asks for: prefill of the prompt and of the tokens already emitted."""
     folder, _ = checkpoint
     prompt = make_prompt(60)
     whole = generate(Engine(folder, **FP8), [prompt], 10)[0]
@@ -102,13 +103,14 @@ def test_a_continuation_gives_the_rest(checkpoint):
 @pytest.mark.parametrize(
     ("family", "dtype", "kv_dtype"),
     [
-        ("qwen3", "float32", "fp8_e4m3"),  # every two of the three meet
+        ("qwen3", "float32", "fp8_e4m3"),  # every two of the three are combined
         ("qwen3", "float16", "float16"),
         pytest.param("deepseek_v3", "float16", "fp8_e4m3", marks=pytest.mark.slow),
     ],
 )
 def test_recorded_steps_and_the_kernels_of_the_gpu(family, dtype, kv_dtype, tmp_path):
-    """Under the interpreter, so of one layer. Experts have nothing to do with the cache."""
+    """Runs under the interpreter, so with one layer. Experts do not touch the cache, so no family with experts is
+    needed."""
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.triton_ops import TritonOps
 
@@ -122,7 +124,8 @@ def test_recorded_steps_and_the_kernels_of_the_gpu(family, dtype, kv_dtype, tmp_
 
 
 def test_a_hidden_state_near_the_end_of_float16_is_normed_before_it_is_multiplied():
-    """The norm's factor comes last in a fused product; times the norm's weight these numbers would be infinite."""
+    """A fused product applies the norm's factor last; multiplied by the norm's weight first, these numbers would be
+    infinite."""
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.triton_ops import TritonOps
 

@@ -1,8 +1,8 @@
-"""Pages of e4m3: the bytes that rows become, whoever writes them, and attention that reads them.
+"""Pages of e4m3: the bytes that rows become, whichever operations write them, and attention that reads them.
 
-What is right is said here by hand (the table of e4m3, the nearest number, ties to even) and by the reference twin over
-the same numbers as plain float32 pages. Scales of neighbouring rows differ widely, so that a scale of the wrong row, or
-none, shows.
+What is right is stated here by hand (the table of e4m3, the nearest number, ties to even) and by the reference twin
+over the same numbers as plain float32 pages. Scales of neighbouring rows differ widely, so that a scale of the wrong
+row, or a missing one, shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 CODES = [(1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) if code >= 8 else code * 2.0**-9 for code in range(127)]
-"""The numbers of e4m3 that are not negative; the last is 448."""
+"""The non-negative numbers of e4m3 by code; the last is 448."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def empty_pages(kv_heads: int, dim: int, byte: int = 0) -> torch.Tensor:
 
 
 def full_pages(kv_heads: int, dim: int) -> torch.Tensor:
-    """Every row filled; the scales are spread over a factor of a thousand."""
+    """Return pages with every row filled and scales spread over a factor of a thousand."""
     rows = torch.randn(NUM_PAGES * PAGE_SIZE, kv_heads, dim) * 10 ** (
         3 * torch.rand(NUM_PAGES * PAGE_SIZE, kv_heads, 1)
     )
@@ -67,17 +67,17 @@ def full_pages(kv_heads: int, dim: int) -> torch.Tensor:
 
 
 def widened(pages: torch.Tensor) -> torch.Tensor:
-    """The same numbers as plain pages."""
+    """Return the same numbers as plain pages."""
     return pages.float() * scales_of(pages).unsqueeze(-1)
 
 
 def bytes_of(pages: torch.Tensor) -> torch.Tensor:
-    """Numbers and scales."""
+    """Return the bytes of numbers and scales."""
     return torch.cat((pages.reshape(-1).view(torch.uint8), scales_of(pages).reshape(-1).view(torch.uint8)))
 
 
 def code_of(number: float) -> int:
-    """The nearest; of two equally near ones the even."""
+    """Return the code of the nearest number; of two equally near ones, the even code."""
     above = bisect.bisect_left(CODES, abs(number))
     below = max(above - 1, 0)
     distance = CODES[min(above, 126)] - abs(number) - (abs(number) - CODES[below])
@@ -86,7 +86,7 @@ def code_of(number: float) -> int:
 
 
 def awkward_numbers() -> list[float]:
-    """All of e4m3, all that lie in the middle between two, and their neighbours in float32; both signs."""
+    """Return all numbers of e4m3, the midpoints between them, and their neighbours in float32, with both signs."""
     middles = [(a + b) / 2 for a, b in itertools.pairwise(CODES)]
     exact = torch.tensor([*CODES, *middles, 1e-30])
     up = torch.nextafter(exact, torch.tensor(1000.0))
@@ -102,7 +102,7 @@ def batch_of_one(length: int) -> Batch:
 
 
 def append_values(ops: Ops, rows_TN: torch.Tensor) -> torch.Tensor:
-    """Row t as the value of position t; the pages."""
+    """Append row t as the value of position t; return the pages."""
     length, dim = rows_TN.shape
     k, v = empty_pages(1, dim), empty_pages(1, dim)
     rotary = RotaryTable(torch.ones(length, dim // 2), torch.zeros(length, dim // 2))
@@ -115,7 +115,7 @@ def test_a_row_becomes_the_nearest_numbers_of_e4m3(ops):
     numbers = awkward_numbers()
     dim = 256
     rows = torch.zeros(-(-len(numbers) // (dim - 1)), dim)
-    rows[:, 0] = 448.0  # so the scale is 1
+    rows[:, 0] = 448.0  # makes the scale 1
     for index, number in enumerate(numbers):
         rows[index // (dim - 1), 1 + index % (dim - 1)] = number
     pages = append_values(ops, rows)
@@ -158,7 +158,7 @@ def test_a_row_loses_a_sixteenth_of_its_numbers_at_most_and_its_largest_nothing(
     ("heads", "dtype", "seed"), [((4, 2, 32), torch.float32, 3), ((6, 1, 48), torch.float16, 16)], ids=str
 )
 def test_attention_equals_that_over_plain_pages_of_the_same_numbers(ops, heads, dtype, seed):
-    """A mix of whole prompts, chunks and decodes."""
+    """Batches mix whole prompts, chunks and decodes."""
     num_heads, kv_heads, dim = heads
     torch.manual_seed(seed)
     spec, batch = HeadSpec(num_heads, kv_heads, dim, 1e-6), random_batch(seed)
@@ -184,7 +184,7 @@ def test_rows_and_attention_of_a_latent_cache(ops):
     own, right = empty_pages(1, 48), empty_pages(1, 48)
     ops.latent_append(kv, heads, rotary, batch, own)
     REFERENCE.latent_append(kv, heads, rotary, batch, right)
-    # The norm's sum may come in another order: the last bit of a scale, or a number that lay between two.
+    # The norm may sum in another order, which changes the last bit of a scale, or a number between two codes.
     assert (bytes_of(own) != bytes_of(right)).sum() < rows
     assert (widened(own) - widened(right)).norm() < 0.003 * widened(right).norm() > 0
     pages, q = full_pages(1, 48), torch.randn(rows, 5, 48)

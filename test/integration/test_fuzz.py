@@ -1,4 +1,5 @@
-"""Random and mutated frames on every socket of a live router, P and D: nobody dies, and afterwards all is as before."""
+"""Random and mutated frames on every socket of a live router, P and D: no process dies, and afterwards all is as
+before."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ from chitu.types import REGISTRATION_ROOM, Role
 
 PD = "dp_config.router.pd_disaggregation"
 NUM_FRAMES = int(os.environ.get("CHITU_FUZZ_FRAMES", "100000"))
-"""Over all sockets."""
+"""Number of frames over all sockets."""
 SEED = int(os.environ.get("CHITU_FUZZ_SEED", "1"))
 ROOM = bytes(range(16))
 PROMPTS = [[20, 30, 40, 50, 60], list(range(100, 180))]
@@ -112,7 +113,7 @@ ODD_VALUES: list[Any] = [
 
 
 def mutated(rng: random.Random, message: Any) -> bytes:
-    """A frame like that of `message`, or nothing like it."""
+    """Return a frame like that of `message`, or nothing like it."""
     kind = rng.randrange(4)
     frame = bytearray(encode(message))
     if kind == 0:
@@ -156,7 +157,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def layout_of(cluster: LocalCluster) -> KVLayout:
-    """The real one, so that frames get as far as they can."""
+    """Return the real layout, so that frames get as far as they can."""
     instances = httpx.get(f"{cluster.url}/cluster", trust_env=False).json()["instances"]
     return msgspec.convert(instances[0]["layout"], KVLayout)
 
@@ -170,7 +171,7 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
     before = complete_all(cluster.url, PROMPTS, [GREEDY] * len(PROMPTS))
     pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
     layout = layout_of(cluster)
-    joins = [  # they yield, since some get the number 0, and who has the key may take the place of rank 0
+    joins = [  # they yield: some get the number 0, and a key holder may replace rank 0
         Join(PROTOCOL_VERSION, InstanceInfo(role, 7, 5, "127.0.0.1", 1, 2, layout, 512, yields=True))
         for role in (Role.PREFILL, Role.DECODE)
     ]
@@ -180,7 +181,7 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
         (zmq.PUSH, cluster.ports["token_port"], TOKENS),
         (zmq.DEALER, cluster.ports["coordination_port"], [*joins, *COORDINATION]),
     ]
-    for name in ("P0", "D0"):  # which is the request and which the control port makes no difference here
+    for name in ("P0", "D0"):  # request port or control port: it makes no difference here
         targets += [(zmq.PUSH, port, [*REQUESTS, *CONTROL, *[registration] * 6]) for port in ports_of(cluster, name)]
     assert len(targets) == 3 + 4
     rng = random.Random(SEED)
@@ -199,14 +200,14 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
                 parts.insert(0, rng.choice([ROOM, bytes(16), rng.randbytes(16), rng.randbytes(3)]))
             socket.send_multipart(parts)
         socket.close()
-    context.term()  # everything has left
+    context.term()  # returns when everything is sent
 
     per_target = NUM_FRAMES // len(targets)
 
     def is_whole_again() -> bool:
         loads = instance_loads(cluster.url)
         if any(loads.get(name, {}).get("unknown_frames", 0) < per_target for name in ("P0", "D0")):
-            return False  # it still reads: at least half of what two sockets got is no message at all
+            return False  # still reading: at least half of the frames on two sockets are invalid
         return all(name in loads and is_whole(loads[name]) for name in ("P0", "D0"))
 
     wait_until(is_whole_again, 60.0, lambda: instance_loads(cluster.url))
@@ -219,7 +220,7 @@ def test_frames_of_all_kinds_on_every_socket_cost_nobody_anything(cluster: Local
     def members() -> list[str]:
         return sorted(i["name"] for i in httpx.get(f"{cluster.url}/health", trust_env=False).json()["instances"])
 
-    # A well-formed join of an instance that does not exist is believed until its lease ends; `cluster_key` helps.
+    # A well-formed join of an instance that does not exist is believed until its lease ends; `cluster_key` prevents it.
     wait_until(lambda: members() == ["D0", "P0"], 30.0, members)
     after = complete_all(cluster.url, PROMPTS, [GREEDY] * len(PROMPTS))
     assert [one.token_ids for one in after] == [one.token_ids for one in before]

@@ -1,5 +1,5 @@
-"""Grammars in the sampler and in the engine: tokens are those of a plain loop over masked logits, in any company,
-behind any break; with overlapping steps, retractions and faults, too."""
+"""Grammars in the sampler and in the engine: tokens are those of a plain loop over masked logits, whatever the other
+sequences and interruptions; also with overlapping steps, retractions and faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EOS = 2
 WORDS = Grammar("regex", "([a-f]{1,5} ){9,20}[a-f]{3}")
 NUMBERS = Grammar("json_schema", '{"type":"array","items":{"type":"integer"},"minItems":3,"maxItems":9}')
 THOUGHT_OF = msgspec.structs.replace(NUMBERS, reasoning=Reasoning("[", "]", True))
-"""The mark comes early among so few tokens."""
+"""Grammar behind a reasoning; with so few tokens its end mark comes early."""
 
 
 _PAIRS = (a + b for a in "abcdefĠ0123456789,[]" for b in "abcdef0123")
@@ -35,7 +35,8 @@ PIECES = ["<a>", "<b>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet()), *
 
 
 def make_compiler() -> GrammarCompiler:
-    """For a byte-level tokenizer of all bytes and some pairs, which fits the checkpoint's vocabulary."""
+    """Return a compiler for a byte-level tokenizer of all bytes and some pairs, which fits the checkpoint's
+    vocabulary."""
     pieces = PIECES
     backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -62,7 +63,7 @@ def step_logits(step: int, rows: int) -> torch.Tensor:
 
 
 def plain_loop(compiler: GrammarCompiler, params: SamplingParams, count: int) -> list[int]:
-    """A sampler that knows of no grammar, over logits in which all that may not come is -inf already."""
+    """Sample without grammar support, over logits in which every forbidden token is already -inf; return the tokens."""
     assert params.grammar is not None
     sampler, matcher = Sampler(1, VOCAB_SIZE, CPU, (EOS,)), compiler.compile(params.grammar).matcher()
     sampler.admit(0, torch.tensor([7]), 1, msgspec.structs.replace(params, grammar=None))
@@ -135,7 +136,7 @@ def test_an_end_that_min_tokens_holds_back_comes_where_nothing_else_can(grammars
 
 def test_allowed_tokens_bound_the_grammar_and_a_request_without_a_way_on_fails_alone(grammars: GrammarStore) -> None:
     sampler = Sampler(2, VOCAB_SIZE, CPU, (EOS,), grammars=grammars)
-    few = tuple(PIECES.index(letter) for letter in "abc")  # which make a word, and not the space behind it
+    few = tuple(PIECES.index(letter) for letter in "abc")  # these make a word, without the space after it
     sampler.admit(0, torch.tensor([7]), 1, SamplingParams(99, grammar=WORDS, allowed_token_ids=few))
     sampler.admit(1, torch.tensor([7]), 1, SamplingParams(99, grammar=WORDS))
     for step in range(6):
@@ -165,7 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 SOON = {PIECES.index("]"): 3.0}
-"""Of two thoughts one ends before its request is retracted, as the pool is, and one does not end."""
+"""Bias by which one of two thoughts ends before its request is retracted, and one does not end."""
 REQUESTS = list(
     zip(
         [make_prompt(length) for length in (3, 40, 16, 30, 25, 9, 31, 12)],

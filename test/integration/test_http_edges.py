@@ -1,5 +1,5 @@
-"""What HTTP allows and clients do: upgrades, half-closed connections, bodies that nobody wants, HTTP/1.0; and what one
-client's connections and bodies may cost the others: probes, the budget of bodies, accepting."""
+"""HTTP edge cases: upgrades, half-closed connections, bodies that the server does not want, HTTP/1.0; and what one
+client's connections and bodies may cost other clients: probes, the budget of bodies, accepting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def post(body: bytes, *headers: bytes) -> bytes:
 
 
 class Held:
-    """Reads each body, and answers once it is let go."""
+    """Reads each body, and answers once it is released."""
 
     def __init__(self, max_body_bytes: int = 1 << 30) -> None:
         self.may_answer = asyncio.Event()
@@ -88,7 +88,7 @@ def test_a_tunnel_is_refused() -> None:
 
 @pytest.mark.parametrize("headers", [(b"connection: close",), ()], ids=["close", "keep-alive"])
 def test_a_client_that_sends_a_body_beyond_the_bound_to_its_end_still_reads_the_413(headers: tuple[bytes, ...]) -> None:
-    """More than all buffers on the way hold, so that it must be read by the server."""
+    """The body exceeds all buffers on the way, so the server must read it."""
     answers: list[bytes] = []
 
     def send_all(port: int) -> None:
@@ -124,7 +124,7 @@ def test_what_comes_behind_the_last_answer_is_thrown_away_for_a_while(data: byte
             assert await client.reader.read() == b"", "our side is closed"
             async with asyncio.timeout(WAIT_S):
                 with pytest.raises(ConnectionError):
-                    while True:  # until the time is over
+                    while True:  # until the time is up
                         client.send(b"x")
                         await client.writer.drain()
                         await asyncio.sleep(0.01)
@@ -139,7 +139,7 @@ def test_what_is_thrown_away_has_a_bound() -> None:
         nonlocal sent
         with socket.create_connection(("127.0.0.1", port), timeout=WAIT_S) as client, pytest.raises(ConnectionError):
             client.sendall(b"no HTTP at all\r\n\r\n")
-            while sent < LINGER_BYTES + (32 << 20):  # what buffers on the way hold comes on top
+            while sent < LINGER_BYTES + (32 << 20):  # buffers on the way hold some more
                 sent += client.send(b"x" * (1 << 20))
 
     async def scenario() -> None:
@@ -158,7 +158,7 @@ def test_a_refused_head_does_not_harm_the_answer_before_it() -> None:
             client.send(post(b"abc"))
             await until(lambda: app.num_read == 1)
             client.send(b"no HTTP at all\r\n\r\n")
-            for _ in range(100):  # turns, in which the server reads it
+            for _ in range(100):  # turns of the loop, in which the server reads it
                 await asyncio.sleep(0)
             app.may_answer.set()
             assert await client.status() == 200 and client.body == b"3"
@@ -176,7 +176,7 @@ def test_a_client_that_closed_its_side_gets_its_answer(version: bytes) -> None:
             client = await Client.connect(port)
             client.send(post(b"abc").replace(b"HTTP/1.1", b"HTTP/" + version))
             client.writer.write_eof()
-            if version == b"1.1":  # which shows that the server has seen the end
+            if version == b"1.1":  # proves that the server saw the end
                 assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
             await until(lambda: app.num_read == 1)
             app.may_answer.set()
@@ -244,7 +244,7 @@ def test_a_client_that_left_is_told_from_one_that_waits(loop: Callable[[], async
 
 
 async def streaming(scope: Scope, receive: Receive, send: Send) -> None:
-    """Without a length, as its path says: by the exchange or by ASGI."""
+    """Stream an answer without a length, by the exchange or by ASGI as the path says."""
     exchange: Exchange = scope[EXCHANGE]
     if scope["path"] == "/exchange":
         for part in (b"one", b"two", b""):
@@ -332,7 +332,7 @@ ROOM_FOR_TWO = HTTPLimits(max_total_body_bytes=2 * (SIZE - FREE_BODY_BYTES))
 
 
 async def held_bodies(port: int, count: int) -> list[Client]:
-    """Clients whose bodies lack their last byte."""
+    """Return clients whose bodies lack their last byte."""
     clients = [await Client.connect(port) for _ in range(count)]
     for client in clients:
         client.send(post(b"x" * SIZE)[:-1])
@@ -347,8 +347,8 @@ def test_bodies_have_a_budget_together_and_small_ones_pass_beside_it() -> None:
         async with serving(app, ROOM_FOR_TWO) as port:
             first, second = await held_bodies(port, 2)
             small = await Client.connect(port)
-            too_large = post(b"x" * (FREE_BODY_BYTES + 3))  # by one byte: the others lack two
-            while True:  # the server reads what the others sent a moment later
+            too_large = post(b"x" * (FREE_BODY_BYTES + 3))  # one byte too large: the other clients lack two
+            while True:  # the server reads the other clients' data a moment later
                 late = await Client.connect(port)
                 late.send(too_large)
                 if await late.status() == 503:
@@ -376,7 +376,7 @@ def test_a_body_is_in_the_budget_until_its_request_ends_whatever_ends_it(end: st
             scope[EXCHANGE].answer(401, b"no")
 
         async with serving(ignore if end == "never read" else app, limits) as port:
-            for _ in range(3):  # each time as much as there is
+            for _ in range(3):  # each round uses the whole budget
                 clients = await held_bodies(port, 2)
                 for client in clients:
                     if end == "left":
@@ -397,7 +397,7 @@ def test_a_body_is_in_the_budget_until_its_request_ends_whatever_ends_it(end: st
 
 
 def test_clients_that_come_together_do_not_wait_a_turn_of_the_loop_each() -> None:
-    """uvloop's own server accepts one a turn; on a busy loop a turn is 10 ms."""
+    """uvloop's own server accepts one client per turn; on a busy loop a turn is 10 ms."""
 
     async def scenario() -> None:
         app = Echo()

@@ -1,8 +1,8 @@
 """Bodies by schemathesis and broken ones on every route of a live router: no 5xx, and afterwards all is as before.
 
-Schemathesis makes requests from the server's own OpenAPI document, half of them against it, and holds every answer to
-that document. Each is then sent again in many broken forms: cut, wrong values, wrong framing, no HTTP. A request that
-is made by schemathesis or hypothesis costs ten milliseconds and more, a broken form of it less than one.
+Schemathesis generates requests from the server's own OpenAPI document, half of them violating it, and checks every
+answer against that document. Each is then sent again in many broken forms: cut, wrong values, wrong framing, no HTTP. A
+request by schemathesis or hypothesis costs ten milliseconds and more, a broken form of it less than one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from chitu.testing.fake_executor import expected_tokens
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 NUM_BODIES = int(os.environ.get("CHITU_FUZZ_BODIES", "10000"))
-"""Over all routes."""
+"""Number of bodies over all routes."""
 BROKEN_FORMS = int(os.environ.get("CHITU_FUZZ_BROKEN_FORMS", "20"))
-"""Of each body that schemathesis makes."""
+"""Number of broken forms per body that schemathesis generates."""
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 BODY_ROUTES = (
     "/v1/completions",
@@ -124,7 +124,7 @@ NO_HTTP = [
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     model = make_checksum_model(tmp_path_factory.mktemp("models") / "checksum", EngineConfig())
-    # Whatever a body asks for is cheap in so small a context. With the embedded model's name every route is there.
+    # In so small a context every request is cheap. With the embedded model's name every route exists.
     small = ["model.max_model_len=64", "cache.num_pages=400", f"model.served_name={TINY_MODEL_NAME}"]
     topology = load_topology("pd_disagg_1p1d_local", [f"model.path={model}", *small])
     with LocalCluster(topology, entries=forked(ENTRIES)) as cluster:
@@ -133,7 +133,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 def token_of(cluster: LocalCluster) -> str:
-    """As an Authorization header."""
+    """Return the cluster's token as an Authorization header."""
     secrets = derive(cluster_key_of(cluster.topology))
     assert secrets is not None
     return f"Bearer {secrets.token}"
@@ -141,7 +141,7 @@ def token_of(cluster: LocalCluster) -> str:
 
 @pytest.fixture
 def unharmed(cluster: LocalCluster) -> Iterator[None]:
-    """Around a test: the same processes, nothing bad in their logs, every page back, right tokens."""
+    """Check that a test leaves the same processes, nothing bad in their logs, every page free and right tokens."""
     pids = {name: cluster.pid(name) for name in ("router", "P0", "D0")}
     yield
     assert {name: cluster.pid(name) for name in pids} == pids, "nobody died"
@@ -163,7 +163,7 @@ def unharmed(cluster: LocalCluster) -> Iterator[None]:
 
 
 def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
-    """Make a body that keeps to the document one that can be answered: of this model, within its context."""
+    """Change a body that follows the document so that it can be answered: of this model, within its context."""
     if path == "/abort_request":
         body["rid"] = rng.choice(["x", "cmpl-1", "\u00e9"])
         return
@@ -199,13 +199,13 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
 
 
 def with_value(body: dict[str, Any], name: str, value: str) -> bytes:
-    """The body as JSON, with that (as it is) for the value of one field."""
+    """Return the body as JSON, with the raw text `value` for one field."""
     entries = [(key, json.dumps(known)) for key, known in body.items() if key != name] + [(name, value)]
     return ("{" + ",".join(f"{json.dumps(key)}:{text}" for key, text in entries) + "}").encode()
 
 
 def broken_json(rng: random.Random, body: Any) -> bytes:
-    """The body as JSON, or nearly."""
+    """Return the body as JSON or almost JSON."""
     raw = json.dumps(body).encode()
     kind = rng.randrange(4)
     if kind == 0:
@@ -235,7 +235,7 @@ class Broken:
         self._client.close()
 
     def send(self, rng: random.Random, method: str, path: str, body: Any) -> None:
-        """One broken form of a request; AssertionError where the answer is none for a bad request."""
+        """Send one broken form of a request; raise AssertionError if the answer does not fit a bad request."""
         kind = rng.randrange(16)
         if kind == 0:
             self._send_no_http(rng, path)
@@ -256,11 +256,11 @@ class Broken:
 
     def _send_no_http(self, rng: random.Random, path: str) -> None:
         request = rng.choice(NO_HTTP) % path.encode()
-        self._client.close()  # so that nothing waits on it, and nothing follows
+        self._client.close()  # so that no earlier request is pending, and none follows
         reply = self._client.exchange(request)
         self._client.close()
         self._judge(reply, request)
-        # A wrong head is told before who asks is looked at, a wrong body after that.
+        # A wrong head is reported before the client is authenticated, a wrong body after that.
         assert reply.status in ((400, 401) if path.startswith("/admin/") else (400,)), request
 
     def _judge(self, reply: Reply, request: object) -> None:
@@ -279,7 +279,7 @@ class Broken:
 
 
 def fuzz(num_examples: int, strategy: st.SearchStrategy[Case], check: Callable[[Case, random.Random], None]) -> None:
-    """The same examples every time."""
+    """Run `check` on the same examples every time."""
     phases = (Phase.generate, Phase.shrink)
     run = settings(
         max_examples=num_examples,
@@ -342,8 +342,8 @@ def test_no_body_costs_more_than_a_4xx_and_answers_are_as_documented(cluster: Lo
 
 
 def send_odd_values(cluster: LocalCluster, broken: Broken) -> None:
-    """Every odd value in every served field of a body that has no other fault, so that it gets as far as it can; and in
-    one of those that are refused, and of those without effect, which are all treated alike."""
+    """Send every odd value in every served field of a body without other faults, so that it gets as far as it can; and
+    in one refused field and one without effect, since these are all treated alike."""
     for path in BODY_ROUTES:
         served = [field.name for field in fields_of(path).values() if field.effect == SERVED and "." not in field.name]
         for field in (*served, "response_format", "metadata"):
@@ -356,7 +356,7 @@ def send_odd_values(cluster: LocalCluster, broken: Broken) -> None:
 
 
 def as_json(body: Any) -> Any:
-    """What of a case's body can be written as JSON; None where it has none."""
+    """Return a case's body if it can be written as JSON; otherwise None."""
     try:
         json.dumps(body)
     except (TypeError, ValueError):

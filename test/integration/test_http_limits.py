@@ -1,4 +1,4 @@
-"""What one HTTP client can take of the router's process: connections, heads, bodies, time, unread answers."""
+"""Limits on what one HTTP client can take of the router's process: connections, heads, bodies, time, unread answers."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_no_more_connections_than_allowed_are_open() -> None:
             held[0].writer.close()
             await held[0].writer.wait_closed()
             async with asyncio.timeout(WAIT_S):
-                while True:  # the server hears of the end a moment later
+                while True:  # the server notices the end a moment later
                     client = await Client.connect(port)
                     client.send(get())
                     if await client.status() == 200:
@@ -178,7 +178,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_what_is_kept_for_it_stays_sm
             async with asyncio.timeout(WAIT_S):
                 await is_over.wait()
             sock.close()
-        # Of one that never stops: what the kernel's buffers took (some MiB at most), and 64 KiB of ours.
+        # Of an endless answer: what the kernel's buffers took (some MiB at most), and 64 KiB of ours.
         assert sent_bytes < 16 << 20
 
     run(scenario)

@@ -1,4 +1,4 @@
-"""The router process over HTTP with the official client: real process, real sockets, made-up tokens."""
+"""The router process over HTTP with the official client: real process, real sockets, fake tokens."""
 
 from __future__ import annotations
 

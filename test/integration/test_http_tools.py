@@ -1,7 +1,7 @@
-"""Tools and reasoning by the official client: a real router, whose model's words are scripted.
+"""Tools and reasoning with the official client: a real router whose model output is scripted.
 
-The chat template is nothing but the last user's message and an eos, and a fake worker repeats its prompt: so the answer
-is the message. What real templates write is in test_tool_calls.py.
+The chat template is only the last user's message and an eos, and a fake worker repeats its prompt: so the answer is the
+message. The output of real templates is covered by test_tool_calls.py.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def asking(text: str, **more: Any) -> dict[str, Any]:
 
 
 def streamed(client: openai.OpenAI, body: dict[str, Any]) -> Any:
-    """The last state of the client's own accumulator, and how many parts the arguments came in."""
+    """Return the final state of the client's own accumulator, and the number of parts of the arguments."""
     with client.chat.completions.stream(**body) as stream:
         kinds = [event.type for event in stream]
         return stream.get_final_completion(), kinds.count("tool_calls.function.arguments.delta")
@@ -137,7 +137,7 @@ def test_broken_json_is_content_and_no_error(client: openai.OpenAI) -> None:
     broken = '<tool_call>\n{"name": "weather", "arguments": {"city": }}\n</tool_call>'
     answer = client.chat.completions.create(**asking(broken)).choices[0]
     assert answer.message.content == broken and answer.finish_reason == "stop"
-    # In a stream the arguments are on their way before they are known to be broken: nothing of them is lost.
+    # A stream sends the arguments before they are known to be broken: none of them is lost.
     body = asking(broken, stream=True)
     parts = [
         call for chunk in client.chat.completions.create(**body) for call in chunk.choices[0].delta.tool_calls or ()

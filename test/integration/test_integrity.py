@@ -1,6 +1,6 @@
-"""Bytes that arrive flipped, in real clusters: with `verify_kv: all` every answer is exactly right, without it not.
+"""Flipped bytes in real clusters: with `verify_kv: all` every answer is exactly right, without it some are not.
 
-The reference is a unified instance of the same model: no KV crosses anything there.
+The reference is a unified instance of the same model, which transfers no KV.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"
 NUM_REQUESTS = 24
 EVERY = 5
-"""One KV write in so many, and one logits row, is broken."""
+"""One of this many KV writes, and of logits rows, is broken."""
 
 SHAPES = {
     "1P1D": [],
@@ -62,8 +62,9 @@ def expected(settings: list[str]) -> list[list[int]]:
 
 
 def broken(settings: list[str], *more: str) -> LocalCluster:
-    """A breaker would shut a broken link off, which is right, and would end the test early. A long prompt has a write a
-    layer, so that most of its tries fail; each of them whose logits are sound brings a token, 24 and it is done."""
+    """Return a cluster with faults and without an effective breaker, which would rightly shut the broken link and end
+    the test early. A long prompt has a write per layer, so most of its attempts fail; each attempt with sound logits
+    brings a token, and 24 finish the request."""
     faults = [f"{PD}.faults.flip_byte_every={EVERY}", f"{ROUTER}.retry.max_attempts=200"]
     return LocalCluster(
         load_topology("pd_disagg_1p1d_local.yaml", [*settings, *faults, f"{ROUTER}.breaker.failures=1000", *more]),
@@ -113,7 +114,7 @@ def test_without_verification_the_same_faults_give_wrong_answers(
 
 
 def test_without_retries_a_broken_transfer_is_a_typed_error_and_never_a_second_token(settings: list[str]) -> None:
-    """Token 1 may have left: its logits have a checksum of their own and come before the KV."""
+    """Token 1 may have been sent: its logits have a checksum of their own and come before the KV."""
     once = [f"{PD}.verify_kv=all", f"{PD}.faults.flip_byte_every=1", f"{ROUTER}.retry.max_attempts=1"]
     with broken(settings, *once) as cluster:
         cluster.wait_ready()

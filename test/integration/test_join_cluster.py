@@ -83,7 +83,7 @@ def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_bec
 
 
 def node(model: Path, host: str) -> list[str]:
-    """A whole 1P1D that other machines can reach."""
+    """Return the command line of a whole 1P1D that other machines can reach."""
     keys = ("port", "stats_port", "token_port", "pd_disaggregation.coordination_port")
     keys += ("pd_disaggregation.metadata_sync_port", "pd_disaggregation.bootstrap_port")
     ports = [f"{key}={port}" for key, port in zip(keys, (21003, *range(29600, 29605)), strict=True)]

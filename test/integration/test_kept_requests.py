@@ -1,5 +1,5 @@
-"""Requests outlive their router: it ends in the middle of them, the next one on the same folder goes on with them, and
-clients that come back with their ids read the rest. The answers are those of a run that nothing interrupted."""
+"""Requests outlive their router: it ends in the middle of them, its successor on the same folder continues them, and
+clients that reconnect with their ids read the rest. The answers are those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEYS = ["key-of-one", "key-of-two"]
 COMMON = {"model": "m", "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": "count to ten"}]}
 PROMPT = [7 * k % 97 + 5 for k in range(50)]
-# Few candidates: a draw where two of them meet depends on the last bits of logits, which a continuation has otherwise.
+# Few candidates: a draw near the boundary of two depends on the last bits of logits, which differ in a continuation.
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": PROMPT, "temperature": 0},
     "seeded": {"prompt": PROMPT, "temperature": 1.0, "top_k": 4},
@@ -74,10 +74,10 @@ def auth(key: str = KEYS[0]) -> dict[str, str]:
 
 @dataclass
 class Answer:
-    """What a client has read."""
+    """Events and answer that a client has read."""
 
     events: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Numbered; 0 of what has no number."""
+    """Events with their numbers; 0 for an event without a number."""
     status: int = 0
     whole: dict[str, Any] = field(default_factory=dict)
 
@@ -91,7 +91,7 @@ class Answer:
         return [event for event in self.events if event[0]]
 
     def told(self) -> dict[str, Any]:
-        """Of one choice: what an answer may not differ in."""
+        """Return the parts in which two answers must agree."""
         records = [self.whole] if self.whole else [record for _, record in self.numbered or self.events]
         choices = [choice for record in records for choice in record.get("choices", ())]
         texts = [c.get("text") or (c.get("message") or c.get("delta") or {}).get("content") or "" for c in choices]
@@ -106,7 +106,8 @@ class Answer:
 
 
 class Near(float):
-    """A logprob. Behind the end of a router its last bits are others: a prompt's are computed in another order."""
+    """A logprob with a tolerance. After a restart of the router its last bits differ: a prompt's are computed in
+    another order."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, float) and abs(self - other) < 1e-4
@@ -115,7 +116,7 @@ class Near(float):
 
 
 def logprobs_of(found: dict[str, Any] | None) -> list[Any]:
-    """Of each token; the last one may share its event with the end, or not."""
+    """Return the logprob of each token. The last token may or may not share its event with the end."""
     if not found:
         return []
     return list(rounded(found.get("content") or [*zip(found["tokens"], found["token_logprobs"], strict=True)]))
@@ -163,7 +164,7 @@ class Interrupted:
     before: dict[str, Answer]
     records: dict[str, KeptRequest]
     cluster: LocalCluster
-    """The next one."""
+    """Cluster of the router's successor."""
 
     def get(self, name: str, behind: int = 0, key: str = KEYS[0]) -> Answer:
         headers = {**auth(key), **({"last-event-id": str(behind)} if behind else {})}
@@ -177,7 +178,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interrupted]:
-    """A router that ended when each stream had 40 events, and the next one."""
+    """End a router when each stream has 40 events, and yield its successor."""
     folder = tmp_path_factory.mktemp("shared") / "kept"
     topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings(model, folder)), tuple(KEYS))
     bodies = {**BODIES, **UNREAD, **REFUSED}
@@ -192,7 +193,7 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         for each in asked:
             each.result(30)
     records = kept(folder)
-    # What a router must live with: a file that was cut short, one that somebody changed, and one of another model.
+    # Files that a router must survive: one cut short, one modified, and one of another model.
     sound = pack(records["greedy"])
     (folder / "short.request").write_bytes(sound[: len(sound) // 2])
     (folder / "short.request").chmod(0o600)
@@ -215,8 +216,8 @@ def kept_names(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(interrupted: Interrupted) -> dict[str, Answer]:
-    """Runs without an end, with the seeds of those that had one. All at a time: a step of six takes hardly longer than
-    a step of one."""
+    """Return the same answers from uninterrupted runs, with the same seeds. All run at once: a step of six takes hardly
+    longer than a step of one."""
     seeds = {name: interrupted.records[name].sampling.seed for name in BODIES}
     with concurrent.futures.ThreadPoolExecutor(len(BODIES)) as pool:
         asked = {
@@ -286,7 +287,8 @@ def test_one_that_is_aborted_goes_on_no_more(interrupted: Interrupted) -> None:
 def test_a_snapshot_goes_on_elsewhere_and_its_request_where_it_is(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On one undivided instance of two ranks, which finds the prompt's pages where P of one rank has left them."""
+    """It continues on one undivided instance of two ranks, which finds the prompt's pages where P of one rank left
+    them."""
     disk = [f"cache.disk.path={tmp_path / 'disk'}", "cache.host_bytes=50000000", "cache.load_timeout_s=60"]
     key = "dp_config.router.unified_schedulers.0"
     two = [f"{key}.tp_size=2", f"{key}.devices=[cpu,cpu]"]
@@ -322,7 +324,7 @@ def test_a_snapshot_goes_on_elsewhere_and_its_request_where_it_is(
 
 
 def test_what_nobody_read_outlives_the_next_router_too(interrupted: Interrupted) -> None:
-    """The last test: it ends that router."""
+    """Runs last, because it ends that router."""
     interrupted.cluster.stop()
     (interrupted.folder / "foreign.request").unlink()
     again = kept(interrupted.folder)

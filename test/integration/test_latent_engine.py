@@ -1,5 +1,5 @@
-"""An engine with a latent cache (DeepSeek): hand-over, retraction and what its pool holds. Tokens of a mixed batch, of
-several ranks and of P and D are tested with the other families."""
+"""An engine with a latent cache (DeepSeek): hand-over, retraction and the content of its pool. Tokens of a mixed batch,
+of several ranks and of P and D are tested with the other families."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_pages_go_elsewhere_and_a_sequence_goes_away_and_comes_back(checkpoint):
 
 
 def test_layers_that_guess_further_tokens_are_left_out_and_others_refused(checkpoint, tmp_path):
-    """A checkpoint of DeepSeek-V3 has one more layer than it says, for predicting several tokens at once."""
+    """A checkpoint of DeepSeek-V3 has one more layer than its config states, for predicting several tokens at once."""
     folder, _ = checkpoint
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())

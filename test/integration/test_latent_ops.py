@@ -68,7 +68,7 @@ def test_attention_never_reads_past_the_end_of_a_sequence(ops):
 
 @pytest.mark.parametrize(("latent", "rope"), [(32, 16), (40, 12)], ids=str)
 def test_rows_and_queries_equal_the_reference(ops, latent, rope):
-    """Of inputs that are parts of wider rows, as they come from a product of several weights at once."""
+    """Inputs are slices of wider rows, as a product of several weights at once returns them."""
     torch.manual_seed(latent)
     heads, batch, rotary = latent_heads(3, latent, rope), random_batch(2), random_rotary(rope)
     rows = len(batch.slots_T)
@@ -86,7 +86,7 @@ def test_rows_and_queries_equal_the_reference(ops, latent, rope):
 
 @pytest.mark.parametrize("splits", [1, 2, 16])
 def test_a_sequence_may_be_cut_into_any_number_of_splits(splits):
-    """Also shorter than the number of splits, and with more heads than one program takes."""
+    """Includes sequences shorter than the number of splits, and more heads than one program takes."""
     pytest.importorskip("triton", reason="triton is in the dev extra")
     from chitu.ops.kernels import mla
 
@@ -102,7 +102,8 @@ def test_a_sequence_may_be_cut_into_any_number_of_splits(splits):
 
 
 def test_absorbed_weights_equal_expanded_keys_and_values():
-    """What the whole is for: scores of q with keys made of the latent, and values made of it."""
+    """The identity that latent attention relies on: scores of q with keys made from the latent, and values made from
+    it."""
     torch.manual_seed(5)
     num_heads, latent, rope, nope, value, length = 3, 32, 8, 12, 10, 21
     heads, rotary, pages = latent_heads(num_heads, latent, rope), random_rotary(rope), pages_of(latent + rope)

@@ -1,4 +1,4 @@
-"""One launcher for several machines gives them one cluster key, which no command line shows."""
+"""One launcher for several machines gives them one cluster key, which appears on no command line."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def run(script: list[str], environment: dict[str, str], key: str | None) -> None
 
 @pytest.mark.parametrize("key", [None, OWN_KEY])
 def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str | None) -> None:
-    # Makes the key as the interpreter that it is, and is the node: tells what it was given.
+    # Stands for the interpreter, which creates the key, and for the node: records what it was given.
     python = executable(
         tmp_path / "python",
         f'[ "$1" != -c ] || exec {sys.executable} "$@"',
         f'echo "$CHITU_CLUSTER_KEY $PD_MASTER_ADDR" >>{tmp_path}/nodes',
         f'tr "\\0" " " </proc/$$/cmdline >>{tmp_path}/commands',
-        # The first end is everyone's: nobody ends before both were there.
+        # The first end is the end of all nodes, so none ends before both have started.
         f'until [ "$(wc -l <{tmp_path}/nodes)" = 2 ]; do sleep 0.05; done',
     )
     ssh = executable(

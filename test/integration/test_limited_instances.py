@@ -19,7 +19,7 @@ FILES = {
 
 @pytest.fixture
 def limited():
-    """Folders of groups of this test's own, with a limit of memory and one of CPU time."""
+    """Create control groups of this test, with a limit of memory and one of CPU time; yield their folders."""
     made: list[Path] = []
     with ExitStack() as stack:
         for controller, files in FILES.items():
@@ -47,7 +47,7 @@ def _write(file: Path, text: object) -> bool:
 
 
 def test_a_process_in_a_group_plans_with_what_the_group_leaves(limited):
-    """In a process of its own, which is put into the groups before it begins."""
+    """Runs in a process of its own, which enters the groups before it begins."""
     code = (
         "from chitu.engine.memory_budget import available_cpu_bytes as memory\n"
         "from chitu.net.control_groups import usable_cores\n"
@@ -61,5 +61,5 @@ def test_a_process_in_a_group_plans_with_what_the_group_leaves(limited):
     process = subprocess.run([sys.executable, "-c", code], preexec_fn=enter, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
     left_bytes, cores = map(int, process.stdout.split())
-    assert MEMORY_BYTES // 2 < left_bytes <= MEMORY_BYTES  # less what Python itself takes
+    assert MEMORY_BYTES // 2 < left_bytes <= MEMORY_BYTES  # less what Python itself uses
     assert cores == 1

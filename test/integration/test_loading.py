@@ -1,4 +1,4 @@
-"""Weights come from the file to their place without a second copy of the model in host memory."""
+"""Weights go from the file to their place without a second copy of the model in host memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ print(memory("VmHWM") - before)
 
 
 def test_the_peak_is_the_model_and_a_small_buffer(tmp_path):
-    """A bfloat16 checkpoint of 74 MiB becomes 148 MiB of float32, with neither file nor conversion beside it."""
+    """A bfloat16 checkpoint of 74 MiB becomes 148 MiB of float32; neither the file nor a conversion adds to the
+    peak."""
     sizes = {"hidden_size": 1024, "layers": 2, "vocab_size": 16384, "intermediate_size": 2048}
     folder = make_model(tmp_path / "m", "qwen3", tie=True, dtype="bfloat16", **sizes)
     weights = 2 * (folder / "model.safetensors").stat().st_size
@@ -60,7 +61,7 @@ def stored(tmp_path):
 
 @pytest.mark.parametrize("transfer_bytes", [1, 50, 1 << 20], ids=lambda n: f"{n} bytes")
 def test_every_part_of_every_tensor_is_what_the_library_reads(stored, transfer_bytes):
-    """Also where a piece is smaller than a row."""
+    """Includes pieces smaller than a row."""
     path, tensors = stored
     files = TensorFiles([path], CPU, transfer_bytes)
     for name, tensor in tensors.items():
@@ -85,7 +86,7 @@ def test_of_other_rows_nothing_is_read(stored):
         with open("/proc/self/io", encoding="ascii") as io:
             return int(io.readline().split()[1])
 
-    own = -bytes_read() + bytes_read()  # of asking
+    own = -bytes_read() + bytes_read()  # bytes read by the question itself
     before = bytes_read()
     files.read("whole", torch.float32, range(4, 6))
     assert bytes_read() - before - own == 2 * 9 * 4
@@ -95,7 +96,7 @@ def test_of_other_rows_nothing_is_read(stored):
 def test_a_file_that_shrinks_or_is_none_is_one_sentence(stored):
     path, _ = stored
     files = TensorFiles([path], CPU)
-    path.write_bytes(path.read_bytes()[:-8])  # the open file stays: this cuts it
+    path.write_bytes(path.read_bytes()[:-8])  # same inode: this truncates the open file
     with pytest.raises(ConfigError, match="became shorter"):
         for name in files.tensors:
             files.read(name, torch.float32)

@@ -1,6 +1,6 @@
-"""The connection from the router to one P or D breaks under load, and nothing else does: every request is right, and
-what was on the way comes again within two heartbeats and costs no attempt. Where nothing comes through, requests go
-elsewhere after a lease, not by the deadline of 73 s that an attempt without a token has. The times are printed."""
+"""The connection from the router to one P or D breaks under load, and nothing else does. Every request is right, and
+what was in flight is sent again within two heartbeats and costs no attempt. If nothing gets through, requests move
+elsewhere after a lease, not after the deadline of 73 s of an attempt without a token. The times are printed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ DEFAULTS = (
     *(f"{DEADLINES}.lease_s={LEASE_S}", f"{DEADLINES}.heartbeat_interval_s={INTERVAL_S}"),
     f"{DEADLINES}.retry_interval_s=0.5",
 )
-"""Those of the product, not the short ones of the other chaos tests."""
+"""The product's default deadlines, not the short ones of the other chaos tests."""
 RECONNECT_S = 3.0
-"""ZMQ waits for up to half a second; the rest is for machines that do much else. Which rule noticed, the log says."""
+"""Bound on a reconnection. ZMQ waits for up to half a second; the rest is for busy machines. The log says which rule
+noticed."""
 LONGEST_S = 15.0
-"""A lease, a heartbeat and the request itself are below 5; the rest is for such machines. The next deadline is 73."""
+"""Bound on a request. A lease, a heartbeat and the request take less than 5; the rest is for busy machines. The next
+deadline is 73."""
 FROZEN_S = 0.4
 LINKS = ("router>D0", "router>P0", "D0>P0", "P0>D0")
 AGAIN = re.compile(r"messages to (\w+) were lost or are late: (\d+) are sent again")
@@ -43,23 +45,23 @@ def load(cluster: ChaosCluster) -> Iterator[None]:
     cluster.load.take_answers()
     cluster.load.resume()
     yield
-    for link in LINKS:  # of a test that failed
+    for link in LINKS:  # left cut by a failed test
         cluster.wires.heal(link)
     cluster.load.pause(PATIENCE_S)
 
 
 def found(cluster: ChaosCluster, what: re.Pattern[str], name: str) -> list[float]:
-    """The number in each such line of the router's log so far."""
+    """Return the number in each matching line of the router's log so far, for this instance."""
     return [float(seconds) for who, seconds in what.findall(cluster.processes.logs("router")) if who == name]
 
 
 def send(cluster: ChaosCluster, count: int) -> None:
-    """More at once than the clients have; half of it for each P and D."""
+    """Send more requests at once than there are clients; half of them for each P and D."""
     cluster.load.send([short_ask(random.Random(n)) for n in range(count)])
 
 
 def finish(cluster: ChaosCluster, what: str, seconds: list[float]) -> None:
-    """All that was asked must end, rightly and soon, and nothing be left of it."""
+    """Check that everything ended, right and in time, and left nothing behind."""
     cluster.load.pause(PATIENCE_S)
     answers = cluster.load.take_answers()
     longest_s = max(answer.ended_s - answer.started_s for answer in answers)
@@ -89,7 +91,7 @@ def test_what_a_cut_takes_on_its_way_comes_again(cluster: ChaosCluster, name: st
 
 @pytest.mark.parametrize("name", ["D0", "P0"])
 def test_where_the_connection_stays_away_requests_go_elsewhere_after_a_lease(cluster: ChaosCluster, name: str) -> None:
-    """All the while the heartbeats of that instance come, so it stays in the cluster."""
+    """The heartbeats of that instance keep coming, so it stays in the cluster."""
     link = f"router>{name}"
     before = len(found(cluster, STUCK, name))
     wait_for(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
@@ -119,20 +121,20 @@ SILENCE_S = 6.0
 
 
 def served_by(cluster: ChaosCluster, pair: tuple[str, str], since_s: float) -> int:
-    """Requests of that pair that began since then (by the router's clock) and ended well."""
+    """Return the number of requests of that pair that began since then (by the router's clock) and finished."""
     ended = [r for r in cluster.snapshot().requests if r.state == "finished" and r.created_at_s >= since_s]
     return sum((request.prefill, request.decode) == pair for request in ended)
 
 
 def answered_within(cluster: ChaosCluster, seconds: float) -> int:
-    """So many right answers come in that time."""
+    """Return the number of right answers that arrive in that time."""
     cluster.load.take_answers()
     threading.Event().wait(seconds)
     return sum(answer.outcome == "right" for answer in cluster.load.take_answers())
 
 
 def test_a_pair_that_does_not_hear_each_other_is_left_out_and_the_others_serve_on(cluster: ChaosCluster) -> None:
-    """Both live, both hear the router, and both serve with others. The deadline of such a wait is 10 s."""
+    """Both instances live, reach the router, and serve with other partners. The deadline of such a wait is 10 s."""
     links = LINKS[2:]
     for link in links:
         wait_for(lambda link=link: cluster.wires.connections_of(link) == 1, 5, lambda link=link: f"no {link}")  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A connection between D and the router that breaks takes tokens with it: every stream gets exactly its tokens."""
+"""A broken connection between D and the router takes tokens with it: every stream gets exactly its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chitu.testing.steady_load import Ask
 
 EACH_S = 1.0
 FROZEN_S = 0.1
-"""Of it nothing passes, so that there is something on the way when the connections break."""
+"""Time in which nothing passes before the connections break, so that something is in flight then."""
 
 
 def test_streams_are_right_and_whole_when_the_tokens_of_their_d_are_lost(tmp_path: Path) -> None:
@@ -41,14 +41,14 @@ def test_streams_are_right_and_whole_when_the_tokens_of_their_d_are_lost(tmp_pat
 
 
 def test_connections_that_all_break_each_second_cost_no_request(tmp_path: Path) -> None:
-    """Nobody is to blame and every pair is alive: what was lost is sent again, and no request gets to
-    `retry.max_attempts` by that."""
+    """No instance is at fault and every pair is alive: lost messages are sent again, and no request reaches
+    `retry.max_attempts` because of them."""
     rng = random.Random(6)
     asks = [
         Ask(tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(40)), 600, seed, stream=seed % 2 == 0)
         for seed in range(6)
     ]
-    everybody = ("router", "P0", "P1")  # each connection has one of them at an end
+    everybody = ("router", "P0", "P1")  # each connection has one of these at an end
     with ChaosCluster(tmp_path, clients=2) as cluster:
         cluster.load.resume()
         futures = cluster.load.send(asks)

@@ -1,4 +1,4 @@
-"""A made-up checkpoint is a real one: transformers loads it, and agrees with our tokenizer and template."""
+"""A generated checkpoint is a real one: transformers loads it and agrees with our tokenizer and template."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def greedy(folder: Path, prompt: str, count: int) -> tuple[list[int], torch.Tensor]:
-    """Tokens, and the distance between the best two logits of each step."""
+    """Return greedy tokens, and the distance between the best two logits of each step."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt_ids = torch.tensor([Tokenizer.load(folder).encode(prompt)])
     output = model.generate(

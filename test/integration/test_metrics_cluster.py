@@ -1,4 +1,4 @@
-"""`/metrics`, logs and traces of a real 1P1D: they say what was sent, and a killed instance shows."""
+"""`/metrics`, logs and traces of a real 1P1D: they report what was sent, and a killed instance shows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Scrape:
         self.samples = [s for family in text_string_to_metric_families(response.text) for s in family.samples]
 
     def __call__(self, name: str, labels: str = "") -> float:
-        """The sum of the samples with that name and at least these labels (`a="b",c="d"`)."""
+        """Return the sum of the samples with that name and at least these labels (`a="b",c="d"`)."""
         wanted = dict(re.findall(r'(\w+)="(\w+)"', labels)).items()
         return sum(s.value for s in self.samples if s.name == name and wanted <= s.labels.items())
 
@@ -73,23 +73,23 @@ def stream(url: str, prompt: list[int], max_tokens: int) -> None:
 
 
 def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalCluster) -> None:
-    """Runs first: only a cluster without a past has a known start."""
+    """Runs first: only a fresh cluster has known counters."""
     complete_all(cluster.url, PROMPTS, [{"max_tokens": count, "ignore_eos": True} for count in TOKENS])
     stream(cluster.url, STREAMED_PROMPT, STREAMED_TOKENS)
     prompts = [*PROMPTS, STREAMED_PROMPT]
     requests, prompt_tokens = len(prompts), sum(map(len, prompts))
     output_tokens = sum(TOKENS) + STREAMED_TOKENS
     # The default model: 4 layers, 4 KV heads of 16, float32, pages of 16 tokens; 512 logits and a 64 byte header.
-    # Of the request for one token the logits alone are moved.
+    # A request for one token moves only the logits.
     pages = sum(
         -(-len(prompt) // 16) for prompt, count in zip(prompts, [*TOKENS, STREAMED_TOKENS], strict=True) if count > 1
     )
     moved = pages * 4 * 2 * (16 * 4 * 16 * 4) + requests * (64 + 512 * 4)
 
     def told() -> bool:
-        """The instances' share comes with a heartbeat."""
+        """Return whether the instances' counters have arrived; they come with a heartbeat."""
         scrape = Scrape(cluster.url)
-        saved = scrape("chitu_instance_saved_bytes_total", D0)  # where one prompt had ended before another one came
+        saved = scrape("chitu_instance_saved_bytes_total", D0)  # if one prompt ended before another arrived
         return (
             scrape("chitu_instance_tokens_total", D0) == output_tokens
             and scrape("chitu_instance_requests") == 0
@@ -204,7 +204,7 @@ def test_a_kill_is_seen_as_a_death_and_by_the_code_of_the_failures(cluster: Loca
     assert scrape("chitu_instance_deaths_total", D0) + scrape("chitu_instance_leases_expired_total", D0) == 1
     assert scrape("chitu_instance_up", P0) == 1
     assert not [s for s in scrape.samples if s.name == "chitu_instance_steps_total" and s.labels["instance"] == "D0"]
-    # Nobody can decode: refused on arrival.
+    # No instance can decode: refused on arrival.
     refused = httpx.post(f"{cluster.url}/v1/completions", json={**body, "stream": False}, timeout=30.0, trust_env=False)
     assert refused.status_code == 503
     assert Scrape(cluster.url)("chitu_requests_rejected_total", 'code="no_instance"') == 1

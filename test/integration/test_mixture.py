@@ -1,4 +1,4 @@
-"""Mixtures of experts: the choice follows its rule, and every implementation makes the same of it."""
+"""Mixtures of experts: routing follows its rule, and every implementation gives the same result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def random_routes(rows: int, num_experts: int, top_k: int) -> Routes:
     ("rows", "num_experts", "top_k"), [(1, 8, 3), (2, 3, 3), (37, 5, 2), (90, 4, 2), (11, 40, 1)], ids=str
 )
 def test_a_mixture_equals_the_reference(ops, rows, num_experts, top_k):
-    """Fewer rows than experts and more, experts without a row, tiles that are full and that are not."""
+    """Covers fewer rows than experts and more, experts without a row, full tiles and partial ones."""
     hidden, inner = 48, 40
     torch.manual_seed(rows)
     gate_up, down = random_experts(num_experts, hidden, inner)
@@ -90,7 +90,7 @@ def test_all_rows_may_choose_the_same_expert(ops):
 
 
 def test_a_row_is_computed_alike_in_any_company(ops):
-    """Same size class, other rows: the sums have the same order."""
+    """Other rows, same size class: the sums have the same order."""
     torch.manual_seed(3)
     gate_up, down = random_experts(8, 64, 32)
     experts = ops.prepare_experts(gate_up, down)
@@ -148,7 +148,8 @@ def test_a_bias_counts_for_the_choice_and_not_for_the_weight():
 
 
 def test_experts_come_from_the_best_groups_only():
-    """Groups are judged by their best one or by their best two; the best expert may be in none of those chosen."""
+    """Groups are ranked by their best expert or by their best two; the best expert overall may be outside the chosen
+    groups."""
     logits = torch.tensor([[5.0, -9.0, 3.0, 3.0, 1.0, 1.0]])
     by_best = route(logits, Router(torch.eye(6), 2, num_groups=3, group_votes=1))
     assert by_best.experts_TA.tolist() == [[0, 1]]

@@ -1,4 +1,4 @@
-"""`--model` with the id of a repository: from the local cache, from a hub, and one sentence where neither has it."""
+"""`--model` with the id of a repository: from the local cache, from a hub, and one sentence if neither has it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def chitu(tmp_path: Path, *words: str, endpoint: str = NOBODY) -> subprocess.Com
 
 @pytest.fixture
 def cached(tmp_path: Path) -> Path:
-    """The snapshot of the repository in the cache."""
+    """Create the repository's snapshot in the cache and return its folder."""
     folder = tmp_path / "hf" / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
     shutil.copytree(TINY_MODEL_DIR, folder / "snapshots" / COMMIT)
     (folder / "refs").mkdir()
@@ -44,7 +44,7 @@ def cached(tmp_path: Path) -> Path:
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as a download asks for."""
+    """As much of the Hugging Face hub as a download needs."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -118,7 +118,7 @@ def test_without_a_network_it_is_one_sentence(cached: Path, tmp_path: Path) -> N
 
 def test_a_repository_of_a_hub_is_downloaded_and_served(hub: str, tmp_path: Path) -> None:
     done = chitu(tmp_path, "serve", "--model", REPOSITORY, "cache.num_pages=99999999999", endpoint=hub)
-    # It is all here, and refused by what only a launcher that has read it can know.
+    # The download is complete; the launcher refuses what it can check only after reading the model.
     assert done.returncode == 2, done.stderr
     assert f"downloading {REPOSITORY}" in done.stderr
     again = chitu(tmp_path, "plan", "--model", REPOSITORY)

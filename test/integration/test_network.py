@@ -1,4 +1,4 @@
-"""The hosts and wires of test/network.py do what the tests that stand on them believe."""
+"""The hosts and wires of test/network.py behave as the tests that use them assume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def network() -> Iterator[Network]:
 
 @pytest.fixture
 def pair(network: Network) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A TCP connection between hosts a and b."""
+    """Yield both ends of a TCP connection between hosts a and b."""
     with network.inside("b"):
         listener = socket.create_server((network.address("b"), 0))
     with network.inside("a"):

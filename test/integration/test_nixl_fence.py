@@ -1,4 +1,4 @@
-"""What NIXL is told of its fence: the same kind of memory at both ends, as of the pages."""
+"""The fence that NIXL receives has the same kind of memory at both ends as the pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chitu.protocol import RankMemory, TransportSession
 
 
 class Agent:
-    """NIXL's, as far as a connection needs it; every request is done at once."""
+    """Stand-in for NIXL's agent, as far as a connection needs it; every request completes at once."""
 
     def __init__(self, name: str, _config: object) -> None:
         self.registered: list[tuple[tuple[int, int, int, str], str]] = []

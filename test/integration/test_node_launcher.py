@@ -39,7 +39,7 @@ Start = Callable[..., ServeProcess]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a node of a 1P1D whose schedulers behave as told."""
+    """Yield a function that starts a node of a 1P1D whose schedulers behave as `served_name` says."""
     (tmp_path / "config.json").write_text("{}")
     names = ["port", "stats_port", "token_port"]
     names += [f"pd_disaggregation.{name}_port" for name in ("coordination", "metadata_sync", "bootstrap")]
@@ -86,7 +86,7 @@ def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp
     (port,) = free_ports(1)
     node = start("good", 90.0, f"dp_config.router.pd_disaggregation.coordination_port={port}", torchrun=True)
     node.wait_line("Ctrl-C ends it")
-    coordination, _ = bind(context, zmq.ROUTER, "127.0.0.1", port)  # which the stand-in of the router leaves free
+    coordination, _ = bind(context, zmq.ROUTER, "127.0.0.1", port)  # the stand-in router does not bind it
     (decode,) = node.pids_of("decode")
     os.kill(decode, signal.SIGKILL)
     assert coordination.poll(20_000), "no word came"
@@ -109,7 +109,7 @@ def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: St
 
 
 def test_one_that_the_router_does_not_take_ends_the_start_at_once(start: Start, tmp_path: Path) -> None:
-    """It was ready, and waits for nothing that could still come."""
+    """The instance was ready, and the launcher waits for nothing that could still come."""
     node = start("refused")
     node.wait_line(r"ended \(exit code 1\)")
     node.wait_line("the router refused me")

@@ -1,5 +1,5 @@
 """The real engine under the scheduler: the same tokens whether a step is launched before the last one is read or after,
-recorded steps or not. And the way of the tokens to the host, with marks in place of CUDA events."""
+with recorded steps and without. And the path of the tokens to the host, with marks in place of CUDA events."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def serve(
     sampler=None,
     grammars: GrammarStore | None = None,
 ):
-    """One request more a turn, on a pool in which not all of them can grow; the last one is cancelled."""
+    """Submit one more request per turn, on a pool in which not all of them can grow; cancel the last one."""
     sampler = sampler or Sampler(NUM_SLOTS, VOCAB_SIZE, torch.device("cpu"), (2,))
     engine = Engine(
         folder,
@@ -139,7 +139,7 @@ def test_tokens_and_ends_are_those_without_overlap(checkpoint, recording):
 
 
 class Mark:
-    """Passes when the test says so."""
+    """Event that passes when the test sets it."""
 
     def __init__(self) -> None:
         self.is_passed = False
@@ -177,7 +177,7 @@ def test_tokens_of_two_steps_wait_in_two_buffers_and_a_third_is_refused():
 
 
 class FaultySampler(Sampler):
-    """Raises for one seed, when the tokens of the whole batch are drawn, counted and remembered."""
+    """Sampler that raises for one seed, after the tokens of the whole batch are drawn, counted and recorded."""
 
     raised = 0
 

@@ -1,4 +1,5 @@
-"""A flood on a real 1P1D whose steps take a stated time: typed rejections at once, right answers, all given back."""
+"""A flood on a real 1P1D whose steps take a fixed time: typed rejections at once, right answers, everything
+released."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Answer:
 
 
 async def ask(port: int, prompt: list[int]) -> Answer:
-    """One request on a connection of its own; the time from the request to the end of the answer."""
+    """Send one request on its own connection; the time runs from the request to the end of the answer."""
     fields = {"model": "m", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
     raw = json.dumps({**fields, "return_token_ids": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: test\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
@@ -78,7 +79,8 @@ async def ask(port: int, prompt: list[int]) -> Answer:
 
 
 async def flood(port: int, prompts: Iterator[list[int]]) -> list[Answer]:
-    """More than may run at once, and then some; when the router knows how slowly that queue moves, ten that insist."""
+    """Send more requests than may run at once. When the router knows how slowly that queue moves, add ten clients that
+    insist."""
     first = [asyncio.create_task(ask(port, next(prompts))) for _ in range(MAX_IN_FLIGHT + 40)]
     tasks = first.copy()
     while not any(task.done() and task.result().code == "overloaded" for task in tasks):

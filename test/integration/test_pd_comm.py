@@ -1,4 +1,5 @@
-"""The comm loop against a router made of bare sockets: joins until it is seen, survives garbage, hands things on."""
+"""The comm loop against a router made of bare sockets: it joins until a view has it, survives garbage, and hands
+messages on."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from chitu.protocol import (
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
-"""Of no importance here."""
+"""Any layout will do here."""
 
 
 JOIN_S = 0.05
@@ -40,7 +41,7 @@ LEASE_S = 1.0
 
 
 class Router:
-    """Bare sockets of a router, and what the comm loop handed on."""
+    """Bare sockets of a router, and the messages that the comm loop handed on."""
 
     def __init__(self) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -108,7 +109,8 @@ class Router:
         self.happened.wake()
 
     def joins(self, count: int, first_view: tuple[int, int] = (0, 0)) -> bytes:
-        """Take so many joins; returns the identity that they came from. `first_view`: of one that was a member."""
+        """Take so many joins; return the identity that sent them. `first_view`: that of an earlier member, if it was
+        one."""
         identity = b""
         for _ in range(count):
             assert self.coordination.poll(5000), "no join came"
@@ -119,7 +121,7 @@ class Router:
         return identity
 
     def publish(self, router_incarnation: int, version: int, draining: bool = False) -> None:
-        """Repeat a view until the loop has it: a SUB that has just connected misses messages."""
+        """Repeat a view until the loop receives it: a SUB that has just connected misses messages."""
         before = len(self.views)
         for _ in range(200):
             info = msgspec.structs.replace(self.info, draining=draining)
@@ -130,7 +132,7 @@ class Router:
         raise AssertionError("the view never arrived")
 
     def send_view(self, view: ClusterView) -> None:
-        """Behind it what is not for instances, which must not even see it."""
+        """Send a view, and after it a message that is not for instances, which must not even receive it."""
         self.view.send_multipart([VIEW_TOPIC, encode(view)])
         self.view.send_multipart([STATS_TOPIC, b"of the router's own processes"])
 
@@ -160,7 +162,7 @@ def test_it_joins_until_the_view_has_it(router: Router) -> None:
 def test_joins_are_not_kept_for_a_router_that_is_not_there(router: Router) -> None:
     router.joins(1)
     router.coordination.close()
-    wait_for_turns(router, 30)  # of the loop; about each of them was a join
+    wait_for_turns(router, 30)  # turns of the loop, each with about one join
     router.coordination, _ = bind(router.context, zmq.ROUTER, "127.0.0.1", router.coordination_port)
     before = router.loop.num_reads
     router.joins(1)
@@ -177,7 +179,7 @@ def test_after_a_lease_without_a_view_it_hears_the_next_one_and_joins_a_new_rout
 ) -> None:
     router.publish(1, 1)
     while router.coordination.poll(2 * 1000 * JOIN_S):
-        router.coordination.recv_multipart()  # those from before
+        router.coordination.recv_multipart()  # those sent before
     port = router.view.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     router.view.close()
     assert not router.coordination.poll(3 * 1000 * LEASE_S), "what that router sends before its view would be dropped"
@@ -222,7 +224,7 @@ def test_what_other_threads_say_after_its_end_is_no_error(router: Router) -> Non
 
 def test_a_drain_is_told_once_whether_it_comes_as_a_message_or_in_the_view(router: Router) -> None:
     identity = router.joins(1)
-    for incarnation in (1, router.info.incarnation):  # the first is meant for an older process
+    for incarnation in (1, router.info.incarnation):  # the first one addresses an older process
         router.coordination.send_multipart((identity, encode(Drain(Role.DECODE, 0, incarnation))))
     router.happened.wait(5)
     router.publish(1, 1, draining=True)

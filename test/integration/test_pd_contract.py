@@ -1,4 +1,5 @@
-"""What a real 1P1D promises besides tokens: log anchors, who talks to whom, layer-wise KV, the official client."""
+"""Promises of a real 1P1D besides tokens: log anchors, which processes communicate, layer-wise KV, the official
+client."""
 
 from __future__ import annotations
 
@@ -41,12 +42,12 @@ def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
 
 
 def anchors(text: str, anchor: str) -> list[str]:
-    """Request ids that a log line with this anchor names."""
+    """Return the request ids in log lines with this anchor."""
     return re.findall(re.escape(anchor) + r" (\S+)", text)
 
 
 def test_the_bytes_moved_are_those_of_the_pages_and_the_logits_row(cluster: LocalCluster) -> None:
-    """Runs first: load reports are up to a heartbeat old, so only a cluster without a past has a known start."""
+    """Runs first: load reports are up to a heartbeat old, so only a fresh cluster has known counters."""
     prompt = [7] * 100
     complete_all(cluster.url, [prompt], [{"max_tokens": 2}])
     # The default model: 4 layers, 4 KV heads of 16, float32, pages of 16 tokens; 512 logits and a 64 byte header.
@@ -110,7 +111,7 @@ def test_an_answer_proves_which_pair_served_it_what_moved_and_where_its_time_wen
     responses = {"model": "m", "input": "Say something.", "max_output_tokens": 8, "return_proof": True}
 
     def new(token: int) -> dict[str, Any]:
-        """A prompt that nobody has cached, of seven pages."""
+        """Return a request whose prompt of seven pages is in no cache."""
         return {**text, "prompt": [token] * 100}
 
     usage_too = {"stream_options": {"include_usage": True}}
@@ -194,7 +195,7 @@ def test_the_openai_client_chats_with_a_stop_string_and_a_seed(client: openai.Op
 
 
 def test_what_is_not_allowed_or_a_bad_word_never_comes_the_first_token_included(cluster: LocalCluster) -> None:
-    """The row of the first token is P's."""
+    """P's logits row decides the first token."""
     prompt = [5, 9, 33, 70]
     base = {"max_tokens": 24, "ignore_eos": True}
     greedy = {**base, "temperature": 0}
@@ -208,7 +209,7 @@ def test_what_is_not_allowed_or_a_bad_word_never_comes_the_first_token_included(
     for one in answers:
         assert len(one.token_ids) == 24 and set(one.token_ids) <= set(allowed), one.token_ids
     assert len({tuple(one.token_ids) for one in answers}) > 1
-    # A bad word of one token, and one of two that follow each other in an answer.
+    # A bad word of one token, and one of two tokens that are adjacent in an answer.
     tokenizer = Tokenizer.load(cluster.topology.model.path)
 
     def is_word(*ids: int) -> bool:

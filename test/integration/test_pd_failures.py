@@ -1,4 +1,4 @@
-"""A real 1P1D under pressure: a pool too small, clients that leave, a decode instance that is killed."""
+"""A real 1P1D under pressure: a pool that is too small, clients that leave, a decode instance that is killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chitu.launch.make_model import make_model
 PD = "dp_config.router.pd_disaggregation"
 PATIENCE = [f"{PD}.deadlines.queue_s=120", f"{PD}.deadlines.transfer_s=120"]
 NOTICED_S = 15.0
-"""A lease is 3 s and the longest deadline 30; the rest is for machines that do much else."""
+"""Time to notice a lost instance. A lease is 3 s and the longest deadline 30; the rest is for busy machines."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def prompts_of(count: int, longest: int, seed: int) -> list[list[int]]:
 
 
 def assert_whole(cluster: LocalCluster, names: tuple[str, ...] = ("P0", "D0"), timeout_s: float = 15.0) -> None:
-    """Free pages and aux slots are back at their start value on both sides."""
+    """Check that free pages and aux slots are back at their initial value on both sides."""
 
     def whole() -> bool:
         loads = instance_loads(cluster.url)
@@ -67,8 +67,8 @@ def assert_whole(cluster: LocalCluster, names: tuple[str, ...] = ("P0", "D0"), t
 def kill_under_load(
     cluster: LocalCluster, name: str, prompts: list[list[int]], max_tokens: int
 ) -> tuple[float, list[tuple[float, int, str]]]:
-    """Kill an instance when all requests are in and some run on D: (time of the kill, (time, status, body) of each
-    end)."""
+    """Kill an instance when all requests are in and some run on D; return (time of the kill, (time, status, body) of
+    each end)."""
 
     async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int, str]:
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
@@ -76,7 +76,8 @@ def kill_under_load(
         return time.monotonic(), response.status_code, response.text
 
     def all_are_in(num_done: int) -> bool:
-        """The router has every request (one that comes after the kill finds nobody to serve it), and D runs some."""
+        """Return whether the router has every request and D runs some. A request after the kill finds no instance to
+        serve it."""
         arrived = num_done + RouterClient(cluster.url).cluster().in_flight
         return arrived == len(prompts) and instance_loads(cluster.url).get("D0", {}).get("running", 0) >= 3
 

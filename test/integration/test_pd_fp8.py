@@ -1,8 +1,8 @@
-"""P and D with an fp8 KV cache over shm, of one and of two ranks, every page verified: the tokens of one engine.
+"""P and D with an fp8 KV cache over shm, with one and with two ranks, every page verified: the tokens of one engine.
 
 The reference computes each prompt in one piece and keeps its own pages; P computes it in chunks of another size. One
-cluster has P0 and D0 of one rank, P1 and D1 of two, so four requests in a row reach all pairs of sizes (round robin):
-with two ranks each holds one of the two KV heads, so scales move with slices of pages, too.
+cluster has P0 and D0 of one rank, P1 and D1 of two, so four requests in a row reach all pairs of sizes (round robin).
+With two ranks each holds one of the two KV heads, so scales move with slices of pages, too.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_scales_come_through_staged_transfers_of_a_library_too(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_instance_with_another_cache_is_refused_with_both_layouts(cluster: LocalCluster) -> None:
-    """As if D0 had been given another file."""
+    """As if D0 had another topology file."""
     cluster.kill("D0")
     cluster.wait_exit("D0")
     file = cluster.log_dir / "topology.yaml"

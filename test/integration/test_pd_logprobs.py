@@ -1,5 +1,5 @@
-"""Logprobs and grammars through a real cluster, for the official client in both forms: logprobs are those of
-transformers' float32 logits, tokens those of a plain loop over them, and of a schema's answers every one is valid.
+"""Logprobs and grammars through a real cluster, for the official client in both forms. Logprobs are those of
+transformers' float32 logits, tokens those of a plain loop over them, and every answer to a schema is valid.
 
 P and D over shm and over Mooncake, a D of two ranks, and a unified instance: the first token comes from the row that P
 hands over, all others from D's own steps.
@@ -83,7 +83,7 @@ def client(cluster: LocalCluster) -> Iterator[openai.OpenAI]:
 
 
 def right_logprobs(reference: transformers.PreTrainedModel, prompt: list[int], output: list[int]) -> torch.Tensor:
-    """float32 `[len(output), V]`: of the logits as the model gives them."""
+    """Return float32 `[len(output), V]`: logprobs of the model's unmodified logits."""
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
         return torch.log_softmax(logits.float(), dim=-1)
@@ -149,7 +149,7 @@ def test_the_official_client_streams_what_it_gets_at_once(client: openai.OpenAI)
 def test_a_prompt_that_is_repeated_has_the_logprobs_of_every_position(
     client: openai.OpenAI, reference: transformers.PreTrainedModel
 ) -> None:
-    """Prompts of several chunks, of one token, and (the second time) such as lie in the prefix cache."""
+    """Prompts of several chunks, of one token, and (the second time) prompts that are in the prefix cache."""
     asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS, "logprobs": 2, "echo": True, "temperature": 0}
     asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
     for max_tokens in (1, 4, 4):
@@ -276,7 +276,7 @@ def plain_loop(
     sampling: SamplingParams,
     eos: tuple[int, ...],
 ) -> list[int]:
-    """Logits of the whole text at each step, the mask as -inf, and a sampler that knows of no grammar."""
+    """Sample from logits of the whole text at each step, with the mask as -inf, without grammar support."""
     sampler, matcher = Sampler(1, VOCAB, torch.device("cpu"), eos), compiled.matcher() if compiled else None
     sampler.admit(0, torch.tensor(prompt), len(prompt), sampling)
     tokens: list[int] = []
@@ -302,7 +302,7 @@ SEEDED: list[dict[str, Any]] = [
 
 
 def seeded(seed: int) -> tuple[list[int], dict[str, Any]]:
-    """Prompt and options."""
+    """Return prompt and options of this seed."""
     prompt = [(7 * at + 13 * seed) % (VOCAB - 20) + 10 for at in range(1 + 9 * (seed % 7))]
     return prompt, {**SEEDED[seed % len(SEEDED)], "seed": seed, "max_tokens": 12}
 
@@ -360,7 +360,7 @@ def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
     close, asked = tokenizer.added_token_ids["</think>"], {"guided_regex": "[ab]{2,4}[0-9]z"}
     compiled = compiler.compile(Grammar("regex", asked["guided_regex"], Reasoning("<think>", "</think>", True)))
     chat: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 60}
-    # The bias has the model end its reasoning soon; no bias at all, never.
+    # With the bias the model ends its reasoning soon; without, never.
     for bias, ends in ((BIAS, True), (-100.0, False)):
         for sampling in ({"temperature": 1.0, "seed": 6}, {"temperature": 0.8, "seed": 9, "presence_penalty": 1.0}):
             fields = {**chat, **sampling, "logit_bias": {str(close): bias}}
@@ -385,7 +385,7 @@ def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
 
 @pytest.fixture(scope="module")
 def of_schemas() -> list[str]:
-    """Answers of the first cluster that was asked."""
+    """Return the list that keeps the answers of the first cluster."""
     return []
 
 
@@ -393,7 +393,8 @@ def of_schemas() -> list[str]:
 def test_every_answer_to_a_hundred_random_schemas_is_valid(
     cluster: LocalCluster, request: pytest.FixtureRequest, of_schemas: list[str]
 ) -> None:
-    """And the same, whether P and D are apart or one; on two ranks, whose sums round otherwise, some of them."""
+    """Answers are the same whether P and D are split or one instance. Two ranks round differently, so they get only
+    some of the schemas."""
     is_split = request.node.callspec.params["cluster"] == "tp"
     seeds = range(0, 100, 10 if is_split else 1)
 

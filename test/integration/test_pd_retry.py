@@ -1,4 +1,4 @@
-"""A real 2P2D that loses an instance under its requests: every answer is the one that it would have been."""
+"""A real 2P2D that loses an instance under load: every answer equals the one without the loss."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from chitu.protocol.snapshot import RequestSnapshot
 from chitu.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(420)
-"""Nine processes start on what may be two cores."""
+"""Timeout for nine processes that start on as few as two cores."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 class Answer:
-    """What a client has of an answer so far: tokens, texts and finish reasons by choice, and the usage."""
+    """State of an answer so far: tokens, texts and finish reasons by choice, and the usage."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -48,7 +48,7 @@ class Answer:
         self.reasons: dict[int, str] = {}
         self.usage: dict[str, Any] = {}
         self.proof: dict[str, Any] = {}
-        """How it was served: the one thing that may differ."""
+        """Proof of how it was served: the only part that may differ."""
 
     def add(self, record: dict[str, Any]) -> None:
         assert "error" not in record, record
@@ -91,10 +91,10 @@ def ask_all(
     disturb: Callable[[], None] | None = None,
     when: Callable[[list[Answer], tuple[RequestSnapshot, ...]], bool] = lambda answers, requests: True,
 ) -> list[Answer]:
-    """All at once; `disturb` happens once, as soon as `when` it is time, which must be before the last answer."""
+    """Send all requests at once. `disturb` runs once, as soon as `when` holds, which must be before the last answer."""
     answers = [Answer() for _ in bodies]
     if disturb is not None:
-        bodies = [body | {"cache_salt": "disturbed"} for body in bodies]  # what was asked before is computed once more
+        bodies = [body | {"cache_salt": "disturbed"} for body in bodies]  # recompute what was asked before
     router = RouterClient(cluster.url)
 
     async def run() -> None:
@@ -117,7 +117,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def attempts(cluster: LocalCluster, since_s: float = 0.0) -> list[RequestSnapshot]:
-    """Those that the router remembers, begun since a moment of its clock."""
+    """Return the attempts that the router remembers, begun since this time of its clock."""
     return [r for r in RouterClient(cluster.url).cluster().requests if r.created_at_s >= since_s]
 
 
@@ -143,7 +143,7 @@ def test_a_killed_d_changes_no_answer_in_midstream(cluster: LocalCluster) -> Non
     undisturbed = ask_all(cluster, bodies)
     assert all(3 < answer.tokens[0].index(close) < 200 for answer in undisturbed[-4:]), "it thinks, and then answers"
     assert all(re.search(r"([a-z]{2,5} ){9}$", answer.texts[0] + " ") for answer in undisturbed[-4:])
-    for stop in (12, 250):  # characters of the text: such a stop string comes before, or long after the kill
+    for stop in (12, 250):  # characters of the text: such a stop string comes before the kill, or long after it
         text = undisturbed[1].texts[0]
         bodies.append({**bodies[1], "stop": [text[len(text) * stop // 300 :][:4]]})
     undisturbed += ask_all(cluster, bodies[-2:])
@@ -171,7 +171,7 @@ def test_a_killed_d_changes_no_answer_in_midstream(cluster: LocalCluster) -> Non
     assert any(choice["attempts"][-1]["continued_tokens"] for choice in thought), (
         "one with a grammar behind its reasoning"
     )
-    # Every answer says so itself.
+    # Every answer reports it.
     choices = [(answer.proof, choice) for answer in answers for choice in answer.proof["choices"]]
     assert all(round(sum(c["stages"].values()), 6) == proof["total_s"] for proof, c in choices), choices
     told = {

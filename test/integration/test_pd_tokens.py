@@ -1,6 +1,6 @@
-"""Tokens of 1P1D = tokens of one undivided engine = transformers, for every family; over shm, and over
-Mooncake one family of each kind of pages. Each prompt is asked more than once, and behind it the answer's beginning as
-a next turn, so most of these tokens come from cached pages."""
+"""Tokens of 1P1D = tokens of one undivided engine = transformers, for every family over shm, and over Mooncake for one
+family of each kind of pages. Each prompt is asked more than once, and again with the answer's beginning as a next turn,
+so most of these tokens come from cached pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from chitu.launch.make_model import make_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 OVER_MOONCAKE = ("qwen3", "deepseek_v3")
-"""K and V of heads, and latent rows: a transport knows nothing else of a model."""
+"""Families that also run over Mooncake: K and V of heads, and latent rows. Nothing else of a model matters to a
+transport."""
 LENGTHS = (1, 2, 15, 16, 17, 36, 37, 38, 64, 100, 255, 512, 700, 1000, 1300, 1500)
 OUTPUT_TOKENS, NEXT_TURN_TOKENS, PAGE_SIZE = 12, 5, 16
 CHUNKS = ["scheduler.chunk_size=37", "scheduler.max_batched_tokens=250", "cache.num_pages=2000"]
@@ -32,7 +33,7 @@ GREEDY: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its heads have 32 numbers, as the attention in C takes them; narrower ones are left to torch."""
+    """Return a model whose heads have 32 numbers, as the attention in C requires; narrower heads are left to torch."""
     return make_model(tmp_path_factory.mktemp("models") / request.param, family=request.param, heads=4, kv_heads=2)
 
 
@@ -44,7 +45,7 @@ def prompts(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy continuation by transformers, float32, one prompt at a time."""
+    """Return greedy continuations by transformers, float32, one prompt at a time."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
@@ -62,7 +63,7 @@ def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def seeded_options() -> list[dict[str, Any]]:
-    """A different mixture of sampling options for every prompt."""
+    """Return a different mixture of sampling options for every prompt."""
     mixtures: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.8},
@@ -82,8 +83,8 @@ def seeded_options() -> list[dict[str, Any]]:
 def answers_of(
     topology: str, model: Path, overrides: list[str], prompts: list[list[int]]
 ) -> tuple[list[Completion], list[Completion]]:
-    """(greedy, seeded) answers of a fresh cluster to 16 requests at once. The greedy ones are those of a next turn,
-    too."""
+    """Return (greedy, seeded) answers of a fresh cluster to 16 requests at once. The greedy ones include those of a
+    next turn."""
     settings = [f"model.path={model}", "model.served_name=m", *CHUNKS, *PATIENCE, *overrides]
     with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
         cluster.wait_ready()

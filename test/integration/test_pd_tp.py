@@ -42,16 +42,16 @@ from chitu.protocol.trace import TraceRestored, TraceSend, TraceSent, TraceWrite
 SIZES = (1, 2, 4)
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500
 LENGTHS = (1, 48, 130, 1100)
-"""The last one's admission does not fit the first 4 KiB of a step's broadcast."""
+"""Prompt lengths. The last one's admission does not fit the first 4 KiB of a step's broadcast."""
 OUTPUT_TOKENS = 6
 GREEDY: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
 SEEDED: dict[str, Any] = {"max_tokens": OUTPUT_TOKENS, "temperature": 1.0, "top_p": 0.9, "seed": 11, "ignore_eos": True}
 PD = "dp_config.router.pd_disaggregation"
 TYPED = {"prefill_lost", "decode_lost", "transfer_failed", "transfer_timeout", "poison_request"}
-"""What a request on a lost instance may end with; the last, where it was on both that were lost."""
+"""Error codes that a request on a lost instance may end with; the last one if it was on both lost instances."""
 BLOWS = {
     "shm": [("P1", signal.SIGKILL), ("D1", signal.SIGSTOP)],
-    "mooncake": [("D2", signal.SIGKILL), ("P2", signal.SIGSTOP)],  # to a D the library has connections
+    "mooncake": [("D2", signal.SIGKILL), ("P2", signal.SIGSTOP)],  # to a D to which the library has connections
 }
 STEP_S = 20
 PAIRS = {(f"P{p}", f"D{d}") for p in range(3) for d in range(3)}
@@ -71,13 +71,13 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy tokens of one undivided engine."""
+    """Return the greedy tokens of one undivided engine."""
     return generate(Engine(model, max_model_len=2048), prompts, OUTPUT_TOKENS)
 
 
 @dataclass(frozen=True)
 class Tier:
-    """Where the pages of a cluster with this transport outlive the pool."""
+    """Place in which the pages of a cluster with this transport outlive the pool."""
 
     transport: str
     name: str
@@ -99,10 +99,10 @@ def tier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def cluster(model: Path, tier: Tier) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=m", "cache.num_pages=400", f"{PD}.transport={tier.transport}"]
     settings += ["cache.host_bytes=8000000", "cache.load_timeout_s=60", tier.setting]
-    settings.append("dp_config.router.policy=round_robin")  # what is asked nine times reaches every pair
+    settings.append("dp_config.router.policy=round_robin")  # a request sent nine times reaches every pair
     settings += ["scheduler.chunk_size=200", "scheduler.max_running_requests=16", "scheduler.threads=1"]
     settings.append(f"{PD}.deadlines.step_s={STEP_S}")
-    settings.append(f"{PD}.deadlines.drain_s=60")  # Mooncake engines take a second each to end, of a free core
+    settings.append(f"{PD}.deadlines.drain_s=60")  # Mooncake engines take a second each to shut down, on a free core
     for index, size in enumerate(SIZES):
         for role in ("prefill", "decode"):
             key = f"dp_config.router.{role}_schedulers.{index}"
@@ -122,7 +122,7 @@ class Answer:
 
 
 def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]) -> list[Answer]:
-    """All at once, none with what another one has left in a cache; the answers in their order."""
+    """Send all requests at once, without sharing cached pages; return the answers in order."""
 
     async def one(client: httpx.AsyncClient, number: int, prompt: list[int]) -> Answer:
         body = {"model": "m", "prompt": prompt, "return_token_ids": True, "cache_salt": str(number), **options}
@@ -142,7 +142,7 @@ def ask(cluster: LocalCluster, prompts: list[list[int]], options: dict[str, Any]
 
 
 def ask_until(end: threading.Event, cluster: LocalCluster, prompt: list[int]) -> list[Answer]:
-    """48 at once, again and again, so that some are under way whenever it ends."""
+    """Send 48 requests at once, again and again, so that some are in flight whenever `end` is set."""
     answers = []
     while not end.is_set():
         answers += ask(cluster, [prompt] * 48, GREEDY)
@@ -154,14 +154,15 @@ def snapshot_of(cluster: LocalCluster) -> ClusterSnapshot:
 
 
 def right_bytes(num_tokens: int, decode_size: int) -> int:
-    """Every rank's copy of a KV head counts; the logits row goes to the main rank alone."""
+    """Return the expected bytes. Every rank's copy of a KV head counts; the logits row goes to the main rank alone."""
     pages = -(-num_tokens // PAGE_SIZE)
     heads = max(KV_HEADS, decode_size)
     return pages * LAYERS * 2 * heads * PAGE_SIZE * HEAD_DIM * 4 + aux_row_bytes(VOCAB)
 
 
 def check_trace(client: RouterClient, request_id: str, kv_bytes: int) -> None:
-    """Hashes of both sides are equal, however their ranks share the heads; bytes by formula and as written, too."""
+    """Check that hashes of both sides are equal, however their ranks share the heads, and that bytes match formula and
+    writes."""
     wait_until(lambda: is_whole_trace(client.trace(request_id).records), 15.0, lambda: client.trace(request_id))
     answer = client.trace(request_id)
     assert answer.timeline.pages and all(check.is_same for check in answer.timeline.pages), answer.timeline
@@ -171,7 +172,7 @@ def check_trace(client: RouterClient, request_id: str, kv_bytes: int) -> None:
 
 
 def ranks_of(cluster: LocalCluster, name: str) -> list[psutil.Process]:
-    """The processes of an instance, main rank first."""
+    """Return the processes of an instance, main rank first."""
     torchrun = psutil.Process(cluster.pid(name)).parent()
     assert torchrun is not None
     return sorted(torchrun.children(), key=lambda process: process.pid)
@@ -186,8 +187,8 @@ def wait_for_pages(tier: Tier, wanted: int) -> None:
 def test_pages_outside_the_pool_are_those_of_instances_of_every_size(
     cluster: LocalCluster, tier: Tier, model: Path
 ) -> None:
-    """First, in a tier without pages. Nine conversations, each turn on another pair: P finds its pages, and those of
-    the answers, wherever they were computed."""
+    """Runs first, with an empty tier. Nine conversations take each turn on another pair: P finds its pages, and those
+    of the answers, wherever they were computed."""
     rng = random.Random(8)
     conversations = [[rng.randrange(10, VOCAB - 20) for _ in range(45)] for _ in PAIRS]
     known, options = 0, GREEDY | {"cache_salt": "shared"}
@@ -199,9 +200,9 @@ def test_pages_outside_the_pool_are_those_of_instances_of_every_size(
             (answer,) = ask(cluster, [prompt], options)
             cached = known // PAGE_SIZE * PAGE_SIZE
             assert answer.token_ids == tokens[index], (turn, index, answer)
-            # 0 where P found that it computes faster.
+            # 0 if P found that it computes faster.
             assert answer.cached_tokens in (0, cached), (turn, index, cached, answer)
-        known = len(conversations[0]) + OUTPUT_TOKENS - 1  # of the newest token K and V do not exist
+        known = len(conversations[0]) + OUTPUT_TOKENS - 1  # the newest token has no K and V yet
         wait_for_pages(tier, len(PAIRS) * (known // PAGE_SIZE))
         ask(cluster, [[turn] * 9], options)  # so the next turns meet other pairs
         for prompt, answer_tokens in zip(conversations, tokens, strict=True):

@@ -1,6 +1,6 @@
 """1P1D over `shm` between pools of GPUs, with twins of the device: whole processes, whole protocol, `transfer: auto`.
 
-Nothing but D's segments can be written, so pages and logits rows are staged; a P or D that is killed leaves nothing.
+Only D's segments can be written, so pages and logits rows are staged. A P or D that is killed leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ PROGRAM = Path(__file__).with_name("pinned_process.py")
 
 
 class Decode:
-    """A child with segments."""
+    """A child process with segments."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -61,7 +61,7 @@ class Decode:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.memory = msgspec.msgpack.decode(bytes.fromhex(self.process.stdout.readline()), type=RankMemory)
         self.pipe: PipeMessages | None = None
-        """To the one transport that talks to it."""
+        """Pipe to the transport that talks to this process."""
 
     def ask(self, *words: object) -> str:
         assert self.pipe is not None
@@ -70,7 +70,7 @@ class Decode:
 
     @property
     def arena(self) -> tuple[int, int]:
-        """Base and bytes of what its segments lie in."""
+        """Return base and size of the memory that holds its segments."""
         base, nbytes = map(int, self.memory.sessions[0].attributes[APART].split(":"))
         return base, nbytes
 
@@ -81,7 +81,7 @@ class Decode:
 
 
 class Prefill:
-    """This process."""
+    """This process as a P."""
 
     def __init__(self) -> None:
         self.pool: KVPool = new_pool()
@@ -251,7 +251,7 @@ def test_a_session_that_names_other_memory_is_refused(
     without = msgspec.structs.replace(session, attributes=rest)
     with pytest.raises(TransferFailed, match="announced no staging"):
         prefill.transport.connect(decode.memory, without)
-    # Of the segments another P has all.
+    # Another P has all segments.
     other = msgspec.structs.replace(session, attributes={**session.attributes, "segment_owners": "1"})
     with pytest.raises(TransferFailed, match="granted no segment"):
         prefill.transport.connect(decode.memory, other)
@@ -259,7 +259,7 @@ def test_a_session_that_names_other_memory_is_refused(
 
 
 def test_p_has_no_memory_to_offer_and_pools_on_the_host_do_not_take_segments_for_pages(prefill: Prefill) -> None:
-    """Only D's session leads anywhere, and only to a transport of the same kind."""
+    """Only D's session can be reached, and only by a transport of the same kind."""
     own = prefill.transport.local_session()
     assert SEGMENTS not in own.attributes
     assert own.transport == "shm" and not prefill.transport.can_reach(own)
@@ -273,7 +273,7 @@ def test_p_has_no_memory_to_offer_and_pools_on_the_host_do_not_take_segments_for
 
 
 def test_a_transport_that_can_use_the_segments_alone_stays(prefill: Prefill) -> None:
-    """And is left out where there are none."""
+    """It is left out if there are no segments."""
     arena, _ = arena_twin(1 << 16)
     area = StagingArea(arena.base, 1 << 14, 4, arena.base, arena.nbytes)
     pool = prefill.pool
@@ -302,7 +302,7 @@ def test_a_transport_that_can_use_the_segments_alone_stays(prefill: Prefill) -> 
 
 
 def test_segments_apart_from_the_pool_are_for_those_who_reach_them(prefill: Prefill) -> None:
-    """cuda_ipc maps the pool alone: it must not be told to stage into D's host memory."""
+    """cuda_ipc maps the pool alone: it must not be asked to stage into D's host memory."""
     pool = prefill.pool
     for has_arena in (True, False):
         arena, _ = arena_twin(1 << 16)
@@ -342,7 +342,7 @@ class NoHandles(FileDriver):
 
 @pytest.mark.parametrize("fails", ["export", "open"])
 def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fails: str) -> None:
-    """As `auto` offers them on GPUs, in this order. D cannot share its pool, or P cannot map it."""
+    """Transports are in the order in which `auto` offers them on GPUs. D cannot share its pool, or P cannot map it."""
     pool = new_pool()
     arena, driver = arena_twin(1 << 20, pool)
     area = StagingArea(arena.base, 1 << 18, 4, arena.base, arena.nbytes)
@@ -379,7 +379,7 @@ def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fai
 
 
 def test_mooncake_without_cuda_offers_segments_on_the_host_and_nothing_else() -> None:
-    """Memory that no process can read stands for a GPU's: it is no host memory."""
+    """Memory that no process can read stands for a GPU's: it is not host memory."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     unreadable = libc.mmap(None, ctypes.c_size_t(1 << 16), 0, 0x22, -1, ctypes.c_long(0))  # PROT_NONE, anonymous

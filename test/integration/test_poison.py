@@ -1,4 +1,4 @@
-"""A request under which real processes die is not sent to a third one, and who came later is served."""
+"""A request that kills the processes that compute it is not sent to a third one, and later requests are served."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short
 from chitu.testing.steady_load import Ask
 
 LONG = [f"{DEADLINES}.{name}=60" for name in ("queue_s", "transfer_s")]
-"""It is held until its P is killed, and no deadline ends it before that."""
+"""Deadlines long enough that the request is held until its P is killed."""
 
 
 def prefill_of(cluster: ChaosCluster, attempt: int) -> str:
-    """Which P has the suspect, in that attempt of it; empty where that does not run."""
+    """Return the P that has this attempt of the suspect; empty if that attempt is not running."""
     for request in cluster.snapshot().requests:
         if "suspect" in request.request_id and request.attempt == attempt and request.ended_at_s is None:
             return request.prefill or ""
@@ -26,7 +26,7 @@ def test_a_request_that_two_processes_died_under_is_not_sent_to_a_third(tmp_path
     rng = random.Random(3)
     suspect = Ask(tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(90)), 8, request_id="suspect")
     with ChaosCluster(tmp_path, *LONG, clients=1) as cluster:
-        cluster.hold("prefill")  # P does not get done with it
+        cluster.hold("prefill")  # P does not finish it
         (future,) = cluster.load.send([suspect])
         for attempt in (1, 2):
             wait_for(lambda attempt=attempt: prefill_of(cluster, attempt) != "", 10, lambda: "not sent")  # type: ignore[misc]

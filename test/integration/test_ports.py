@@ -1,4 +1,4 @@
-"""`free_ports`: no two test processes are given one port, be it that neither listens there yet."""
+"""`free_ports`: no two test processes get the same port, even if neither listens there yet."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_ports_are_given_once_while_those_live_who_asked_for_them() -> None:
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         theirs = json.loads(process.stdout.readline())
-        ours += free_ports(BLOCK)  # over the end of a block
+        ours += free_ports(BLOCK)  # past the end of a block
         process.communicate()
     assert len({*ours, *theirs}) == len(ours) + 3
 
 
 def test_what_somebody_else_listens_on_is_left_out() -> None:
-    while (port := free_ports(1)[0]) % BLOCK == BLOCK - 1:  # behind the last of a block comes another process's
+    while (port := free_ports(1)[0]) % BLOCK == BLOCK - 1:  # the port after the last of a block is another process's
         pass
     with socket.create_server(("127.0.0.1", port + 1)):
         assert free_ports(1) == [port + 2]

@@ -1,4 +1,4 @@
-"""Who gets which operations for prompts, as far as that can be told without a GPU."""
+"""Which device gets which operations for prompts, as far as that can be tested without a GPU."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Conversations with a prefix cache, over real processes: the tokens are those of a run without one, a turn computes
-what is new and nothing else, and the page account comes out whole. Pools are small, so pages are evicted all the time.
-"""
+"""Conversations with a prefix cache, over real processes: tokens are those of a run without one, a turn computes only
+what is new, and all pages are accounted for. Pools are small, so pages are evicted all the time."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ HOST_MEMORY = "cache.host_bytes=4000000"
 
 
 def sizes(prefill: int, decode: int) -> list[str]:
-    """Tensor-parallel ranks of P and of D."""
+    """Return settings for the tensor-parallel sizes of P and D."""
     keys = {"prefill": prefill, "decode": decode}
     return [
         setting
@@ -95,7 +94,7 @@ def cluster(
 
 
 def prefiller(cluster: LocalCluster) -> dict[str, int]:
-    """The newest load of the instance that computes prompts."""
+    """Return the newest load of the instance that computes prompts."""
     return next(load for name, load in instance_loads(cluster.url).items() if not name.startswith("D"))
 
 
@@ -130,9 +129,9 @@ def test_conversations_that_fork_have_the_tokens_of_a_run_without_a_cache(cluste
 
 
 def check_that_a_turn_computes_and_moves_only_its_new_pages(cluster: LocalCluster) -> None:
-    """Runs first: load reports are up to a heartbeat old, so only a cluster without a past has a known start. P lacks
-    the pages of the answer, which were computed on D, unless D leaves them on disk; D has them, so they do not move
-    either."""
+    """Check a conversation's counters. Runs first: load reports are up to a heartbeat old, so only a fresh cluster has
+    known counters. P lacks the pages of the answer, which D computed, unless D leaves them on disk; D has them, so they
+    do not move either."""
     names = instance_loads(cluster.url)
     is_unified, disk = any(name.startswith("U") for name in names), cluster.topology.cache.disk.path
     page_bytes, row_bytes = wire_sizes(cluster)
@@ -147,7 +146,7 @@ def check_that_a_turn_computes_and_moves_only_its_new_pages(cluster: LocalCluste
         computed += len(prompt) - cached
         saved_pages += known // PAGE_SIZE
         moved_pages += -(-len(prompt) // PAGE_SIZE) - known // PAGE_SIZE
-        known = len(prompt) + OUTPUT_TOKENS - 1  # of the newest token K and V do not exist
+        known = len(prompt) + OUTPUT_TOKENS - 1  # the newest token has no K and V yet
         if disk is not None:
             wait_until(partial(is_on_disk, Path(disk), known // PAGE_SIZE), 30.0, lambda: [*Path(disk).glob("*/*")])
         prompt = prompt + answer.token_ids + [7] * 30
@@ -169,12 +168,12 @@ def check_that_a_turn_computes_and_moves_only_its_new_pages(cluster: LocalCluste
 
 
 def is_on_disk(disk: Path, num_pages: int) -> bool:
-    """So many pages, of all instances."""
+    """Return whether the disk has exactly this many pages, of all instances."""
     return len({path.name for path in disk.glob("*/*.kv")}) == num_pages
 
 
 def wire_sizes(cluster: LocalCluster) -> tuple[int, int]:
-    """Bytes of a page, in all layers and on all ranks of D together, and of a logits row."""
+    """Return the bytes of a page, in all layers and on all ranks of D together, and of a logits row."""
     spec = json.loads((Path(str(cluster.topology.model.path)) / "config.json").read_text())
     tokens = PAGE_SIZE * spec["num_hidden_layers"]
     row_bytes = 64 + 4 * spec["vocab_size"]
@@ -202,7 +201,7 @@ def test_a_flush_forgets_and_a_salt_is_a_text(cluster: LocalCluster) -> None:
     for shown in ({"cache_prompt": False}, {"cache_prompt": None}):
         (answer,) = complete_all(cluster.url, [prompt], [GREEDY | shown])
         assert answer.usage["prompt_tokens_details"]["cached_tokens"] == (0 if False in shown.values() else 64)
-    # The router ends a text at a stop string by itself: what was cached is known with the first token.
+    # The router ends a text at a stop string by itself: the number of cached tokens comes with the first token.
     text = complete_all(cluster.url, [prompt], [GREEDY | {"max_tokens": 40}])[0].text
     (answer,) = complete_all(cluster.url, [prompt], [GREEDY | {"max_tokens": 40, "stop": text[len(text) // 2 :][:2]}])
     assert answer.finish_reason == "stop" and len(answer.text) < len(text)

@@ -1,4 +1,5 @@
-"""A death on the router's own machine is known at once, long before a lease ends; a pid of elsewhere means nothing."""
+"""A death on the router's own machine is known at once, long before a lease ends; a pid of another machine means
+nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Act = Callable[[ProcessDeaths[str]], None]
 
 
 def deaths_of(processes: Mapping[str, ProcessName], act: Act, wait_for: int) -> list[str]:
-    """Who is reported dead, once so many are (or at once with 0), after `act`."""
+    """Return the reported deaths once there are `wait_for` (0: at once) after `act`."""
 
     async def run() -> list[str]:
         reported: list[str] = []
@@ -52,7 +53,7 @@ def deaths_of(processes: Mapping[str, ProcessName], act: Act, wait_for: int) -> 
         act(deaths)
         if wait_for:
             await asyncio.wait_for(enough.wait(), PATIENCE_S)
-        for _ in range(20):  # what lies ready would come now
+        for _ in range(20):  # pending reports would arrive now
             await asyncio.sleep(0)
         deaths.close()
         return reported
@@ -61,7 +62,7 @@ def deaths_of(processes: Mapping[str, ProcessName], act: Act, wait_for: int) -> 
 
 
 def pidfds() -> list[str]:
-    """Open descriptors of processes; what earlier tests of this process left open is no matter here."""
+    """Return the open pidfds; the caller disregards those that earlier tests of this process left open."""
     links = []
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""chitu-tiny answers through 1P1D and 2P3D as in transformers, and visibly worse where one page of D's pool is broken.
+"""chitu-tiny answers through 1P1D and 2P3D as in transformers, and visibly worse if one page of D's pool is broken.
 
 `chitu bench recall` does the same with 500 prompts of 2048 tokens.
 """
@@ -26,11 +26,11 @@ from chitu.bench.recall import (
 )
 
 LENGTHS = (100, 250, 500, 1000, 1500, 2048)
-"""Most tokens of a prompt."""
+"""Maximum lengths of a prompt, in tokens."""
 NUM_EACH = 12
 BROKEN_PAGE = 5
 NUM_ASKED = 6
-"""Prompts whose question is for a value in the broken page, and as many others."""
+"""Number of prompts that ask for a value in the broken page, and of prompts that do not."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_recall_through_pd_equals_transformers(
 
 @pytest.fixture(scope="module")
 def prompts_for_fault(recaller: Recaller) -> list[RecallPrompt]:
-    """Half of them ask for a value in the broken page."""
+    """Return prompts of which the first half ask for a value in the broken page."""
     rng = random.Random(12)
     asked: list[RecallPrompt] = []
     others: list[RecallPrompt] = []
@@ -95,7 +95,8 @@ def prompts_for_fault(recaller: Recaller) -> list[RecallPrompt]:
 
 @pytest.fixture(scope="module")
 def num_right_of_sound(recaller: Recaller, prompts_for_fault: list[RecallPrompt]) -> int:
-    """Right answers where nothing is broken, but the pool is just as small: the broken page is what differs."""
+    """Return the number of right answers with nothing broken and an equally small pool: only the broken page
+    differs."""
     *same_pool, _ = broken_page(BROKEN_PAGE, 2048)
     sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, same_pool, 1, FORKED)
     assert sound.answers == by_transformers(TINY_MODEL_DIR, prompts_for_fault).answers
@@ -107,8 +108,8 @@ def num_right_of_sound(recaller: Recaller, prompts_for_fault: list[RecallPrompt]
 def test_one_broken_page_shows_in_the_answers(
     transport: str, recaller: Recaller, prompts_for_fault: list[RecallPrompt], num_right_of_sound: int
 ) -> None:
-    """What makes the test above worth something: it fails where a single page of KV is wrong, and only the answers show
-    it. Every transfer ended well and no process complained."""
+    """Shows that the test above can fail: a single wrong page of KV shows in the answers, and only there. Every
+    transfer succeeds and no process reports an error."""
     assert num_right_of_sound >= 2 * NUM_ASKED - 1
     overrides = [*broken_page(BROKEN_PAGE, 2048), transport]
     run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, overrides, 1, FORKED)

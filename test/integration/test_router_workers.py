@@ -1,4 +1,4 @@
-"""A router of three API processes: one cluster to its clients, whoever answers, and whoever of them dies."""
+"""A router of three API processes: one cluster to its clients, whichever process answers, and whichever dies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from chitu.testing.router_process import RouterUnderTest
 
 WORKERS = 3
 WAIT_S = 60.0
-"""Generous: three Pythons start on what may be two busy cores."""
+"""Generous timeout: three Pythons start on as few as two busy cores."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def router(model: Path, tmp_path: Path) -> Iterator[RouterUnderTest]:
-    """With made-up instances: the text of an answer is its prompt, over and over."""
+    """Yield a router with fake instances: the text of an answer is its prompt, over and over."""
     router = forked_router(tmp_path, model, ("model.served_name=m", f"dp_config.router.workers={WORKERS}"))
     try:
         router.start()
@@ -53,14 +53,14 @@ def router(model: Path, tmp_path: Path) -> Iterator[RouterUnderTest]:
 
 
 def get(router: RouterUnderTest, path: str) -> httpx.Response:
-    """On a connection of its own, and so from any API process."""
+    """Get a path on a new connection, and so from any API process."""
     response = httpx.get(f"{router.url}{path}", timeout=30.0, trust_env=False)
     assert response.status_code == 200, response.text
     return response
 
 
 def from_each(router: RouterUnderTest, path: str) -> dict[str, httpx.Response]:
-    """The same question to every API process."""
+    """Return the answer of every API process to the same question."""
     answers: dict[str, httpx.Response] = {}
 
     def ask() -> bool:
@@ -73,7 +73,7 @@ def from_each(router: RouterUnderTest, path: str) -> dict[str, httpx.Response]:
 
 
 def connection_to(router: RouterUnderTest, worker: int) -> http.client.HTTPConnection:
-    """One that is kept alive, of that API process."""
+    """Return a kept-alive connection to that API process."""
     for _ in range(200):
         connection = http.client.HTTPConnection("127.0.0.1", router.ports["port"], timeout=30)
         connection.request("GET", "/health")
@@ -99,7 +99,8 @@ def metric(text: str, name: str) -> float:
 
 
 async def stream(client: httpx.AsyncClient, max_tokens: int, started: asyncio.Queue[str]) -> tuple[str, bool]:
-    """Which API process served it, told to `started` as soon as something came, and whether it was complete."""
+    """Stream a request; put the serving API process into `started` at the first data. Return that process and whether
+    the stream was complete."""
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
     text = worker = ""
     with contextlib.suppress(httpx.TransportError):
@@ -117,8 +118,9 @@ Streams = list[asyncio.Task[tuple[str, bool]]]
 
 
 async def start_streams(client: httpx.AsyncClient, count: int, max_tokens: int) -> tuple[Streams, int]:
-    """Once all have begun; with the replica (never process 0) that serves most of them: chance says who serves what,
-    and that none gets any of a dozen once in 500,000 times."""
+    """Start streams and wait until all have begun. Return them and the replica (never process 0) that serves most of
+    them. Which process serves a stream is random; that the replicas get none of a dozen happens once in 500,000
+    times."""
     started: asyncio.Queue[str] = asyncio.Queue()
     streams = [asyncio.create_task(stream(client, max_tokens, started)) for _ in range(count)]
     served = Counter([await started.get() for _ in streams])
@@ -163,7 +165,7 @@ def test_all_show_the_same_cluster_and_a_request_is_in_it_as_soon_as_it_was_answ
     for snapshot in snapshots:
         del snapshot["time_s"]
         for instance in snapshot["instances"]:
-            del instance["load"]  # a heartbeat may lie between two questions
+            del instance["load"]  # a heartbeat may come between two requests
     assert snapshots[0] == snapshots[1] == snapshots[2]
     assert len(snapshots[0]["requests"]) == 4 and len(snapshots[0]["workers"]) == WORKERS
 
@@ -208,7 +210,7 @@ def test_an_aborted_request_ends_in_whichever_process_it_runs(router: RouterUnde
     pairs: list[tuple[str, str]] = []
 
     async def abort(rid: str) -> httpx.Response:
-        """On a connection of its own."""
+        """Send an abort on its own connection."""
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as client:
             return await client.post("/abort_request", json={"rid": rid})
 
@@ -227,7 +229,7 @@ def test_an_aborted_request_ends_in_whichever_process_it_runs(router: RouterUnde
     async def run() -> None:
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as client:
             await asyncio.gather(*(one(client, f"r{number}") for number in range(16)))
-            # One that does not answer may have it: that is no silent zero.
+            # A process that does not answer may have the request: the answer is an error, not a silent zero.
             stopped = workers(router)[1].pid
             os.kill(stopped, signal.SIGSTOP)
             try:
@@ -264,13 +266,13 @@ def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: 
         async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
             streams, victim = await start_streams(client, 12, 400)
             async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
-                # Two seconds of tokens: it tells the router twice a second what it counted.
+                # Two seconds of tokens: the process reports its counts to the router twice a second.
                 while min(r["output_tokens"] for r in (await watcher.get("/cluster")).json()["requests"]) < 100:
                     await asyncio.sleep(0.05)
             os.kill(before[victim].pid, signal.SIGKILL)
-            # New ones are served as if nothing had happened.
+            # New requests are served as usual.
             late = [asyncio.create_task(stream(client, 3, asyncio.Queue())) for _ in range(6)]
-            # Its rooms end on the instances while the others' go on.
+            # Rooms of the dead process end on the instances while the other processes' rooms go on.
             async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
                 while True:
                     cluster = (await watcher.get("/cluster")).json()
@@ -289,7 +291,7 @@ def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: 
     after = workers(router)
     assert [w.index for w in after if w.pid != before[w.index].pid] == [victim]
     for answer in from_each(router, "/metrics").values():
-        # What the dead one had told is not lost.
+        # What the dead process had reported is not lost.
         assert metric(answer.text, "chitu_requests_total") == 12 + 6
     for answer in from_each(router, "/cluster").values():
         snapshot = answer.json()
@@ -306,7 +308,7 @@ def test_connections_to_a_process_that_hangs_are_served_by_another(router: Route
     hung = workers(router)[1]
     os.kill(hung.pid, signal.SIGSTOP)
     try:
-        # Some of them come before anybody knows of it.
+        # Some requests arrive before the hang is detected.
         answers = [complete(router) for _ in range(12)]
         wait_until(lambda: f"(pid {hung.pid}): no heartbeat" in router.log, WAIT_S, lambda: router.log[-2000:])
         answers += [complete(router) for _ in range(6)]

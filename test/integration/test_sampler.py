@@ -1,4 +1,4 @@
-"""The batched sampler against a naive one that works on one row at a time in numpy."""
+"""The batched sampler against a naive one that handles one row at a time in numpy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ params = st.builds(
     logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-20, 20, width=32), max_size=4),
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
     ignore_eos=st.booleans(),
-    # So few that words of several tokens come about.
+    # Few enough that words of several tokens occur.
     allowed_token_ids=st.sampled_from([(), (), (7, 3, 40, 41, 42), (96, 0, 1, 9)]),
     bad_words=st.lists(
         st.lists(st.sampled_from([7, 3, 40, 96, 0, 11]), min_size=1, max_size=3).map(tuple), max_size=4
@@ -185,7 +185,7 @@ def test_a_retracted_request_goes_on_with_the_tokens_it_would_have_got(retracted
             if step == retract_at:
                 for slot in slots:
                     sampler.release(slot)
-                # Back in other slots, in another order.
+                # Admitted again to other slots, in another order.
                 held = [2 * len(MIXED) - 1 - slot for slot in slots]
                 for slot, p in enumerate(MIXED):
                     sampler.admit(held[slot], ids([4, 4, 9, *emitted[slot]]), 3, p)
@@ -230,7 +230,7 @@ def test_a_bad_word_may_be_ended_only_by_what_it_does_not_end_with() -> None:
     sampler = Sampler(1, VOCAB, CPU, EOS)
 
     def drawn(emitted: list[int], wanted: int, prompt: tuple[int, ...] = (1,)) -> int:
-        """The token of a row in which nothing is likely but `wanted`, and far behind it 90."""
+        """Return the token of a row in which only `wanted` is likely, and 90 is a distant second."""
         sampler.admit(0, ids([*prompt, *emitted]), len(prompt), word)
         row = torch.zeros(1, VOCAB)
         row[0, wanted], row[0, 90] = 30.0, 1.0
@@ -242,7 +242,7 @@ def test_a_bad_word_may_be_ended_only_by_what_it_does_not_end_with() -> None:
     assert drawn([50], 51) == 90
     assert drawn([50, 3], 51) == 51
     assert drawn([], 51, prompt=(1, 50)) == 51, "a prompt is not followed"
-    # Followed from step to step, without a new admission.
+    # The word is matched from step to step, without a new admission.
     sampler.admit(0, ids([1]), 1, word)
     for wanted, expected in ((50, 50), (51, 90), (50, 50), (50, 50), (51, 90), (51, 51), (60, 90)):
         row = torch.zeros(1, VOCAB)
@@ -265,7 +265,7 @@ def test_what_is_not_allowed_is_never_drawn_also_where_bad_words_leave_nothing()
 
 
 def num_kept(sampler: Sampler) -> int:
-    """Numbers on the device, however they are held, but for those of penalties."""
+    """Count the numbers on the device, in whatever structure, except those of penalties."""
     found, seen = [sampler], set()
     total = 0
     while found:
@@ -351,7 +351,7 @@ def test_successive_draws_of_one_seed_are_independent() -> None:
 
 
 def test_top_p_that_needs_more_than_the_first_candidates_is_exact() -> None:
-    """A flat row: the nucleus is far larger than what a CPU looks at first."""
+    """On a flat row the nucleus is far larger than the candidates that a CPU tries first."""
     vocab = 8 * sampling_ops.NARROW_SEARCH
     rows = logits_of(3, seed=8, vocab=vocab, std=0.3)
     p = SamplingParams(max_tokens=9, top_p=0.9, seed=5)

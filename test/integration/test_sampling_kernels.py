@@ -1,4 +1,5 @@
-"""The sampling kernels under Triton's interpreter against their torch twin: every token equal, not nearly so."""
+"""The sampling kernels under Triton's interpreter against their torch twin: every token is equal, not just nearly
+all."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ VOCAB, CHUNK = 97, 64
 EOS = (2, 5)
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
 ROOMY, NARROW = 128, 8
-"""Room for collected tokens: for all of a row, and for so few that the whole row is searched."""
+"""Capacities for collected tokens: enough for a whole row, and so few that the whole row is searched."""
 
 
 def params(**changes: object) -> SamplingParams:
@@ -51,7 +52,7 @@ MIXED = [
 
 
 def sampler_of(batch: list[SamplingParams], capacity: int | None, vocab: int = VOCAB, chunk: int = CHUNK) -> Sampler:
-    """By kernels if there is a `capacity`, else by torch."""
+    """Return a sampler that uses kernels if there is a `capacity`, and torch otherwise."""
     kernels = SamplingKernels(len(batch), vocab, CPU, chunk, capacity) if capacity is not None else None
     sampler = Sampler(len(batch), vocab, CPU, EOS, kernels)
     for slot, p in enumerate(batch):
@@ -132,7 +133,7 @@ def test_rows_may_be_strided_and_plain_ones_are_argmax() -> None:
 
 
 def test_candidates_may_fill_more_than_one_chunk() -> None:
-    """More than CHUNK tokens are collected, and they fit: what a flat row of a real vocabulary looks like."""
+    """More than CHUNK tokens are collected, and they fit, as with a flat row of a real vocabulary."""
     vocab, chunk = 300, 64
     batch = [params(top_p=0.97), params(top_k=150), params(min_p=0.3)]
     logits = logits_of(len(batch), 3, std=0.5, vocab=vocab)

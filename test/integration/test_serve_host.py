@@ -1,4 +1,4 @@
-"""`chitu serve --host`: the HTTP API is reached from outside, and nothing else of the cluster is."""
+"""`chitu serve --host`: the HTTP API can be reached from outside, and nothing else of the cluster can."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def serve(model: Path, *arguments: str) -> list[str]:
 
 
 def complete(url: str) -> int:
-    """Tokens of an answer."""
+    """Complete a prompt and return the number of tokens."""
     body = {"model": "tiny", "prompt": [300, 301, 302], "max_tokens": 4, "ignore_eos": True}
     request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
@@ -39,14 +39,14 @@ def complete(url: str) -> int:
 
 
 def listening() -> set[tuple[str, int]]:
-    """Addresses and ports of all TCP listeners of the network namespace that this thread is in."""
+    """Return addresses and ports of all TCP listeners of this thread's network namespace."""
     found = set()
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/thread-self/net/{name}").read_text().splitlines()[1:]:
             local, _, state = line.split()[1:4]
             if state == LISTENING:
                 address, port = local.split(":")
-                # Words of four bytes, each in the order of this machine.
+                # Words of four bytes, each in this machine's byte order.
                 words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
                 found.add((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
     return found

@@ -1,4 +1,4 @@
-"""`chitu serve` with the real processes: it answers, heals, ends in time, and leaves nobody behind."""
+"""`chitu serve` with the real processes: it answers, recovers, ends in time, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_serve_answers_heals_and_ends_what_runs_at_the_signal(model: Path, tmp_p
         assert reply.readline().startswith(b"data: ")
         process.process.send_signal(signal.SIGTERM)
         events = [line for line in reply.read().split(b"\n") if line]
-        # Within the drain time it is either complete, or told that the server goes: it is never cut off without a word.
+        # Within the drain time it either completes or gets an error: it is never cut off silently.
         assert events[-1] == b"data: [DONE]" or b'"error"' in events[-1]
         connection.close()
         assert process.process.wait(10) == 0

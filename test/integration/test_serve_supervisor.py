@@ -1,4 +1,4 @@
-"""The supervisor with stand-in processes: who died, who comes back, and that nobody stays behind."""
+"""The supervisor with stand-in processes: which process died, which is restarted, and that none is left behind."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ENVIRONMENT = {"PYTHONPATH": str(STANDINS)}
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What the configuration checks want to see of a model."""
+    """Return a folder with what the configuration checks require of a model."""
     (tmp_path / "config.json").write_text("{}")
     return tmp_path
 
 
 DRAIN = "dp_config.router.pd_disaggregation.deadlines.drain_s=20"
-"""So that a process that ends by itself, on a machine that does much else, is not killed."""
+"""Setting by which a process that ends by itself is not killed on a busy machine."""
 
 
 def cluster(
@@ -71,7 +71,7 @@ def alive(marks: list[str]) -> list[int]:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The temporary folder of the launcher."""
+    """Return the launcher's temporary folder."""
     path = tmp_path / "tmp"
     path.mkdir()
     monkeypatch.setenv("TMPDIR", str(path))
@@ -80,7 +80,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
-    """`chitu serve` with stand-ins, until the test ends it; under torchrun unless a parameter says False."""
+    """Yield `chitu serve` with stand-ins until the test ends; under torchrun unless a parameter says False."""
     torchrun = getattr(request, "param", True)
     code = (
         "import sys; from chitu.config.load import load_topology; from chitu.launch.plan import Entries\n"
@@ -189,7 +189,7 @@ def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) 
 
         wait_until(lambda: looked("P0 cannot be started again now"), 30, "a failed start")
         assert started.alive(ROUTER) and started.alive("D0")
-        logs.unlink()  # and nobody makes the folder
+        logs.unlink()  # the folder stays missing
         wait_until(lambda: looked("P0 is started again"), 30, "a start")
         wait_until(lambda: started.ready(), 60, "P0 to be ready")
 

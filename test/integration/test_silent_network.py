@@ -20,9 +20,9 @@ from chitu.net.sockets import CONNECT_TIMEOUT_MS, TCP_SILENCE_MS
 from chitu.testing.steady_load import RIGHT, count_outcomes
 
 SILENT_S = 11.0
-"""Longer than TCP's patience."""
+"""Duration of a silence, longer than TCP's patience."""
 HEALED_S = (TCP_SILENCE_MS + CONNECT_TIMEOUT_MS) / 1000 + 8
-"""Whatever half-open connection is left is given up, a new one made, and a view come, on a machine that does much else.
+"""Time to recover on a busy machine: half-open connections are given up, new ones established, and a view arrives.
 TCP's own patience would be minutes."""
 ALL = ",".join(f"router-{name}" for name in INSTANCES)
 CELLS = [(SILENT_S, ALL), (SILENT_S, "router>P0,D0>router,P1-D1")]
@@ -43,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SilenceCluster
 
 @pytest.fixture(scope="module")
 def most_descriptors(cluster: SilenceCluster) -> dict[str, int]:
-    """With every connection open; some are only opened when they are needed."""
+    """Return each process's descriptors with every connection open; some are only opened on demand."""
     return cluster.descriptors()
 
 
@@ -51,7 +51,7 @@ def most_descriptors(cluster: SilenceCluster) -> dict[str, int]:
 def test_after_a_silence_everything_is_as_before(
     cluster: SilenceCluster, most_descriptors: dict[str, int], seconds: float, wires: str
 ) -> None:
-    """`wires`: `a-b` is silent both ways, `a>b` one way."""
+    """Wires are written `a-b` if silent both ways, and `a>b` if silent one way."""
     load, network = cluster.load, cluster.net
     load.resume()
     for wire in wires.split(","):
@@ -62,7 +62,7 @@ def test_after_a_silence_everything_is_as_before(
     healed_s = wait_for(lambda: not cluster.away(), HEALED_S, lambda: "; ".join(cluster.away()))
     load.pause(PATIENCE_S + 10)
     outcomes = count_outcomes(load.take_answers())
-    # Where a pair is left it serves all; else clients are told so.
+    # If a pair is left, it serves everything; otherwise clients get an error.
     assert set(outcomes) <= {RIGHT} | ({"no_instance", "prefill_lost", "decode_lost"} if wires == ALL else set())
     cluster.check_all_serve()
     rest_s = wait_for(lambda: not cluster.not_at_rest(), HEALED_S, lambda: "; ".join(cluster.not_at_rest()))

@@ -1,8 +1,8 @@
-"""Mooncake between hosts whose wires are slow, then silent, then sound again: the pairs come back by themselves.
+"""Mooncake between hosts whose wires are slow, then silent, then sound again: the pairs recover by themselves.
 
-A slow write ends in nobody's time, so a P stops writing to a D. It goes on when the writes are known to be over: TCP
-tries again after as long as the trouble has lasted, and may have taken that for the round trip, so that a packet more
-waits as long again; `HEALED_S` later all serve and no page is kept. Nobody is busy with waiting.
+A slow write misses every deadline, so a P stops writing to a D. It resumes when the writes are known to be over. TCP
+retries only after as long as the trouble lasted, and may have taken that for the round trip, so that another packet
+waits as long again. `HEALED_S` later all serve and no page is kept. No thread waits busily.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from silence_cluster import KEY, SilenceCluster
 from chitu.testing.steady_load import RIGHT, Ask, count_outcomes
 
 SLOW_BYTES_S = 2000
-"""From P to D alone: announcements arrive at once, and the KV of one prompt takes half a minute."""
+"""Bandwidth from P to D alone: announcements arrive at once, and the KV of one prompt takes half a minute."""
 PROMPT = 900
 SUSPENDED_S = 40.0
-"""A write of 5 s has failed, though it came late to it on a busy machine."""
+"""Time until a write of 5 s has failed, even if it starts late on a busy machine."""
 SILENT_S = 6.0
 HEALED_S = 10.0
-"""For settle attempts and breakers."""
+"""Time for settle attempts and breakers."""
 SETTINGS = [
     f"{KEY}.pd_disaggregation.transport=mooncake",
     f"{KEY}.pd_disaggregation.staging_mb=4",
@@ -69,7 +69,7 @@ def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it
         answers = load.send(asks)
         wait_for(lambda: any(map(cluster.suspended, PREFILLS)), SUSPENDED_S, lambda: "no pair is suspended")
         for p, d in WIRES:
-            network.drop(p, d)  # at once: a slow write ends in its own time
+            network.drop(p, d)  # at once, while the slow writes are in flight
         before = {p: cpu_s(cluster, p) for p in PREFILLS}
         threading.Event().wait(SILENT_S)
         assert all(cpu_s(cluster, p) - before[p] < SILENT_S / 2 for p in before), "a thread is busy with waiting"

@@ -1,4 +1,4 @@
-"""Twenty seconds of `chitu bench soak`; the long one is run by hand (docs/operations.md)."""
+"""Twenty seconds of `chitu bench soak`; run the long one by hand (docs/operations.md)."""
 
 from __future__ import annotations
 

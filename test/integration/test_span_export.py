@@ -1,5 +1,5 @@
-"""Spans on their way to a collector, by OpenTelemetry's SDK: whose trace they belong to, and what a collector that
-hangs costs. A whole cluster's are in `test_metrics_cluster.py`."""
+"""Spans exported to a collector by OpenTelemetry's SDK: the trace they belong to, and the cost of a hanging collector.
+Those of a whole cluster are in `test_metrics_cluster.py`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_request_is_one_trace_over_router_p_and_d_beneath_its_clients() -> Non
         export = SpanExport(collector.url, "1.0", lambda: 13.0)  # it ended a second ago
         export.record(scope(traceparent=f"00-{TRACE}-{PARENT}-01", tracestate="a=b"), 10.0, lambda: REQUEST)
         export.record(scope(traceparent="no such thing"), 10.0, lambda: REQUEST)
-        export.record(scope(traceparent=f"00-{TRACE}-{PARENT}-00"), 10.0, lambda: REQUEST)  # its client samples others
+        export.record(scope(traceparent=f"00-{TRACE}-{PARENT}-00"), 10.0, lambda: REQUEST)  # not sampled by the client
         export.close()
         root, prefill, decode = sorted(collector.spans(TRACE), key=lambda span: span.start_ns)
         assert len(collector.spans()) == 6 and len({span.trace_id for span in collector.spans()}) == 2

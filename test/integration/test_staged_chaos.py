@@ -1,5 +1,5 @@
 """Cells of the chaos matrix (`test_chaos.py`) with staged transfers: a process dies, freezes or is cut off while groups
-lie in segments, and every request of a 2P2D is right all the same."""
+are in segments, and every request of a 2P2D is still right."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Real P and D with `transfer: staged`, over shm and Mooncake: right tokens, nothing leaks, P and D may be killed.
+"""Real P and D with `transfer: staged`, over shm and Mooncake: right tokens, no leaks, and P and D may be killed.
 
-The instances have the checksum engine: every token depends on every byte of KV in the pages, `expected_tokens` says
-what is right whichever way the bytes came. Two segments of 1 MiB, so that requests wait for each other's.
+The instances have the checksum engine: every token depends on every byte of KV in the pages, and `expected_tokens`
+gives the right ones whichever way the bytes came. There are two segments of 1 MiB, so requests wait for each other.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def assert_right(cluster: LocalCluster, prompts: list[list[int]]) -> None:
 
 
 def assert_whole(cluster: LocalCluster) -> None:
-    """Pages and rows are all free, and writing goes on."""
+    """Wait until pages and rows are all free and no writes are suspended."""
 
     def whole() -> bool:
         loads = instance_loads(cluster.url)
@@ -111,7 +111,7 @@ def test_clients_that_leave_at_random_moments_leak_neither_pages_nor_segments(cl
 def test_after_a_kill_in_the_middle_of_transfers_the_other_side_is_whole_and_serves_the_next(
     cluster: LocalCluster, name: str
 ) -> None:
-    """The new P is granted the segments of the dead one; the new D brings its own."""
+    """The new P gets the segments of the dead one; the new D brings its own."""
     other = "P0" if name == "D0" else "D0"
     pid = cluster.pid(other)
 

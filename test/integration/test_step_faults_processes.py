@@ -1,4 +1,4 @@
-"""1P1D with the real engine: a request that makes a step raise fails alone, and nobody is restarted."""
+"""1P1D with the real engine: a request that makes a step raise fails alone, and no process is restarted."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_request_that_makes_the_model_raise_fails_alone(tmp_path: Path, monkey
             body_of([*PROMPTS[3], POISON_OF_P, 5], 8),
             body_of(PROMPTS[4], 9, logit_bias={str(POISON_OF_D): 1.0}),
         ]
-        for _ in range(3):  # as often as opens a circuit breaker
+        for _ in range(3):  # enough to open a circuit breaker
             replies = answers(cluster.url, [*good[:4], *bad, *good[4:]])
             found = [replies.pop(4), replies.pop(4)]
             assert [(reply.status_code, reply.json()["error"]["code"]) for reply in found] == [(500, "step_failed")] * 2

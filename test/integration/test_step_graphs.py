@@ -1,5 +1,5 @@
 """Recorded steps give the tokens of steps that are not recorded. Here the twin records: the same function again, on the
-same tensors, padded to the same buckets; on a GPU `test/gpu` runs the same cases with CUDA graphs."""
+same tensors, padded to the same buckets. On a GPU, `test/gpu` runs the same cases with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from chitu.kv_cache.pool import KVPool
 from chitu.ops.torch_ops import TorchOps
 
 DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
-"""torch's operations look at a batch's host side for spans, so with them only decodes can be recorded."""
+"""Records decodes only: torch's operations read a batch's host side for spans, so prefill cannot be recorded with
+them."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def test_rows_that_pad_a_bucket_write_into_nobodys_page(checkpoint):
     folder, _ = checkpoint
     engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=256)
     prompts = [make_prompt(20), make_prompt(21), make_prompt(5)]
-    generate(engine, prompts[:1], 2)  # what was recorded so far wrote once
+    generate(engine, prompts[:1], 2)  # the recording itself writes once
     before = [region.clone() for region in (*engine.pool.k, *engine.pool.v)]
     admit = [engine.admit(slot, prompt, 64) for slot, prompt in enumerate(prompts)]
     own = sorted(page for entry in admit for page in entry.pages)
@@ -57,7 +58,7 @@ def test_rows_that_pad_a_bucket_write_into_nobodys_page(checkpoint):
 
 
 def test_a_slot_that_was_away_goes_on_where_it_stopped(checkpoint):
-    """The batch of a recording is the same list of slots again, at other positions."""
+    """The recorded batch has the same list of slots again, at other positions."""
     folder, reference = checkpoint
     engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=256)
     prompt = make_prompt(30)

@@ -1,4 +1,4 @@
-"""The embedded model loads in transformers as it is and gives right answers there (a small sample; the training script
+"""The embedded model loads unchanged in transformers and gives right answers there (a small sample; the training script
 prints the table of hundreds of prompts)."""
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Ask = Callable[[str], str]
 
 @pytest.fixture(scope="module")
 def ask() -> Ask:
-    """A user message to the greedy answer by transformers in float32, as text without special tokens."""
+    """Return a function from a user message to transformers' greedy answer in float32, as text without special
+    tokens."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
 

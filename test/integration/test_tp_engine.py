@@ -37,7 +37,7 @@ LENGTHS = (1, 16, 37, 150)
 
 
 class Meeting:
-    """What the ranks of one instance share: a table to put tensors on, a barrier, and a queue to each follower."""
+    """State that the ranks of one instance share: a table for tensors, a barrier, and a queue to each follower."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -118,7 +118,7 @@ class Ranks:
     admit = Engine.admit
 
     def close(self) -> None:
-        """The main rank ends the instance; a follower that had failed says so here."""
+        """End the instance from the main rank; raise the error of a follower that failed."""
         self.runner.close()
         for follower in self._followers:
             follower.result(timeout=30)
@@ -170,7 +170,7 @@ def test_uneven_shares_of_vocabulary_and_mlp_change_nothing(tmp_path: Path) -> N
 
 
 def test_an_mlp_share_as_wide_as_the_hidden_state_changes_nothing(tmp_path: Path) -> None:
-    """The result of gate and up then has the shape of what the down projection makes of it."""
+    """The result of gate and up then has the shape of the down projection's result."""
     import transformers
 
     config = transformers.LlamaConfig(

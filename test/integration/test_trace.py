@@ -1,5 +1,5 @@
-"""Trace records of real clusters: every field is there and right, over both sides of a transfer, a killed D, a wrong
-byte; and what `chitu trace` makes of them."""
+"""Trace records of real clusters: every field is present and right, over both sides of a transfer, a killed D and a
+wrong byte; and the output of `chitu trace`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksu
 ROUTER = "dp_config.router"
 PAGE_SIZE, PROMPT, TOKENS = 16, list(range(20, 60)), 12
 NUM_PAGES = 3
-"""Of that prompt; its tokens fill another one, in which the 9th of them begins."""
+"""Full pages of that prompt. Its tokens fill another page, which begins within the 9th of them."""
 VOCAB_SIZE = 1280
 
 
@@ -89,7 +89,7 @@ def ask(cluster: LocalCluster, name: str, trace: str | None = "1", **fields: Any
 
 
 def traced(cluster: LocalCluster, name: str) -> TraceAnswer:
-    """Once both sides have said how it ended."""
+    """Return the trace once both sides have reported its end."""
     client, found = RouterClient(cluster.url), list[TraceAnswer]()
 
     def is_there() -> bool:
@@ -257,7 +257,7 @@ def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path
         client = RouterClient(cluster.url)
 
         def decoding() -> str | None:
-            """On which D, once its records have come to the router, with tokens."""
+            """Return the D that decodes, once its records with tokens have reached the router."""
             try:
                 steps = of(client.trace("killed"), TraceStep)
             except UnknownTrace:
@@ -283,5 +283,5 @@ def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path
         assert [s.what for s in spans if s.where == victim][-1] == "no record of its end"
         starts = {s.where: s.start_s for s in reversed(spans)}
         assert starts[victim] < starts[second.decode], "in the order in which they ran"
-        text = command("killed", "--dir", str(tmp_path / "records"), code=1)  # of the flips
+        text = command("killed", "--dir", str(tmp_path / "records"), code=1)  # because of the flips
         assert "attempt 1" in text and "attempt 2" in text and first.error in text

@@ -64,7 +64,7 @@ def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
     else:
         own_receiver.ask("break")
     began = Trouble(writer)
-    if writer.kind == "nixl":  # which tries a connection once it was idle
+    if writer.kind == "nixl":  # NIXL probes a connection that was idle
         threading.Event().wait(TRUSTED_S)
     while own_receiver.crcs(4)[6] != page_crcs(writer.pool, 4)[5]:
         try:
@@ -78,7 +78,8 @@ def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
 def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     writer: Writer, own_receiver: Receiver, breaks: bool
 ) -> None:
-    """`breaks`: our end of the connection ends meanwhile; the peer's kernel has bytes that its process has not read."""
+    """With `breaks`, our end of the connection ends meanwhile; the peer's kernel has bytes that its process has not
+    read."""
     if writer.kind not in ("mooncake", "nixl"):
         pytest.skip(f"{writer.kind} writes do not need the peer to run")
     if breaks and writer.kind != "mooncake":
@@ -97,7 +98,7 @@ def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     assert trouble.cpu_share < 0.5, "a thread is busy with waiting"
     own_receiver.process.send_signal(signal.SIGCONT)
     trouble.settle_after(peer)
-    for index in range(NUM_REGIONS):  # at once: what was sent from here on would be this
+    for index in range(NUM_REGIONS):  # at once: a write that starts from here on would carry this value
         region(pool, index).fill_(7.0)
     late = page_crcs(pool, 0)[0]
     seen = own_receiver.all_crcs()

@@ -1,4 +1,4 @@
-"""Sessions that name other memory than they should: transports of one host refuse them and leave nothing open."""
+"""Sessions that claim memory that they should not: transports of one host refuse them and leave nothing open."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A network between P and D that is slow, silent or breaks connections while a write is in flight, and sound again.
+"""A network between P and D that is slow, silent or breaks connections while a write is in flight, and then recovers.
 
-The wire towards D is so slow that what is written takes minutes, so that a write of a second certainly does not end.
+The wire towards D is so slow that a write takes minutes, so a write with a timeout of a second certainly does not end.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from chitu.kv_transfer.transports.transport import WriteError
 
 pytestmark = pytest.mark.parametrize("writer", BETWEEN_HOSTS, indirect=True, scope="module")
 SLOW_BYTES_S = 5000
-"""A socket's first buffer takes longer than the trouble lasts."""
+"""Bandwidth at which a socket's first buffer takes longer than the trouble lasts."""
 
 
 @pytest.fixture
 def network(writer: Writer) -> Iterator[Network]:
-    """Sound again when the test has ended, also when it failed."""
+    """Yield the network, and heal it when the test has ended, even if it failed."""
     assert writer.way.network is not None
     yield writer.way.network
     writer.way.network.heal()
@@ -32,7 +32,7 @@ def network(writer: Writer) -> Iterator[Network]:
 def test_a_write_that_the_network_stopped_settles_when_it_is_back_and_the_pair_goes_on(
     writer: Writer, network: Network, own_receiver: Receiver, trouble: str
 ) -> None:
-    """Nobody is busy with waiting meanwhile."""
+    """No thread waits busily meanwhile."""
     if trouble == "broken" and writer.kind != "mooncake":
         pytest.skip("NIXL writes of broken connections are settled by the peer's death alone")
     pages = writer.way.many_pages

@@ -1,5 +1,5 @@
 """What a transport writes arrives, on one host and between hosts that are 2 ms and 40 ms apart: pages and aux rows, by
-shm, Mooncake, NIXL, cuda_ipc on its twin of a GPU and on a GPU, where there is one."""
+shm, Mooncake, NIXL, cuda_ipc on its twin of a GPU and on a GPU, if there is one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDLE_S = 1.0
 
 
 class Later:
-    """`Ready` whose work is done when it is waited for."""
+    """A `Ready` that runs its work when it is waited for."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work

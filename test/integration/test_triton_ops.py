@@ -1,6 +1,6 @@
 """The Triton kernels under Triton's interpreter, on a CPU: the same source that a GPU runs equals the reference twin.
 
-What the interpreter cannot show, that every kernel compiles for the GPU, is shown beside it in a process of its own.
+The interpreter cannot show that every kernel compiles for the GPU; a separate process shows that.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPS = TritonOps(num_multiprocessors=132)
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Within a few roundings of the dtype."""
+    """Assert equality within a few roundings of the dtype."""
     eps = torch.finfo(expected.dtype).eps
     torch.testing.assert_close(found, expected, rtol=8 * eps + 1e-5, atol=16 * eps + 1e-5)
 
@@ -41,7 +41,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     ("heads", "dtype", "seed"),
     [
         ((8, 4, 64), torch.float32, 0),
-        ((7, 1, 128), torch.float32, 1),  # a group of query heads that is no power of two
+        ((7, 1, 128), torch.float32, 1),  # a group of query heads that is not a power of two
         ((4, 2, 16), torch.float32, 2),
         ((6, 2, 80), torch.float16, 3),  # nor is the head
     ],
@@ -58,7 +58,7 @@ def test_attention_equals_the_reference(heads, dtype, seed):
 
 @pytest.mark.parametrize(("splits", "kv_heads"), [(1, 2), (2, 2), (8, 2), (64, 1)])
 def test_a_sequence_of_any_length_may_be_cut_into_any_number_of_splits(splits, kv_heads):
-    """Also shorter than the number of splits: those without a key add nothing."""
+    """Includes sequences shorter than the number of splits: splits without a key add nothing."""
     heads, dim = 2 * kv_heads, 32
     torch.manual_seed(splits)
     table = torch.randperm(NUM_PAGES)[: 6 * MAX_PAGES].view(6, MAX_PAGES)
@@ -88,7 +88,7 @@ def test_attention_never_reads_past_the_end_of_a_sequence():
 
 
 def test_narrow_tiles_of_float32_equal_the_reference():
-    """As a GPU gets them: a tile of the batch is two programs, of which the second may have no row."""
+    """As on a GPU, a tile of the batch is two programs, of which the second may have no row."""
     heads, kv_heads, dim, lengths = 2, 1, 16, [1, 32, 33, 70]
     table = torch.randperm(NUM_PAGES)[: 4 * MAX_PAGES].view(4, MAX_PAGES)
     starts = [0, 5, 0, 20]
@@ -179,7 +179,7 @@ def test_a_strided_input_is_read_as_it_looks():
 
 @pytest.mark.parametrize("unit", [16, 4, 1])
 def test_scattered_pieces_are_copied_whatever_their_alignment(unit):
-    """One launch; the bytes between the pieces stay as they are."""
+    """One launch copies them; the bytes between the pieces stay as they are."""
     torch.manual_seed(unit)
     source, target = (
         torch.randint(0, 256, (4, 20_000), dtype=torch.uint8),
@@ -204,7 +204,7 @@ def test_a_long_copy_is_cut_into_pieces_that_make_it_up_again():
     ] == [8, 4, 1]
 
 
-@pytest.mark.timeout(320)  # a minute and a half of a core, shared with others
+@pytest.mark.timeout(320)  # a minute and a half of a core, which other processes share
 def test_every_kernel_compiles_for_the_gpu():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parent / "compile_kernels.py"
@@ -213,7 +213,7 @@ def test_every_kernel_compiles_for_the_gpu():
     assert found.returncode == 0, found.stderr
     kernels = json.loads(found.stdout)
     sources = (Path(__file__).parents[2] / "chitu" / "ops" / "kernels").glob("*.py")
-    # A function that returns a value is called by kernels; what is launched returns none.
+    # A function that returns a value is called by kernels; a launched kernel returns none.
     jitted = [part for source in sources for part in re.split(r"@triton\.jit.*\n", source.read_text())[1:]]
     bodies = [part.split("\n\n\n")[0] for part in jitted]
     defined = {body.split("(")[0].removeprefix("def ") for body in bodies if "\n    return " not in body}

@@ -1,4 +1,4 @@
-"""A log that cannot be written costs its lines and nothing else: leases and time-outs go on."""
+"""A log that cannot be written loses its lines and nothing else: leases and timeouts still end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fill(router: RouterUnderTest, folder: Path) -> None:
-    """Not a byte more fits into any file, as on a full disk (EFBIG where that says ENOSPC)."""
+    """Let no file grow by a single byte, as on a full disk (with EFBIG instead of ENOSPC)."""
     for pid in router.pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 
@@ -35,7 +35,7 @@ Break = Callable[[RouterUnderTest, Path], None]
 
 @pytest.fixture(params=["full disk", "reader gone"])
 def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Break]]:
-    """A folder for the router, and what makes its log fail for good."""
+    """Yield a folder for the router, and a function that makes its log fail permanently."""
     if request.param == "full disk":
         yield tmp_path, fill
         return
@@ -53,7 +53,7 @@ def test_leases_and_time_outs_end_though_the_log_cannot_be_written(
         worker = router.start_worker("P0,D0", "--step-s", "3600")
         break_log(router, folder)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}
-        for _ in range(3):  # the log has lines to write, and fails more than once
+        for _ in range(3):  # several log lines, each of which fails
             answer = httpx.post(
                 f"{router.url}/v1/completions",
                 json=body,

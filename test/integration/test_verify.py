@@ -1,6 +1,7 @@
-"""`chitu verify` on a real 2P2D of chitu-tiny: it finds nothing wrong where nothing is, and names what is planted.
+"""`chitu verify` on a real 2P2D of chitu-tiny: it reports no fault if there is none, and names planted ones.
 
-The clusters compute in float32; which pair gets which request is the router's (the default policy)."""
+The clusters compute in float32; the router chooses the pair of each request (the default policy).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ from chitu.protocol.receipt import Receipt, sealed
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"
 PAGES = (400, 401)
-"""Of D0 and D1: by it a transport that is to harm one of them knows them apart."""
+"""Pool sizes of D0 and D1, by which a transport that is to harm one of them tells them apart."""
 PATIENCE_S = 300
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,7 +54,7 @@ class World:
         self.folder, self.cluster, self.engine = folder, cluster, engine
 
     def plant(self, **faults: dict[str, Any]) -> None:
-        """By instance; those that had one and those that get one start anew."""
+        """Plant faults by instance; restart the instances that had a fault and those that get one."""
         file = self.folder / "planted.json"
         before = json.loads(file.read_text())
         file.write_text(json.dumps(faults))
@@ -93,7 +94,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture(scope="module")
 def broken_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """chitu-tiny with the sign of one weight of layer 1 flipped, the largest of its value projection."""
+    """Return chitu-tiny with the sign of one weight of layer 1 flipped, the largest of its value projection."""
     folder = tmp_path_factory.mktemp("models") / "broken"
     shutil.copytree(TINY_MODEL_DIR, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -117,7 +118,7 @@ def test_a_cluster_in_which_all_is_right(world: World, capsys: pytest.CaptureFix
     [
         ("P1", "weight", "P1", 1),
         ("D0", "weight", "D0", 1),
-        ("D1", "kernel", "D1", 2),  # what comes out of the attention of layer 1 goes into it
+        ("D1", "kernel", "D1", 2),  # layer 1's attention output is layer 2's input
         ("P0", "flip", "P0-D1", 1),
     ],
 )
@@ -143,8 +144,8 @@ def test_the_guilty_one_is_named_and_the_layer_and_page_where_it_begins(
 
 
 def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_flushed(world: World) -> None:
-    """`verify_kv` is off here. The byte is flipped by the planted transport once; D1 has it from then on, whatever
-    becomes of P0, and nobody sees it who takes no cached pages."""
+    """`verify_kv` is off here. The planted transport flips the byte once. From then on D1 has it, whatever becomes of
+    P0, and no request notices it unless it takes cached pages."""
     url, past_cache = world.cluster.url, {"cache_prompt": False}
     client = RouterClient(url)
     prober = Prober(client, None, client.model_name(), max_tokens=12, timeout_s=60.0)
@@ -152,7 +153,7 @@ def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_fl
     assert layout is not None
 
     def ask(wanted: set[str], **options: Any) -> Asked:
-        """Over this P and D; each prompt has a salt of its own unless one is given."""
+        """Ask over this P and D; each prompt has its own salt unless one is given."""
         for number in range(20):
             answer = prober.ask(number, prompt, False, **{"cache_prompt": True, "cache_salt": str(number)} | options)
             assert answer.pair is not None, answer
@@ -180,7 +181,7 @@ def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_fl
 
 
 def test_the_references_are_an_engine_that_it_starts_and_transformers(world: World) -> None:
-    """Of the folder that the cluster's topology names."""
+    """The engine and transformers use the folder that the cluster's topology names."""
     world.plant()
     said: list[str] = []
     options = VerifyOptions(world.cluster.url, max_rounds=1, max_tokens=8, entries=FORKED)
@@ -201,7 +202,7 @@ def test_a_transformers_that_computes_a_model_wrongly_is_no_reference(
 
 
 def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: Path, broken_model: str) -> None:
-    """`verify_compute`: the very request that it served, or that it was the second one for, names it."""
+    """`verify_compute` finds it by a request that it served itself, or by one that it recomputed for the other P."""
     (tmp_path / "planted.json").write_text(json.dumps({"P1": {"model": broken_model}}))
     env = {planted_scheduler.ENVIRONMENT: str(tmp_path / "planted.json")}
     settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
@@ -225,8 +226,8 @@ def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: 
 def test_receipts_of_the_cluster_are_replayed_by_one_engine(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The answers are saved as they come, whole and streamed, and an engine that the command finds gives them again; a
-    receipt that was changed and sealed anew is found by its first wrong token."""
+    """The answers are saved as they arrive, whole and streamed, and the command's engine reproduces them. A receipt
+    that was changed and sealed anew is found by its first wrong token."""
     world.plant()
     rng = random.Random(7)
     asked: list[dict[str, Any]] = [

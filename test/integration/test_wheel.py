@@ -25,7 +25,8 @@ def _run(*argv: str, cwd: Path) -> str:
 
 
 def _build(tmp_path: Path) -> Path:
-    """The wheel; of a copy, so that nothing of an older build gets into it. Without isolation: it needs no network."""
+    """Build the wheel from a copy, so that no older build gets into it; without isolation, so that it needs no
+    network."""
     copy = tmp_path / "sources"
     for package in ("chitu", "benchmark"):
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -39,11 +40,12 @@ def _build(tmp_path: Path) -> Path:
 
 
 def _install(wheel: Path, folder: Path) -> Path:
-    """Its `bin`: an environment with the wheel, and with what it depends on from the one that runs this test."""
+    """Install the wheel, with the dependencies of the environment that runs this test; return the environment's
+    `bin`."""
     _run(sys.executable, "-m", "venv", "--without-pip", str(folder), cwd=wheel.parent)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # A path in a .pth file is looked at after the environment's own, and .pth files in it, as of an editable chitu, are
-    # not read.
+    # A path in a .pth file comes after the environment's own, and .pth files in it, as of an editable chitu, are not
+    # read.
     others = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (packages / "others.pth").write_text("".join(f"{path}\n" for path in others))
     pip = (sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install")

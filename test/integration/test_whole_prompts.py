@@ -1,4 +1,4 @@
-"""Which spans go to the device's library, and that the rows come out as those of the paged kernel would."""
+"""Which spans go to the device's library, and that the resulting rows equal those of the paged kernel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_mix_of_whole_prompts_chunks_and_decodes_equals_the_reference(seed):
 
 
 def prompts_over_nan(lengths: list[int], starts: list[int], dim: int) -> tuple[Batch, torch.Tensor]:
-    """Spans over pages in random order, K and V; what is behind the end of a sequence is NaN."""
+    """Return spans over pages in random order, K and V; everything behind the end of a sequence is NaN."""
     longest = max(start + length for start, length in zip(starts, lengths, strict=True))
     pages_each = -(-longest // PAGE_SIZE) + 1
     table = torch.randperm(len(lengths) * pages_each).view(len(lengths), pages_each)
@@ -65,7 +65,7 @@ def prompts_over_nan(lengths: list[int], starts: list[int], dim: int) -> tuple[B
         ([PAD_TOKENS], [0]),
         ([PAD_TOKENS - 1], [0]),
         ([PAD_TOKENS + 1], [0]),
-        ([300, 2 * PAD_TOKENS, 40, 2 * PAD_TOKENS + 1], [0, 0, 70, 0]),  # one of them behind a prefix
+        ([300, 2 * PAD_TOKENS, 40, 2 * PAD_TOKENS + 1], [0, 0, 70, 0]),  # one of these is behind a prefix
     ],
     ids=str,
 )
@@ -87,7 +87,7 @@ def test_padded_prompts_equal_the_twin_and_few_shapes_reach_the_library(lengths,
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     whole = [length for length, start in zip(lengths, starts, strict=True) if not start]
     assert len(seen) == len(whole)
-    # A plan is kept by sizes and strides: prompts that are padded to the same length have the same of both.
+    # A plan is cached by sizes and strides: prompts that are padded to the same length share both.
     assert [shapes[0][0][2] for shapes in seen] == [padded_length(length) for length in whole]
     rows = {length: (4 * spec.head_dim, length * spec.head_dim) for length in map(padded_length, whole)}
     assert [(shapes[0][1][2], shapes[1][1][1]) for shapes in seen] == [rows[padded_length(n)] for n in whole]

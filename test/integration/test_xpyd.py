@@ -1,7 +1,8 @@
 """A real 2P3D: every pair takes part, a late instance gets traffic, a drained one finishes and leaves.
 
 Instances compute with the checksum engine: tokens are a function of the bytes that arrived, and a process starts in a
-second. Tokens of the models over all pairs: `test_pd_tp.py`."""
+second. `test_pd_tp.py` checks tokens of the models over all pairs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ VERIFY = Path(__file__).parents[1] / "verify_xpyd_topology.py"
 LATE_S = 5.0
 
 pytestmark = pytest.mark.timeout(420)
-"""Eight processes start on what may be two cores."""
+"""Timeout for eight processes that start on as few as two cores."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def verify(cluster: LocalCluster, *words: str) -> tuple[int, dict[str, Any]]:
 
 
 def decoded_by(cluster: LocalCluster) -> list[str]:
-    """Who decoded the requests that the router remembers, oldest first."""
+    """Return the instances that decoded the requests that the router remembers, oldest first."""
     return [request.decode for request in RouterClient(cluster.url).cluster().requests]
 
 
@@ -87,7 +88,7 @@ def test_every_pair_takes_part_with_the_right_bytes_and_tokens(cluster: LocalClu
 def test_a_late_instance_gets_traffic_within_5_seconds_of_its_join(
     cluster: LocalCluster, settings: list[str], tmp_path: Path
 ) -> None:
-    """D3 is in no process's topology but its own."""
+    """D3 is in no topology but its own."""
     topology = load_topology(
         "pd_disagg_2p3d_multi_node.yaml",
         [

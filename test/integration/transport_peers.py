@@ -1,6 +1,5 @@
-"""What the tests of transports between two processes share: the ways from this process to a receiver, on one host and
-between hosts of `test/network.py`, and both ends. Fixtures are in `conftest.py`.
-"""
+"""Shared parts of the tests of transports between two processes: the ways from this process to a receiver, on one host
+and between hosts of `test/network.py`, and both ends. Fixtures are in `conftest.py`."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from chitu.protocol import RankMemory
 LAYERS = range(LAYOUT.num_layers)
 NUM_REGIONS = 2 * LAYOUT.num_layers
 HEALED_S = 20.0
-"""Of a busy machine, for what the network no longer holds up."""
+"""Time to recover on a busy machine once the network no longer delays anything."""
 
 
 @dataclass(slots=True, frozen=True)
 class Way:
-    """From this process to a receiver. `round_trip_s`: over a network that takes so long; 0: on one host."""
+    """Way from this process to a receiver. `round_trip_s`: that of the network between them; 0: on one host."""
 
     kind: str
     round_trip_s: float = 0.0
@@ -38,7 +37,7 @@ class Way:
 
     @contextlib.contextmanager
     def opened(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
-        """This thread, and those it starts, are on host `p0` meanwhile, where there is a network."""
+        """Set up the way. If it has a network, this thread and those it starts are on host `p0` meanwhile."""
         if not self.round_trip_s:
             yield self
             return
@@ -52,17 +51,17 @@ class Way:
 
     @property
     def device(self) -> str:
-        """Of the network, for UCX."""
+        """Network device for UCX."""
         return "lo" if self.network is None else DEVICE
 
     def few(self, number: int) -> int:
-        """As many pieces as take seconds where each may take a round trip."""
+        """Return the number of pieces, fewer if each may take a round trip."""
         return number if not self.round_trip_s else max(3, min(number, round(0.3 / self.round_trip_s)))
 
     @property
     def many_pages(self) -> range:
         """All pages on one host. Between hosts some megabytes: more than sockets hold for a peer that does not read,
-        and no more work for the forwarder than need be."""
+        and no more work for the forwarder than necessary."""
         return range(NUM_PAGES if self.network is None else 200)
 
 
@@ -105,7 +104,7 @@ class Process:
         self.stdin.flush()
 
     def wait(self) -> int:
-        """Exit code; negative: the signal that ended it."""
+        """Return the exit code; negative: the signal that ended it."""
         code = self._child.wait()
         self.stdin.close()
         self.stdout.close()
@@ -113,7 +112,7 @@ class Process:
 
 
 class Receiver:
-    """A child process with a registered pool, on host `d0` where there is a network."""
+    """A child process with a registered pool, on host `d0` if there is a network."""
 
     def __init__(self, way: Way) -> None:
         self.process = Process(way, "d0", "receive", way.kind, way.address("d0"))
@@ -130,7 +129,7 @@ class Receiver:
         return [self.crcs(index) for index in range(NUM_REGIONS)]
 
     def end(self) -> int:
-        """Exit code after a normal end; of one that was killed its own."""
+        """End the process and return its exit code; that of a killed process is its own."""
         if not self.process.stdin.closed:
             self.process.stdin.close()
         return self.process.wait()
@@ -152,7 +151,7 @@ class Writer:
         self.fill()
 
     def fill(self) -> None:
-        """Other bytes in all pages."""
+        """Fill all pages with other bytes."""
         for index in range(NUM_REGIONS):
             region(self.pool, index).normal_()
 
@@ -163,12 +162,12 @@ class Writer:
         return self.transport.connect(receiver.memory, receiver.memory.sessions[0])
 
     def copies(self, receiver: Receiver, src_pages: Sequence[int], dst_pages: Sequence[int]) -> CopyList:
-        """Of all layers."""
+        """Plan copies of all layers."""
         return plan_page_copies(self.pool, receiver.memory, src_pages, dst_pages, LAYERS)
 
 
 class Trouble:
-    """From here on something holds up the peer or the network."""
+    """Marks the time from which something holds up the peer or the network."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -177,13 +176,13 @@ class Trouble:
 
     @property
     def cpu_share(self) -> float:
-        """Of a core, that all threads of this process have had since; the libraries' too."""
+        """Return the share of a core that all threads of this process, the libraries' too, have used since."""
         return (time.process_time() - self._started_cpu_s) / (time.monotonic() - self._started_s)
 
     def settle_after(self, peer: PeerHandle) -> None:
-        """The trouble is over: settle as the product does it, in short attempts, each of which goes on where the one
-        before ended. TCP tries again after as long as the trouble has lasted, and may have taken that for the round
-        trip, so that it waits as long again."""
+        """Settle after the trouble is over, as the product does: in short attempts, each of which continues the last.
+        TCP retries only after as long as the trouble lasted, and may have taken that for the round trip, so that it
+        waits as long again."""
         now_s = time.monotonic()
         end_s = now_s + 2 * (now_s - self._started_s) + HEALED_S
         while not self._writer.transport.settle(peer, 0.02):

@@ -4,8 +4,8 @@ on the GPU).
 
 `receive`: registers a pool, prints its `RankMemory` (hex) on the first line, then answers one line per command on
 stdin: `crc REGION` (CRC-32 of every page), `verify SLOT ROOM_HEX` (`ok` or the error name), `break` (ends all TCP
-connections of this process), `cpu` (seconds that it has used). Ends at end of file.
-`send`: reads a `RankMemory` line, writes its first pages to the peer from a thread, prints `sent`, and exits normally.
+connections of this process), `cpu` (CPU seconds used so far). Ends at end of file. `send`: reads a `RankMemory` line,
+writes its first pages to the peer from a thread, prints `sent`, and exits normally.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def new_transport(kind: str, host: str = "127.0.0.1") -> Transport:
         (transport,) = open_transports(PDDisaggregationConfig(transport="cuda_ipc"), "127.0.0.1", "cuda:0")
         return transport
     if kind == "nixl":
-        os.environ["UCX_TLS"] = "tcp"  # as between hosts; within one, UCX writes without the peer having to run
+        os.environ["UCX_TLS"] = "tcp"  # as between hosts; within a host UCX could write without the peer running
         return NixlTransport(host)
     return ShmTransport() if kind == "shm" else MooncakeTransport(host)
 
@@ -67,7 +67,7 @@ def page_crcs(pool: KVPool, index: int) -> list[int]:
 
 
 def break_connections() -> None:
-    """End every TCP connection that this process has, whoever made it."""
+    """End every TCP connection of this process, including the libraries' own."""
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
             if path.is_socket():

@@ -1,4 +1,4 @@
-"""Processes whose wall clocks are wrong, or jump by an hour: `clock_shim.c` preloaded. Other clocks are right."""
+"""Processes whose wall clocks are wrong, or jump by an hour: `clock_shim.c` preloaded. Their other clocks are right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JUMPING = "random"
 
 @functools.cache
 def shim() -> tuple[str, tempfile.TemporaryDirectory[str]]:
-    """Path of the library, and the folder that goes with this process."""
+    """Return the path of the library, and the temporary folder that lives as long as this process."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     assert compiler is not None, "these tests need a C compiler"
     folder = tempfile.TemporaryDirectory()
@@ -24,7 +24,8 @@ def shim() -> tuple[str, tempfile.TemporaryDirectory[str]]:
 
 
 def wrong_clocks(folder: Path, offset: str = "0") -> dict[str, str]:
-    """The environment in which the file `CLOCK_FILE` rules the wall clock of what is started: seconds, or `JUMPING`."""
+    """Return the environment in which the file `CLOCK_FILE` controls the wall clock of child processes: seconds, or
+    `JUMPING`."""
     folder.mkdir(parents=True, exist_ok=True)
     clock = folder / "clock"
     clock.write_text(offset)
