@@ -1,10 +1,10 @@
 """Whole P and D and the network between them, in one thread and fake time, driven by a script of faults.
 
-A script is a list of `Op` (`cluster_script.py`); the same script gives the same run, so hypothesis can shrink it and
-print it. Nothing else is random. P<->D frames may be lost, doubled, delayed and reordered; processes are killed,
-started anew, stopped, slow or deaf; views are lost; writes fail, come late and land whenever (`cluster_writes.py`); the
-router cancels, dies and comes back. `settle_down` ends all faults: then everything must end within the deadlines, and
-every page come back.
+A script is a list of `Op` (`cluster_script.py`). The same script gives the same run, so hypothesis can shrink it and
+print it; nothing else is random. P<->D frames may be lost, duplicated, delayed and reordered. Processes are killed,
+restarted, stopped, slow or deaf. Views are lost. Writes fail, complete late and land at any time (`cluster_writes.py`).
+The router cancels, dies and comes back. `settle_down` ends all faults: then everything must end within the deadlines,
+and every page must be released.
 
 `Cluster` has no router: a world adds one, a plain one with every answer known (`cluster_world.py`), or the real one
 (`routed_world.py`).
@@ -29,7 +29,7 @@ from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
 
 FIRST_ROUTER = 1
-"""Its incarnation."""
+"""Incarnation of the first router."""
 TURN_S = 0.01
 MAX_LIVE_REQUESTS = 12
 
@@ -45,25 +45,25 @@ class Cluster(ABC):
         self.writes = writes or Writes()
         self.num_prefill = num_prefill
         self.num_flips = 0
-        """Bits that were flipped on the way."""
+        """Number of bits flipped in transfers."""
         self.interruptions: deque[int] = deque()
-        """Each cancels a request in the middle of the next write, gather or scatter."""
+        """Requests to cancel, each in the middle of the next write, gather or scatter."""
         self.writing = b""
         self.stepping: list[Process] = []
-        """Whose step thread is in the middle of a step."""
+        """Processes whose step thread is in the middle of a step."""
         self.frames: list[Frame] = []
         self.orders: deque[tuple[int, RequestPortMessage]] = deque()
-        """Router -> instances, by incarnation."""
+        """Messages from the router to instances, by incarnation."""
         self.reports: deque[Callable[[], None]] = deque()
-        """Instances -> router, in order; they wait while it is away."""
+        """Messages from instances to the router, in order; they wait while it is away."""
         self.is_router_alive = True
         self.router_incarnation = FIRST_ROUTER
         self.view_version = 0
         self.told_dead: tuple[int, ...] = ()
-        """What launchers told the present router."""
+        """Deaths that launchers reported to the current router."""
         self._incarnations = 0
         self._dead_pids: set[int] = set()
-        """An incarnation is its pid here."""
+        """Pids of dead processes. An incarnation is its pid here."""
         self.missing: list[tuple[Role, int]] = []
         self.processes: list[Process] = [self.process_type(self, Role.PREFILL, k) for k in range(num_prefill)]
         self.processes += [self.process_type(self, Role.DECODE, m) for m in range(num_decode)]
@@ -74,36 +74,36 @@ class Cluster(ABC):
 
     @abstractmethod
     def publish(self) -> None:
-        """Leases, deadlines and the view; every turn of the clock, as the real one repeats it."""
+        """Handle leases and deadlines and publish the view; every turn of the clock, as the real router repeats it."""
 
     @abstractmethod
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
-        """A message of the router has come to a process."""
+        """Handle the arrival of a router's message at a process."""
 
     @abstractmethod
     def take_tokens(self, frame: bytes) -> bool:
-        """A process sends a token message."""
+        """Handle a token message of a process."""
 
     @abstractmethod
     def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
-        """A process gives a room up."""
+        """Handle that a process gives a room up."""
 
     @abstractmethod
     def op_cancel(self, a: int, b: int) -> None:
-        """A client is gone."""
+        """Let a client leave."""
 
     @abstractmethod
     def op_router(self, a: int, b: int) -> None:
-        """It dies, or comes back."""
+        """Let the router die, or come back."""
 
     @abstractmethod
     def open_requests(self) -> list[str]:
-        """Requests that have not ended, in words."""
+        """Describe the requests that have not ended."""
 
     # ------------------------------------------------------------------------------------------ what processes call
 
     def next_incarnation(self) -> int:
-        """Small (ports are made of them), never twice, and in no order."""
+        """Return a small incarnation (ports are made from it), never twice, and in no order."""
         self._incarnations += 1
         return mixed(self._incarnations)
 
@@ -118,14 +118,14 @@ class Cluster(ABC):
         self.frames.append(Frame(port, room, payload))
 
     def meanwhile(self) -> None:
-        """Between two layers of a step: the comm and transfer threads go on."""
+        """Let the comm and transfer threads run between two layers of a step."""
         self.deliver(0)
         for process in self.processes:
             if not process.is_frozen:
                 process.write()
 
     def wait_turn(self) -> None:
-        """A transfer thread of P waits for its peer: the comm threads and those of D go on."""
+        """Let the comm threads and those of D run while a transfer thread of P waits for its peer."""
         for _ in range(len(self.frames)):
             self.deliver(0)
         for process in self.of(Role.DECODE):
@@ -160,7 +160,7 @@ class Cluster(ABC):
         play(self, script)
 
     def turns(self, count: int) -> bool:
-        """Everybody does something; False where nobody had anything to do."""
+        """Give every part a turn, `count` times. Return False if no part had anything to do."""
         worked = False
         for _ in range(count):
             worked = bool(self.frames or self.orders or self.reports)
@@ -177,7 +177,7 @@ class Cluster(ABC):
         return worked
 
     def _hear(self) -> None:
-        """The router reads what instances told it."""
+        """Let the router read the reports of instances."""
         while self.reports and self.is_router_alive:
             self.reports.popleft()()
 
@@ -199,7 +199,7 @@ class Cluster(ABC):
         return worked
 
     def deliver(self, index: int) -> None:
-        """One of the frames between P and D."""
+        """Deliver one of the frames between P and D."""
         if not self.frames:
             return
         frame = self.frames.pop(index)
@@ -210,7 +210,7 @@ class Cluster(ABC):
             process.on_frame(frame.room, frame.payload)
 
     def deliver_order(self) -> bool:
-        """The oldest one of a process that reads; those of one that is stopped wait in their order."""
+        """Deliver the oldest message whose receiver reads; those of a stopped process wait in order."""
         living = {process.incarnation: process for process in self.processes}
         for at, (incarnation, message) in enumerate(self.orders):
             process = living.get(incarnation)
@@ -228,7 +228,7 @@ class Cluster(ABC):
             process.check()
 
     def settle_down(self, limit_s: float = 30.0) -> None:
-        """No more faults, all alive: every request must end, and everything come back."""
+        """End all faults and revive all processes: every request must end, and everything must be released."""
         if not self.is_router_alive:
             self.op_router(0, 0)
         while self.missing:
@@ -239,16 +239,17 @@ class Cluster(ABC):
         self.interruptions.clear()
         born = {process.first_view[0] for process in self.processes} - {0, self.router_incarnation}
         if not all(born <= process.routers for process in self.processes if len(process.table)):
-            # Of a life that was new to a router which one with rooms never heard no view says when it began.
+            # A process with rooms may have missed the router in whose view a peer first appeared: then no view tells it
+            # when that peer's life began.
             self.tell_deaths()
-        self.turns(3)  # all join again
+        self.turns(3)  # every process joins again
         start_s = self.clock.monotonic()
         while self.leftovers():
             assert self.clock.monotonic() - start_s < limit_s, f"not quiet after {limit_s} s: {self.leftovers()}"
             self.fabric.release_late_writes()
             if not self.turns(3):
                 self.advance(0.2)
-            self._hear()  # or a heartbeat would always be on its way
+            self._hear()  # otherwise a heartbeat would always be in flight
             self.check()
         for process in self.processes:
             process.check_empty()

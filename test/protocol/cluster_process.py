@@ -1,8 +1,8 @@
-"""One P or D of the simulated cluster as it really is: `PDScheduler`, transfer layer, page accounting. Only what
-computes (`KVExecutor`), the transport, the clock and the network (`cluster.py`) are made up.
+"""One P or D of the simulated cluster with its real parts: `PDScheduler`, transfer layer, page accounting. Only compute
+(`KVExecutor`), the transport, the clock and the network (`cluster.py`) are fakes.
 
-What must hold inside one process is checked here: a token's KV is right whenever it is read, every transfer event comes
-once and in order, a room that ended stays ended, and every page and aux slot is in exactly one hand.
+It checks the invariants inside one process: a token's KV is right whenever it is read, every transfer event comes once
+and in order, a room that ended stays ended, and every page and aux slot has exactly one owner.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(n
 
 
 class Surroundings(Protocol):
-    """What a process needs of the world."""
+    """Parts of the world that a process needs."""
 
     clock: FakeClock
     fabric: FakeFabric
@@ -90,7 +90,8 @@ class Surroundings(Protocol):
 
 
 class KVExecutor(FakeExecutor):
-    """`FakeExecutor` whose KV are real bytes: of token t in region r, a checksum of the tokens to t, mixed with r."""
+    """`FakeExecutor` whose KV are real bytes: for token t in region r, a checksum of the tokens up to t, mixed with
+    r."""
 
     def __init__(self, memory: Memory, meanwhile: Callable[[], None]) -> None:
         rows = memoryview(memory.rows).cast("B")
@@ -113,7 +114,7 @@ class KVExecutor(FakeExecutor):
         return super().execute(plan, layer_done)
 
     def _right(self, slot: int, start: int, end: int) -> NDArray[np.uint32]:
-        """`[regions, end - start]`."""
+        """Return the right KV, `[regions, end - start]`."""
         tokens = self._slots[slot].tokens
         sums = itertools.accumulate(
             (t.to_bytes(4, "little") for t in tokens[:end]), lambda s, t: zlib.crc32(t, s), initial=0
@@ -157,7 +158,8 @@ class KVExecutor(FakeExecutor):
 
 @dataclass
 class EventLog:
-    """Each kind once; Success, or Failed and then Released; nothing behind the end; only Released after an abort."""
+    """Checks the events of a room: each kind once; Success, or Failed and then Released; nothing after the end; only
+    Released after an abort."""
 
     kinds: dict[bytes, list[Kind]] = field(default_factory=dict)
     aborted: set[bytes] = field(default_factory=set)
@@ -167,7 +169,7 @@ class EventLog:
         assert event.kind not in seen, f"{event.kind.name} came twice"
         assert Kind.RELEASED not in seen, f"{event.kind.name} after RELEASED"
         assert event.kind is Kind.RELEASED or event.room not in self.aborted, f"{event.kind.name} after an abort"
-        if event.kind is Kind.RELEASED:  # after SUCCESS only where an abort crossed it, which took it back
+        if event.kind is Kind.RELEASED:  # after SUCCESS only if an abort crossed it and took it back
             assert Kind.SUCCESS not in seen, "RELEASED after SUCCESS"
         else:
             assert not {Kind.SUCCESS, Kind.FAILED} & set(seen), f"{event.kind.name} after {seen[-1].name}"
@@ -175,7 +177,8 @@ class EventLog:
 
 
 class Process:
-    """An incarnation of P or D; its threads are what the world calls: `step`, `write`, `on_frame`, `tick`."""
+    """An incarnation of P or D. Its threads are the methods that the world calls: `step`, `write`, `on_frame`,
+    `tick`."""
 
     cache_type = PagedKVCacheManager
 
@@ -184,9 +187,9 @@ class Process:
         self.incarnation = self.pid = world.next_incarnation()
         self.start_ticks = world.num_started
         self.first_view = (0, 0)
-        """That it saw itself in: router, version."""
+        """First view in which it saw itself: router, version."""
         self.routers: set[int] = set()
-        """That it heard."""
+        """Routers whose views it received."""
         self.port = 1000 + self.incarnation
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
@@ -222,12 +225,12 @@ class Process:
         )
         self.scheduler = PDScheduler(parts)
         self.is_frozen = self.is_slow = self.is_deaf = False
-        """All threads stopped; the step thread alone; no views reach it."""
+        """Whether all threads are stopped; the step thread alone; no views arrive."""
         self.beat_s = self.heard_s = world.clock.monotonic()
         self.router = 0
         self._is_router_silent = False
         self._ends: dict[bytes, bool] = {}
-        """Whether the room succeeded."""
+        """Whether the room succeeded, by room."""
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
 
@@ -258,7 +261,7 @@ class Process:
         return KVManager(self.role, config, parts)
 
     def _tap(self) -> None:
-        """Look at what passes between the parts, without changing it."""
+        """Observe what passes between the parts, without changing it."""
         role = self.transfer
         assert role is not None
         poll, abort = role.poll, role.abort
@@ -287,7 +290,8 @@ class Process:
 
     @property
     def info(self) -> InstanceInfo:
-        """Those of even rank run on one machine and see at once when one is killed; of the others the router tells."""
+        """Describe the process. Those of even rank run on one machine and see a kill at once; the router reports kills
+        of the rest."""
         host, namespace = ("elsewhere", "") if self.rank % 2 else ("h", NAMESPACE)
         return InstanceInfo(
             *(self.role, self.rank, self.incarnation, host, 1, self.port, LAYOUT, 4096, self.pid),
@@ -307,7 +311,8 @@ class Process:
         return self.scheduler.step()
 
     def write(self) -> bool:
-        """The threads that write, scatter and verify. Each does one thing at a time: others do not interrupt it."""
+        """Run the threads that write, scatter and verify. Each does one thing at a time and is not interrupted by
+        another."""
         if self._is_writing:
             return False
         self._is_writing = True
@@ -325,7 +330,7 @@ class Process:
         self.kv.side.on_frame(room, payload)
 
     def on_view(self, view: ClusterView) -> None:
-        """As `CommLoop._drain_views`."""
+        """Handle a view as `CommLoop._drain_views` does."""
         self.heard_s = self.world.clock.monotonic()
         self._is_router_silent = False
         if view.router_incarnation != self.router:
@@ -382,7 +387,7 @@ class Process:
             assert state in SUCCEEDED | FAILED or room not in self._ends, f"it ended, and is {state.name} now"
 
     def check_landing(self, room: bytes, pages: set[int], aux_slots: set[int], is_source: bool) -> None:
-        """Bytes of a room move now: out of our memory (`is_source`) or into it."""
+        """Check that a room's bytes may move now: out of our memory (`is_source`) or into it."""
         sequence = self.sequences().get(room)
         side = "out of" if is_source else "into"
         assert sequence is not None, f"a write {side} {self.name} for a room that it has given back"

@@ -1,4 +1,4 @@
-"""The words of a script of faults: what an `Op` does to a `Cluster`. What its router does is a method of the world."""
+"""Commands of a script of faults: what an `Op` does to a `Cluster`. Commands of the router are methods of the world."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Op:
-    """One line of a script; `a` and `b` choose among what is there, whatever their size."""
+    """One line of a script; `a` and `b` select among existing objects, whatever their size."""
 
     kind: str
     a: int = 0
@@ -41,7 +41,7 @@ def run(world: Cluster, a: int, b: int) -> None:
 
 
 def pass_time(world: Cluster, a: int, b: int) -> None:
-    """Without a turn for anybody but the clocks."""
+    """Advance the clock without a turn for any process."""
     world.advance((0.1, 0.3, 1.0, 3.1)[a % 4])
 
 
@@ -73,14 +73,14 @@ def fault(world: Cluster, a: int, b: int) -> None:
 
 
 def flip(world: Cluster, a: int, b: int) -> None:
-    """A bit of a write, where all KV is verified."""
+    """Flip a bit of a write, if all KV is verified."""
     if world.writes.verify_kv == "all":
         world.num_flips += 1
         world.fabric.inject(Fault(FaultKind.CORRUPT, byte=b % PAGE_BYTES))
 
 
 def interrupt(world: Cluster, a: int, b: int) -> None:
-    """The next write, gather or scatter takes long: a request is cancelled meanwhile."""
+    """Make the next write, gather or scatter take long, and cancel a request meanwhile."""
     world.interruptions.append(a)
 
 
@@ -102,13 +102,13 @@ def start(world: Cluster, a: int, b: int) -> None:
 
 
 def replace(world: Cluster, a: int, b: int) -> None:
-    """Killed, and there again before anybody noticed."""
+    """Kill a process and start it again before the death is noticed."""
     world.kill(_one_of(world, a))
     world.start(len(world.missing) - 1)
 
 
 def tell(world: Cluster, a: int, b: int) -> None:
-    """Launchers tell the router which processes have ended."""
+    """Let launchers report to the router which processes have ended."""
     world.tell_deaths()
 
 

@@ -1,4 +1,5 @@
-"""`Cluster` with a plain router that knows every answer: it asks, checks each token and end, and never asks again."""
+"""`Cluster` with a plain router that knows every answer: it sends requests, checks each token and end, and never
+retries."""
 
 from __future__ import annotations
 
@@ -30,18 +31,18 @@ from chitu.types import Role
 
 @dataclass
 class Asked:
-    """A request as the router holds it."""
+    """A request in the router's state."""
 
     room: bytes
     prefill: int
-    """Incarnation."""
+    """Incarnation of the P."""
     decode: int
     prompt: list[int]
     expected: list[int]
     asked_s: float
     tokens: list[int] = field(default_factory=list)
     end: str = ""
-    """`finished`, or why not."""
+    """`finished`, or the reason for another end."""
     message: str = ""
 
 
@@ -57,13 +58,14 @@ class ClusterWorld(Cluster):
     # ---------------------------------------------------------------------------------------------------- the script
 
     def op_ask(self, a: int, b: int) -> None:
-        """One request; with `a` some halves go lost, as they do when a connection is cut."""
+        """Send one request; with some `a` one half is lost, as when a connection is cut."""
         if sum(not request.end for request in self.requests.values()) < MAX_LIVE_REQUESTS and self.is_router_alive:
             max_tokens, lost = 1 + b // 22 % 14 * 2, (a // 16 % 12) - 9
             self.ask(a, 1 + b % 22, max_tokens, lost, self._next_turn(b, max_tokens) if a // 8 % 2 else None)
 
     def _next_turn(self, b: int, max_tokens: int) -> list[int] | None:
-        """One of the conversations goes on: a prompt and its answer, and some tokens more. None where none can."""
+        """Return the prompt of a next turn: a finished prompt, its answer and some more tokens. None if no conversation
+        can go on."""
         known = [asked.prompt + asked.expected for asked in self.requests.values() if asked.end == "finished"]
         prompts = [[*tokens, *range(b % 7)] for tokens in known if len(tokens) + 6 + max_tokens <= INFO.max_model_len]
         return prompts[b % len(prompts)] if prompts else None
@@ -74,7 +76,7 @@ class ClusterWorld(Cluster):
             self.end(live[a % len(live)], "cancelled")
 
     def op_again(self, a: int, b: int) -> None:
-        """The router cancels something for the second time, be it over or not."""
+        """Let the router cancel a request for the second time, whether it has ended or not."""
         if self.requests:
             asked = list(self.requests.values())[a % len(self.requests)]
             if asked.end:
@@ -95,8 +97,8 @@ class ClusterWorld(Cluster):
     def ask(
         self, pair: int, num_tokens: int, max_tokens: int, lost: int = 0, prompt: list[int] | None = None
     ) -> Asked | None:
-        """None where the router knows no P or no D. `lost`: 1 or 2 to lose P's or D's half on the way. `prompt`: unset:
-        one of `num_tokens`."""
+        """Send a request; return None if the router has no P or no D. `lost`: 1 or 2 to lose P's or D's half on the
+        way. `prompt`: by default one of `num_tokens`."""
         prefills = [p for p in self.of(Role.PREFILL) if p.incarnation in self._members]
         decodes = [p for p in self.of(Role.DECODE) if p.incarnation in self._members]
         if not prefills or not decodes:
@@ -104,7 +106,7 @@ class ClusterWorld(Cluster):
         prefill, decode = prefills[pair % len(prefills)], decodes[pair // 2 % len(decodes)]
         self._num_rooms += 1
         room = random.Random(self._num_rooms).randbytes(16)
-        # Prompts of one family begin alike, each up to another place.
+        # Prompts of one family share a prefix; its length differs.
         family, fork = self._num_rooms % 2, 3 * (self._num_rooms % 6)
         tokens_at = ((family if at < fork else self._num_rooms + 2) * 31 + at * 7 for at in range(num_tokens))
         prompt = prompt or [token % INFO.vocab_size for token in tokens_at]
@@ -123,7 +125,7 @@ class ClusterWorld(Cluster):
         return asked
 
     def end(self, asked: Asked, end: str, message: str = "") -> None:
-        """As `Attempts`: each end that D did not bring about itself is told to both sides."""
+        """End a request as `Attempts` does: each end that D did not cause itself is sent to both sides."""
         is_explained = end not in ("integrity", "internal", "bad_frame", "protocol", "step_failed")
         assert is_explained or (end == "integrity" and self.num_flips), f"no fault explains {end}: {message}"
         if not asked.end:
@@ -196,7 +198,7 @@ class ClusterWorld(Cluster):
         return [f"request {asked.room.hex()[:6]}" for asked in self.requests.values() if not asked.end]
 
     def check_it_still_serves(self) -> None:
-        """Whatever happened: every pair serves a new request, at once and exactly."""
+        """Check that every pair serves a new request, at once and exactly, whatever happened before."""
         asked = [self.ask(pair, 9, 5) for pair in range(4)]
         self.settle_down(3.0)
         assert [request.end for request in asked if request] == ["finished"] * 4

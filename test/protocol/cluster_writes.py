@@ -1,5 +1,5 @@
-"""P's writes into D's memory, watched: no byte of a room moves but between what is in that room's hands, now and when a
-late write lands, and others go on in the middle of a write."""
+"""Watches P's writes into D's memory: bytes move only in memory that their room owns, both at once and when a late
+write lands; other threads go on in the middle of a write."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Writes:
-    """How P of a world write and how D verify."""
+    """How the Ps of a world write and how the Ds verify."""
 
     max_batch_bytes: int = 4 * PAGE_BYTES
     verify_kv: VerifyKV = "off"
     way: TransferWay = "direct"
     segment_bytes: int = 0
-    """Zero: nobody has segments."""
+    """Bytes of a segment. Zero: no instance has segments."""
     gathers: bool = False
-    """P's transport puts pieces into D's segments by itself."""
+    """Whether P's transport puts pieces into D's segments by itself."""
 
 
 class WriteWatch:
-    """`on_write` and `on_land` of the world's fabric."""
+    """The `on_write` and `on_land` callbacks of the world's fabric."""
 
     def __init__(self, world: Cluster) -> None:
         self._world = world
@@ -47,8 +47,8 @@ class WriteWatch:
         self.meanwhile()
 
     def meanwhile(self) -> None:
-        """In the middle of a write, gather or scatter, which take long: the comm threads and the step threads of D go
-        on, and those of P hear of it."""
+        """Let other threads run in the middle of a write, gather or scatter, which take long: the comm threads and the
+        step threads of D go on, and those of P receive their messages."""
         self._num_moves += 1
         world = self._world
         if self._is_inside_write or (self._num_moves % 3 and not world.interruptions):
@@ -77,7 +77,8 @@ class WriteWatch:
                 _check(process, room, copies.dst, copies.length, is_source=False)
 
     def on_copy(self, process: Process, copies: CopyList) -> None:
-        """Pieces are gathered into a segment of this process, or scattered out of one, by a room that has them all."""
+        """Check that a room owns all pieces that are gathered into a segment of this process or scattered out of
+        one."""
         self.meanwhile()
         is_source = process.role is Role.PREFILL
         pages, slots = _parts(process, copies.src if is_source else copies.dst, copies.length)
@@ -89,8 +90,8 @@ class WriteWatch:
 
 
 def _check(process: Process, room: bytes, addresses: object, lengths: object, is_source: bool) -> None:
-    """Whether the room has these pages and aux slots of the process. Segments may be written by anybody at any time,
-    and are all that is written where all writes are staged."""
+    """Check that the room has these pages and aux slots of the process. Segments are exempt: any P may write them at
+    any time, and if all writes are staged, nothing else is written."""
     memory, at = process.memory, np.asarray(addresses, dtype=np.int64)
     if not ((at >= memory.arena_base) & (at < memory.arena_base + memory.arena_bytes)).any():
         return
@@ -101,7 +102,7 @@ def _check(process: Process, room: bytes, addresses: object, lengths: object, is
 
 
 def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[int], set[int]]:
-    """The pages and aux slots of the process that these bytes are in."""
+    """Return the pages and aux slots of the process that contain these bytes."""
     memory = process.memory
     offsets = np.asarray(addresses, dtype=np.int64) - memory.arena_base
     aux_offset = memory.aux_base - memory.arena_base

@@ -1,5 +1,5 @@
-"""P or D with overlapping steps on a device that is late: KV is read and written, as real bytes, when a step runs,
-after its launch. What a launched, unread step may touch is looked at between any two turns."""
+"""P or D with overlapping steps on a late device: a step reads and writes KV, as real bytes, when it runs, after its
+launch. Between any two turns it is checked what a launched, unread step may touch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LateProcess(Process):
         self.late = LateExecutor(self.executor)
         self.scheduler = PDScheduler(replace(self.scheduler._parts, executor=self.late, overlap=True))
         self.num_overlapped = 0
-        """Turns that left a step unread."""
+        """Number of turns that left a step unread."""
 
     def step(self) -> bool:
         if self.scheduler.turns % 3 == 0:
@@ -30,7 +30,7 @@ class LateProcess(Process):
         return worked
 
     def write(self) -> bool:
-        """A transfer thread that waits for the step which runs now goes on later."""
+        """Write, unless a step runs now: a transfer thread that waits for it goes on later."""
         return not self.late.is_running and super().write()
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class LateProcess(Process):
 
 
 def resources_left(process: LateProcess) -> int:
-    """Things that wait to be given back."""
+    """Return the number of resources that wait to be released."""
     return len(process.scheduler._resources._leaving)
 
 

@@ -1,8 +1,8 @@
-"""One P or D core with fake transport, memory whose misuse shows, a model of its scheduler.
+"""One P or D core with fake transport, memory that exposes misuse, and a model of its scheduler.
 
-The scheduler model follows the rules of `kv_transfer/events.py` and checks what it is told: events come once and in
-order, SUCCESS means that every byte is right, and a page that was given back is never written again (free pages hold a
-poison that is looked at whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
+The scheduler model follows the rules of `kv_transfer/events.py` and checks the events: they come once and in order,
+SUCCESS means that every byte is right, and a released page is never written again (free pages hold a poison that is
+checked whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ VOCAB = 8
 AUX_ROW_BYTES = AUX_HEADER_BYTES + 64
 POISON = 0xEE
 WAIT_TURNS = 24
-"""After which a write has waited its time."""
+"""Number of turns after which a write has timed out."""
 DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2)
 LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
 
@@ -62,17 +62,17 @@ Kind = TransferEventKind
 
 
 def mixed(number: int) -> int:
-    """Another number for each from 1 to 1008, up and down."""
+    """Return a distinct number for each from 1 to 1008, in mixed order."""
     return number * 613 % 1009
 
 
 class WatchedSums:
-    """`PageSums` of a node: what was looked at, and a chance to do something meanwhile."""
+    """`PageSums` of a node. Counts the sums, and runs `meanwhile` in each call."""
 
     def __init__(self, inner: PageSums) -> None:
         self._inner = inner
         self.num_units = 0
-        """Pages times layers."""
+        """Pages times layers summed so far."""
         self.meanwhile: Callable[[], object] = lambda: None
 
     def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
@@ -82,7 +82,7 @@ class WatchedSums:
 
 
 class WatchedCopier:
-    """`PieceCopier` of a node, whose copies `look` sees, with a chance to do something before and after bytes move."""
+    """`PieceCopier` of a node. `look` receives the copies; `meanwhile` runs before and after bytes move."""
 
     def __init__(self, look: Callable[[CopyList], object] = lambda copies: None) -> None:
         self._inner = HostCopier()
@@ -97,7 +97,7 @@ class WatchedCopier:
 
 
 class PumpedGatherer(Gatherer):
-    """Whose waiting thread lets the others have a turn, in this one."""
+    """Gatherer whose waiting thread gives the rest of the world turns, in this one thread."""
 
     def __init__(self, area: StagingArea | None, turn: Callable[[], object]) -> None:
         super().__init__(area)
@@ -125,7 +125,7 @@ def staged(
     num_prefill: int,
     turn: Callable[[], object],
 ) -> StagedTransport:
-    """With `auto` smaller batches are written directly: rooms have both."""
+    """Return a staged transport. With `auto` smaller batches are written directly, so rooms use both ways."""
     assert memory.area is not None
     scatterer = Scatterer(memory, memory.area, copier, range(num_prefill)) if role is Role.DECODE else None
     threshold = StagedFrom(3, 1 << 20)
@@ -135,7 +135,7 @@ def staged(
 
 
 class DeviceQueue:
-    """Twin of a device: work that was launched runs, in order, when somebody waits for a point behind it."""
+    """Twin of a device: launched work runs, in order, when a thread waits for a point behind it."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -213,7 +213,7 @@ class Memory:
 
 
 def token_bytes(room: bytes, region: int, token: int) -> bytes:
-    """What the model computes: a function of all that a mix-up could confuse. Never the poison."""
+    """Return what the model computes: a function of everything that could be confused. Never the poison."""
     value = int.from_bytes(room[:4], "little") ^ (region * 0x01010101) ^ (token * 0x00010203 + token)
     return bytes(b if b != POISON else 0 for b in (value & 0xFFFFFFFF).to_bytes(4, "little"))
 
@@ -224,7 +224,7 @@ def logits_of(room: bytes) -> np.ndarray:
 
 @dataclass
 class Request:
-    """A room as one side's scheduler holds it."""
+    """A room in the state of one side's scheduler."""
 
     room: bytes
     num_tokens: int
@@ -236,7 +236,7 @@ class Request:
     holds: bool = True
     error: Exception | None = None
     needs_kv: bool = True
-    """D: else it wants the logits row alone."""
+    """Whether D needs KV; otherwise it needs the logits row alone."""
 
     @property
     def is_over(self) -> bool:
@@ -259,7 +259,7 @@ class Node:
         self.is_frozen = False
         self.is_in_view = True
         self.device: DeviceQueue | None = None
-        """Set: a step launches its work there and does not wait."""
+        """If set, a step launches its work there and does not wait."""
         self.session = f"{instance_name(role, rank)}-{self.incarnation}"
         config = KVManagerConfig(rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES)
         memory = self.memory
@@ -300,12 +300,12 @@ class Node:
         return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
 
     def verify_one(self) -> bool:
-        """One turn of D's verifying thread."""
+        """Run one turn of D's verifying thread."""
         verifier = self.kv.receiver.verifier if self.kv.receiver is not None else None
         return verifier is not None and verifier.run_one()
 
     def scatter_one(self) -> bool:
-        """One turn of the transport's thread on D."""
+        """Run one turn of the transport's thread on D."""
         return isinstance(self.transport, StagedTransport) and self.transport.scatter_one()
 
     # ------------------------------------------------------------------------------------------- scheduler, both roles
@@ -366,7 +366,7 @@ class Node:
     # ------------------------------------------------------------------------------------------------------ scheduler D
 
     def decode(self, room: bytes, num_tokens: int, prefill: Node, needs_kv: bool = True) -> bool:
-        """`needs_kv` False: it holds pages and wants the logits row alone."""
+        """Start a room on D. With `needs_kv` False it holds pages and needs the logits row alone."""
         pages_wanted = -(-num_tokens // PAGE_SIZE)
         aux_slot = self.memory.aux.allocate() if len(self.memory.free) >= pages_wanted else None
         if aux_slot is None:
@@ -389,7 +389,7 @@ class Node:
         return True
 
     def compute(self) -> None:
-        """One step over some of the rooms, with the network and the transfer thread at work between the layers."""
+        """Run one step over some of the rooms, with the network and the transfer thread at work between the layers."""
         rng = self.world.rng
         chunks: list[tuple[Request, int]] = []
         for request in self.requests.values():
@@ -398,7 +398,7 @@ class Node:
                     continue
                 chunks.append((request, min(request.num_tokens, request.computed + rng.randint(1, 9))))
         self.sender.begin_step([KVChunk(r.room, r.pages, r.computed, end) for r, end in chunks])
-        skips = rng.random() < 0.2 and self.device is None  # an executor that only speaks at the end
+        skips = rng.random() < 0.2 and self.device is None  # an executor that reports only at the end
         for layer in range(NUM_LAYERS):
             for request, end in chunks:
                 for token in range(request.computed, end):

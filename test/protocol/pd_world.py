@@ -1,6 +1,7 @@
 """P and D cores, a model of their schedulers, fake time and the fake transport: for single situations of a transfer.
 
-`World` joins them by a good network; `Pair` is one P and one D. Whole processes under scripts of faults: `cluster.py`.
+`World` joins them by a reliable network; `Pair` is one P and one D. `cluster.py` runs whole processes under scripts of
+faults.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Frame:
 
 
 class World:
-    """`seed`: of the order in which pages are given, chunks cut and threads go on. `verify_kv`: None: by the seed."""
+    """Nodes on a reliable network. `seed` decides the order of pages, chunks and threads. `verify_kv` None: chosen by
+    the seed."""
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class World:
         self.verify_kv = verify_kv or self.rng.choice(modes)
         self.segment_bytes = self.rng.choice([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12]) if way != "direct" else 0
         self.gathers = way != "direct" and self.rng.random() < 0.5
-        """P's transport puts pieces into D's segments by itself."""
+        """Whether P's transport puts pieces into D's segments by itself."""
         self.fabric.on_land = self._check_landing
         self.faults = faults
         self.frames: list[Frame] = []
@@ -63,7 +65,7 @@ class World:
         self.buried: list[Node] = []
 
     def _check_landing(self, session: str, copies: CopyList) -> None:
-        """Nothing but a segment is ever written where all writes are staged."""
+        """Check that nothing but a segment is written if all writes are staged."""
         if self.way != "staged":
             return
         (node,) = (node for node in [*self.nodes, *self.buried] if node.session == session)
@@ -105,7 +107,7 @@ class World:
                     node.scatter_one()
 
     def wait_turn(self) -> None:
-        """A transfer thread waits for its peer: what is on the way comes, and D scatters."""
+        """Deliver frames and let D scatter while a transfer thread waits for its peer."""
         for _ in range(len(self.frames)):
             self.deliver_one()
         for node in self.of(Role.DECODE):
@@ -137,7 +139,7 @@ class World:
                 node.poll()
 
     def restart(self, node: Node) -> Node:
-        """kill -9 and a new incarnation; its requests are gone with it."""
+        """Kill a node (kill -9) and start a new incarnation; its requests are lost."""
         self._dead_pids.add(node.pid)
         self.fabric.kill(node.session)
         self.nodes.remove(node)
@@ -147,14 +149,14 @@ class World:
         return fresh
 
     def kill(self, node: Node) -> None:
-        """kill -9, and nobody starts it again."""
+        """Kill a node (kill -9) without a restart."""
         self._dead_pids.add(node.pid)
         self.fabric.kill(node.session)
         self.nodes.remove(node)
         self.buried.append(node)
 
     def settle_down(self, limit_s: float = 20.0) -> float:
-        """No more faults, everybody runs: every room must end. Returns the fake seconds that took."""
+        """End all faults and let every node run: every room must end. Return the fake seconds that this took."""
         self.fabric._faults.clear()
         for node in self.nodes:
             node.is_frozen, node.is_in_view = False, True
@@ -201,7 +203,7 @@ class World:
 
 
 def busy_segments(node: Node) -> list[str]:
-    """Of all D that a P knows: what is not free, and why."""
+    """Describe each segment that is not free, over all Ds that a P knows."""
     if not isinstance(node.transport, StagedTransport):
         return []
     busy: list[str] = []
@@ -215,7 +217,7 @@ def busy_segments(node: Node) -> list[str]:
 
 
 class Pair:
-    """One P and one D that know each other, and one room of 10 tokens."""
+    """One P and one D connected to each other, and one room of 10 tokens."""
 
     def __init__(
         self,
@@ -235,7 +237,7 @@ class Pair:
         return self
 
     def pump(self) -> None:
-        """Everything that waits is delivered, written, scattered and verified."""
+        """Deliver, write, scatter and verify everything that waits."""
         p, d = self.p, self.d
         while self.world.frames or p.sender.queue.run_one() or d.scatter_one() or d.verify_one():
             if self.world.frames:

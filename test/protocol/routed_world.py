@@ -1,7 +1,7 @@
-"""`Cluster` with the real `PDRequestRouter`: requests are tried again on other pairs, streams go on elsewhere.
+"""`Cluster` with the real `PDRequestRouter`: requests are retried on other pairs, streams continue elsewhere.
 
-What a client sees is checked here: it gets each token once, in order and right, whatever became of its attempts, and
-exactly one end. Token messages and requests may be lost, as they are with a connection that breaks.
+It checks what a client receives: each token once, in order and right, whatever became of its attempts, and exactly one
+end. Token messages and requests may be lost, as with a connection that breaks.
 """
 
 from __future__ import annotations
@@ -48,27 +48,27 @@ CONFIG = RouterConfig(
 
 @dataclass
 class Reading:
-    """What the comm and heartbeat threads of a process have read of the router's link to it."""
+    """What the comm and heartbeat threads of a process have read from the router's link."""
 
     received: LinkReceivers = field(default_factory=LinkReceivers)
     reads: int = 0
     due_s: float = 0.0
-    """Of the next heartbeat."""
+    """Time of the next heartbeat."""
 
 
 @dataclass
 class Client:
-    """Reads like the HTTP layer: takes what came at each wake."""
+    """Client that reads like the HTTP layer: takes what is there at each wake."""
 
     expected: list[int]
     generation: Generation | None = None
     tokens: list[int] = field(default_factory=list)
     is_cut: bool = False
-    """Its router died."""
+    """Whether its router died."""
 
     def wake(self) -> None:
         if self.generation is None:
-            return  # its request is just being sent
+            return  # the request is being sent now
         self.tokens += self.generation.take()
         assert self.tokens == self.expected[: len(self.tokens)], "a token is wrong, missing or there twice"
 
@@ -88,19 +88,19 @@ class RoutedWorld(Cluster):
         self.known: dict[int, InstanceInfo] = {}
         self.router: PDRequestRouter | None = None
         self.cuts: dict[int, int] = {}
-        """How many of its next token messages a D loses, by incarnation."""
+        """Number of its next token messages that a D loses, by incarnation."""
         self.severed: dict[int, int] = {}
-        """How many of the router's next messages to it get lost, by incarnation."""
+        """Number of the router's next messages to a process that get lost, by incarnation."""
         self.muted: dict[int, int] = {}
-        """How many of its next words of a failure get lost, by incarnation."""
+        """Number of its next failure reports that get lost, by incarnation."""
         self.failures: dict[int, FailureReports] = {}
-        """By incarnation."""
+        """Failure reports by incarnation."""
         self.readings: dict[int, Reading] = {}
-        """By incarnation."""
+        """Link readings by incarnation."""
         self.handed_over: set[tuple[int, bytes]] = set()
-        """Halves of requests, by the incarnation of whom they were for, and the room."""
+        """Request halves that arrived: the receiver's incarnation and the room."""
         self.silence: set[tuple[int, int]] = set()
-        """Of P and D: (incarnation of the sender, port of the other), between which everything gets lost."""
+        """Links between P and D that lose everything: (incarnation of the sender, port of the receiver)."""
         super().__init__(num_prefill, num_decode, writes)
 
     # ------------------------------------------------------------------------------------------ between P and D
@@ -127,7 +127,7 @@ class RoutedWorld(Cluster):
         self.open_peers.discard(key)
 
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
-        """As `CommLoop._drain_requests`."""
+        """Handle a message as `CommLoop._drain_requests` does."""
         received = self._reading(process).received
         if isinstance(message, LinkWord):
             process.tokens.hear(message)
@@ -146,7 +146,7 @@ class RoutedWorld(Cluster):
     # ------------------------------------------------------------------------------------------- instances -> router
 
     def _beat(self, process: Process) -> None:
-        """As `PDSchedulerService._heartbeat_loop`. Loads are of no importance here."""
+        """Send heartbeats as `PDSchedulerService._heartbeat_loop` does. Loads do not matter here."""
         reading = self._reading(process)
         reading.reads += 1
         if self.clock.monotonic() >= reading.due_s:
@@ -184,7 +184,7 @@ class RoutedWorld(Cluster):
             self.reports.append(lambda: self.router.on_request_failed(failed) if self.router else None)
 
     def publish(self) -> None:
-        """Membership as `PDCoordination` has it, then the view to everybody."""
+        """Update membership as `PDCoordination` does, then publish the view."""
         if not self.is_router_alive:
             return
         if self.router is None:
@@ -220,10 +220,10 @@ class RoutedWorld(Cluster):
             self.request(1 + b % 22, 1 + b // 22 % 14 * 2, (1, 1, 2, 3)[a // 4 % 4])
 
     def request(self, num_tokens: int, max_tokens: int, num_choices: int = 1) -> Client | None:
-        """The first choice; None where the router sees nobody who could serve."""
+        """Send a request. Return the client of its first choice; None if no instance can serve it."""
         assert self.router is not None
         self._num_requests += 1
-        family = self._num_requests % 3  # their prompts begin alike, each up to its end
+        family = self._num_requests % 3  # prompts of a family share a prefix, up to the end of the shorter one
         prompt = [(family * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
         clients: list[Client] = []
         requests: list[GenerateRequest] = []
@@ -260,19 +260,19 @@ class RoutedWorld(Cluster):
     def op_again(self, a: int, b: int) -> None: ...
 
     def op_cut(self, a: int, b: int) -> None:
-        """D's connection to the token port breaks, and takes so many of its next messages with it."""
+        """Break D's connection to the token port, which loses so many of its next messages."""
         decodes = self.of(Role.DECODE)
         if decodes:
             self.cuts[decodes[a % len(decodes)].incarnation] = 1 + b % 3
 
     def op_mute(self, a: int, b: int) -> None:
-        """P's connection to the stats port breaks, and takes so many of its next words of a failure with it."""
+        """Break P's connection to the stats port, which loses so many of its next failure reports."""
         prefills = self.of(Role.PREFILL)
         if prefills:
             self.muted[prefills[a % len(prefills)].incarnation] = 1 + b % 3
 
     def op_sever(self, a: int, b: int) -> None:
-        """The router's connection to a process breaks, and takes with it what is on the way, or the next messages."""
+        """Break the router's connection to a process, which loses what is in flight, or the next messages."""
         process = self.processes[a % len(self.processes)]
         self.sever(process, 1 + b % 3) if b % 2 else self.lose_orders(process)
 
@@ -280,13 +280,13 @@ class RoutedWorld(Cluster):
         self.severed[process.incarnation] = count
 
     def lose_orders(self, process: Process) -> None:
-        """Everything that is on its way to a process."""
+        """Lose all messages in flight to a process."""
         left = [order for order in self.orders if order[0] != process.incarnation]
         self.orders.clear()
         self.orders.extend(left)
 
     def op_crash(self, a: int, b: int) -> None:
-        """P0 or D0 dies and is started again; P1 and D1 live."""
+        """Let P0 or D0 die and restart; P1 and D1 live."""
         role = (Role.PREFILL, Role.DECODE)[a % 2]
         self.kill(next(process for process in self.of(role) if process.rank == 0))
         self.start(len(self.missing) - 1)
@@ -311,7 +311,7 @@ class RoutedWorld(Cluster):
     def check(self) -> None:
         super().check()
         for client in self.clients:
-            assert client.end != "step_failed", "KV of another request, or torn"  # which stops the step of it alone
+            assert client.end != "step_failed", "KV of another request, or torn"  # stops only its own step
             if client.end == "finished":
                 assert client.tokens == client.expected, "an answer that is not whole"
 
@@ -319,7 +319,7 @@ class RoutedWorld(Cluster):
         return [f"a client has {len(c.tokens)} tokens" for c in self.clients if not c.end]
 
     def check_it_still_serves(self) -> None:
-        """Breakers may be open, but a request still finds a pair."""
+        """Check that a request still finds a pair, even if breakers are open."""
         asked = [self.request(9, 5) for _ in range(4)]
         self.settle_down(6.0)
         assert [client.end for client in asked if client is not None] == ["finished"] * 4

@@ -1,4 +1,4 @@
-"""Made-up pools of the TP ranks of a P or a D: KV heads cut as everywhere, in numpy, with known contents."""
+"""Fake pools of the TP ranks of a P or a D: KV heads split as in the real pools, in numpy, with known contents."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankPool:
         self.rows = self.arena[aux_at:].reshape(self.num_aux_slots, AUX_ROW_BYTES)
 
     def fill(self) -> None:
-        """What the model would compute: a function of region, page, head and element."""
+        """Fill with what the model would compute: a function of region, page, head and element."""
         for region in range(2 * NUM_LAYERS):
             for page in range(NUM_PAGES):
                 self.kv[region, page] = [expected(region, page, head) for head in self.heads]
@@ -64,7 +64,7 @@ class Ranks:
             transport.register(pool.arena_base, pool.arena_bytes)
 
     def registration(self, incarnation: int = 7) -> KVArgsRegisterInfo:
-        """As P gets it, after a trip over the wire."""
+        """Return the registration as P receives it, after encoding and decoding."""
         ranks = tuple(
             rank_memory(pool, rank, [transport.local_session()])
             for rank, (pool, transport) in enumerate(zip(self.pools, self.transports, strict=True))
@@ -73,7 +73,7 @@ class Ranks:
         return msgspec.msgpack.decode(msgspec.msgpack.encode(info), type=KVArgsRegisterInfo)
 
     def check(self, dst_pages: Sequence[int], src_pages: Sequence[int], layers: range) -> None:
-        """Exactly these pages of these layers hold what P had; nothing else was touched."""
+        """Check that exactly these pages of these layers hold what P had, and that nothing else was touched."""
         came_from = dict(zip(dst_pages, src_pages, strict=True))
         for pool in self.pools:
             for region in range(2 * NUM_LAYERS):

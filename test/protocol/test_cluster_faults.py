@@ -1,7 +1,8 @@
-"""Whole P and D under scripts of faults: whatever happens, each request ends once, right, in time; no page is lost.
+"""Whole P and D under scripts of faults: whatever happens, each request ends once, right and in time, and no page is
+lost.
 
-`CHITU_PROTOCOL_CASES` is the number of scripts (280); by hand many thousand. A failing script is shrunk and printed as
-the list of `Op` that `Cluster.play` takes: add it to `test_cluster_situations.py` as a test of its own.
+`CHITU_PROTOCOL_CASES` is the number of scripts (280); by hand run many thousands. A failing script is shrunk and
+printed as the list of `Op` that `Cluster.play` takes: add it to `test_cluster_situations.py` as a test of its own.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ KINDS = (
     *("again", "kill", "start", "replace", "tell", "freeze", "slow", "deafen", "router"),
 )
 ROUTED_KINDS = (*KINDS, *["cut", "sever"] * 3, "mute")
-"""Token messages, requests and words of failures are lost too: the real router must notice."""
+"""Commands that also lose token messages, requests and failure reports, which the real router must notice."""
 OPS = st.builds(Op, st.sampled_from(KINDS), st.integers(0, 255), st.integers(0, 400))
 NETWORK = ("ask", "run", "run", "lose", "double", "delay", "hasten")
 NETWORK_OPS = st.builds(Op, st.sampled_from(NETWORK), st.integers(0, 143), st.integers(0, 400))
-"""`a` below 144: no half of the router's is lost."""
+"""Commands without a lost half: `a` stays below 144."""
 SCRIPTS = st.lists(st.lists(OPS, max_size=20), min_size=8, max_size=8)
-"""In pieces, as hypothesis makes single lists short. About 40 ops; shrinks to few."""
+"""Scripts in pieces, because hypothesis keeps single lists short. About 40 commands; shrinks to few."""
 ROUTED_OPS = st.builds(Op, st.sampled_from(ROUTED_KINDS), st.integers(0, 255), st.integers(0, 400))
 ROUTED_SCRIPTS = st.lists(st.lists(ROUTED_OPS, max_size=20), min_size=8, max_size=8)
 CUT_OPS = st.builds(Op, st.sampled_from([*NETWORK, "cut"]), st.integers(0, 143), st.integers(0, 400))
@@ -158,7 +159,7 @@ def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int,
     num_severed = sum(op.kind == "sever" for op in script)
     world.settle_down(3.0)  # far below the 6.5 s after which an attempt without a token ends
     ends = {client.end for client in world.clients}
-    # What waits on a full D behind such a request ends by its own deadline, which is two heartbeats in this world.
+    # A request that waits on a full D behind such a request ends by its own deadline, two heartbeats in this world.
     ends -= {"queue_timeout"} if num_severed else set()
     assert ends <= {"finished", "cancelled", "request_lost"}
     assert num_severed >= 4 or ends <= {"finished", "cancelled"}

@@ -1,5 +1,5 @@
-"""Single situations of the whole cluster: the minimal cases of what the scripts of faults once found, and who learns of
-a death, when, and from whom."""
+"""Single situations of the whole cluster: the minimal cases that the scripts of faults once found, and which process
+learns of a death, when, and from which source."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def until(world: ClusterWorld, process: Process, state: SequenceState) -> None:
 
 
 def test_a_request_whose_announcement_failed_before_p_took_it_ends_on_p_too() -> None:
-    """P's step thread was slow, D gave up, the status was not acknowledged yet: P kept the request for ever."""
+    """P's step thread was slow, D gave up, the status was not acknowledged yet: P once kept the request forever."""
     world = ClusterWorld(2, 2)
     world.play([Op("slow", 1), Op("ask", 1), Op("run", 1), Op("pass", 3), Op("lose", 2)])
     world.settle_down()
@@ -67,7 +67,7 @@ def test_a_request_whose_announcement_failed_before_p_took_it_ends_on_p_too() ->
 
 @pytest.mark.parametrize("is_closing", [False, True], ids=["live", "closing"])
 def test_a_request_that_comes_twice_is_one_request(is_closing: bool) -> None:
-    """On D the second one announced a live room again, which ended the step thread; on P it hid the first."""
+    """On D the second copy once announced a live room again, which ended the step thread; on P it hid the first."""
     world, p, d = pair()
     asked = ask(world)
     halves = list(world.orders)
@@ -112,7 +112,7 @@ def test_any_message_of_a_transfer_may_be_lost_and_costs_no_more_than_a_repeat(k
 def test_an_abort_that_is_lost_either_way_frees_the_pages_after_a_repeat(kind: type) -> None:
     world = Losing(kind)
     (p,), (d,) = world.of(Role.PREFILL), world.of(Role.DECODE)
-    asked = ask(world, lost=1)  # D alone knows of it, so that P has nothing to say by itself
+    asked = ask(world, lost=1)  # only D has the request, so P reports nothing by itself
     until(world, d, SequenceState.TRANSFER)
     world.turns(3)
     world.end(asked, "cancelled")
@@ -175,7 +175,7 @@ def test_a_killed_peer_is_known_at_once_on_the_same_machine_with_and_without_a_r
 
 
 def test_a_d_that_is_silent_while_the_router_is_away_costs_p_its_transfer_deadline_and_nothing_more() -> None:
-    """P cannot tell a stopped D from a slow one; it gives its own pages back all the same."""
+    """P cannot tell a stopped D from a slow one; it still releases its own pages."""
     world, p, d = pair()
     ask(world)
     until(world, p, SequenceState.COMPUTING)
@@ -209,7 +209,7 @@ def test_the_pages_of_a_frozen_p_stay_quarantined_until_it_runs_again_or_is_dead
 
 
 def test_a_new_incarnation_of_p_frees_what_the_old_one_held_on_another_machine() -> None:
-    """Of a pid elsewhere nothing is known, so only its successor says that it is dead."""
+    """A pid on another machine cannot be checked, so only the successor shows that the old incarnation is dead."""
     world = ClusterWorld(2, 1)
     old, d = world.of(Role.PREFILL)[1], world.of(Role.DECODE)[0]
     world.ask(1, 22, 8)
@@ -305,7 +305,7 @@ def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
     world._num_rooms = 10  # their prompts share 15 tokens
     ask(world)
     prefill.is_slow = True
-    world.turns(5)  # what D announces is here before the first chunk
+    world.turns(5)  # D's announcement arrives before the first chunk
     prefill.is_slow = False
     world.settle_down()
     bytes_per_page = 2 * NUM_LAYERS * PAGE_BYTES
@@ -338,7 +338,7 @@ def test_the_next_turn_moves_its_new_pages_and_the_row() -> None:
 
 @pytest.mark.parametrize("event", ["P is replaced", "D is replaced", "the transfer fails", "cancelled"])
 def test_what_d_has_outlives_whatever_ends_a_request_that_uses_it(event: str) -> None:
-    """All but D's own end. The same prompt is asked for again, as the router does."""
+    """D's pages survive every event except D's own death. The same prompt is sent again, as the router does."""
     world, p, d = pair()
     first = ask(world)
     world.settle_down()
@@ -365,7 +365,7 @@ def test_what_d_has_outlives_whatever_ends_a_request_that_uses_it(event: str) ->
 
 
 class EarlyUnpin(PagedKVCacheManager):
-    """Lets go of what a room began with at once."""
+    """Cache manager that unpins the prefix of a room at once."""
 
     def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         cached_tokens = super().begin(room, keys, prompt, to_compute)
@@ -381,9 +381,9 @@ class EarlyUnpin(PagedKVCacheManager):
 def test_a_pin_that_is_let_go_too_early_would_be_noticed(
     planted: type[PagedKVCacheManager], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between announcement and end others need every page that can be had; P is slow meanwhile."""
+    """Between announcement and end other requests need every available page; P is slow meanwhile."""
     monkeypatch.setattr(Process, "cache_type", planted)
-    monkeypatch.setattr(Process, "check", lambda process: None)  # which counts pages: here by the bytes alone
+    monkeypatch.setattr(Process, "check", lambda process: None)  # it counts pages; here only the bytes are compared
     world, p, d = pair()
     first = ask(world)
     world.settle_down()

@@ -1,4 +1,5 @@
-"""Every state of a room on P and on D, and of a request on its instance: what ends it by the clock, and in which words.
+"""Every state of a room on P and on D, and of a request on its instance: which deadline ends it, and with which
+message.
 
 Each state is reached with the real parts and left alone. A new state without a line here fails the first test.
 """
@@ -52,7 +53,7 @@ def p_waiting(pair: Pair) -> None:
 
 
 def p_computed(pair: Pair) -> None:
-    """Some of it, and nothing of that is written."""
+    """Bring the room to a state in which P has computed some of it and written nothing."""
     p_waiting(pair)
     pair.world.churn = lambda turns: None  # type: ignore[method-assign]
     while not len(pair.p.sender.queue):
@@ -79,14 +80,14 @@ def p_writing(pair: Pair) -> None:
 
 
 def begin_visit(pair: Pair) -> events.Write | events.SettleWrites | None:
-    """A transfer thread goes into a write or an attempt to settle, and stays there."""
+    """Let a transfer thread enter a write or an attempt to settle, and stay there."""
     job = pair.p.sender.queue._take(wait=False)
     assert job is not None
     return next(iter(pair.p.sender._handle(events.Visited(job))), None)
 
 
 def end_visit(pair: Pair, visit: events.Write | events.SettleWrites) -> None:
-    """The thread comes back."""
+    """Let the thread return from it."""
     sender = pair.p.sender
     is_settle = isinstance(visit, events.SettleWrites)
     sender._handle(sender._writer.settle(visit) if is_settle else sender._writer.write(visit))
@@ -137,7 +138,7 @@ def d_verifying(pair: Pair) -> None:
 
 
 def unseen(pair: Pair, message: PeerMessage) -> None:
-    """D's machine takes it, and what is to be looked at is not looked at."""
+    """Give D's machine a message, and do not run the verification that it asks for."""
     pair.d.receiver._machine.handle(Received(pair.room, message), pair.world.clock.monotonic())
 
 
@@ -213,7 +214,7 @@ def side(pair: Pair, state: Enum) -> Node:
 
 
 def tick(pair: Pair, node: Node, seconds: float) -> None:
-    """Time passes; only this side's clock looks, and nothing reaches anybody."""
+    """Advance the time; only this side checks its clock, and no message is delivered."""
     pair.world.clock.advance(seconds)
     node.kv.side.tick(pair.world.clock.monotonic())
 
@@ -237,7 +238,7 @@ def test_a_room_ends_at_its_states_deadline_and_not_before_and_the_error_says_al
     tick(pair, node, 0.05)
     assert role.state(pair.room) is not state
     kind, text = WORDS[state]
-    if state is SenderState.ANNOUNCED:  # P's step thread never heard of it; D does
+    if state is SenderState.ANNOUNCED:  # P's step thread never received it; D gets the error
         (status,) = (m for m in map(decoded, pair.world.frames) if isinstance(m, TransferStatus))
         assert (status.code, status.message) == (kind.code, text)
     else:
@@ -295,7 +296,7 @@ def test_a_write_that_fails_behind_its_rooms_end_is_not_told_again(kind: FaultKi
 
 @pytest.mark.parametrize("is_asked_again", [False, True])
 def test_what_is_computed_while_a_thread_writes_is_written_behind_it(is_asked_again: bool) -> None:
-    """Pages and the logits row; D, which hears nothing, announces once more meanwhile."""
+    """Covers pages and the logits row; D, which gets no answer, announces again meanwhile."""
     pair = Pair()
     p_transferring(pair)
     assert pair.p.requests[pair.room].computed < 10
@@ -357,7 +358,7 @@ def test_of_one_d_one_attempt_to_settle_runs_at_a_time_and_it_is_for_all_rooms_t
 
 
 def only(world: ClusterWorld, role: Role, state: SequenceState) -> Process:
-    """The process of this role, once its only request is in `state`."""
+    """Return the process of this role, once its only request is in `state`."""
     (process,) = world.of(role)
     for _ in range(200):
         if [s.state for s in process.sequences().values()] == [state]:
@@ -387,7 +388,7 @@ def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: Sequen
             pass
     if state is SequenceState.INFLIGHT:
         world.of(Role.PREFILL)[0].write = lambda: False  # type: ignore[method-assign]
-    if state is SequenceState.STARTED:  # the row leaves, and no page
+    if state is SequenceState.STARTED:  # the row is sent, and no page
         p = world.of(Role.PREFILL)[0]
         queue, write = p.kv.sender.queue, p.write
         p.write = lambda: any(job.is_aux for job in queue._pending.values()) and write()  # type: ignore[method-assign]
@@ -396,7 +397,7 @@ def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: Sequen
         process = only(world, Role.DECODE, SequenceState.RUNNING)
         sequence = next(iter(process.sequences().values()))
         process.cache.reserve(b"another", process.cache.num_free_pages * process.cache.page_size)
-        del process.cache._rooms[b"another"]  # its pages are nobody's: the next growth has none
+        del process.cache._rooms[b"another"]  # its pages have no owner now: the next growth gets none
         while sequence.state is SequenceState.RUNNING:
             process.step()
     else:
@@ -426,7 +427,7 @@ def test_requests_of_a_router_that_never_comes_back_end_on_both_sides_and_give_e
     world.ask(0, 22, 30)
     world.op_router(0, 0)
     for process in world.processes:
-        process.is_slow = True  # else what runs just runs to its end
+        process.is_slow = True  # otherwise running requests would simply finish
     world.turns(3)
     world.advance(CLUSTER_DEADLINES.router_s - 0.2)
     world.turns(2)

@@ -1,4 +1,4 @@
-"""`verify_kv`: KV that is not what P wrote never becomes SUCCESS, whoever broke it; what is right is not held up."""
+"""`verify_kv`: KV that differs from what P wrote never becomes SUCCESS, whatever broke it; right KV is not delayed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 NUM_TOKENS = 18
-"""Five pages, the last one half full."""
+"""Prompt length: five pages, the last one half full."""
 
 
 def compute(pair: Pair) -> None:
-    """All of it is computed and written; D was not told of Success."""
+    """Compute and write everything, without delivering Success to D."""
     while pair.p.requests[pair.room].computed < NUM_TOKENS:
         pair.p.compute()
     while pair.p.sender.queue.run_one():
@@ -29,7 +29,8 @@ def compute(pair: Pair) -> None:
 
 
 def arrived(verify_kv: VerifyKV, harm: Callable[[np.ndarray], None] = lambda pages: None, seed: int = 1) -> Pair:
-    """Everything landed and P said Success; then `harm` changes D's pages (`[region, position, bytes]`)."""
+    """Return a pair for which everything landed and P reported Success; then `harm` changes D's pages (`[region,
+    position, bytes]`)."""
     pair = Pair(seed, verify_kv).join()
     pair.both_halves(NUM_TOKENS)
     compute(pair)
@@ -84,7 +85,7 @@ def test_without_verification_the_same_harm_becomes_wrong_kv_of_the_request(
 
 @pytest.mark.parametrize("verify_kv", ["off", "sample", "all"])
 def test_a_byte_that_the_transport_flips(verify_kv: VerifyKV) -> None:
-    """One of the first page, which every sample has."""
+    """The byte is on the first page, which every sample includes."""
     pair = Pair(verify_kv=verify_kv).join()
     pair.both_halves(NUM_TOKENS)
     pair.world.fabric.on_write = lambda peer, copies: (
@@ -103,7 +104,7 @@ def test_a_byte_that_the_transport_flips(verify_kv: VerifyKV) -> None:
 @pytest.mark.parametrize("seed", range(1, 7))
 @pytest.mark.parametrize("verify_kv", ["sample", "all"])
 def test_what_is_right_succeeds_once_it_was_looked_at(verify_kv: VerifyKV, seed: int) -> None:
-    """Whether layers were written one by one or several at once: the seed chooses how much a write may have."""
+    """The seed decides the maximum size of a write, so layers are written one by one or several at once."""
     pair = arrived(verify_kv, seed=seed)
     assert pair.seen(pair.p)[-1] is Kind.SUCCESS, "P's pages are not kept for it"
     assert pair.seen(pair.d) == [Kind.LOGITS_READY]
@@ -125,7 +126,7 @@ def test_a_success_that_p_repeats_is_acknowledged_and_verified_once() -> None:
 
 
 def test_a_deadline_or_an_abort_during_verification_ends_the_room_without_asking_p() -> None:
-    """P has said that it writes no more."""
+    """P has already reported that it writes no more."""
     pair = arrived("all")
     pair.world.clock.advance(DEADLINES.transfer_s)
     pair.d.receiver.tick(pair.world.clock.monotonic())
@@ -181,7 +182,7 @@ def test_p_sums_up_each_chosen_page_once_per_layer_and_a_sample_is_a_part_of_the
 
 
 def test_verification_on_its_own_thread_does_not_hold_up_the_comm_thread() -> None:
-    """A verifier that stands still: frames are still taken, and the verdict comes when it goes on."""
+    """While the verifier stands still, frames are still processed; the verdict comes when it goes on."""
     begun, go_on, done = threading.Event(), threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -1,5 +1,5 @@
-"""The scripts of faults again, on P and D whose steps overlap: what a launched step may touch is in nobody else's
-hands, whoever dies, cancels or repeats itself meanwhile. `CHITU_PROTOCOL_CASES` as in `test_cluster_faults.py`."""
+"""The scripts of faults again, on P and D whose steps overlap: no other room owns what a launched step may touch,
+whatever dies, is cancelled or is repeated meanwhile. `CHITU_PROTOCOL_CASES` as in `test_cluster_faults.py`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_with_the_real_router_each_client_gets_each_token_once_and_one_end(piece
 
 
 def test_steps_do_overlap_in_these_worlds_and_surplus_rows_are_written() -> None:
-    """Without faults: every request finishes, and most turns of a busy D leave a step in flight."""
+    """Without faults every request finishes, and most turns of a busy D leave a step in flight."""
     world = LateWorld(1, 1)
     for number in range(9):
         world.op_ask(0, 7 + 22 * number)

@@ -1,5 +1,5 @@
-"""A connection between the router and an instance breaks: what it took comes again within two heartbeats, without
-another attempt, and what only waits is left in peace."""
+"""A connection between the router and an instance breaks: what it lost is sent again within two heartbeats, without
+another attempt, and requests that only wait are left alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chitu.types import Role
 
 BEAT_S = DEADLINES.heartbeat_interval_s
 NOTICED_S = 2 * BEAT_S + 0.1
-"""Two heartbeats, and some turns for the messages themselves."""
+"""Time to notice a loss: two heartbeats, and some turns for the messages themselves."""
 FIRST_TOKEN_S = DEADLINES.queue_s + DEADLINES.bootstrap_s + DEADLINES.transfer_s + DEADLINES.lease_s
 
 
@@ -61,7 +61,7 @@ def room_of(client: Client) -> bytes:
 def test_a_lost_half_comes_again_within_two_heartbeats_and_is_served_by_the_same_attempt(
     role: Role, phase: int
 ) -> None:
-    """`phase`: when between two heartbeats."""
+    """`phase` is the moment between two heartbeats."""
     world = RoutedWorld(1, 1)
     world.turns(10 * phase)
     client = ask(world)
@@ -85,7 +85,7 @@ def test_a_gap_is_told_at_once() -> None:
 @pytest.mark.parametrize("phase", range(0, 50, 7))
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_lost_tokens_come_again_within_two_heartbeats_and_cost_no_attempt(phase: int, count: int) -> None:
-    """`count` messages in a row; where these are all that there are, nothing behind them shows the gap."""
+    """`count` messages in a row are lost; if these are all messages, no later one shows the gap."""
     world = RoutedWorld(1, 1)
     world.turns(phase)
     client = ask(world, max_tokens=8)
@@ -193,7 +193,7 @@ def test_a_lost_cancellation_is_sent_again_long_before_the_deadline_of_whom_it_w
 
 
 def test_where_no_connection_comes_about_requests_go_elsewhere_after_a_lease() -> None:
-    """Nothing of the router gets to D0, whose heartbeats come: what was sent waits in a queue for ever."""
+    """No message of the router reaches D0, whose heartbeats arrive: what was sent waits in a queue forever."""
     world = RoutedWorld()
     d0 = next(process for process in world.of(Role.DECODE) if process.rank == 0)
     world.sever(d0, 1_000_000)
@@ -229,7 +229,7 @@ def silence(world: RoutedWorld, prefill: Process, decode: Process, ways: str) ->
 
 
 HEARD_S = 3 * DEADLINES.retry_interval_s + BEAT_S + 0.1
-"""The announcement, two registrations, and D's heartbeat."""
+"""Time to notice a silent peer: the announcement, two registrations, and D's heartbeat."""
 
 
 @pytest.mark.parametrize("ways", ["to P and to D", "to P", "to D"])
@@ -249,7 +249,7 @@ def test_a_pair_whose_two_do_not_hear_each_other_is_left_after_the_first_silence
     assert world.router is not None and world.router.counters.breaker_openings == {}
     world.silence.clear()
     world.turns(100)
-    for _ in range(2):  # each pair has its turn
+    for _ in range(2):  # every pair gets requests
         clients = [ask(world) for _ in range(4)]
         pairs = [(serving(world, c, Role.PREFILL), serving(world, c, Role.DECODE)) for c in clients]
         world.settle_down(3.0)
@@ -282,7 +282,7 @@ def test_the_only_pair_is_not_left_for_its_silence() -> None:
 
 
 def test_a_p_that_computes_for_long_is_not_silent() -> None:
-    """It says nothing of its rooms meanwhile, and answers what it is asked."""
+    """Meanwhile it sends nothing about its rooms, but answers questions."""
     world = RoutedWorld(2, 2)
     client = ask(world)
     serving(world, client, Role.PREFILL).is_slow = True

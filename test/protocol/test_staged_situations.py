@@ -1,4 +1,4 @@
-"""Single situations of staged transfers: a write means what a direct one does, whoever fails in its middle."""
+"""Single situations of staged transfers: a write means what a direct one does, whatever fails in the middle of it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def staged_pair(seed: int = 1, **options: object) -> Pair:
 
 
 def compute(pair: Pair) -> None:
-    """The prompt is computed; nothing is written or delivered yet."""
+    """Compute the prompt without writing or delivering anything."""
     while pair.p.requests[pair.room].computed < pair.p.requests[pair.room].num_tokens:
         pair.p.compute()
 
 
 def messages(pair: Pair, kind: type[Group] | type[Scattered]) -> list[tuple[Frame, Group | Scattered]]:
-    """Between the transports, on their way."""
+    """Return the messages of this kind in flight between the transports."""
     found = []
     for frame in pair.world.frames:
         message = peer_codec.decode(frame.payload)
@@ -97,7 +97,7 @@ def test_a_segment_that_a_late_write_may_hit_is_not_written_before_the_d_has_set
     written: list[int] = []
     pair.world.fabric.on_write = lambda target, copies: written.extend(copies.dst)
     memory = pair.d.memory
-    # Straight at the transport: nobody above keeps it from writing.
+    # Directly at the transport: no upper layer prevents the write.
     row = memory.aux_base
     for _ in range(2 * NUM_SEGMENTS):
         link.transport.write(link.handle, _copy_of_a_row(pair.p, row), 1.0)
@@ -127,7 +127,7 @@ def test_an_abort_in_the_middle_of_a_scatter_gives_nothing_back_before_the_scatt
     def abort_now() -> None:
         pair.d.abort(pair.room)
         for _ in range(len(pair.world.frames)):
-            pair.world.deliver_one()  # P hears of it, in the middle of its write
+            pair.world.deliver_one()  # P receives the abort in the middle of its write
         pair.d.poll()
         during.append((pair.d.receiver.state(pair.room), list(pair.seen(pair.d))))
 
@@ -143,7 +143,7 @@ def test_an_abort_in_the_middle_of_a_scatter_gives_nothing_back_before_the_scatt
 
 @pytest.mark.parametrize("is_inside", [True, False], ids=["in the middle of a scatter", "before it"])
 def test_pages_of_a_p_that_died_come_back_when_no_scatter_of_its_groups_can_touch_them(is_inside: bool) -> None:
-    """P is known dead at once, and what it put into a segment is still there."""
+    """P's death is known at once, and what it put into a segment is still there."""
     pair = staged_pair()
     pair.both_halves()
     compute(pair)
@@ -258,7 +258,7 @@ def test_a_message_of_a_segments_last_group_that_comes_late_does_not_scatter_the
     again = [0]
 
     def late() -> None:
-        """Each time a segment has a new group, that of its last one comes once more, before and behind it."""
+        """Deliver the last group of a segment again when the segment has a new one, both before and after that."""
         for frame, message in messages(pair, Group):
             assert isinstance(message, Group)
             for old, former in seen:
@@ -309,7 +309,7 @@ def test_a_write_that_failed_ends_its_own_room(fault: FaultKind) -> None:
         pair.p.compute()
     pair.pump()
     ends = sorted(pair.p.requests[room].seen[-1].name for room in (other, pair.room))
-    # With a write that may still land nothing else is written to that D, as directly.
+    # While a write may still land, nothing else is written to that D, as with direct writes.
     assert ends == (["RELEASED", "SUCCESS"] if fault is FaultKind.DROP else ["FAILED", "RELEASED"])
     pair.world.settle_down()
     pair.world.check_all_returned()
@@ -465,7 +465,7 @@ def test_a_staged_row_that_was_corrupted_is_never_ready() -> None:
 
 
 def test_verify_kv_covers_gather_write_and_scatter() -> None:
-    """A byte that is flipped in D's segment, and one that D's own copy breaks."""
+    """A byte is flipped in D's segment, and another by D's own copy."""
     pair = staged_pair(verify_kv="all")
     pair.both_halves(4)
     compute(pair)

@@ -1,4 +1,4 @@
-"""Every byte that the ranks of D need is written once, by a rank of P that has it, whatever the two TP sizes."""
+"""Every byte that the ranks of D need is written once, by a rank of P that has it, for all combinations of TP sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_head_of_every_rank_of_d_has_exactly_one_writer_and_the_work_is_ev
             written[src_rank] += copy.num_heads
         assert got == Counter(mine)
     assert head_copy(heads, src_size, 0, dst_size, 0) is not None, "the logits rows take this way"
-    # A head in more copies on P than D needs leaves some ranks of P idle; the others share evenly.
+    # If P has more copies of a head than D needs, some ranks of P are idle; the rest share evenly.
     assert max(written) - min(n for n in written if n) <= 1
     if dst_size >= src_size:
         assert min(written) > 0

@@ -1,4 +1,5 @@
-"""KV checksums where P and D have several ranks, as many or not: real lanes to the followers, real writes between."""
+"""KV checksums with several ranks on P and D, in equal or different numbers: real lanes to the followers, real writes
+between."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def own_sums(layout: KVLayout, tp_rank: int, pool: RankPool) -> HostPageSums:
 
 
 class Instance:
-    """All ranks of a P or D, and what its main rank calls to sum up their pages."""
+    """All ranks of a P or D, and the object that its main rank calls to sum their pages."""
 
     def __init__(self, ranks: Ranks, is_decode: bool, deaf: bool = False) -> None:
         self.ranks = ranks
@@ -61,7 +62,7 @@ class Instance:
 
 
 class Pair:
-    """P wrote three pages to D, all heads of all layers."""
+    """A P that wrote three pages to a D, all heads of all layers."""
 
     def __init__(self, src_size: int, dst_size: int) -> None:
         fabric = FakeFabric()
@@ -73,7 +74,7 @@ class Pair:
             writer = open_shards(info, self.p.ranks.layout, rank, pool, [transport])
             writer.write_pages([PageMove(0, NUM_LAYERS, SRC_PAGES, DST_PAGES)], 5.0)
         self.expected = RoomSums.of([0, 1, 2], "fake")
-        for layer in LAYERS:  # as layer-wise batches do
+        for layer in LAYERS:  # like layer-wise batches
             self.expected.sums += self.p.sums.sums(range(layer, layer + 1), SRC_PAGES)
 
     def verify(self) -> None:

@@ -1,7 +1,7 @@
-"""An offload on two ranks, of which the follower is the slower one: its pages are announced only when both have copied.
+"""An offload on two ranks with a slower follower: its pages are announced only when both ranks have copied.
 
-The main rank and the follower run the real executor shells over a broadcast in this process; what they compute is one
-copy of pages to host memory, which the follower may be held in.
+The main rank and the follower run the real executor shells over a broadcast in this process. Their only computation is
+a copy of pages to host memory, in which the follower can be held.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OLD, NEW = 7, 9
 
 
 class Runner:
-    """What the shells need of a `ModelRunner`: pages, and an offload that copies them."""
+    """The parts of a `ModelRunner` that the shells need: pages, and an offload that copies them."""
 
     def __init__(self, before_copy: Callable[[], None]) -> None:
         self.pages = np.full(4, OLD)
@@ -83,7 +83,7 @@ def test_pages_that_a_slow_follower_still_copies_are_not_free_yet() -> None:
     step_is_over = threading.Event()
 
     def step() -> None:
-        """As D's step thread: the step that offloads, and the next, which announces the pages to P, who writes."""
+        """Run D's step thread: the step that offloads, and the next, which announces the pages to P, which writes."""
         executor.execute(StepPlan(offload=[Offload(slot=0, key=1)]))
         step_is_over.set()
         for runner in (main, slow):

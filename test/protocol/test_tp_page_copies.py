@@ -1,4 +1,4 @@
-"""Pages between the pools of several ranks and the tiers' memory, which they share: real lanes to the followers."""
+"""Copies between the page pools of several ranks and the shared memory of the tiers: real lanes to the followers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def thread(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 class Instance:
-    """All ranks of an instance with room for three pages in host memory, which each of them maps for itself."""
+    """All ranks of an instance with room for three pages in host memory, which each rank maps for itself."""
 
     def __init__(self, size: int) -> None:
         layout = layout_of(HEADS, size)
@@ -72,7 +72,7 @@ def test_a_page_of_one_instance_is_a_page_of_another_however_both_divide_the_hea
     from_pages, to_pages = [7, 2], [3, 10]
     for place, (from_page, to_page) in enumerate(zip(from_pages, to_pages, strict=True), start=1):
         source.copies.extract_from_kvpool(from_page, source.content(place))
-        target.content(place)[:] = source.content(place)  # what a store does
+        target.content(place)[:] = source.content(place)  # as a store does
         target.copies.restore_to_kvpool(to_page, target.content(place))
     target.ranks.check(to_pages, from_pages, range(2))
     assert not any(source.content(0)), "a copy beside its place"
@@ -81,7 +81,7 @@ def test_a_page_of_one_instance_is_a_page_of_another_however_both_divide_the_hea
 
 
 def test_a_rank_that_does_not_answer_ends_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it may write later is not known, so nobody may go on with these pages."""
+    """The rank may write later to an unknown place, so these pages cannot be used again."""
     monkeypatch.setattr(fan_out_module, "SEND_TIMEOUT_MS", 10)
     layout = layout_of(HEADS, 2)
     pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout), "cpu")

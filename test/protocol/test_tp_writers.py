@@ -31,7 +31,7 @@ def thread(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 class Instances:
-    """A P of `src_size` ranks, its followers served by threads, and a D of `dst_size`; 4 KV heads."""
+    """A P of `src_size` ranks, with its followers in threads, and a D of `dst_size`; 4 KV heads."""
 
     def __init__(self, src_size: int, dst_size: int) -> None:
         self.fabric = FakeFabric()
@@ -83,7 +83,7 @@ def pair() -> Iterator[Instances]:
 
 
 class Later:
-    """`Ready` whose work is done when it is waited for."""
+    """A `Ready` that runs its work when it is waited for."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
@@ -96,12 +96,12 @@ class Later:
 
 
 def test_no_rank_writes_before_the_main_ranks_event_has_passed(pair: Instances) -> None:
-    """It lies behind the sum over the ranks, so what is computed by then is computed everywhere."""
+    """The event is behind the sum over the ranks, so everything before it is computed on all ranks."""
     is_written = threading.Event()
     pair.fabric.on_write = lambda peer, copies: is_written.set()
     writer = pair.open()
     early: list[bool] = []
-    move = MOVE._replace(ready=Later(lambda: early.append(is_written.wait(0.3))))  # time for a follower to be wrong
+    move = MOVE._replace(ready=Later(lambda: early.append(is_written.wait(0.3))))  # time for a follower's early write
     assert len(writer.write_pages([move], 5.0)) == 2
     assert not early[0] and is_written.is_set()
     pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
@@ -151,7 +151,7 @@ def test_a_follower_that_is_late_leaves_the_write_unsettled_until_it_has_ended(
         writer.write_pages([MOVE], 0.05)
     assert begun.is_set() and not caught.value.settled
     with pytest.raises(TransferFailed, match="TP rank 1 did not answer"):
-        writer.settle(0.05)  # it stands behind the write in the follower's lane
+        writer.settle(0.05)  # it is queued behind the write in the follower's lane
     go_on.set()
     assert writer.settle(5.0), "late answers are dropped, not taken for this one"
     pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
@@ -188,7 +188,7 @@ def test_a_rank_that_cannot_reach_d_refuses_it_and_says_which(pair: Instances) -
 def test_a_closed_peer_takes_no_write_and_can_be_opened_again(pair: Instances) -> None:
     writer = pair.open()
     writer.close()
-    pair.open(8)  # goes the way of the close, so that is done on all ranks
+    pair.open(8)  # behind the close in the same lane, so the close is done on all ranks
     with pytest.raises(WriteError, match="TP rank 1 has no connection") as caught:
         writer.write_pages([MOVE], 5.0)
     assert caught.value.settled
@@ -196,9 +196,9 @@ def test_a_closed_peer_takes_no_write_and_can_be_opened_again(pair: Instances) -
 
 
 def connects_as(uid: int, path: str) -> bool:
-    """In a child process, as that user."""
+    """Return whether a child process of that user can connect."""
     child = os.fork()
-    if not child:  # nothing but system calls: other threads do not exist here
+    if not child:  # system calls only: other threads do not exist in the child
         code = 1
         with contextlib.suppress(OSError):
             os.setgid(uid)

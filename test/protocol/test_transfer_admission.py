@@ -1,4 +1,4 @@
-"""What P and D let in: registrations, announcements, frames and settings that are wrong cost nothing but themselves."""
+"""Checks of P and D on what arrives: a wrong registration, announcement, frame or setting affects only itself."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_number_of_prefix_pages_that_is_no_integer_is_no_announcement(prefix_p
     [
         ([3, 4, 5], 0, 0, "aux slot 0 is announced for room"),
         ([2, 3, 4], 1, 0, "page 2 is announced for room"),
-        ([2, 3, 4], 1, 1, "page 2 is announced for room"),  # D cannot have it already
+        ([2, 3, 4], 1, 1, "page 2 is announced for room"),  # D cannot have this page already
         ([5, 3, 4], 1, 1, None),
     ],
 )
@@ -102,7 +102,7 @@ def test_what_is_announced_for_one_room_is_not_written_for_another(
 
 
 class CountedRooms(dict):  # type: ignore[type-arg]
-    """How many rooms were looked at."""
+    """A table that counts the rooms looked at."""
 
     looked_at = 0
 

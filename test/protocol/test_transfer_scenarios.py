@@ -77,7 +77,7 @@ def test_of_a_request_for_one_token_the_logits_row_moves_alone(
     pair = Pair(way=way, verify_kv=verify_kv).join()
     written: list[int] = []
     pair.world.fabric.on_write = lambda peer, copies: written.append(copies.nbytes)
-    if is_announced_late:  # what P computes before it knows is kept, and never sent
+    if is_announced_late:  # what P computes before the announcement is kept, and never sent
         assert pair.p.prefill(pair.room, 23, pair.d)
         pair.compute_all()
         assert pair.d.decode(pair.room, 23, pair.p, needs_kv=False)
@@ -92,7 +92,7 @@ def test_of_a_request_for_one_token_the_logits_row_moves_alone(
 
 @pytest.mark.parametrize("is_announced_late", [False, True])
 def test_layers_that_a_device_has_yet_to_compute_are_sent_when_it_has(is_announced_late: bool) -> None:
-    """SUCCESS on D looks at every byte; without the wait it would find the poison of fresh pages."""
+    """SUCCESS on D checks every byte; without the wait it would find the poison of fresh pages."""
     pair = Pair().join()
     device = pair.p.device = DeviceQueue()
     if not is_announced_late:
