@@ -5,10 +5,10 @@ router's loop thread, and its only caller.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank). A process that joins for the first time
 replaces another one, unless it yields. A replaced one is refused from then on, as is one that returns to find its place
-taken. All live P and D can exchange pages (`unlike.py`). An instance is in the view exactly while its lease runs, or
-until its death is known sooner (by its pid on this machine, from its launcher on another). A lost instance is reported
-once through `on_lost`, after it left the view. The view calls an instance dead only if all its processes are known to
-have ended; silence and a Leave of its own prove nothing. Nothing here depends on requests.
+taken. All live P and D can exchange pages (`compatibility.py`). An instance is in the view exactly while its lease
+runs, or until its death is known sooner (by its pid on this machine, from its launcher on another). A lost instance is
+reported once through `on_lost`, after it left the view. The view calls an instance dead only if all its processes are
+known to have ended; silence and a Leave of its own prove nothing. Nothing here depends on requests.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from chitu.protocol import (
     LoadReport,
     LostInstance,
 )
+from chitu.router.compatibility import why_incompatible
 from chitu.router.metrics import CoordinationMetrics
-from chitu.router.unlike import why_unlike
 from chitu.types import Role, instance_name
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ class PDCoordination:
                 "give another --rank"
             )
         for member in self._members.values():
-            if (member.info.role, member.info.engine_rank) != key and (reason := why_unlike(info, member.info)):
+            if (member.info.role, member.info.engine_rank) != key and (reason := why_incompatible(info, member.info)):
                 raise IncompatibleLayout(reason)
         if present is not None and not is_other:
             present.identity = identity

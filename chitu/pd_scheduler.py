@@ -25,7 +25,7 @@ from chitu.instance.request_arrivals import RequestArrivals
 from chitu.instance.request_ends import EndRules, RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, Word, WorkerGone
+from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, StepCommand, WorkerGone
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
@@ -123,7 +123,7 @@ class PDScheduler:
         """End every request with an error, because the router was silent beyond its limit."""
         self._inbox.put(RouterSilent(silence_s))
 
-    def _tell(self, word: Word) -> None:
+    def _tell(self, word: StepCommand) -> None:
         """Queue a message from a thread that works for the step thread, and wake it."""
         self._inbox.put(word)
         self._parts.wake()

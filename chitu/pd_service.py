@@ -46,7 +46,7 @@ from chitu.protocol import (
     InstanceInfo,
     KVLayout,
     Leave,
-    LinkWord,
+    LinkAck,
     RequestFailed,
     SchedulerMessage,
     encode,
@@ -62,7 +62,7 @@ IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it checks its queue deadlines."""
 QUIET_S = 1.0
 """Time without work after which a drained instance leaves: by then no request from the router is in flight."""
-LAST_WORD_S = 0.5
+SIGNAL_QUIET_S = 0.5
 """Time without work after which an instance leaves on a signal: by then the router has read the last tokens. Leave
 takes another connection; if it arrived before these tokens, it would fail a request that has just finished."""
 
@@ -134,7 +134,7 @@ class PDSchedulerService:
         self._stop_step = threading.Event()
         self._exit_code = 0
         self._failures = FailureReports(comm.send_stats)
-        self._beat_wake = Waker()
+        self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
         self._token_socket: zmq.Socket[bytes] | None = None
         # P never connects to a token port. 0: the router is several processes; each names its port in its requests.
@@ -217,7 +217,7 @@ class PDSchedulerService:
         self._finish_running()
         self._stop_step.set()
         self._wake.wake()
-        self._beat_wake.wake()
+        self._heartbeat_wake.wake()
         step.join(timeout=2.0)
         if self._engine.tracer is not None:
             self._engine.tracer.close()
@@ -261,7 +261,7 @@ class PDSchedulerService:
                 end_s = min(end_s, now_s + self._deadlines.drain_s)
             if not self._scheduler.is_idle:
                 busy_s = now_s
-            elif now_s - busy_s >= (LAST_WORD_S if is_signalled else QUIET_S):
+            elif now_s - busy_s >= (SIGNAL_QUIET_S if is_signalled else QUIET_S):
                 return
 
     def _leave(self) -> None:
@@ -300,13 +300,13 @@ class PDSchedulerService:
     def _comm_loop(self) -> None:
         callbacks = CommCallbacks(
             self._on_request,
-            self._on_link_word,
+            self._on_link_ack,
             self._on_view,
             self._on_new_router,
             self._on_refused,
             on_drain=self._on_drain,
             on_worker_gone=self._on_worker_gone,
-            on_missing=self._beat_wake.wake,
+            on_missing=self._heartbeat_wake.wake,
         )
         kv = self._engine.kv.side if self._engine.kv is not None else None
         self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s, self._deadlines.lease_s)
@@ -315,8 +315,8 @@ class PDSchedulerService:
         self._scheduler.submit(message)
         self._wake.wake()
 
-    def _on_link_word(self, word: LinkWord) -> None:
-        self._tokens.hear(word)
+    def _on_link_ack(self, ack: LinkAck) -> None:
+        self._tokens.take_ack(ack)
         self._wake.wake()
 
     def _on_view(self, view: ClusterView) -> None:
@@ -354,7 +354,7 @@ class PDSchedulerService:
         clock = RealClock()
         due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
         while not self._stop_step.wait(SHORTEST_BEAT_S):
-            self._beat_wake.wait(max(0.0, due_s - clock.monotonic()))
+            self._heartbeat_wake.wait(max(0.0, due_s - clock.monotonic()))
             if self._stop_step.is_set():
                 break
             if clock.monotonic() >= due_s:
@@ -370,9 +370,9 @@ class PDSchedulerService:
             )
             message = Heartbeat(
                 *(identity.role, identity.engine_rank, identity.incarnation, load),
-                # Evaluated in this order: `words` covers all messages that those reads took.
+                # Evaluated in this order: `acks` covers all messages that those reads took.
                 reads=self._comm.num_reads,
-                words=self._comm.received.words(),
+                acks=self._comm.received.acks(),
                 silent=kv.silent_prefills if kv is not None else (),
             )
             try:

@@ -28,7 +28,7 @@ try:
     from rich.console import Console
 
     from chitu.client.client import RouterClient
-    from chitu.client.verify.asking import Prober, error_text
+    from chitu.client.verify.probe import Prober, error_text
     from chitu.client.verify.topology import MIN_ROUNDS, probe, show
     from chitu.config.load import api_key
     from chitu.errors import ChituError

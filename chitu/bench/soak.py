@@ -53,7 +53,7 @@ SETTINGS = [
 ]
 
 
-class Accidents:
+class FaultInjector:
     """Random faults, one at a time; the process it hits is back before the next one. The main thread calls `tick`."""
 
     def __init__(self, cluster: LocalCluster, every_s: float, rng: random.Random) -> None:
@@ -104,7 +104,7 @@ def pages_not_free(url: str) -> int:
         pause.wait(0.1)
 
 
-def take_sample(cluster: LocalCluster, load: SteadyLoad, accidents: Accidents, start_s: float) -> Sample:
+def take_sample(cluster: LocalCluster, load: SteadyLoad, accidents: FaultInjector, start_s: float) -> Sample:
     accidents.settle()
     load.pause(PATIENCE_S + 10)
     usage = {name: usage_of(cluster.pid(name)) for name in cluster.members}
@@ -129,7 +129,7 @@ def soak(
     """Run the load and the faults for `seconds` and return the samples. `cluster` is ready and `load` has not started.
     The caller's thread is the one that started the cluster."""
     load.start(clients)
-    accidents = Accidents(cluster, accident_s, rng)
+    accidents = FaultInjector(cluster, accident_s, rng)
     samples: list[Sample] = []
     start_s = time.monotonic()
     pause = threading.Event()

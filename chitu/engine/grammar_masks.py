@@ -2,7 +2,7 @@
 
 A matcher must have consumed a row's newest token before the next mask can be made. If steps overlap, that token may
 still be on its way to the host when the next step has been launched up to its logits. It is copied behind its own step,
-and `OwedTokens` waits for it before the masks are made, while the device computes.
+and `PendingTokens` waits for it before the masks are made, while the device computes.
 
 A mask has one bit a token. The host combines it with the row's other limits: `allowed_token_ids` (the request fails if
 they leave no token that the grammar allows), and the eos and stop ids that `min_tokens` masks, which the grammar
@@ -36,7 +36,7 @@ def bits_of(ids: Iterable[int], vocab_size: int) -> Bits:
 
 
 @dataclass(slots=True)
-class GrammarCourse:
+class GrammarState:
     """Grammar state of one slot."""
 
     matcher: Matcher
@@ -46,7 +46,7 @@ class GrammarCourse:
     """Mask of eos and stop ids, until min_tokens."""
 
     @classmethod
-    def of(cls, matcher: Matcher, params: SamplingParams, masked: Sequence[int], vocab_size: int) -> GrammarCourse:
+    def of(cls, matcher: Matcher, params: SamplingParams, masked: Sequence[int], vocab_size: int) -> GrammarState:
         return cls(
             matcher,
             bits_of(params.allowed_token_ids, vocab_size) if params.allowed_token_ids else None,
@@ -73,10 +73,10 @@ class GrammarRows:
     """Rows of the work matrix that have a grammar."""
     rows_R: Tensor
     slots: list[int]
-    courses: list[GrammarCourse]
+    courses: list[GrammarState]
 
     @classmethod
-    def of(cls, rows: Sequence[GrammarCourse | None], slots: Sequence[int], device: torch.device) -> GrammarRows | None:
+    def of(cls, rows: Sequence[GrammarState | None], slots: Sequence[int], device: torch.device) -> GrammarRows | None:
         """Return the states, `rows[i]` and `slots[i]` being those of work row i, or None if no row has a grammar."""
         places = [row for row, course in enumerate(rows) if course is not None]
         if not places:
@@ -108,12 +108,12 @@ def forbidden(packed_RW: Tensor, vocab_size: int) -> Tensor:
     return ((packed_RW[:, :, None] >> bits_32) & 1).view(packed_RW.shape[0], -1)[:, :vocab_size] == 0
 
 
-class OwedTokens:
+class PendingTokens:
     """Tokens that matchers have not consumed yet: those of the newest step."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_async = device.type == "cuda"
-        self._owed: list[tuple[list[GrammarCourse], Tensor, torch.cuda.Event | None]] = []
+        self._owed: list[tuple[list[GrammarState], Tensor, torch.cuda.Event | None]] = []
 
     def note(self, rows: GrammarRows, order_R: Tensor, tokens_N: Tensor) -> None:
         """Start the copy of these rows' tokens to the host. `order_R`: each work row's index in `tokens_N`."""

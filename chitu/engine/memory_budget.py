@@ -57,7 +57,7 @@ def available_cpu_bytes() -> int:
     raise ConfigError("/proc/meminfo has no MemAvailable: set cache.num_pages")
 
 
-CERTAIN_PART = 0.9
+MIN_LOADED_SHARE = 0.9
 """Share of a checkpoint's weights that is certainly loaded; the rest may be tensors that no layer reads."""
 MIN_CONTEXT_TOKENS = 512
 """Warn of a pool that holds fewer tokens than this and than the model takes: it is probably a mistake."""
@@ -120,16 +120,16 @@ def weight_problems(
 ) -> Iterator[str]:
     """Yield error texts on weights that one host certainly cannot hold: one for its CPUs, one for each such GPU.
 
-    `num_weights`: count in the checkpoint's files. Some may stay unread, hence `CERTAIN_PART`. `cards`: bytes of each
-    GPU of the host by its index, if known. Skips instances whose devices are not chosen yet.
+    `num_weights`: count in the checkpoint's files. Some may stay unread, hence `MIN_LOADED_SHARE`. `cards`: bytes of
+    each GPU of the host by its index, if known. Skips instances whose devices are not chosen yet.
     """
     on_cpus = [item for item in here if "cpu" in item.config.devices]
     dtype = dtype_on(CPU, topology.model.dtype, spec.dtype)
     names = ", ".join(item.name for item in on_cpus)
     each = num_weights * ITEM_BYTES[dtype]
-    if CERTAIN_PART * each * len(on_cpus) > available_bytes:
+    if MIN_LOADED_SHARE * each * len(on_cpus) > available_bytes:
         half = num_weights * ITEM_BYTES["bfloat16"] * len(on_cpus)
-        fits_in_half = dtype == "float32" and CERTAIN_PART * half <= available_bytes
+        fits_in_half = dtype == "float32" and MIN_LOADED_SHARE * half <= available_bytes
         yield (
             f"the weights would have {each / GIB:.1f} GiB ({dtype}) in each of {names} on CPUs, "
             f"{each * len(on_cpus) / GIB:.1f} GiB together, but {available_bytes / GIB:.1f} GiB of memory are "
@@ -142,7 +142,7 @@ def weight_problems(
         needed = sum(num_weights * ITEM_BYTES[dtype] // item.config.tp_size for item in on_it)
         fraction = topology.cache.memory_fraction or GPU_FRACTION
         fraction = max([fraction, *(item.config.memory_fraction or 0.0 for item in on_it)])
-        if CERTAIN_PART * needed > fraction * total_bytes:
+        if MIN_LOADED_SHARE * needed > fraction * total_bytes:
             yield (
                 f"the weights of {', '.join(item.name for item in on_it)} on cuda:{index} would have "
                 f"{needed / GIB:.1f} GiB ({dtype}), but it has {total_bytes / GIB:.1f} GiB, of which "

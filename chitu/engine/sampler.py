@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
-from chitu.engine.grammar_masks import GrammarCourse, GrammarRows, OwedTokens
+from chitu.engine.grammar_masks import GrammarRows, GrammarState, PendingTokens
 from chitu.engine.restrictions import HISTORY, NONE, restriction_of, restrictions_of
 from chitu.engine.sampling_layout import (
     NO_ENTRIES,
@@ -82,7 +82,7 @@ class Sampler:
         # The newest emitted tokens of slots with bad words.
         self._history = torch.full((num_slots, HISTORY), NONE, dtype=torch.int64, device=device)
         self._grammars = grammars
-        self._owed = OwedTokens(device)
+        self._owed = PendingTokens(device)
         self._failures: dict[int, str] = {}
         self._penalty_row: dict[int, int] = {}
         self._free_rows: list[int] = []
@@ -117,7 +117,7 @@ class Sampler:
             if self._grammars is None:
                 raise Internal("a request with a grammar reached a sampler without compiled grammars")
             matcher = self._grammars.compiled(params.grammar).matcher()
-            course = GrammarCourse.of(matcher, params, masked, self.vocab_size)
+            course = GrammarState.of(matcher, params, masked, self.vocab_size)
             if emitted:
                 matcher.consume(token_ids[prompt_len:].tolist())
         random = params.temperature >= GREEDY_BELOW

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from chitu.engine.grammar_masks import GrammarCourse, GrammarRows
+from chitu.engine.grammar_masks import GrammarRows, GrammarState
 from chitu.engine.restrictions import Restriction, Restrictions
 from chitu.engine.sampling_ops import FilterNeeds
 from chitu.engine.upload import upload_tensor
@@ -78,7 +78,7 @@ class SamplingSlot:
     restriction: Restriction | None
     masked_steps: int
     """Number of tokens still to emit before eos and stop ids (`masked`) are allowed."""
-    course: GrammarCourse | None = None
+    course: GrammarState | None = None
 
     @property
     def edited(self) -> bool:

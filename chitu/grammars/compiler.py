@@ -2,7 +2,7 @@
 
 The threads of `GrammarStore` and the router's body process compile; a matcher belongs to the step thread. llguidance
 works in Rust without the GIL and counts its work, so a hostile grammar ends with an error and not with a stall:
-`LIMITS` bounds a compilation, a mask and the memory of both, `MASK_S_A_TOKEN` the total cost of an answer's masks.
+`LIMITS` bounds a compilation, a mask and the memory of both, `MASK_S_PER_TOKEN` the total cost of an answer's masks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 5_000,  # 1 to 5 kB each
     "max_grammar_size": 20_000,
 }
-MASK_GRACE_S, MASK_S_A_TOKEN = 0.5, 0.005
+MASK_GRACE_S, MASK_S_PER_TOKEN = 0.5, 0.005
 """Processor time that the masks of one answer may take: a fixed part, plus a part per token. Beyond it the answer ends
 with an error, because the other answers of its batch wait for each mask."""
 MAX_GBNF_CHARS = 2048
@@ -83,7 +83,7 @@ class Matcher:
                 self._error = _first_line(self._matcher.get_error())
             elif not bits.any():
                 self._error = "none of the model's tokens may come next"
-            elif self._spent_s > MASK_GRACE_S + MASK_S_A_TOKEN * self._num_tokens:
+            elif self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * self._num_tokens:
                 self._error = f"it took {self._spent_s:.1f} s of processor time for {self._num_tokens} tokens"
         if self._error:
             raise InvalidRequest(f"the grammar of this request cannot be followed any further: {self._error}")

@@ -104,13 +104,13 @@ class BodyDecoder(Generic[_BodyT]):
             outline = None
             if len(raw) > LARGE_BODY_BYTES:
                 outline = self._outlined(raw, warnings)
-                self._look_over(outline)
+                self._check_field_sizes(outline)
             try:
                 return self._strict.decode(raw)
             except msgspec.ValidationError as error:
                 if _unknown_in(error) is None:
                     raise
-                return self._decode_odd(raw, outline or self._outlined(raw, warnings), warnings)
+                return self._decode_with_unserved_fields(raw, outline or self._outlined(raw, warnings), warnings)
         except msgspec.ValidationError as error:
             raise _invalid(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -127,7 +127,7 @@ class BodyDecoder(Generic[_BodyT]):
             self._judge(path, warnings)
             return self._known_of_more.decode(raw)
 
-    def _look_over(self, outline: msgspec.Struct) -> None:
+    def _check_field_sizes(self, outline: msgspec.Struct) -> None:
         """Raise InvalidRequest for too large a field: objects cost many times their JSON, and decoding cannot be
         interrupted."""
         for name in self._sized:
@@ -136,7 +136,9 @@ class BodyDecoder(Generic[_BodyT]):
             if num_bytes > most:
                 raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {most} are taken", name)
 
-    def _decode_odd(self, raw: bytes | bytearray, outline: msgspec.Struct, warnings: list[str] | None) -> _BodyT:
+    def _decode_with_unserved_fields(
+        self, raw: bytes | bytearray, outline: msgspec.Struct, warnings: list[str] | None
+    ) -> _BodyT:
         """Decode a body that has more than served fields."""
         for name in self._refused:
             value = bytes(getattr(outline, name))

@@ -1,7 +1,7 @@
 """Parsing of bodies for the routes, and the choice of where it runs. Loop thread.
 
-A small body is processed at once, on the event loop. A large one, and every grammar, goes to `away`, where it delays no
-request's tokens. Work for a client that has left is dropped.
+A small body is processed at once, on the event loop. A large one, and every grammar, goes to `executor`, where it
+delays no request's tokens. Work for a client that has left is dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from chitu.errors import Capacity, InvalidRequest, NoInstance
 from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import Job, Terms
+from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.http.served_model import ServedModel
 from chitu.http.token_counts import TokensAnswer
@@ -28,29 +28,31 @@ MAX_VERDICTS = 64
 T = TypeVar("T")
 
 
-class Away(Protocol):
+class BodyExecutor(Protocol):
     async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
         """Return or raise what `BodyWork` does. Cancel the call if its result is no longer wanted."""
 
 
 class BodyReader:
-    def __init__(self, model: ServedModel, router: PDRequestRouter, away: Away, takes_unknown: bool) -> None:
+    def __init__(
+        self, model: ServedModel, router: PDRequestRouter, executor: BodyExecutor, takes_unknown: bool
+    ) -> None:
         self._model = model
         self._router = router
         self._work = BodyWork(model, takes_unknown)
-        self._away = away
+        self._executor = executor
         self._verdicts: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
         self._judging: dict[Grammar, asyncio.Future[InvalidRequest | None]] = {}
 
     async def job(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> Job:
         """Return the job of a generation route. Errors are for the client, and raised before the request is sent on."""
-        terms = self._terms()
+        facts = self._facts()
         try:
-            job: Job = await self._read(ReadBody(route, terms), raw, exchange)
+            job: Job = await self._read(ReadBody(route, facts), raw, exchange)
             grammar = job.samplings[0].grammar
             if grammar is not None:
-                assert terms.limits is not None
-                verdict = self._verdict(JudgeGrammar(grammar, terms.limits.vocab_size))
+                assert facts.limits is not None
+                verdict = self._verdict(JudgeGrammar(grammar, facts.limits.vocab_size))
                 refusal = await _while_wanted(exchange, verdict)
                 if refusal is not None:
                     raise InvalidRequest(f"{job.grammar_param}: {refusal.message}", job.grammar_param)
@@ -60,26 +62,26 @@ class BodyReader:
 
     async def job_again(self, route: BodyRoute, raw: bytearray) -> Job:
         """Return the job of a body that an earlier router accepted, including its grammar."""
-        task = ReadBody(route, self._terms())
-        found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._away.do(task, raw)
+        task = ReadBody(route, self._facts())
+        found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._executor.do(task, raw)
         job: Job = found
         return job
 
     async def tokens(self, route: BodyRoute, raw: bytes, exchange: Exchange) -> TokensAnswer:
         """Return the answer of `/tokenize` or `/detokenize`."""
-        answer: TokensAnswer = await self._read(ReadBody(route, self._terms()), raw, exchange)
+        answer: TokensAnswer = await self._read(ReadBody(route, self._facts()), raw, exchange)
         return answer
 
-    def _terms(self) -> Terms:
+    def _facts(self) -> ClusterFacts:
         candidates = self._router.candidates
         limits = self._model.limits(candidates)
         why_unusable = candidates.why_unusable() if limits is None else ""
-        return Terms(limits, why_unusable, self._model.vocab_size(candidates))
+        return ClusterFacts(limits, why_unusable, self._model.vocab_size(candidates))
 
     async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:
         if _is_small(raw):
             return self._work.read(task, raw, lambda: None)
-        return await _while_wanted(exchange, self._away.do(task, raw))
+        return await _while_wanted(exchange, self._executor.do(task, raw))
 
     async def _verdict(self, task: JudgeGrammar) -> InvalidRequest | None:
         grammar = task.grammar
@@ -94,7 +96,7 @@ class BodyReader:
     async def _judge(self, task: JudgeGrammar) -> InvalidRequest | None:
         verdict: InvalidRequest | None = None
         try:
-            await self._away.do(task, b"")
+            await self._executor.do(task, b"")
         except InvalidRequest as error:
             verdict = error
         finally:

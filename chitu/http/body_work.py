@@ -2,7 +2,7 @@
 
 `BodyWork` does it, independent of the process: a small body is processed on the event loop of an API process, a large
 one and every grammar in a process beside it (`serve/body_process.py`), by the same methods with the same errors. So a
-task carries what it needs of the cluster (`Terms`), and its result can be pickled.
+task carries what it needs of the cluster (`ClusterFacts`), and its result can be pickled.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
-from chitu.http.jobs import Frame, Job, JobParser, Terms
+from chitu.http.jobs import ClusterFacts, Job, JobParser, ParseContext
 from chitu.http.served_model import ServedModel
 from chitu.http.token_counts import TokenCounts, TokensAnswer
 from chitu.protocol import Grammar
@@ -28,7 +28,7 @@ GRAMMAR_S = 3.0
 
 class ReadBody(NamedTuple):
     route: BodyRoute
-    terms: Terms
+    facts: ClusterFacts
     limit_s: float = BODY_S
 
 
@@ -54,7 +54,7 @@ class BodyWork:
         self._model = model
         self._limited = limited
         jobs, counts = JobParser(model, takes_unknown), TokenCounts(model, takes_unknown)
-        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, Frame], Job | TokensAnswer]] = {
+        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], Job | TokensAnswer]] = {
             "completion": jobs.completion,
             "chat": jobs.chat,
             "responses": jobs.responses,
@@ -67,7 +67,7 @@ class BodyWork:
         """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
         longer waits for them. All other errors are for the client."""
         with self._limited(task.limit_s):
-            return self._readers[task.route](raw, Frame(task.terms, require_client))
+            return self._readers[task.route](raw, ParseContext(task.facts, require_client))
 
     def judge(self, task: JudgeGrammar) -> None:
         """Raise InvalidRequest if D could not compile the grammar."""

@@ -41,12 +41,12 @@ from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 from chitu.tracing.router_trace import RouterTrace
 
-PROMPT_TOKENS_A_TURN = 128
+PROMPT_TOKENS_PER_TURN = 128
 """Prompt tokens whose logprobs are written as JSON before the loop serves other requests."""
 ABORTED = "the request was aborted"
-CHOICES_A_TURN = 4
+CHOICES_PER_TURN = 4
 """Choices of one request that are sent before the loop serves other requests; more if they are sent together."""
-TOKENS_A_TURN = 1024
+TOKENS_PER_TURN = 1024
 """Tokens of one request made into text before the loop serves other requests; more if an unstreamed choice has more."""
 
 
@@ -209,7 +209,7 @@ class GenerationRoutes:
                     if running.origin is not None and options.logprobs is not None:
                         generation.kept_logprobs = []
                 num_new += len(sent)
-                if num_new >= CHOICES_A_TURN:
+                if num_new >= CHOICES_PER_TURN:
                     num_new = 0
                     await asyncio.sleep(0)
                     if exchange.is_client_gone:
@@ -283,11 +283,11 @@ class GenerationRoutes:
         open_choices, num_new = list(enumerate(choices)), 0
         while open_choices:
             await wakeup.wait()
-            if running.parting is not None:
-                raise await running.parting
+            if running.shutdown_error is not None:
+                raise await running.shutdown_error
             for i, choice in open_choices:
                 generation, decoder = choice.generation, choice.decoder
-                if num_new >= TOKENS_A_TURN:
+                if num_new >= TOKENS_PER_TURN:
                     num_new = 0
                     await asyncio.sleep(0)
                 if generation.error is not None:
@@ -334,7 +334,7 @@ class GenerationRoutes:
         while open_choices:
             await wakeup.wait()
             events: list[bytes] = []
-            failure = await running.parting if running.parting is not None else None
+            failure = await running.shutdown_error if running.shutdown_error is not None else None
             for i, choice in open_choices if failure is None else ():
                 if choice.generation.error is not None:
                     failure = choice.generation.error
@@ -377,8 +377,8 @@ class GenerationRoutes:
         choice.has_prompt = True
         echoed = logprobs if options.echo and isinstance(logprobs, CompletionLogprobs) else None
         token_ids, lines = unpack_i32(prompt.token_ids), prompt_lines(prompt.num_tokens, data)
-        for start in range(0, len(token_ids), PROMPT_TOKENS_A_TURN):
-            part = slice(start, start + PROMPT_TOKENS_A_TURN)
+        for start in range(0, len(token_ids), PROMPT_TOKENS_PER_TURN):
+            part = slice(start, start + PROMPT_TOKENS_PER_TURN)
             if echoed is not None:
                 echoed.write_prompt(token_ids[part], lines[part], options.logprobs or 0)
             if choice.prompt_logprobs is not None:

@@ -15,7 +15,7 @@ import msgspec
 from chitu.errors import InvalidRequest, NoInstance
 from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
 from chitu.http.grammar_fields import grammar_of
-from chitu.http.messages.forced import grammar_of_calls
+from chitu.http.messages.call_grammar import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
 from chitu.http.request_checks import (
@@ -26,7 +26,7 @@ from chitu.http.request_checks import (
     reasoning_variables,
     template_variables,
 )
-from chitu.http.responses.request import chat_body, echo_of, own_error
+from chitu.http.responses.request import chat_body, echo_of, error_for_responses
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     OutputOptions,
@@ -97,7 +97,7 @@ def client_timeout_s(scope: Scope) -> float | None:
     return timeout_s
 
 
-class Terms(NamedTuple):
+class ClusterFacts(NamedTuple):
     """State of the cluster at the time when a body is parsed."""
 
     limits: ModelLimits | None
@@ -108,17 +108,17 @@ class Terms(NamedTuple):
     """Vocabulary size of the instances that serve; the checkpoint's while none serves."""
 
 
-class Frame(NamedTuple):
+class ParseContext(NamedTuple):
     """Context in which a body is parsed."""
 
-    terms: Terms
+    facts: ClusterFacts
     require_client: Callable[[], None]
     """Raises if the client no longer waits for the answer."""
 
     def require_limits(self) -> ModelLimits:
-        if self.terms.limits is None:
-            raise NoInstance(self.terms.why_unusable)
-        return self.terms.limits
+        if self.facts.limits is None:
+            raise NoInstance(self.facts.why_unusable)
+        return self.facts.limits
 
 
 class JobParser:
@@ -128,37 +128,39 @@ class JobParser:
         self._model = model
         self._takes_unknown = takes_unknown
 
-    def completion(self, raw: bytes | bytearray, frame: Frame) -> Job:
+    def completion(self, raw: bytes | bytearray, context: ParseContext) -> Job:
         """Parse a body of `/v1/completions`."""
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
         check_completion(body)
         given = completion_prompts(body)
-        return self._job(body, given, body.add_special_tokens is not False, frame, DEFAULT_COMPLETION_TOKENS, warnings)
+        return self._job(
+            body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
+        )
 
-    def chat(self, raw: bytes | bytearray, frame: Frame) -> Job:
+    def chat(self, raw: bytes | bytearray, context: ParseContext) -> Job:
         """Parse a body of `/v1/chat/completions`."""
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
-        return self._chat_job(body, frame, warnings)
+        return self._chat_job(body, context, warnings)
 
-    def responses(self, raw: bytes | bytearray, frame: Frame) -> Job:
+    def responses(self, raw: bytes | bytearray, context: ParseContext) -> Job:
         """Parse a body of `/v1/responses`."""
         warnings: list[str] = []
         body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
         chat = chat_body(body)
         try:
-            job = self._chat_job(chat, frame, warnings)
+            job = self._chat_job(chat, context, warnings)
         except InvalidRequest as error:
-            raise own_error(error) from None
+            raise error_for_responses(error) from None
         if job.grammar_param is not None:
-            job.grammar_param = own_error(InvalidRequest("", job.grammar_param)).param
+            job.grammar_param = error_for_responses(InvalidRequest("", job.grammar_param)).param
         job.echo = echo_of(body)
         job.options.include_usage = True
         return job
 
-    def _chat_job(self, body: ChatBody, frame: Frame, warnings: list[str]) -> Job:
+    def _chat_job(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> Job:
         self._model.require_name(body.model)
         variables = {
             **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
@@ -177,7 +179,7 @@ class JobParser:
             body,
             [text],
             bool(body.add_special_tokens),
-            frame,
+            context,
             None,
             warnings,
             (calls, param) if calls is not None else None,
@@ -194,7 +196,7 @@ class JobParser:
         body: GenerationBody,
         given: Sequence[str] | Sequence[list[int]],
         add_special_tokens: bool,
-        frame: Frame,
+        context: ParseContext,
         default_tokens: int | None,
         warnings: list[str],
         calls: tuple[Grammar, str] | None = None,
@@ -202,7 +204,7 @@ class JobParser:
     ) -> Job:
         options = output_options(body)
         wanted = wanted_tokens(body)
-        limits = frame.require_limits()
+        limits = context.require_limits()
         if len(given) * options.n > MAX_PROMPTS:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
         if options.return_receipt and len(given) * options.n > 1:
@@ -218,7 +220,7 @@ class JobParser:
         samplings = []
         shared: SamplingParams | None = None
         for entry in given:
-            frame.require_client()
+            context.require_client()
             text = entry if isinstance(entry, str) else None
             if not isinstance(entry, str):
                 ids = entry

@@ -126,7 +126,7 @@ class KeptRequests:
         taken = {id(each.answer): each for each in self._taken}
         for answer in self._running.all():
             if id(answer) not in taken and (record := self._record_of(answer)) is not None:
-                answer.parting = asyncio.get_running_loop().create_future()
+                answer.shutdown_error = asyncio.get_running_loop().create_future()
                 self._router.cancel(answer.choices[0].generation)
                 written.append((answer, record))
         if self._looking is not None:  # it may be taking up a request
@@ -144,8 +144,8 @@ class KeptRequests:
                 what.error = error
                 self._tell(what)
             else:
-                assert what.parting is not None
-                what.parting.set_result(error)
+                assert what.shutdown_error is not None
+                what.shutdown_error.set_result(error)
                 what.wakeup.set()
 
     async def _write(self, record: KeptRequest, end_s: float) -> ChituError:
@@ -231,7 +231,7 @@ class KeptRequests:
         if limits is not None and layout is not None and self._router.candidates.usable:
             self._next_look_s = now_s + LOOK_S
             for each in [each for each in self._taken if each.source is None and not each.is_over]:
-                self._go_on(each)
+                self._resume(each)
             self._looking = asyncio.ensure_future(self._look(layout))
 
     async def _look(self, layout: KVLayout) -> None:
@@ -250,7 +250,7 @@ class KeptRequests:
                     self._taken.append(each)
                     self._running.add(record.request_id, each.answer)
                     log.info("kept request %s continues after %d tokens", record.request_id, len(record.token_ids))
-                    self._go_on(each)
+                    self._resume(each)
             self._has_looked = True
         except OSError as error:
             log.error("cannot look for kept requests in their folder: %s", error)
@@ -290,7 +290,7 @@ class KeptRequests:
         each.decoder.feed(list(record.token_ids), record.finish or None)
         return each
 
-    def _go_on(self, each: TakenUp) -> None:
+    def _resume(self, each: TakenUp) -> None:
         """Continue the request. If no instance accepts it now, `tick` tries again."""
         record = each.record
         if each.decoder.finish_reason is not None:

@@ -1,9 +1,9 @@
 """`/metrics` of the router, in the text formats of Prometheus and OpenMetrics. Pure; loop thread.
 
-Called by the route in `cold_routes.py` with the counts of the API processes, the state of the membership and the newest
-load report of each instance. Instances are not scraped: their numbers come with their heartbeats. `docs/metrics.md`
-has a row for every family made here, and a test compares the two. Labels are bounded: names of instances, states and
-codes of closed lists.
+Called by the route in `control_routes.py` with the counts of the API processes, the state of the membership and the
+newest load report of each instance. Instances are not scraped: their numbers come with their heartbeats.
+`docs/metrics.md` has a row for every family made here, and a test compares the two. Labels are bounded: names of
+instances, states and codes of closed lists.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class RunningAnswer:
     origin: Origin | None = None
     numbers: EventNumbers | None = None
     """Event numbers of its stream, if a client may resume it."""
-    parting: asyncio.Future[ChituError] | None = None
+    shutdown_error: asyncio.Future[ChituError] | None = None
     """Set once the answer has stopped; its result is the error that the client gets in the end."""
 
 

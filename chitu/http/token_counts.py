@@ -8,7 +8,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
-from chitu.http.jobs import Frame
+from chitu.http.jobs import ParseContext
 from chitu.http.request_bodies import MAX_TOKENS, Body
 from chitu.http.request_checks import chat_messages, offered_tools, template_variables
 from chitu.http.served_model import ServedModel
@@ -27,9 +27,9 @@ class TokenCounts:
         self._model = model
         self._takes_unknown = takes_unknown
 
-    def tokenize(self, raw: bytes | bytearray, frame: Frame) -> TokensAnswer:
+    def tokenize(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
         body, warnings = self._body(tokenize_decoder, raw)
-        model, limits = self._model, frame.terms.limits
+        model, limits = self._model, context.facts.limits
         max_len = limits.max_model_len if limits is not None else None
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
@@ -43,19 +43,19 @@ class TokenCounts:
         most = max(max_len or 0, MAX_TOKENS)
         if model.tokenizer.exceeds(text, most, bytes_per_token=1):
             raise InvalidRequest(f"{param}: at most {most} tokens are counted", param)
-        frame.require_client()
+        context.require_client()
         ids = model.tokenizer.encode(text, add_special_tokens)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_len, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
         return TokensAnswer(msgspec.json.encode(answer), warnings)
 
-    def detokenize(self, raw: bytes | bytearray, frame: Frame) -> TokensAnswer:
+    def detokenize(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
         body, warnings = self._body(detokenize_decoder, raw)
         for token in body.tokens:
-            if not 0 <= token < frame.terms.vocab_size:
-                raise InvalidRequest(f"tokens: {token} is no token id (0 to {frame.terms.vocab_size - 1})", "tokens")
-        frame.require_client()
+            if not 0 <= token < context.facts.vocab_size:
+                raise InvalidRequest(f"tokens: {token} is no token id (0 to {context.facts.vocab_size - 1})", "tokens")
+        context.require_client()
         text = self._model.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
         return TokensAnswer(msgspec.json.encode({"prompt": text}), warnings)
 

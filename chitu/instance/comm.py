@@ -34,7 +34,7 @@ from chitu.protocol import (
     Join,
     JoinReply,
     Leave,
-    LinkWord,
+    LinkAck,
     SchedulerMessage,
     Wire,
     coordination_reply_codec,
@@ -67,7 +67,7 @@ class CommCallbacks:
     """What `CommLoop` calls, always on the comm thread. Every callback returns at once."""
 
     on_request: Callable[[SchedulerMessage], None]
-    on_link_word: Callable[[LinkWord], None]
+    on_link_ack: Callable[[LinkAck], None]
     """Called with the router's acknowledgement of tokens."""
     on_view: Callable[[ClusterView], None]
     on_new_router: Callable[[], None]
@@ -261,8 +261,8 @@ class CommLoop:
                 if len(frame) != 1:
                     raise BadFrame(f"{len(frame)} frames instead of 1")
                 message = scheduler_codec.decode(frame[0])
-                if isinstance(message, LinkWord):
-                    callbacks.on_link_word(message)
+                if isinstance(message, LinkAck):
+                    callbacks.on_link_ack(message)
                 elif self.received.take(message.link, message.number, message.num_kept):
                     if self.tracer is not None:
                         self._trace_request(self.tracer, message, frame[0])

@@ -1,8 +1,8 @@
 """The ranks of a tensor-parallel instance as processes: how they exchange addresses, and the life of a follower.
 
-Every rank calls `greet` once its memory is registered with its transports, before the first step. The main rank then
-continues in `scheduler.py`; every other rank stays in `follow` until its end. A follower opens no port: it takes
-orders from its main rank alone.
+Every rank calls `exchange_hellos` once its memory is registered with its transports, before the first step. The main
+rank then continues in `scheduler.py`; every other rank stays in `follow` until its end. A follower opens no port: it
+takes orders from its main rank alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from chitu.types import Role
 logger = logging.getLogger(__name__)
 
 
-class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class RankHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a rank sends to all other ranks at the start."""
 
     pid: int
@@ -48,12 +48,12 @@ class Greeting(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """File descriptor of the tiers' memory in the main rank's process; set by a main rank with tiers."""
 
 
-def greet(group: RankGroup, mine: Greeting) -> list[Greeting]:
+def exchange_hellos(group: RankGroup, mine: RankHello) -> list[RankHello]:
     """Exchange greetings; return those of all ranks, by rank. A collective operation."""
-    return [msgspec.msgpack.decode(each, type=Greeting) for each in group.collect(msgspec.msgpack.encode(mine))]
+    return [msgspec.msgpack.decode(each, type=RankHello) for each in group.collect(msgspec.msgpack.encode(mine))]
 
 
-def watch_others(greetings: list[Greeting]) -> ProcessWatch:
+def watch_others(greetings: list[RankHello]) -> ProcessWatch:
     """Watch the other ranks' processes: from now on this process ends as soon as one of them dies."""
     return ProcessWatch([each.pid for each in greetings if each.pid != os.getpid()])
 
@@ -78,7 +78,7 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
         pd = topology.dp_config.router.pd_disaggregation
         transports = open_transports(pd, config.host, config.devices[tp_rank])
         memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
-    greetings = greet(engine.group, Greeting(os.getpid(), memory))
+    greetings = exchange_hellos(engine.group, RankHello(os.getpid(), memory))
     watch = watch_others(greetings)
     # The main rank drains before it ends and needs its followers for that. If it dies, the watch ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -94,7 +94,7 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
 
 
 def _start_writer(
-    topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: Greeting
+    topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: RankHello
 ) -> ShardFollower | None:
     """Start the threads that, on orders of the main rank, write this rank's shard (P) and sum or copy its pages."""
     if not main.num_lanes:
@@ -110,7 +110,7 @@ def _start_writer(
     return writer
 
 
-def _tier_memory(pool: KVPool, tp_rank: int, main: Greeting) -> TierMemory:
+def _tier_memory(pool: KVPool, tp_rank: int, main: RankHello) -> TierMemory:
     with open(f"/proc/{main.pid}/fd/{main.tier_file}", "r+b") as file:
         memory = host_memory(os.fstat(file.fileno()).st_size, pool.device.type, file.fileno())
     return TierMemory(memory, page_copies_of(pool, pool.device.type, tp_rank))

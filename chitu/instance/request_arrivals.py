@@ -26,7 +26,7 @@ from chitu.instance.scheduling.inbox import (
     GrammarCompiled,
     RouterReplaced,
     RouterSilent,
-    Word,
+    StepCommand,
     WorkerGone,
 )
 from chitu.instance.scheduling.sequence import Sequence
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 GONE_WORKERS = 64
 """Number of ended API processes to remember: their last requests may still be in flight."""
 
-ARRIVALS_A_PRIORITY = 1 << 48
+ARRIVALS_PER_PRIORITY = 1 << 48
 """More requests than an instance ever receives, so priority takes precedence over order of arrival."""
 
 
@@ -65,7 +65,7 @@ class RequestArrivals:
         prefill: PrefillManager,
         sequences: Sequences,
         ends: RequestEnds,
-        tell: Callable[[Word], None],
+        tell: Callable[[StepCommand], None],
     ) -> None:
         self._parts = parts
         self._prefill = prefill
@@ -84,7 +84,7 @@ class RequestArrivals:
     def __len__(self) -> int:
         return len(self._uncompiled)
 
-    def take(self, word: Word) -> None:
+    def take(self, word: StepCommand) -> None:
         match word:
             case CancelRequest():
                 if not self._cancel_uncompiled(word.room):
@@ -224,7 +224,7 @@ class RequestArrivals:
         sequence = Sequence(
             message.room,
             message.request_id,
-            message.priority * ARRIVALS_A_PRIORITY + self._count,
+            message.priority * ARRIVALS_PER_PRIORITY + self._count,
             self._parts.clock.monotonic(),
             message.token_ids,
             sampling,

@@ -5,7 +5,7 @@ process that sent it and that process's port. The socket to such a port is opene
 (`expect`) and closed when the process is gone (`forget`).
 
 A connection that breaks loses messages, so tokens use the link by which the requests came (`net/link.py`): they are
-retransmitted until the router acknowledges them. Only acknowledgements arrive on another thread (`hear`).
+retransmitted until the router acknowledges them. Only acknowledgements arrive on another thread (`take_ack`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 
 from chitu.errors import Capacity
 from chitu.net.link import LinkSender, Sent
-from chitu.protocol import Finish, LinkWord, TokenBatch, encode
+from chitu.protocol import Finish, LinkAck, TokenBatch, encode
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Send = Callable[[bytes], bool]
 """Hands a frame to the token port. Returns False if the queue to the router is full. Never blocks."""
 MAX_WORKERS = 256
 """Most API processes of one router at a time; each has a socket here."""
-MAX_WORDS = 1024
+MAX_ACKS = 1024
 """Most acknowledgements that wait for the next flush. Beyond it the oldest are lost, which costs a retransmission."""
 FORMER_LINKS = 16
 """Number of former links remembered per API process: the tail of their connection may still deliver a request."""
@@ -82,7 +82,7 @@ class TokenManager:
         self._open_port = open_port
         self._repeat_s = repeat_s
         self._patience_s = patience_s
-        self._words: deque[LinkWord] = deque(maxlen=MAX_WORDS)
+        self._acks: deque[LinkAck] = deque(maxlen=MAX_ACKS)
         self._batches: dict[int, _Batch] = {0: _Batch(send, None)}
         """Batches by incarnation of the API process; 0 is a router of one process."""
         self.tokens_sent = 0
@@ -90,9 +90,9 @@ class TokenManager:
         self.tokens_dropped = 0
         """Tokens dropped because the router left too many messages unread."""
 
-    def hear(self, word: LinkWord) -> None:
+    def take_ack(self, ack: LinkAck) -> None:
         """Queue the router's acknowledgement for the next `flush`. Any thread."""
-        self._words.append(word)
+        self._acks.append(ack)
 
     def expect(self, worker: int, port: int, link: int = 0) -> bool:
         """Prepare to send tokens to an API process by the link of its request. Return False if that link was replaced:
@@ -159,17 +159,17 @@ class TokenManager:
 
     def flush(self, now_s: float = 0.0) -> None:
         """Send what is collected. Called at the end of every turn; `now_s` is on the step thread's clock."""
-        while self._words:
-            self._on_word(self._words.popleft(), now_s)
+        while self._acks:
+            self._on_ack(self._acks.popleft(), now_s)
         for batch in self._batches.values():
             if batch.rooms or batch.finished:
                 self._flush(batch, now_s)
 
-    def _on_word(self, word: LinkWord, now_s: float) -> None:
+    def _on_ack(self, ack: LinkAck, now_s: float) -> None:
         for batch in self._batches.values():
-            if batch.sender is None or batch.sender.link != word.link:
+            if batch.sender is None or batch.sender.link != ack.link:
                 continue
-            news = batch.sender.on_word(word, True, now_s)
+            news = batch.sender.on_ack(ack, True, now_s)
             if news.repeat:
                 logger.warning(
                     "tokens to the router were lost or are late: %d messages are sent again", len(news.repeat)

@@ -32,7 +32,7 @@ _random = secrets.SystemRandom()
 
 
 class PageSums(Protocol):
-    """Checksums of pages of this instance: of one rank, or (`FannedPageSums`) of all ranks, added up."""
+    """Checksums of pages of this instance: of one rank, or (`TPPageSums`) of all ranks, added up."""
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
         """Return one checksum per page, over K and V of these consecutive layers. Blocks. Raises TransferFailed if a

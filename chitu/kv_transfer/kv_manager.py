@@ -12,7 +12,7 @@ from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.register_memory import register_memory, ways_of
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
-from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums
+from chitu.kv_transfer.tensor_parallel.fan_out import TPPageSums
 from chitu.types import Role
 
 __all__ = ["KVManager", "KVManagerConfig"]
@@ -36,7 +36,7 @@ class KVManager:
         if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
             raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
         if page_sums is not None and fan_out is not None:
-            parts.page_sums = FannedPageSums(fan_out, page_sums, head_copies(config.layout), role is Role.DECODE)
+            parts.page_sums = TPPageSums(fan_out, page_sums, head_copies(config.layout), role is Role.DECODE)
         self._parts = parts
         parts.sessions = register_memory(parts.memory, parts.transports)
         self.ways = ways_of(parts.sessions)

@@ -23,7 +23,7 @@ SHOWN = "CHITU_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class DeviceAssignment:
     devices: Mapping[str, tuple[str, ...]]
     """Devices of all instances that were `auto`, by key of the instance; those of other nodes by their kind only."""
     notes: tuple[str, ...]
@@ -34,7 +34,7 @@ class Shares:
         return [f"{key}.devices=[{','.join(devices)}]" for key, devices in self.devices.items()]
 
 
-def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) -> Shares:
+def assign_devices(topology: Topology, own: Sequence[Instance], node: NodeDevices) -> DeviceAssignment:
     """Assign devices to `own`, this node's instances. Raise ConfigError if there are too few, or a name is invalid."""
     for instance in own:
         for reason in filter(None, map(why_no_device, () if is_auto(instance.config) else instance.config.devices)):
@@ -73,7 +73,7 @@ def share_out(topology: Topology, own: Sequence[Instance], node: NodeDevices) ->
             kind_of_it = GPU_ELSEWHERE if on_gpus and not is_here else CPU
             if own or kind is not None:  # a node with only the router does not know the other nodes' devices
                 devices[instance.key] = (kind_of_it,) * instance.config.tp_size
-    return Shares(devices, tuple(notes))
+    return DeviceAssignment(devices, tuple(notes))
 
 
 def environment_of(instance: Instance, node: NodeDevices) -> dict[str, str]:

@@ -11,7 +11,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import Instance, host_names, instances_on, is_loopback
 from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import Shares, describe, share_out
+from chitu.launch.device_shares import DeviceAssignment, assign_devices, describe
 from chitu.launch.finding import Finding, Level
 from chitu.launch.node_devices import VISIBLE
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
@@ -24,7 +24,7 @@ from chitu.launch.preflight import (
     model_findings,
     port_findings,
 )
-from chitu.launch.transfer_ways import KEY, PD, has_gpus, needed_library
+from chitu.launch.transport_choice import KEY, PD, has_gpus, needed_library
 from chitu.models.config import ModelSpec
 from chitu.net.rdma_devices import choose_protocol, why_no_rdma
 from chitu.types import Role
@@ -40,7 +40,7 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
     """Return the findings of one node. `spec` is the model's; None if it cannot be read."""
     found = [*python(facts), *libraries(topology, facts), *compiler(facts)]
     try:
-        shares = share_out(topology, instances_on(topology, facts.host), facts.devices)
+        shares = assign_devices(topology, instances_on(topology, facts.host), facts.devices)
     except ConfigError as error:
         found.append(Finding(Level.ERROR, "devices", error.message))
     else:
@@ -118,7 +118,7 @@ def compiler(facts: NodeFacts) -> Iterator[Finding]:
         yield Finding(Level.OK, "C compiler", facts.compiler)
 
 
-def devices(here: Sequence[Instance], facts: NodeFacts, shares: Shares) -> Iterator[Finding]:
+def devices(here: Sequence[Instance], facts: NodeFacts, shares: DeviceAssignment) -> Iterator[Finding]:
     """Report the devices of each instance, as the launcher will assign them."""
     cards = ", ".join(
         f"{d.name or 'GPU'} {d.token}" + (f" ({d.memory_bytes / GIB:.0f} GiB)" if d.memory_bytes else "")
@@ -234,7 +234,7 @@ def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Fin
     for node in nodes:
         paired = [item for item in instances_on(topology, node.host) if item.role is not Role.UNIFIED]
         try:
-            shared = with_shares(topology, share_out(topology, instances_on(topology, node.host), node.devices))
+            shared = with_shares(topology, assign_devices(topology, instances_on(topology, node.host), node.devices))
         except ConfigError:
             continue  # `check_node` reports it
         if paired:

@@ -36,7 +36,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host
 from chitu.config.topology_checks import check
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import share_out
+from chitu.launch.device_shares import assign_devices
 from chitu.launch.health import Health, ask_health
 from chitu.launch.log_files import make_log_dir, open_private
 from chitu.launch.node_devices import NodeDevices
@@ -75,7 +75,7 @@ class LocalCluster:
             )
         own = instances(topology)
         self.node = look_for(own) if node is None else node
-        shares = share_out(topology, own, self.node)
+        shares = assign_devices(topology, own, self.node)
         topology = with_shares(topology, shares)
         self.notes = shares.notes if node is None else ()
         check(topology)

@@ -16,9 +16,9 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import SECTIONS, Instance, host_names, instances, instances_on
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import Shares, share_out
+from chitu.launch.device_shares import DeviceAssignment, assign_devices
 from chitu.launch.node_devices import NodeDevices, look
-from chitu.launch.transfer_ways import describe_ways, protocol_overrides
+from chitu.launch.transport_choice import describe_transports, protocol_overrides
 from chitu.net.rdma_devices import look_at_rdma
 from chitu.types import Role
 
@@ -41,10 +41,10 @@ def place(config: str | None, overrides: Sequence[str], own_of: Callable[[Topolo
     topology = load_topology(config, overrides)
     own = own_of(topology)
     node = look_for(own)
-    shares = share_out(topology, own, node)
+    shares = assign_devices(topology, own, node)
     overrides = [*overrides, *shares.overrides]
     topology, rdma = load_topology(config, overrides), look_at_rdma()
-    ways = describe_ways(topology, rdma)
+    ways = describe_transports(topology, rdma)
     if any(item.role is not Role.UNIFIED for item in own):  # a node with only the router needs no RDMA
         overrides += protocol_overrides(topology, rdma)
     return Placement(load_topology(config, overrides), overrides, node, shares.notes, ways)
@@ -61,18 +61,18 @@ def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Place
     for host in hosts:
         own = instances_on(topology, host)
         try:
-            shares = share_out(topology, own, node)
+            shares = assign_devices(topology, own, node)
         except ConfigError as error:
             (problems if len(hosts) == 1 else notes).append(error.message)
             continue
         notes += shares.notes
         if len(hosts) == 1 or (node.devices and not node.problem):
             devices |= {item.key: shares.devices[item.key] for item in own if item.key in shares.devices}
-    overrides = [*overrides, *Shares(devices, ()).overrides]
+    overrides = [*overrides, *DeviceAssignment(devices, ()).overrides]
     if len(hosts) > 1 and any(is_auto(item.config) for item in instances(topology)):
         notes = [f"for hosts like this one: {note}" for note in dict.fromkeys(notes)]
     topology, rdma = load_topology(config, overrides), look_at_rdma()
-    ways = describe_ways(topology, rdma)
+    ways = describe_transports(topology, rdma)
     try:
         if len(hosts) == 1:
             overrides += protocol_overrides(topology, rdma)
@@ -94,7 +94,7 @@ def on_cpus(topology: Topology) -> list[str]:
     return [f"{item.key}.devices=[{','.join([CPU] * item.config.tp_size)}]" for item in autos]
 
 
-def with_shares(topology: Topology, shares: Shares) -> Topology:
+def with_shares(topology: Topology, shares: DeviceAssignment) -> Topology:
     """Return the topology with the devices of `shares`, without loading its file again."""
     keyed = {item.key: item.config for item in instances(topology)}
     configs = {

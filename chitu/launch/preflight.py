@@ -23,7 +23,7 @@ from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small
 from chitu.errors import ConfigError
 from chitu.launch.finding import Finding, Level
 from chitu.launch.plan import ROUTER
-from chitu.launch.transfer_ways import KEY, PD, needed_library, why_not_sent
+from chitu.launch.transport_choice import KEY, PD, needed_library, why_not_sent
 from chitu.models.config import ModelSpec, count_weights, model_hash, read_model_spec
 from chitu.tokenizer.core import require_tokenizer
 from chitu.types import Role

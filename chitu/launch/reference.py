@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from chitu.client.client import RouterClient
-from chitu.client.verify.asking import Impossible, Prober, Score
+from chitu.client.verify.probe import Impossible, Prober, Score
 from chitu.config.load import api_key, load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from chitu.client.client import RouterClient
-from chitu.client.verify.asking import Impossible, Prober
+from chitu.client.verify.probe import Impossible, Prober
 from chitu.client.verify.receipts import Replayed, replay
 from chitu.config.load import api_key
 from chitu.launch.plan import Entries

@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 from chitu.client.client import RouterClient
-from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Score
 from chitu.client.verify.parity import OUTCOMES, Judgement, compare
+from chitu.client.verify.probe import CheckedRequest, Impossible, Pair, Prober, Score
 from chitu.client.verify.report import CACHED, FORCED, Judged, Report, report_of, wrong_pages
 from chitu.client.verify.topology import MIN_ROUNDS, judge
 from chitu.config.load import api_key
@@ -88,7 +88,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     prober = Prober(client, api_key(), before.model, options.max_tokens, options.timeout_s)
     with reference(wanted, layout, max_model_len, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
         say(f"asking {client.url}, {options.concurrency} requests at once")
-        asking, ways = _Asking(prober, right, LOGPROB_TOLERANCES[dtype], layout.page_size), _ways(before)
+        asking, ways = _VerifyRun(prober, right, LOGPROB_TOLERANCES[dtype], layout.page_size), _ways(before)
         for number in range(max(MIN_ROUNDS, options.max_rounds)):
             asking.round(number, max_model_len, max(2, len(ways)), pool)
             if number + 1 >= MIN_ROUNDS and ways <= asking.seen:
@@ -126,7 +126,7 @@ def _ways(snapshot: ClusterSnapshot) -> set[Pair]:
 
 
 @dataclass(slots=True)
-class _Asking:
+class _VerifyRun:
     """Sends requests to the cluster and the references, and judges each answer."""
 
     prober: Prober
@@ -134,7 +134,7 @@ class _Asking:
     tolerance: float
     page_size: int
     judged: list[Judged] = field(default_factory=list)
-    failed: list[Asked] = field(default_factory=list)
+    failed: list[CheckedRequest] = field(default_factory=list)
     scores: dict[tuple[str, int, tuple[int, ...]], list[Score]] = field(default_factory=dict)
     """Scores by reference, prompt and answer, kept since most answers are equal."""
     alone: dict[int, str] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class _Asking:
             each = [options] * copies
             if kind == CACHED:
                 each = [{**options, "cache_salt": f"{self.salt}-{copy}"} for copy in range(copies)] * 2
-            asked: list[Future[Asked]] = []
+            asked: list[Future[CheckedRequest]] = []
             for one in each:
                 asked.append(pool.submit(self.prober.ask, number, prompt, stream, **one))
                 if kind == FORCED:
@@ -179,7 +179,7 @@ class _Asking:
             self.alone[number] = alone.served.page_sums
         return alone.tokens
 
-    def _judge(self, prompt: Sequence[int], answer: Asked, drawn: tuple[int, ...] | None) -> Judgement:
+    def _judge(self, prompt: Sequence[int], answer: CheckedRequest, drawn: tuple[int, ...] | None) -> Judgement:
         """Judge an answer by all references and return the worst judgement."""
         judgements = []
         for name, scorer in self.right.scorers.items():

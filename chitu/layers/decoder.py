@@ -90,7 +90,7 @@ class DecoderModel:
         x_TD = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
             attention, k_PKSN, v_PKSN = layer.attention, k_pages[index], v_pages[index]
-            soon: Callable[[], None] = _nobody_asks
+            soon: Callable[[], None] = _no_callback
             if on_layer is not None and self.shard is None:
                 soon = functools.partial(on_layer, index)
             if isinstance(attention, AttentionLayer):
@@ -141,5 +141,5 @@ class DecoderModel:
         return residual_TD.add_(self.shard.all_reduce(self.ops.linear(x_TI, weight)))
 
 
-def _nobody_asks() -> None:
+def _no_callback() -> None:
     """Do nothing, in place of a callback."""

@@ -5,7 +5,7 @@ instance to its loss: requests one way, tokens the other. The router draws its i
 is in flight, and its tail may arrive after the head of the next one. So the receiver takes messages only in order, and
 drops what comes after a gap; the sender sends all of that again as soon as it learns of the gap.
 
-The receiver's acknowledgement (`LinkWord`) comes with an instance's heartbeats and with the router's answers to them; a
+The receiver's acknowledgement (`LinkAck`) comes with an instance's heartbeats and with the router's answers to them; a
 new gap brings it forward. If the last messages were lost, no gap shows it: without an acknowledgement for `repeat_s`
 the sender sends the newest one again. So a slow message costs one frame, not all of them, and a receiver that does not
 read is sent nothing.
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 from chitu.net.sockets import SEND_HIGH_WATER_MARK
-from chitu.protocol import LinkWord
+from chitu.protocol import LinkAck
 
 MAX_KEPT = SEND_HIGH_WATER_MARK
 MAX_KEPT_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class Sent(NamedTuple, Generic[T]):
 
 
 @dataclass(slots=True)
-class News(Generic[T]):
+class AckOutcome(Generic[T]):
     """What an acknowledgement means for the sender."""
 
     repeat: list[bytes] = field(default_factory=list)
@@ -94,11 +94,11 @@ class LinkSender(Generic[T]):
         self._kept_bytes += len(frame)
         self.number += 1
 
-    def on_word(self, word: LinkWord | None, is_reading: bool, now_s: float) -> News[T]:
+    def on_ack(self, ack: LinkAck | None, is_reading: bool, now_s: float) -> AckOutcome[T]:
         """Handle the receiver's newest acknowledgement; None if it has none for this link. `is_reading`: since the one
         before, the receiver found its port empty, so it took what had arrived."""
-        kept, news = self._kept, News[T]()
-        acknowledged = 0 if word is None else max(0, word.last - (self.number - 1 - len(kept)))
+        kept, news = self._kept, AckOutcome[T]()
+        acknowledged = 0 if ack is None else max(0, ack.last - (self.number - 1 - len(kept)))
         for _ in range(min(acknowledged, len(kept))):
             self._forget_oldest()
         is_attested = is_reading and now_s - self._word_s <= 2 * self._repeat_s
@@ -110,8 +110,8 @@ class LinkSender(Generic[T]):
         if not kept:
             return news
         is_due = is_reading and now_s - max(kept[0].sent_s, self._repeated_s) >= self._repeat_s
-        if word is not None:
-            self._gap = word.last if word.has_gap else None
+        if ack is not None:
+            self._gap = ack.last if ack.has_gap else None
         if self._gap is not None and (is_due or self._gap != self._filled_gap):
             self._filled_gap = self._gap
             news.repeat = [sent.frame for sent in kept]
@@ -163,7 +163,7 @@ class LinkReceiver:
 
 
 class LinkReceivers:
-    """Receivers of an instance, by link. The comm thread calls `take`, the heartbeat thread `words`."""
+    """Receivers of an instance, by link. The comm thread calls `take`, the heartbeat thread `acks`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -198,10 +198,10 @@ class LinkReceivers:
             alarm, self._alarm = self._alarm, False
             return alarm
 
-    def words(self) -> tuple[LinkWord, ...]:
+    def acks(self) -> tuple[LinkAck, ...]:
         """Return the acknowledgements of links that received something since the last call. They may be lost: a sender
         that waits for one sends its newest message again, which renews it."""
         with self._lock:
             news, self._news = self._news, set()
             links = [(link, receiver) for link, receiver in self._links.items() if link in news]
-            return tuple(LinkWord(link, receiver.last, receiver.has_gap) for link, receiver in links)
+            return tuple(LinkAck(link, receiver.last, receiver.has_gap) for link, receiver in links)

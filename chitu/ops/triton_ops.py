@@ -19,7 +19,7 @@ from chitu.ops.kernels.rope import rope_append
 from chitu.ops.kernels.rows import rms_norm, silu_mul
 from chitu.ops.kernels.small_linear import MAX_ROWS, small_linear
 from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
-from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, SpanRoutes, whole_prompt
+from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_prompt
 
 
 class TritonOps:
@@ -41,7 +41,7 @@ class TritonOps:
         self._num_multiprocessors = num_multiprocessors
         self._whole_prompt_tokens = whole_prompt_tokens
         self._flashinfer = flashinfer
-        self._routes: SpanRoutes | None = None
+        self._routes: AttentionPlan | None = None
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight.contiguous(), bias)
@@ -151,9 +151,9 @@ class TritonOps:
             )
         return out_THN.view(q_THN.shape[0], -1)
 
-    def _routes_of(self, batch: Batch) -> SpanRoutes:
+    def _routes_of(self, batch: Batch) -> AttentionPlan:
         if self._routes is None or self._routes.batch is not batch:
-            self._routes = SpanRoutes.of(batch, self._whole_prompt_tokens)
+            self._routes = AttentionPlan.of(batch, self._whole_prompt_tokens)
         return self._routes
 
     def latent_append(

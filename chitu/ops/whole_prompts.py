@@ -8,7 +8,7 @@ cuDNN builds a plan for every new length, on the calling thread (42 to 400 ms in
 for that thread. So a prompt is padded to one of few lengths, `padded_length`, and the warm-up runs each of them
 (`engine/warmup.py`). Causal rows do not attend to later rows, so padding changes nothing. Its K and V are zeros.
 
-`SpanRoutes` is that choice, made once a step and not once a layer. Called by `TritonOps` on the step thread.
+`AttentionPlan` is that choice, made once a step and not once a layer. Called by `TritonOps` on the step thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BACKENDS = [
 
 
 @dataclass(frozen=True, slots=True)
-class SpanRoutes:
+class AttentionPlan:
     """Attention kernels of a batch's spans. Holds the batch, so that no other batch can be taken for it."""
 
     batch: Batch
@@ -54,7 +54,7 @@ class SpanRoutes:
     """Whether the batch is one whole prompt, without other rows."""
 
     @classmethod
-    def of(cls, batch: Batch, whole_prompt_tokens: int) -> SpanRoutes:
+    def of(cls, batch: Batch, whole_prompt_tokens: int) -> AttentionPlan:
         whole, rest = divide(batch.spans, whole_prompt_tokens)
         tiles_Y4 = tiles_on(rest, batch.tiles_Y4.device) if whole else batch.tiles_Y4
         is_alone = len(whole) == 1 and whole[0].length == batch.slots_T.shape[0]

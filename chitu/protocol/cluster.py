@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Union
 
-from chitu.protocol.requests import LinkWord
+from chitu.protocol.requests import LinkAck
 from chitu.protocol.wire import Codec, Wire
 from chitu.types import Role
 
@@ -79,7 +79,7 @@ class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     engine_rank: int
     incarnation: int
     load: LoadReport
-    words: tuple[LinkWord, ...] = ()
+    acks: tuple[LinkAck, ...] = ()
     """Acknowledgements of the links that received something since the last heartbeat."""
     reads: int = 0
     """How often since start the request port was found empty: if this grows, no received message is left unread."""

@@ -172,7 +172,7 @@ class CancelRequest(Wire, frozen=True, tag="cancel_request"):
     num_kept: int = 0
 
 
-class LinkWord(Wire, frozen=True, tag="link_word"):
+class LinkAck(Wire, frozen=True, tag="link_ack"):
     """Acknowledgement of the receiving end of a link. An instance sends it in its heartbeats, the router in its answers
     to them, and each at once if a gap opens. Not numbered."""
 
@@ -184,7 +184,7 @@ class LinkWord(Wire, frozen=True, tag="link_word"):
 
 
 SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRequest]
-RequestPortMessage = Union[SchedulerMessage, LinkWord]
+RequestPortMessage = Union[SchedulerMessage, LinkAck]
 
 # ------------------------------------------------------------------------------------------------- scheduler -> router
 

@@ -133,7 +133,7 @@ SENDER_FAILURES: Final = frozenset(
     }
 )
 
-SENDER_NO_HEARERS: Final = frozenset({SenderEvent.PEER_ABORT, SenderEvent.PEER_LOST})
+SENDER_NO_STATUS_OWED: Final = frozenset({SenderEvent.PEER_ABORT, SenderEvent.PEER_LOST})
 """After these P owes D no status."""
 
 SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
@@ -147,10 +147,10 @@ SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], Sender
     **_edges(
         (SenderState.REQUESTED, SenderState.ANNOUNCED, SenderState.WAITING), SENDER_FAILURES, SenderState.FORGOTTEN
     ),
-    **_edges((SenderState.TRANSFERRING,), SENDER_FAILURES - SENDER_NO_HEARERS, SenderState.RELEASED),
+    **_edges((SenderState.TRANSFERRING,), SENDER_FAILURES - SENDER_NO_STATUS_OWED, SenderState.RELEASED),
     **_edges(
         (SenderState.TRANSFERRING, SenderState.SUCCEEDED, SenderState.RELEASED),
-        SENDER_NO_HEARERS,
+        SENDER_NO_STATUS_OWED,
         SenderState.FORGOTTEN,
     ),
     **_edges((SenderState.WRITING,), SENDER_FAILURES - {SenderEvent.WRITE_FAILED}, SenderState.STOPPING),

@@ -20,14 +20,14 @@ from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat, StageTimes
 from chitu.protocol.snapshot import RequestSnapshot
 from chitu.router import generation_events as events
-from chitu.router.deadline_wheel import DeadlineWheel
 from chitu.router.generation import Attempt, Generation, PromptGroup
 from chitu.router.generation_machine import GenerationMachine
 from chitu.router.metrics import Counts, RouterMetrics
-from chitu.router.request_dispatch import Dispatcher, most_choices
+from chitu.router.request_dispatch import Dispatcher, max_choices
 from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import Failure
-from chitu.router.routing import NOBODY, Admission, Breakers, InstanceKey, PairSelector, instance_key
+from chitu.router.routing import NO_INSTANCES, Admission, Breakers, InstanceKey, PairSelector, instance_key
+from chitu.router.timer_wheel import TimerWheel
 from chitu.tracing.router_trace import RouterTrace
 from chitu.types import instance_name, new_room
 
@@ -61,8 +61,8 @@ class Attempts:
         self._breakers = Breakers(config.breaker)
         deadlines = config.pd_disaggregation.deadlines
         self._first_token_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s + deadlines.lease_s
-        self._deadlines: DeadlineWheel[Generation] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
-        self._first_tokens: DeadlineWheel[bytes] = DeadlineWheel(DEADLINE_STEP_S, clock.monotonic())
+        self._deadlines: TimerWheel[Generation] = TimerWheel(DEADLINE_STEP_S, clock.monotonic())
+        self._first_tokens: TimerWheel[bytes] = TimerWheel(DEADLINE_STEP_S, clock.monotonic())
         self.rooms: dict[bytes, Attempt] = {}
         """Running attempts by room, in order of creation."""
         self.groups: dict[bytes, PromptGroup] = {}
@@ -82,7 +82,7 @@ class Attempts:
 
     # ------------------------------------------------------------------------------------------- what came from outside
 
-    def start(self, generations: list[Generation], avoid: Set[InstanceKey] = NOBODY) -> int:
+    def start(self, generations: list[Generation], avoid: Set[InstanceKey] = NO_INSTANCES) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
         many were sent: as many as one message may carry there. They may already have ended with an error if no instance
         takes them. Raises NoInstance if there is none. Instances in `avoid` are chosen only if there are no others."""
@@ -90,7 +90,7 @@ class Attempts:
         blocked = self._breakers.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].output.tobytes()  # output of an earlier router, if any
         target = self._selector.select(token_ids, avoid, blocked, cache_salt=request.cache_salt)
-        count = 1 if len(generations) == 1 else most_choices(target.decode, request.num_tokens)
+        count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None
         if group is not None:
@@ -198,11 +198,11 @@ class Attempts:
             self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
-            if key is not None and (attempt.leads or key is attempt.decode):
+            if key is not None and (attempt.is_group_leader or key is attempt.decode):
                 self._selector.count(key, 1, attempt.num_tokens)
-                self._admission.on_sent(key, attempt.num_tokens if attempt.leads else 0)
+                self._admission.on_sent(key, attempt.num_tokens if attempt.is_group_leader else 0)
                 self._breakers.on_sent(key, now_s)
-        if target.prefill is not None and attempt.leads:  # once per message, as P logs its arrival
+        if target.prefill is not None and attempt.is_group_leader:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         return self._dispatch(attempt) if attempt.group is None else None
@@ -256,7 +256,7 @@ class Attempts:
         if is_first and attempt.first_token_s is not None:
             self.counters.ttft.observe(attempt.first_token_s - attempt.generation.created_s)
         self.journal.note_change()
-        if attempt.prefill is not None and attempt.leads:
+        if attempt.prefill is not None and attempt.is_group_leader:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
 
     def _note_served(self, attempt: Attempt, reason: str, stages: StageTimes | None) -> None:
@@ -285,7 +285,7 @@ class Attempts:
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)
-        if attempt.prefill is not None and attempt.leads and attempt.first_token_s is None:
+        if attempt.prefill is not None and attempt.is_group_leader and attempt.first_token_s is None:
             self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
         if (group := attempt.group) is not None:
             group.attempts.remove(attempt)

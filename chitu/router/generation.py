@@ -15,7 +15,7 @@ from chitu.errors import ChituError
 from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
 from chitu.protocol.generation_states import GenerationState
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
-from chitu.router.retry import Record
+from chitu.router.retry import FailureHistory
 from chitu.router.routing import InstanceKey, Target
 from chitu.types import instance_name, room_text
 
@@ -80,7 +80,7 @@ class Attempt:
     """Why it failed; its generation may go on with another attempt."""
     group: PromptGroup | None = None
     """None if the attempt was sent alone."""
-    leads: bool = True
+    is_group_leader: bool = True
     """Whether this attempt stands for its group where prompts and failures of instances are counted."""
 
     @property
@@ -175,7 +175,7 @@ class Generation:
     """The present attempt; None once the request is over."""
     ended: list[RequestSnapshot] = field(default_factory=list)
     """Records of its attempts that are over, in order."""
-    record: Record = field(default_factory=Record)
+    record: FailureHistory = field(default_factory=FailureHistory)
     """Account of its failed attempts."""
     dirty: bool = False
     """`wake` is due at the next `flush`."""

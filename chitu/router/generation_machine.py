@@ -71,7 +71,7 @@ class GenerationMachine:
             # After one token KV may be missing; a second one proves that it is there.
             if generation.num_emitted <= attempt.num_continued + 1 and attempt.prefill is not None:
                 text = f"{_name(attempt.decode)} receives nothing from {_name(attempt.prefill)}"
-                self._doubt(generation, attempt, _E.SILENCE, Failure(SilentLink(text), frozenset()))
+                self._retry_or_keep(generation, attempt, _E.SILENCE, Failure(SilentLink(text), frozenset()))
         elif isinstance(event, events.OutOfTime):
             self._give_up(generation, attempt, self._timeout_of(generation, attempt))
         elif isinstance(event, events.GivenUp):
@@ -122,7 +122,7 @@ class GenerationMachine:
             token_ids=event.token_ids,
             num_continued=generation.num_emitted,
             group=event.group,
-            leads=event.group is None or not event.group.attempts,
+            is_group_leader=event.group is None or not event.group.attempts,
         )
         if event.group is not None:
             event.group.attempts.append(attempt)
@@ -171,7 +171,7 @@ class GenerationMachine:
             self._failed(generation, attempt, error, key, dead)
         elif attempt.prefill == key:
             lost = PrefillLost(f"{name} is gone ({event.reason})")
-            self._doubt(generation, attempt, _E.PREFILL_LOST, failure_of(lost, key, key, attempt.decode, dead))
+            self._retry_or_keep(generation, attempt, _E.PREFILL_LOST, failure_of(lost, key, key, attempt.decode, dead))
             if event.has_died:
                 self._take(generation, _E.PREFILL_DIED)
 
@@ -194,17 +194,17 @@ class GenerationMachine:
         if not self._take(generation, by):
             return
         failure = failure_of(error, reporter, attempt.prefill, attempt.decode, dead)
-        if failure.is_fault and attempt.leads:
+        if failure.is_fault and attempt.is_group_leader:
             self._effects.append(events.Blame(failure))
-        self._go_on(generation, attempt, failure)
+        self._retry_or_finish(generation, attempt, failure)
 
-    def _doubt(self, generation: Generation, attempt: Attempt, by: GenerationEvent, failure: Failure) -> None:
+    def _retry_or_keep(self, generation: Generation, attempt: Attempt, by: GenerationEvent, failure: Failure) -> None:
         """Retry elsewhere if possible. Else keep the attempt: what it waits for may come, and it has its deadlines. No
         breaker counts this."""
         if self._take(generation, by):
-            self._go_on(generation, attempt, failure)
+            self._retry_or_finish(generation, attempt, failure)
 
-    def _go_on(self, generation: Generation, attempt: Attempt, failure: Failure) -> None:
+    def _retry_or_finish(self, generation: Generation, attempt: Attempt, failure: Failure) -> None:
         """Seek another pair. A request that has every token is finished instead, and one that kills instances ends."""
         record = generation.record
         if reason := generation.end_reason():  # nothing is missing but the end itself

@@ -26,7 +26,7 @@ from chitu.protocol import (
     DecodeRequest,
     Heartbeat,
     InstanceInfo,
-    LinkWord,
+    LinkAck,
     PrefillRequest,
     SchedulerMessage,
     TokenBatch,
@@ -83,7 +83,7 @@ class Missed(NamedTuple):
     error: RequestLost
 
 
-def most_choices(instance: InstanceInfo, num_tokens: int) -> int:
+def max_choices(instance: InstanceInfo, num_tokens: int) -> int:
     """Return how many choices of a prompt of so many tokens one message may ask of this D (or unified instance). It
     starts all of them together. So it needs a slot for each, and if the prompt ends within a page, one page for each
     beside the prompt's."""
@@ -228,8 +228,8 @@ class Dispatcher:
         if key.role is not Role.PREFILL:
             self._say(link)
         now_s, sender = self._clock.monotonic(), link.sender
-        word = next((word for word in heartbeat.words if word.link == sender.link), None)
-        news = sender.on_word(word, heartbeat.reads > link.reads, now_s)
+        ack = next((ack for ack in heartbeat.acks if ack.link == sender.link), None)
+        news = sender.on_ack(ack, heartbeat.reads > link.reads, now_s)
         link.reads = heartbeat.reads
         if news.repeat:
             log.warning("messages to %s were lost or are late: %d are sent again", link.name, len(news.repeat))
@@ -243,7 +243,7 @@ class Dispatcher:
     def _say(self, link: InstanceLink) -> None:
         """Acknowledge the instance's tokens. If this is lost, the answer to the next heartbeat repeats it."""
         receiver = link.receiver
-        self._outbox.send(link.key, encode(LinkWord(link.sender.link, receiver.last, receiver.has_gap)))
+        self._outbox.send(link.key, encode(LinkAck(link.sender.link, receiver.last, receiver.has_gap)))
 
     def _cancel(self, key: InstanceKey, room: bytes) -> None:
         link = self._links.get(key)

@@ -73,7 +73,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Record:
+class FailureHistory:
     """Account of a request's failed attempts."""
 
     avoid: frozenset[InstanceKey] = frozenset()
@@ -128,7 +128,7 @@ def failure_of(
 
 
 def may_retry(
-    failure: Failure, config: RetryConfig, record: Record, num_emitted: int, has_progressed: bool, left_s: float
+    failure: Failure, config: RetryConfig, record: FailureHistory, num_emitted: int, has_progressed: bool, left_s: float
 ) -> bool:
     """Return whether a request may continue after this failure and those of its `record`. `num_emitted` tokens are out
     (some by this attempt, if it `has_progressed`) and `left_s` seconds remain. A client's error fails everywhere, and a

@@ -29,7 +29,7 @@ from chitu.http.app import RouterApp
 from chitu.http.body_reader import BodyReader
 from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
-from chitu.http.cold_routes import make_cold_app
+from chitu.http.control_routes import make_control_app
 from chitu.http.generate import GenerationRoutes
 from chitu.http.kept_folder import KeptFolder
 from chitu.http.kept_requests import KeptRequests
@@ -124,7 +124,7 @@ class ApiEndpoint:
             tenant = access.cache_salt(scope)
             return running.abort(name, tenant) + await cluster.abort_elsewhere(name, tenant)
 
-        cold = make_cold_app(model, self.router, cluster, self._snapshots, bodies, config, chitu.__version__, abort)
+        cold = make_control_app(model, self.router, cluster, self._snapshots, bodies, config, chitu.__version__, abort)
 
         def for_joining() -> Topology:
             return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})

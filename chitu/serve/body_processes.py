@@ -134,7 +134,7 @@ def _cannot_start(error: OSError) -> Internal:
 
 
 class BodyProcesses:
-    """The `Away` of this API process."""
+    """The `BodyExecutor` of this API process."""
 
     def __init__(self, model: ModelConfig, takes_unknown: bool) -> None:
         self._setup = pickle.dumps((model, takes_unknown))

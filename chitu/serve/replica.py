@@ -56,7 +56,7 @@ from chitu.types import instance_name
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+HEARTBEAT_INTERVAL_S = 0.5
 
 
 class ReplicaCluster:
@@ -210,7 +210,7 @@ class ReplicaProcess:
         now_s = self._loop.time()
         if now_s < self._next_beat_s or self._stats.closed:
             return
-        self._next_beat_s = now_s + BEAT_S
+        self._next_beat_s = now_s + HEARTBEAT_INTERVAL_S
         counted = msgspec.msgpack.encode(self._api.router.metrics())
         heartbeat = ReplicaHeartbeat(self._incarnation, self._own.port, counted, self._accepts)
         self._stats.send(encode(heartbeat), zmq.NOBLOCK)

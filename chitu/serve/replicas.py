@@ -36,9 +36,9 @@ from chitu.types import new_incarnation
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 2.0
 """This process accepts the connections of a replica that sent no heartbeat for this long (it sends one every 0.5 s)."""
-HUNG_S = 20.0
+KILL_TIMEOUT_S = 20.0
 """A replica that sent no heartbeat for this long is killed."""
 START_S = 60.0
 """A replica that is not ready this long after its start is killed."""
@@ -186,13 +186,16 @@ class ReplicaSet:
             replica.heard_s += stall_s
         silent_s = now_s - replica.heard_s
         is_ready = replica.heartbeat is not None
-        if is_ready and (silent_s > SILENT_S) != replica.is_silent:
-            replica.is_silent = silent_s > SILENT_S
+        if is_ready and (silent_s > HEARTBEAT_TIMEOUT_S) != replica.is_silent:
+            replica.is_silent = silent_s > HEARTBEAT_TIMEOUT_S
             if replica.is_silent:
                 log.warning(
-                    "%s (pid %d): no heartbeat for %g s; process 0 accepts for it", replica.name, child.pid, SILENT_S
+                    "%s (pid %d): no heartbeat for %g s; process 0 accepts for it",
+                    replica.name,
+                    child.pid,
+                    HEARTBEAT_TIMEOUT_S,
                 )
-        if silent_s > (HUNG_S if is_ready else START_S):
+        if silent_s > (KILL_TIMEOUT_S if is_ready else START_S):
             log.error("%s (pid %d) hangs: no heartbeat for %.0f s; killing it", replica.name, child.pid, silent_s)
             child.kill_tree()
 

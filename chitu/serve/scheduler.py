@@ -41,7 +41,7 @@ from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FanOut
+from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageCopies
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
@@ -50,21 +50,21 @@ from chitu.net.curve import derive
 from chitu.net.threads import Waker
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
 from chitu.protocol import RankMemory
-from chitu.serve.makers import BuiltRank, Makers, RankPool
+from chitu.serve.factories import BuiltRank, Factories, RankPool
 from chitu.tracing.stats_socket import StatsSocket
 from chitu.tracing.tracer import Tracer
 from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
-    from chitu.instance.ranks import Greeting
+    from chitu.instance.ranks import RankHello
     from chitu.kv_cache.pool import KVPool
     from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 
 logger = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
-    """Run the instance and return the exit code. `makers`: factories of the engine and transports."""
+def main(argv: Sequence[str] | None = None, factories: Factories = Factories()) -> int:
+    """Run the instance and return the exit code. `factories`: factories of the engine and transports."""
     arguments = _parse(argv)
     role = Role(arguments.role)
     name = instance_name(role, arguments.rank)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None, makers: Makers = Makers()) -> int:
         )
         warn_of_faults(topology)
         warn_without_key(topology)
-        return _serve(topology, instance, makers, arguments.if_free)
+        return _serve(topology, instance, factories, arguments.if_free)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)
         return 2
@@ -106,7 +106,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _serve(topology: Topology, instance: Instance, makers: Makers, yields: bool) -> int:
+def _serve(topology: Topology, instance: Instance, factories: Factories, yields: bool) -> int:
     ranks = torchrun_rank()
     if ranks.world_size != instance.config.tp_size:
         raise ConfigError(
@@ -136,7 +136,7 @@ def _serve(topology: Topology, instance: Instance, makers: Makers, yields: bool)
         RealClock(),
         secrets,
     )
-    engine = build_engine(topology, instance, identity, comm, progress, makers)
+    engine = build_engine(topology, instance, identity, comm, progress, factories)
     service = PDSchedulerService(topology, identity, host, comm, engine)
     progress.state("warmup")
     service.warm_up()
@@ -165,10 +165,10 @@ def build_engine(
     identity: Identity,
     comm: CommLoop,
     progress: ProgressWriter,
-    makers: Makers,
+    factories: Factories,
 ) -> EngineParts:
     """Load the model and build everything that accesses its memory."""
-    engine = makers.build_rank(topology, instance, MAIN_RANK, progress)
+    engine = factories.build_rank(topology, instance, MAIN_RANK, progress)
     wake = Waker()
     fingerprint = _fingerprint(topology, instance, engine)
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
@@ -177,14 +177,14 @@ def build_engine(
     if has_tiers(topology, instance):
         tiers, tier_file = _build_tiers(topology, instance, engine.pool, cache, wake, fan_out)
     executor: Executor = engine.runner
-    greetings: list[Greeting] = []
+    greetings: list[RankHello] = []
     if engine.group is not None:
         from chitu.engine.model_runner import ModelRunner
         from chitu.engine.tp_executor import TensorParallelExecutor
-        from chitu.instance.ranks import Greeting, greet, watch_others
+        from chitu.instance.ranks import RankHello, exchange_hellos, watch_others
 
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
-        greetings = greet(engine.group, Greeting(os.getpid(), None, *lanes, tier_file))
+        greetings = exchange_hellos(engine.group, RankHello(os.getpid(), None, *lanes, tier_file))
         if fan_out is not None:
             fan_out.wait_connected()
         assert isinstance(engine.runner, ModelRunner)
@@ -194,7 +194,7 @@ def build_engine(
     tracer = comm.tracer = _tracer(topology, identity, comm, engine.pool)
     kv: KVManager | None = None
     if instance.role is not Role.UNIFIED:
-        kv = _build_transfer(*(topology, identity, comm, engine.pool, aux, wake, memories, fan_out, makers, tracer))
+        kv = _build_transfer(*(topology, identity, comm, engine.pool, aux, wake, memories, fan_out, factories, tracer))
 
     def close() -> None:
         if kv is None and fan_out is not None:
@@ -245,7 +245,7 @@ def _build_tiers(
         return build(), -1
     file = shared_file(config.host_bytes)
     step_s = topology.dp_config.router.pd_disaggregation.deadlines.step_s
-    return build(file, partial(FannedPageCopies, fan_out, timeout_s=step_s)), file
+    return build(file, partial(TPPageCopies, fan_out, timeout_s=step_s)), file
 
 
 def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManager) -> FinishedPages | None:
@@ -283,13 +283,13 @@ def _build_transfer(
     wake: Waker,
     follower_memories: Sequence[RankMemory],
     fan_out: FanOut | None,
-    makers: Makers,
+    factories: Factories,
     tracer: Tracer,
 ) -> KVManager:
     """Build the transfer layer over the pool; from here on the pool never moves."""
     router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
-    transports = makers.wrap_transports(
-        makers.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
+    transports = factories.wrap_transports(
+        factories.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
         router,
         identity.role,
         identity.engine_rank,

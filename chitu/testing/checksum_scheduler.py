@@ -30,7 +30,7 @@ from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transpo
 from chitu.launch.plan import Entries
 from chitu.launch.progress import ProgressWriter
 from chitu.models.config import read_model_spec
-from chitu.serve.makers import Makers
+from chitu.serve.factories import Factories
 from chitu.serve.scheduler import end_process, main
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 
@@ -143,7 +143,7 @@ def _main() -> int:
             return select.open_transports(config, host, device)
         return select.with_faults([HeldShmTransport(holds)], config)
 
-    return main(makers=Makers(build, open_transports))
+    return main(factories=Factories(build, open_transports))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from chitu.protocol import (
     JoinReply,
     KVLayout,
     Leave,
-    LinkWord,
+    LinkAck,
     LoadReport,
     PrefillRequest,
     RequestFailed,
@@ -228,7 +228,7 @@ class FakeWorker:
             self._drain_requests(instance)
             instance.stream.flush(now_s)
             beat = Heartbeat(
-                *(info.role, info.engine_rank, info.incarnation, load, instance.received.words(), instance.reads)
+                *(info.role, info.engine_rank, info.incarnation, load, instance.received.acks(), instance.reads)
             )
             self._stats.send(encode(beat), zmq.NOBLOCK)
 
@@ -273,8 +273,8 @@ class FakeWorker:
         try:
             while True:
                 message = scheduler_codec.decode(instance.requests.recv(zmq.NOBLOCK))
-                if isinstance(message, LinkWord):
-                    instance.stream.hear(message)
+                if isinstance(message, LinkAck):
+                    instance.stream.take_ack(message)
                     continue
                 if not instance.received.take(message.link, message.number, message.num_kept):
                     continue

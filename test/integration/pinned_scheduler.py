@@ -19,7 +19,7 @@ from chitu.kv_transfer.transports.staged.scatterer import Scatterer
 from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
-from chitu.serve.makers import Makers
+from chitu.serve.factories import Factories
 from chitu.serve.scheduler import end_process, main
 from chitu.testing.checksum_engine import ChecksumPool
 from chitu.testing.checksum_scheduler import ChecksumRank, build_checksum_rank
@@ -68,4 +68,4 @@ class Card:
 
 if __name__ == "__main__":
     card = Card()
-    end_process(main(makers=Makers(card.build_rank, card.open_transports, card.wrap_transports)))
+    end_process(main(factories=Factories(card.build_rank, card.open_transports, card.wrap_transports)))

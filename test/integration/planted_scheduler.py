@@ -23,7 +23,7 @@ from chitu.kv_transfer.transports.staged.build import TransferPool, wrap_transpo
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.protocol import RankMemory, TransportSession
-from chitu.serve.makers import Makers, build_real_rank
+from chitu.serve.factories import Factories, build_real_rank
 from chitu.serve.scheduler import end_process, main
 from chitu.types import Role, instance_name
 
@@ -104,4 +104,4 @@ def wrap(
 
 
 if __name__ == "__main__":
-    end_process(main(makers=Makers(build_rank, wrap_transports=wrap)))
+    end_process(main(factories=Factories(build_rank, wrap_transports=wrap)))

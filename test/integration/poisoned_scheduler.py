@@ -12,7 +12,7 @@ from chitu.config.topology import Instance, Topology
 from chitu.engine.executor import Executor, ExecutorInfo, LayerCallback, StepHandle, StepPlan
 from chitu.launch.progress import ProgressWriter
 from chitu.protocol import unpack_i32
-from chitu.serve.makers import Makers, build_real_rank
+from chitu.serve.factories import Factories, build_real_rank
 from chitu.serve.scheduler import end_process, main
 
 POISON_OF_P = 501
@@ -64,4 +64,4 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: P
 
 
 if __name__ == "__main__":
-    end_process(main(makers=Makers(build_rank)))
+    end_process(main(factories=Factories(build_rank)))

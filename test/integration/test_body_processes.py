@@ -25,7 +25,7 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, InvalidRequest
 from chitu.http.body_work import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.jobs import Job, Terms
+from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.http.request_fields import fields_of
 from chitu.http.served_model import ModelLimits, ServedModel
@@ -36,7 +36,7 @@ from chitu.testing.router_process import RouterUnderTest, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 MODEL = ModelConfig(path=str(TINY_MODEL_DIR), served_name="m")
-TERMS = Terms(ModelLimits(4096, 100_000), "", 100_000)
+TERMS = ClusterFacts(ModelLimits(4096, 100_000), "", 100_000)
 ROUTES: dict[BodyRoute, str] = {
     "completion": "/v1/completions",
     "chat": "/v1/chat/completions",
@@ -94,7 +94,10 @@ def test_a_process_says_of_every_body_what_the_loop_says() -> None:
         processes = BodyProcesses(MODEL, False)
         tasks: list[tuple[BodyTask, bytes]] = [(ReadBody(route, TERMS), raw) for route, raw in corpus()]
         tasks += [
-            (ReadBody("chat", Terms(None, "nobody is there", 5)), b'{"messages":[{"role":"user","content":"a"}]}')
+            (
+                ReadBody("chat", ClusterFacts(None, "nobody is there", 5)),
+                b'{"messages":[{"role":"user","content":"a"}]}',
+            )
         ]
         tasks += [(JudgeGrammar(grammar, 100_000), b"") for grammar in grammars]
         kinds = set()

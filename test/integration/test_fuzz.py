@@ -37,7 +37,7 @@ from chitu.protocol import (
     KVArgsRegisterInfo,
     KVLayout,
     Leave,
-    LinkWord,
+    LinkAck,
     LoadReport,
     PrefillRequest,
     RankMemory,
@@ -76,7 +76,7 @@ REQUESTS = [
     CancelRequest(ROOM),
     CancelRequest(ROOM, 1 << 60, 3),
     CancelRequest(ROOM, 1 << 60, 9, 2),
-    LinkWord(5, 9, True),
+    LinkAck(5, 9, True),
 ]
 CONTROL = [
     RegisterReply(0, 5, 6),
@@ -88,7 +88,7 @@ CONTROL = [
     AbortTransfer(5, "capacity", "x"),
     AbortAck(5),
 ]
-SAID = (LinkWord(7, 9, True),)
+SAID = (LinkAck(7, 9, True),)
 STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport(), SAID, 4), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
 COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
 TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")]), TokenBatch(5, [ROOM], [3], [], 4, 9, 2)]

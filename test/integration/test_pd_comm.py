@@ -25,7 +25,7 @@ from chitu.protocol import (
     Join,
     JoinReply,
     KVLayout,
-    LinkWord,
+    LinkAck,
     SchedulerMessage,
     coordination_codec,
     encode,
@@ -52,7 +52,7 @@ class Router:
             "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
         )
         self.requests: list[SchedulerMessage] = []
-        self.words: list[LinkWord] = []
+        self.acks: list[LinkAck] = []
         self.views: list[ClusterView] = []
         self.new_routers = 0
         self.refusals: list[tuple[str, str]] = []
@@ -65,7 +65,7 @@ class Router:
         self.alarms = 0
         callbacks = CommCallbacks(
             self._on_request,
-            self._on_link_word,
+            self._on_link_ack,
             self._on_view,
             self._on_new_router,
             self._on_refused,
@@ -88,8 +88,8 @@ class Router:
         self.requests.append(message)
         self.happened.wake()
 
-    def _on_link_word(self, word: LinkWord) -> None:
-        self.words.append(word)
+    def _on_link_ack(self, word: LinkAck) -> None:
+        self.acks.append(word)
         self.happened.wake()
 
     def _on_view(self, view: ClusterView) -> None:
@@ -266,15 +266,15 @@ def test_what_is_behind_a_gap_is_told_at_once_and_taken_when_all_of_it_comes_aga
     push.send(frames[2])
     while not router.alarms:
         router.happened.wait(5)
-    assert router.loop.received.words() == (LinkWord(9, 1, has_gap=True),)
+    assert router.loop.received.acks() == (LinkAck(9, 1, has_gap=True),)
     for frame in frames[1:]:
         push.send(frame)
-    push.send(encode(LinkWord(9, 5)))
-    while not router.words:
+    push.send(encode(LinkAck(9, 5)))
+    while not router.acks:
         router.happened.wait(5)
     push.close()
     assert [message.room[0] for message in router.requests] == [1, 2, 3] and router.alarms == 1
-    assert router.loop.received.words() == (LinkWord(9, 3),) and router.words == [LinkWord(9, 5)]
+    assert router.loop.received.acks() == (LinkAck(9, 3),) and router.acks == [LinkAck(9, 5)]
 
 
 def test_a_frame_that_cannot_be_read_is_lost(router: Router) -> None:
@@ -286,7 +286,7 @@ def test_a_frame_that_cannot_be_read_is_lost(router: Router) -> None:
         router.happened.wait(5)
     push.close()
     assert router.loop.bad_frames == 1
-    assert router.loop.received.words() == (LinkWord(9, 1, has_gap=True),)
+    assert router.loop.received.acks() == (LinkAck(9, 1, has_gap=True),)
 
 
 def test_the_port_is_found_empty_again_and_again_where_nothing_comes(router: Router) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from chitu import cli
 from chitu.assets import TINY_MODEL_DIR
 from chitu.client.client import RouterClient
-from chitu.client.verify.asking import Asked, Prober
+from chitu.client.verify.probe import CheckedRequest, Prober
 from chitu.client.verify.receipts import Replayed, read_receipts
 from chitu.client.verify.report import Report
 from chitu.client.verify.topology import expected_bytes
@@ -152,7 +152,7 @@ def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_fl
     prompt, layout = prober.token_ids(prober.fitting_prompt(0, 1024)), client.cluster().instances[0].layout
     assert layout is not None
 
-    def ask(wanted: set[str], **options: Any) -> Asked:
+    def ask(wanted: set[str], **options: Any) -> CheckedRequest:
         """Ask over this P and D; each prompt has its own salt unless one is given."""
         for number in range(20):
             answer = prober.ask(number, prompt, False, **{"cache_prompt": True, "cache_salt": str(number)} | options)

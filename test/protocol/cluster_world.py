@@ -18,7 +18,7 @@ from chitu.protocol import (
     ClusterView,
     DecodeRequest,
     Finish,
-    LinkWord,
+    LinkAck,
     PrefillRequest,
     RequestPortMessage,
     SamplingParams,
@@ -30,7 +30,7 @@ from chitu.types import Role
 
 
 @dataclass
-class Asked:
+class CheckedRequest:
     """A request in the router's state."""
 
     room: bytes
@@ -48,7 +48,7 @@ class Asked:
 
 class ClusterWorld(Cluster):
     def __init__(self, num_prefill: int = 2, num_decode: int = 2, writes: Writes | None = None) -> None:
-        self.requests: dict[bytes, Asked] = {}
+        self.requests: dict[bytes, CheckedRequest] = {}
         self.finishes: set[bytes] = set()
         """Rooms that D ended."""
         self._members: tuple[int, ...] = ()
@@ -96,7 +96,7 @@ class ClusterWorld(Cluster):
 
     def ask(
         self, pair: int, num_tokens: int, max_tokens: int, lost: int = 0, prompt: list[int] | None = None
-    ) -> Asked | None:
+    ) -> CheckedRequest | None:
         """Send a request; return None if the router has no P or no D. `lost`: 1 or 2 to lose P's or D's half on the
         way. `prompt`: by default one of `num_tokens`."""
         prefills = [p for p in self.of(Role.PREFILL) if p.incarnation in self._members]
@@ -112,7 +112,7 @@ class ClusterWorld(Cluster):
         prompt = prompt or [token % INFO.vocab_size for token in tokens_at]
         tokens, sampling = pack_i32(array("i", prompt)), SamplingParams(max_tokens=max_tokens, temperature=0.0)
         expected = expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
-        asked = Asked(room, prefill.incarnation, decode.incarnation, prompt, expected, self.clock.monotonic())
+        asked = CheckedRequest(room, prefill.incarnation, decode.incarnation, prompt, expected, self.clock.monotonic())
         self.requests[room] = asked
         name = f"r{self._num_rooms}"
         if lost != 2:
@@ -124,7 +124,7 @@ class ClusterWorld(Cluster):
             )
         return asked
 
-    def end(self, asked: Asked, end: str, message: str = "") -> None:
+    def end(self, asked: CheckedRequest, end: str, message: str = "") -> None:
         """End a request as `Attempts` does: each end that D did not cause itself is sent to both sides."""
         is_explained = end not in ("integrity", "internal", "bad_frame", "protocol", "step_failed")
         assert is_explained or (end == "integrity" and self.num_flips), f"no fault explains {end}: {message}"
@@ -132,11 +132,11 @@ class ClusterWorld(Cluster):
             asked.end, asked.message = end, message
             self._cancel(asked)
 
-    def _cancel(self, asked: Asked) -> None:
+    def _cancel(self, asked: CheckedRequest) -> None:
         self.orders.extend((side, CancelRequest(asked.room)) for side in (asked.decode, asked.prefill))
 
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
-        assert not isinstance(message, LinkWord), "this router does not count"
+        assert not isinstance(message, LinkAck), "this router does not count"
         process.submit(message)
 
     def publish(self) -> None:

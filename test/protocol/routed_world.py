@@ -24,7 +24,7 @@ from chitu.protocol import (
     ClusterView,
     Heartbeat,
     InstanceInfo,
-    LinkWord,
+    LinkAck,
     LoadReport,
     RequestFailed,
     RequestPortMessage,
@@ -129,8 +129,8 @@ class RoutedWorld(Cluster):
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
         """Handle a message as `CommLoop._drain_requests` does."""
         received = self._reading(process).received
-        if isinstance(message, LinkWord):
-            process.tokens.hear(message)
+        if isinstance(message, LinkAck):
+            process.tokens.take_ack(message)
         elif received.take(message.link, message.number, message.num_kept):
             if not isinstance(message, CancelRequest):
                 half = process.incarnation, message.room
@@ -153,13 +153,13 @@ class RoutedWorld(Cluster):
             reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
             for failed in self.failures[process.incarnation].repeats() if process.incarnation in self.failures else ():
                 self._tell(failed)
-        words = reading.received.words()
+        acks = reading.received.acks()
         beat = Heartbeat(
             process.role,
             process.rank,
             process.incarnation,
             LoadReport(),
-            words,
+            acks,
             reading.reads,
             process.kv.silent_prefills,
         )

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from cluster_process import DEADLINES, Process
 from cluster_script import Op
-from cluster_world import Asked, ClusterWorld
+from cluster_world import CheckedRequest, ClusterWorld
 from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -40,7 +40,7 @@ def pair(num_prefill: int = 1, num_decode: int = 1) -> tuple[ClusterWorld, Proce
 
 def ask(
     world: ClusterWorld, num_tokens: int = 22, max_tokens: int = 8, lost: int = 0, prompt: list[int] | None = None
-) -> Asked:
+) -> CheckedRequest:
     asked = world.ask(0, num_tokens, max_tokens, lost, prompt)
     assert asked is not None
     return asked

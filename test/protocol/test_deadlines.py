@@ -83,7 +83,7 @@ def begin_visit(pair: Pair) -> events.Write | events.SettleWrites | None:
     """Let a transfer thread enter a write or an attempt to settle, and stay there."""
     job = pair.p.sender.queue._take(wait=False)
     assert job is not None
-    return next(iter(pair.p.sender._handle(events.Visited(job))), None)
+    return next(iter(pair.p.sender._handle(events.JobTaken(job))), None)
 
 
 def end_visit(pair: Pair, visit: events.Write | events.SettleWrites) -> None:

@@ -15,7 +15,7 @@ from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageSums, FanOut
+from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageSums
 from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
 from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
 from chitu.protocol import KVLayout
@@ -49,7 +49,7 @@ class Instance:
         for follower in self.followers:
             follower.start(thread)
         own = own_sums(layout, 0, pools[0])
-        self.sums: PageSums = FannedPageSums(self.fan_out, own, head_copies(layout), is_decode)
+        self.sums: PageSums = TPPageSums(self.fan_out, own, head_copies(layout), is_decode)
 
     def _sums(self, deaf: bool) -> list[HostPageSums | None]:
         layout, pools = self.ranks.layout, self.ranks.pools

@@ -13,7 +13,7 @@ from chitu.errors import Internal
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes, shared_file
 from chitu.kv_transfer.tensor_parallel import fan_out as fan_out_module
-from chitu.kv_transfer.tensor_parallel.fan_out import FannedPageCopies, FannedPageSums, FanOut
+from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageCopies, TPPageSums
 from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower, TierMemory
 from chitu.testing.fake_transport import FakeFabric
 
@@ -49,7 +49,7 @@ class Instance:
         ]
         for follower in self._followers:
             follower.start(thread)
-        self.copies = FannedPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory, 10.0)
+        self.copies = TPPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory, 10.0)
 
     def _map(self) -> memoryview:
         return host_memory(3 * self.page_bytes, "cpu", self._file)
@@ -86,7 +86,7 @@ def test_a_rank_that_does_not_answer_ends_the_instance(monkeypatch: pytest.Monke
     layout = layout_of(HEADS, 2)
     pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout), "cpu")
     fan_out = FanOut(1, 0)
-    copies = FannedPageCopies(fan_out, HostPageCopies(pool), memory, timeout_s=0.05)
+    copies = TPPageCopies(fan_out, HostPageCopies(pool), memory, timeout_s=0.05)
     for copy in (copies.extract_from_kvpool, copies.restore_to_kvpool):
         with pytest.raises(Internal, match="TP rank 1 did not answer"):
             copy(3, memory)
@@ -112,11 +112,11 @@ def test_pages_are_summed_up_while_a_rank_copies_one() -> None:
     tiers = TierMemory(memory, SlowCopies(pools[1], 1))
     follower = ShardFollower(layout, 1, pools[1], [], fan_out.base, fan_out.num_lanes, sums[1], tiers)
     follower.start(thread)
-    copies = FannedPageCopies(fan_out, HostPageCopies(pools[0]), memory, 60.0)
+    copies = TPPageCopies(fan_out, HostPageCopies(pools[0]), memory, 60.0)
     copying = thread("tiers", lambda: copies.extract_from_kvpool(3, memory))
     copying.start()
     assert begun.wait(60.0)
-    assert len(FannedPageSums(fan_out, sums[0], 1, count_all=False).sums(range(1), [1, 2])) == 2
+    assert len(TPPageSums(fan_out, sums[0], 1, count_all=False).sums(range(1), [1, 2])) == 2
     go_on.set()
     copying.join(60.0)
     assert not copying.is_alive()

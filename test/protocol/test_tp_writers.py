@@ -17,7 +17,7 @@ import pytest
 from shard_pools import Ranks, layout_of
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.tensor_parallel.fan_out import FannedWriter, FanOut, lane_address, make_lane_folder
+from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPDecodeWriter, lane_address, make_lane_folder
 from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
 from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, ShardWriter, open_shards
 from chitu.kv_transfer.transports.transport import WriteError
@@ -54,7 +54,7 @@ class Instances:
         for follower in self.followers:
             follower.start(thread)
 
-    def open(self, incarnation: int = 7) -> FannedWriter:
+    def open(self, incarnation: int = 7) -> TPDecodeWriter:
         info = self.d.registration(incarnation)
 
         def own() -> ShardWriter:

@@ -14,7 +14,7 @@ from chitu.protocol import (
     Finish,
     InstanceInfo,
     KVLayout,
-    LinkWord,
+    LinkAck,
     RequestFailed,
     SamplingParams,
     TokenBatch,
@@ -184,7 +184,7 @@ class World:
         return {
             name: message
             for name, message in self.outbox.sent
-            if not isinstance(message, CancelRequest | LinkWord) and message.room == room  # type: ignore[attr-defined]
+            if not isinstance(message, CancelRequest | LinkAck) and message.room == room  # type: ignore[attr-defined]
         }
 
 

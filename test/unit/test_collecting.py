@@ -8,7 +8,7 @@ from typing import Any
 
 from chitu.config.schema import RouterConfig
 from chitu.http.choice import ChoiceDecoder
-from chitu.http.generate import TOKENS_A_TURN, GenerationRoutes
+from chitu.http.generate import TOKENS_PER_TURN, GenerationRoutes
 from chitu.http.jobs import Job, Prompt
 from chitu.http.request_bodies import CompletionBody
 from chitu.http.running_answers import Choice, RunningAnswer
@@ -65,8 +65,8 @@ async def collect(num_tokens: int) -> tuple[int, bytes]:
 
 
 def test_many_tokens_that_come_at_once_are_made_into_text_in_turns() -> None:
-    turns, body = asyncio.run(collect(TOKENS_A_TURN))
-    assert turns >= CHOICES - 2 and body.count(b"a" * TOKENS_A_TURN) == CHOICES
+    turns, body = asyncio.run(collect(TOKENS_PER_TURN))
+    assert turns >= CHOICES - 2 and body.count(b"a" * TOKENS_PER_TURN) == CHOICES
 
 
 def test_few_tokens_cost_no_turn() -> None:

@@ -27,7 +27,7 @@ P0, P1, P2 = (InstanceKey(Role.PREFILL, rank, 7) for rank in range(3))
 PROMPT = pack_i32([1, 2, 3])
 TOLERANCE = 0.01
 
-Compute = Callable[[InstanceKey, bytes], float]
+TrackChunks = Callable[[InstanceKey, bytes], float]
 """The likeliest token's logprob in the row behind some tokens, as an instance computes it."""
 
 
@@ -40,7 +40,7 @@ def right(key: InstanceKey | None, tokens: bytes) -> float:
 
 
 def found(
-    compute: Compute, first: float | None = None, pages: Compute | None = None
+    compute: TrackChunks, first: float | None = None, pages: TrackChunks | None = None
 ) -> tuple[CheckResult, list[Recompute]]:
     """Return the result of checking an answer of P0, and what was recomputed, in a cluster of P0, P1 and a correct D.
     `pages`: what D computes from the pages of each P."""
@@ -61,7 +61,7 @@ def found(
         return end.value, asked
 
 
-def off(guilty: InstanceKey, by: float) -> Compute:
+def off(guilty: InstanceKey, by: float) -> TrackChunks:
     return lambda key, tokens: right(key, tokens) + (by if key == guilty else 0.0)
 
 

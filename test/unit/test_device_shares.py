@@ -11,7 +11,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import find_instance, instances, instances_on
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import SHOWN, Shares, describe, environment_of, share_out
+from chitu.launch.device_shares import SHOWN, DeviceAssignment, assign_devices, describe, environment_of
 from chitu.launch.node_devices import Device, NodeDevices, with_torch
 from chitu.launch.nodes import host_overrides
 from chitu.launch.placement import place, with_shares
@@ -37,11 +37,11 @@ def pair(*overrides: str) -> Topology:
     return load_topology(None, list(overrides))
 
 
-def shares(topology: Topology, found: NodeDevices, host: str = "127.0.0.1") -> Shares:
-    return share_out(topology, instances_on(topology, host), found)
+def shares(topology: Topology, found: NodeDevices, host: str = "127.0.0.1") -> DeviceAssignment:
+    return assign_devices(topology, instances_on(topology, host), found)
 
 
-def by_name(topology: Topology, found: Shares) -> dict[str, str]:
+def by_name(topology: Topology, found: DeviceAssignment) -> dict[str, str]:
     return {item.name: ",".join(found.devices.get(item.key, ("?",))) for item in instances(topology)}
 
 
@@ -117,7 +117,7 @@ def test_to_share_one_gpu_must_be_said_and_the_refusal_says_how() -> None:
     words = refused.value.message.partition("say so: ")[2].split()
     assert words == [f"dp_config.router.{role}_schedulers.0.devices=[cuda:0]" for role in ("prefill", "decode")]
     said = pair(*words)
-    assert shares(said, node(1)) == Shares({}, ("P0 and D0 share cuda:0",))
+    assert shares(said, node(1)) == DeviceAssignment({}, ("P0 and D0 share cuda:0",))
     topology = with_shares(said, shares(said, node(1)))
     assert {environment_of(item, node(1))["CUDA_VISIBLE_DEVICES"] for item in instances(topology)} == {"0"}
 
@@ -173,7 +173,7 @@ def test_parts_of_a_gpu_are_for_one_rank_each() -> None:
 def test_a_process_without_a_launcher_takes_the_first_gpus_that_it_sees() -> None:
     topology = two_nodes()
     second = find_instance(topology, Role.DECODE, 1)
-    found = share_out(topology, [second], node(2))
+    found = assign_devices(topology, [second], node(2))
     assert found.devices[second.key] == ("cuda:0", "cuda:1")
     others = set(itertools.chain(*(found.devices[item.key] for item in instances(topology) if item != second)))
     assert others == {"cuda:other"}, "on cards that it does not see"

@@ -306,7 +306,7 @@ def test_of_a_group_the_first_stands_for_all_where_instances_are_blamed() -> Non
     worlds = [World(), World()]
     for world in worlds:
         world.give(world.chosen(group=group))
-    assert [attempt.leads for attempt in group.attempts] == [True, False]
+    assert [attempt.is_group_leader for attempt in group.attempts] == [True, False]
     blames = [any(isinstance(effect, events.Blame) for effect in world.give(FAILS)) for world in worlds]
     assert blames == [True, False]
 

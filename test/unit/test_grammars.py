@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import Capacity, InvalidRequest
 from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Matcher, store
-from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_A_TOKEN, MAX_GBNF_CHARS
+from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_PER_TOKEN, MAX_GBNF_CHARS
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCall, ToolCalls
 from chitu.tokenizer import Tokenizer
 
@@ -188,8 +188,8 @@ def test_masks_that_cost_more_than_they_may_end_the_request() -> None:
         return matcher
 
     token = TINY.encode("a", add_special_tokens=False)
-    bearable, costly = matcher_at(MASK_S_A_TOKEN), matcher_at(MASK_S_A_TOKEN * 2)
-    num_bearable = int(MASK_GRACE_S / MASK_S_A_TOKEN)
+    bearable, costly = matcher_at(MASK_S_PER_TOKEN), matcher_at(MASK_S_PER_TOKEN * 2)
+    num_bearable = int(MASK_GRACE_S / MASK_S_PER_TOKEN)
     for _ in range(3 * num_bearable):
         bearable.mask()
         bearable.consume(token)

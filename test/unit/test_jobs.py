@@ -18,7 +18,7 @@ from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoIn
 from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import Job, Terms
+from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
@@ -202,7 +202,7 @@ def test_the_rest_of_the_prompts_of_a_client_that_left_is_not_tokenized() -> Non
 
     raw = json.dumps({"prompt": ["a", "b", "c"]}).encode()
     with pytest.raises(ClientGone):
-        world.work.read(ReadBody("completion", Terms(ModelLimits(MAX_LEN, 100_000), "", 0)), raw, require_client)
+        world.work.read(ReadBody("completion", ClusterFacts(ModelLimits(MAX_LEN, 100_000), "", 0)), raw, require_client)
     assert world.tokenized == ["a"]
 
 
@@ -215,7 +215,7 @@ def test_a_large_body_is_sent_away_with_what_it_needs_of_the_cluster_and_a_small
     world = World()
     small, large = (world.job("completion", body_of(LARGE_BODY_BYTES + more)) for more in (0, 1))
     [task] = world.away.tasks
-    assert task == ReadBody("completion", Terms(ModelLimits(MAX_LEN, 100_000), "", 100_000))
+    assert task == ReadBody("completion", ClusterFacts(ModelLimits(MAX_LEN, 100_000), "", 100_000))
     assert small == large and small.prompts[0].num_tokens
     unusable = World(serving=False)
     with pytest.raises(NoInstance, match="nobody is there"):

@@ -12,7 +12,7 @@ from chitu.config.schema import DeadlineConfig
 from chitu.net import link as link_module
 from chitu.net.link import MAX_LINKS, LinkReceiver, LinkReceivers, LinkSender
 from chitu.protocol import (
-    LinkWord,
+    LinkAck,
 )
 
 INTERVAL_S, PATIENCE_S = 0.5, 3.0
@@ -66,12 +66,12 @@ class Pump:
     def beat(self, *, is_lost: bool = False, is_reading: bool = True) -> None:
         """Let the receiver acknowledge, one heartbeat interval later."""
         self.now_s += INTERVAL_S
-        words = self.receivers.words()
+        acks = self.receivers.acks()
         if not is_lost:
-            self.hear(words, is_reading)
+            self.take_ack(acks, is_reading)
 
-    def hear(self, words: tuple[LinkWord, ...], is_reading: bool = True) -> None:
-        news = self.sender.on_word(words[0] if words else None, is_reading, self.now_s)
+    def take_ack(self, acks: tuple[LinkAck, ...], is_reading: bool = True) -> None:
+        news = self.sender.on_ack(acks[0] if acks else None, is_reading, self.now_s)
         self.given_up += [sent.about for sent in news.given_up]
         for frame in news.repeat:
             self._put(frame)
@@ -80,7 +80,7 @@ class Pump:
 
     def alarm(self) -> None:
         if self.receivers.take_alarm():
-            self.hear(self.receivers.words())
+            self.take_ack(self.receivers.acks())
 
     def two_beats(self) -> None:
         for _ in range(2):
@@ -193,7 +193,7 @@ def test_a_receiver_that_is_late_costs_one_frame_a_word_and_a_gap_costs_all_once
     pump.alarm()
     assert pump.num_frames == 11 + 9
     pump.alarm()
-    pump.hear((LinkWord(LINK, 0, True),))
+    pump.take_ack((LinkAck(LINK, 0, True),))
     assert pump.num_frames == 11 + 9, "they are on the way again"
 
 
@@ -223,7 +223,7 @@ def test_what_a_sender_keeps_is_bounded_in_messages_and_bytes(monkeypatch: pytes
     for size, is_full in ((10, False), (10, False), (10, True)):
         sender.note(bytes(size), "small", 0.0)
         assert sender.is_full is is_full
-    sender.on_word(LinkWord(LINK, 3), True, 1.0)
+    sender.on_ack(LinkAck(LINK, 3), True, 1.0)
     assert not sender.is_full and sender.num_kept == 0
     for size, is_full in ((99, False), (1, True)):
         sender.note(bytes(size), "large", 2.0)
@@ -237,17 +237,17 @@ def test_what_a_receiver_knows_is_bounded_and_a_forgotten_link_goes_on() -> None
         assert receivers.take(0, number, 0)
     for link in range(1, MAX_LINKS + 1):
         receivers.take(link, 1, 0)
-    assert [word.link for word in receivers.words()] == list(range(1, MAX_LINKS + 1))
+    assert [word.link for word in receivers.acks()] == list(range(1, MAX_LINKS + 1))
     assert not receivers.take(0, 6, 1) and receivers.take_alarm()
     assert receivers.take(0, 5, 0) and receivers.take(0, 6, 1)
-    assert receivers.words() == (LinkWord(0, 6),) and receivers.words() == ()
+    assert receivers.acks() == (LinkAck(0, 6),) and receivers.acks() == ()
 
 
 def test_odd_numbers_from_the_wire_change_no_other_link_and_what_has_none_is_taken() -> None:
     receivers = LinkReceivers()
     assert receivers.take(1, 1, 0)
     assert receivers.take(LINK, 0, 0) and receivers.take(LINK, -1, 0)
-    assert receivers.words() == (LinkWord(1, 1),)
+    assert receivers.acks() == (LinkAck(1, 1),)
     receiver = LinkReceiver()
     assert receiver.take((1 << 64) - 1, -5) and not receiver.take(3, 1 << 70)
     assert receivers.take(1, 2, 0)

@@ -28,7 +28,7 @@ from chitu.protocol import (
     KVArgsRegisterInfo,
     KVLayout,
     KVSums,
-    LinkWord,
+    LinkAck,
     LoadReport,
     PrefillRequest,
     PrefillTimes,
@@ -247,10 +247,10 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         {"type": "cancel_request", "room": ROOM, "link": 5, "number": 2},
     ),
     (
-        LinkWord(5, 9, has_gap=True),
+        LinkAck(5, 9, has_gap=True),
         scheduler_codec,
-        "84a474797065a96c696e6b5f776f7264a46c696e6b05a46c61737409a76861735f676170c3",
-        {"type": "link_word", "link": 5, "last": 9, "has_gap": True},
+        "84a474797065a86c696e6b5f61636ba46c696e6b05a46c61737409a76861735f676170c3",
+        {"type": "link_ack", "link": 5, "last": 9, "has_gap": True},
     ),
     (
         TokenBatch(
@@ -327,7 +327,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         },
     ),
     (
-        Heartbeat(Role.DECODE, 1, 7, LoadReport(), (LinkWord(5, 9),), 3, (8, 6)),
+        Heartbeat(Role.DECODE, 1, 7, LoadReport(), (LinkAck(5, 9),), 3, (8, 6)),
         stats_codec,
         "",
         {
@@ -336,7 +336,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "engine_rank": 1,
             "incarnation": 7,
             "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": []},
-            "words": [{"type": "link_word", "link": 5, "last": 9}],
+            "acks": [{"type": "link_ack", "link": 5, "last": 9}],
             "reads": 3,
             "silent": [8, 6],
         },

@@ -17,7 +17,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances
 from chitu.config.topology_checks import check, problems
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import share_out
+from chitu.launch.device_shares import assign_devices
 from chitu.launch.node_devices import Device, NodeDevices
 from chitu.launch.nodes import launch_problems
 from chitu.launch.placement import with_shares
@@ -60,7 +60,7 @@ def judge(topology: Topology) -> None:
     list(problems(topology, None, need_model=False))
     list(launch_problems(topology))
     for node in NODES:
-        shared = with_shares(topology, share_out(topology, instances(topology), node))
+        shared = with_shares(topology, assign_devices(topology, instances(topology), node))
         check(shared, need_model=False)
 
 

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.client.verify.asking import Asked, Served
 from chitu.client.verify.pages import Place, first_unlike
 from chitu.client.verify.parity import Judgement
+from chitu.client.verify.probe import CheckedRequest, Served
 from chitu.client.verify.report import FORCED, Judged, wrong_pages
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
 from chitu.instance.scheduling.sequence import Sequence
@@ -95,7 +95,7 @@ def test_where_the_right_ones_differ_a_sum_tells_nothing() -> None:
 
 def judged(pair: tuple[str, str], sums: str, kind: str = FORCED, wrong: bool = False) -> Judged:
     served = Served(*pair, 9, 3, 0, 0, 1, 0.1, sums)
-    return Judged(Asked(0, served=served), served, kind, Judgement("wrong" if wrong else "same"))
+    return Judged(CheckedRequest(0, served=served), served, kind, Judgement("wrong" if wrong else "same"))
 
 
 def test_a_wrong_pair_is_compared_with_right_ones_of_its_layout_else_with_the_engine() -> None:

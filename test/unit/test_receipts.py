@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from test_jobs import World
 
-from chitu.client.verify.asking import Impossible, Score
+from chitu.client.verify.probe import Impossible, Score
 from chitu.client.verify.receipts import fields_of, judge, read_receipts
 from chitu.errors import InvalidRequest
 from chitu.http.receipts import receipt_of

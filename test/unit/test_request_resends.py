@@ -12,7 +12,7 @@ from chitu.protocol import (
     ClusterView,
     Heartbeat,
     InstanceInfo,
-    LinkWord,
+    LinkAck,
     LoadReport,
 )
 from chitu.router.routing import instance_key
@@ -36,7 +36,7 @@ class Instances:
     def deliver(self, *lost: str) -> None:
         """Deliver what was sent since the last call; everything for the instances in `lost` is lost."""
         for name, message in self.world.outbox.sent[self.num_delivered :]:
-            if name in lost or isinstance(message, LinkWord):
+            if name in lost or isinstance(message, LinkAck):
                 continue
             receivers = self.receivers[instance_key(self.world.instance(name))]
             if receivers.take(message.link, message.number, message.num_kept):  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ class Instances:
             self.world.router.on_heartbeat(self.heartbeat(instance))
 
     def heartbeat(self, instance: InstanceInfo) -> Heartbeat:
-        said = self.receivers[instance_key(instance)].words()
+        said = self.receivers[instance_key(instance)].acks()
         return Heartbeat(instance.role, instance.engine_rank, instance.incarnation, LoadReport(), said, self.reads)
 
 
@@ -70,7 +70,7 @@ def test_a_lost_half_and_the_cancellation_behind_it_come_again_in_their_order(na
     count = len(world.outbox.sent)
     instances.beat()
     sent = world.outbox.sent[count:]
-    assert [to for to, m in sent if isinstance(m, LinkWord)] == ["D0"] and len(sent) == 1, "the answer to D alone"
+    assert [to for to, m in sent if isinstance(m, LinkAck)] == ["D0"] and len(sent) == 1, "the answer to D alone"
 
 
 @pytest.mark.parametrize("name", ["P0", "D0"])
@@ -99,7 +99,7 @@ def test_late_and_repeated_words_and_those_for_other_processes_of_the_router_cha
     room, link, d0 = world.room(client.generation), world.link("D0"), world.instance("D0")
     instances.deliver("D0")
     for incarnation, other_link in ((d0.incarnation, link + 1), (d0.incarnation + 70, link)):
-        said = (LinkWord(other_link, 9),)
+        said = (LinkAck(other_link, 9),)
         world.router.on_heartbeat(Heartbeat(d0.role, 0, incarnation, LoadReport(), said, 1))
     late = instances.heartbeat(d0)
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_each_process_of_the_router_has_its_own_link_and_hears_the_words_for_all
     def deliver(*lost: int) -> None:
         for at, world in enumerate(worlds):
             for _, message in world.outbox.sent[delivered[at] :]:
-                if at in lost or isinstance(message, LinkWord):
+                if at in lost or isinstance(message, LinkAck):
                     continue
                 if receivers.take(message.link, message.number, message.num_kept):  # type: ignore[attr-defined]
                     taken.append(message.room)  # type: ignore[attr-defined]
@@ -142,7 +142,7 @@ def test_each_process_of_the_router_has_its_own_link_and_hears_the_words_for_all
 
     deliver(1)
     for reads in range(1, 4):
-        beat = Heartbeat(Role.UNIFIED, 0, 1, LoadReport(), receivers.words(), reads)
+        beat = Heartbeat(Role.UNIFIED, 0, 1, LoadReport(), receivers.acks(), reads)
         for world in worlds:
             world.clock.advance(INTERVAL_S)
             world.router.on_heartbeat(beat)

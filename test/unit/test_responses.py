@@ -14,7 +14,7 @@ from chitu.http.body_decoder import responses_decoder
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
 from chitu.http.request_checks import chat_messages
 from chitu.http.responses.events import ResponsesFormat
-from chitu.http.responses.request import chat_body, echo_of, own_error
+from chitu.http.responses.request import chat_body, echo_of, error_for_responses
 from chitu.http.sse import FinishedChoice, UsageCount
 
 USAGE = UsageCount(3, 4, 1)
@@ -86,7 +86,7 @@ def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
         ("tool_choice", "tool_choice"),
         (None, None),
     ):
-        error = own_error(InvalidRequest(f"{name} is wrong", name))
+        error = error_for_responses(InvalidRequest(f"{name} is wrong", name))
         assert (error.param, error.message) == (own, f"{own} is wrong")
 
 

@@ -17,7 +17,7 @@ from chitu.protocol import (
     pack_i32,
 )
 from chitu.router.generation import GenerateRequest
-from chitu.router.request_dispatch import most_choices
+from chitu.router.request_dispatch import max_choices
 from chitu.types import Role
 
 
@@ -101,7 +101,7 @@ def test_a_message_has_as_many_choices_as_d_has_slots_and_pages_for(
 ) -> None:
     layout = pair().instances[0].layout
     info = InstanceInfo(Role.DECODE, 0, 1, "h", 1, 2, layout, 512, num_slots=slots, num_pages=pages)
-    assert layout.page_size == 16 and most_choices(info, num_tokens) == most
+    assert layout.page_size == 16 and max_choices(info, num_tokens) == most
 
 
 def test_all_choices_are_taken_or_none() -> None:

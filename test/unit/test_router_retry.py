@@ -10,8 +10,8 @@ from router_world import ONE_TRY, Client, World, pair, two_pairs
 from chitu.config.schema import BreakerConfig, RetryConfig
 from chitu.errors import NoInstance
 from chitu.protocol import SamplingParams, TokenBatch, pack_i32
-from chitu.router.deadline_wheel import DeadlineWheel
 from chitu.router.routing import Breakers, InstanceKey
+from chitu.router.timer_wheel import TimerWheel
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
@@ -446,7 +446,7 @@ def test_a_success_between_failures_starts_the_count_anew() -> None:
 
 def test_things_run_out_by_their_deadline_whatever_their_order() -> None:
     clock = FakeClock()
-    wheel: DeadlineWheel[str] = DeadlineWheel(0.05, clock.monotonic())
+    wheel: TimerWheel[str] = TimerWheel(0.05, clock.monotonic())
     for name, span_s in (("late", 9.0), ("soon", 1.0), ("gone", 1.0)):
         wheel.add(name, clock.monotonic() + span_s)
     wheel.discard("gone", clock.monotonic() + 1.0)

@@ -27,7 +27,7 @@ from chitu.protocol import (
     TransferStatus,
     pack_i32,
 )
-from chitu.protocol.states import SENDER_DEADLINES, SENDER_NO_HEARERS, SENDER_TRANSITIONS, Deadline, KVPoll
+from chitu.protocol.states import SENDER_DEADLINES, SENDER_NO_STATUS_OWED, SENDER_TRANSITIONS, Deadline, KVPoll
 from chitu.protocol.states import SenderEvent as E
 from chitu.protocol.states import SenderState as S
 from chitu.types import Role
@@ -67,32 +67,35 @@ class World:
         self.inputs: dict[str, tuple[events.Event, E | None]] = {
             "requested": (events.Requested(ROOM, "r1", 8, 0, D), E.ADD_REQUEST),
             "requested_otherwise": (events.Requested(ROOM, "r1", 9, 0, D), E.ADD_REQUEST),
-            "announced": (events.Heard(ROOM, INFO, self.peer), E.ANNOUNCE),
-            "announced_wrongly": (events.Heard(ROOM, TransferInfo(D, pack_i32([3, 50]), 0, 8), self.peer), E.REFUSED),
+            "announced": (events.FrameReceived(ROOM, INFO, self.peer), E.ANNOUNCE),
+            "announced_wrongly": (
+                events.FrameReceived(ROOM, TransferInfo(D, pack_i32([3, 50]), 0, 8), self.peer),
+                E.REFUSED,
+            ),
             "announced_by_another": (
-                events.Heard(ROOM, TransferInfo(OTHER_D, INFO.dst_kv_indices, 0, 8), self.another),
+                events.FrameReceived(ROOM, TransferInfo(OTHER_D, INFO.dst_kv_indices, 0, 8), self.another),
                 None,
             ),
             "abort": (Aborted(ROOM, TransferFailed("gone")), E.ABORT),
-            "abort_of_d": (events.Heard(ROOM, AbortTransfer(D), self.peer), E.PEER_ABORT),
-            "abort_of_another": (events.Heard(ROOM, AbortTransfer(OTHER_D), self.another), None),
+            "abort_of_d": (events.FrameReceived(ROOM, AbortTransfer(D), self.peer), E.PEER_ABORT),
+            "abort_of_another": (events.FrameReceived(ROOM, AbortTransfer(OTHER_D), self.another), None),
             "d_lost": (ViewChanged(), E.PEER_LOST),
             "deadline": (Tick(), E.DEADLINE),
             "time": (Tick(), None),
-            "visit": (events.Visited(PAGES_JOB), E.WRITE_BEGAN),
-            "visit_to_settle": (events.Visited(SETTLE_JOB), None),
+            "visit": (events.JobTaken(PAGES_JOB), E.WRITE_BEGAN),
+            "visit_to_settle": (events.JobTaken(SETTLE_JOB), None),
             "row_written": (events.Written(ROW_JOB, (10,)), E.WRITE_ENDED),
             "page_written": (events.Written(TransferJob(ROOM, False, (FIRST_PAGE,)), (50,)), E.WRITE_ENDED),
             "pages_written": (events.Written(PAGES_JOB, (100,)), E.LANDED),
             "write_failed": (events.Written(PAGES_JOB, error=TransferFailed("reset")), E.WRITE_FAILED),
             "write_late": (events.Written(PAGES_JOB, error=WriteError("slow", settled=False)), E.WRITE_UNSETTLED),
-            "not_settled": (events.SettleTried(settle, False), E.SETTLE_FAILED),
-            "settled": (events.SettleTried(settle, True), E.SETTLED),
+            "not_settled": (events.SettleResult(settle, False), E.SETTLE_FAILED),
+            "settled": (events.SettleResult(settle, True), E.SETTLED),
             "d_dead": (events.DecodeDead(self.peer), E.SETTLED),
             "another_d_dead": (events.DecodeDead(self.another), None),
-            "ack_of_success": (events.Heard(ROOM, StatusAck(D, KVPoll.Success), self.peer), E.ACKNOWLEDGED),
-            "ack_of_failed": (events.Heard(ROOM, StatusAck(D, KVPoll.Failed), self.peer), E.ACKNOWLEDGED),
-            "ack_of_another": (events.Heard(ROOM, StatusAck(OTHER_D, KVPoll.Failed), self.another), None),
+            "ack_of_success": (events.FrameReceived(ROOM, StatusAck(D, KVPoll.Success), self.peer), E.ACKNOWLEDGED),
+            "ack_of_failed": (events.FrameReceived(ROOM, StatusAck(D, KVPoll.Failed), self.peer), E.ACKNOWLEDGED),
+            "ack_of_another": (events.FrameReceived(ROOM, StatusAck(OTHER_D, KVPoll.Failed), self.another), None),
         }
 
     def give(self, name: str) -> list[events.Effect]:
@@ -190,16 +193,16 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     assert kinds(effects) == told
     stops = [effect for effect in effects if isinstance(effect, events.Stop)]
     assert len(stops) == ends
-    is_told_early = ends and target in (S.STOPPING, S.UNSETTLED) and event not in SENDER_NO_HEARERS
+    is_told_early = ends and target in (S.STOPPING, S.UNSETTLED) and event not in SENDER_NO_STATUS_OWED
     is_known = state in (S.ANNOUNCED, S.WAITING) or name == "announced_wrongly"
-    is_told_once = target is S.FORGOTTEN and ends and is_known and event not in SENDER_NO_HEARERS
+    is_told_once = target is S.FORGOTTEN and ends and is_known and event not in SENDER_NO_STATUS_OWED
     expected = [(KVPoll.Success, True)] if target is S.SUCCEEDED else []
     expected += [(KVPoll.Failed, False)] if is_told_early else []
     expected += [(KVPoll.Failed, True)] if target is S.RELEASED or is_told_once else []
     assert statuses == expected
     assert acks == (name == "abort_of_d" and target is S.FORGOTTEN)
     assert any(isinstance(effect, events.Write) for effect in effects) == (event is E.WRITE_BEGAN)
-    assert any(isinstance(effect, events.AskToSettle) for effect in effects) == (event is E.SETTLE_BEGAN)
+    assert any(isinstance(effect, events.QueueSettle) for effect in effects) == (event is E.SETTLE_BEGAN)
     assert world.peer.is_suspended == (target in (S.UNSETTLED, S.SETTLING))
 
 
@@ -249,10 +252,10 @@ def test_nobody_is_told_how_a_room_of_a_lost_d_ended(ending: str) -> None:
 def test_what_d_has_announced_is_of_no_other_room_while_it_may_be_written() -> None:
     world = in_state(S.UNSETTLED)
     info = TransferInfo(D, pack_i32([5, 7]), 1, 8)
-    effects = world.machine.handle(events.Heard(OTHER_ROOM, info, world.peer), world.now_s)
+    effects = world.machine.handle(events.FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is None
     (status,) = [effect.message for effect in effects if isinstance(effect, Send)]
     assert isinstance(status, TransferStatus) and "page 5 is announced for room" in status.message
     world.give("d_dead")
-    world.machine.handle(events.Heard(OTHER_ROOM, info, world.peer), world.now_s)
+    world.machine.handle(events.FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is not None

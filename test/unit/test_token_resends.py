@@ -11,7 +11,7 @@ from chitu.instance.token_manager import FORMER_LINKS, TokenManager
 from chitu.protocol import (
     ClusterView,
     Finish,
-    LinkWord,
+    LinkAck,
     TokenBatch,
     token_codec,
 )
@@ -67,14 +67,14 @@ def test_d_sends_again_what_its_router_has_not_and_says_of_what_it_gave_up() -> 
     for number in range(3):
         manager.push(ROOM, number)
         manager.flush(0.0)
-    manager.hear(LinkWord(LINK + 1, 3))
-    manager.hear(LinkWord(LINK, 1, has_gap=True))
+    manager.take_ack(LinkAck(LINK + 1, 3))
+    manager.take_ack(LinkAck(LINK, 1, has_gap=True))
     manager.flush(0.1)
     assert [b.number for b in port.sent] == [1, 2, 3, 2, 3]
     now_s = 0.1
     while not manager.tokens_dropped:
         now_s += INTERVAL_S
-        manager.hear(LinkWord(LINK, 1))
+        manager.take_ack(LinkAck(LINK, 1))
         manager.flush(now_s)
         assert now_s < PATIENCE_S + 3 * INTERVAL_S
     assert manager.tokens_dropped == 2 and now_s >= PATIENCE_S
@@ -93,8 +93,8 @@ def send(
     world.router.flush()
 
 
-def words(world: World, name: str = "D0") -> list[LinkWord]:
-    return [message for to, message in world.outbox.sent if to == name and isinstance(message, LinkWord)]
+def acks(world: World, name: str = "D0") -> list[LinkAck]:
+    return [message for to, message in world.outbox.sent if to == name and isinstance(message, LinkAck)]
 
 
 def test_what_comes_from_behind_a_gap_is_asked_for_at_once_and_the_client_sees_every_token_once() -> None:
@@ -104,7 +104,7 @@ def test_what_comes_from_behind_a_gap_is_asked_for_at_once_and_the_client_sees_e
     send(world, 1, room, 10)
     send(world, 3, room, 12, kept=1)
     send(world, 4, room, 13, kept=2)
-    assert client.tokens == [10] and words(world) == [LinkWord(world.link("D0"), 1, True)]
+    assert client.tokens == [10] and acks(world) == [LinkAck(world.link("D0"), 1, True)]
     send(world, 2, room, 11)
     send(world, 3, room, 12, kept=1)
     send(world, 3, room, 12, kept=1)

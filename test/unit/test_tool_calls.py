@@ -16,9 +16,9 @@ from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
 from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder
+from chitu.http.messages.call_grammar import grammar_of_calls
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
-from chitu.http.messages.forced import grammar_of_calls
 from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from chitu import cli
-from chitu.client.verify.asking import Asked, Pair, Score, Served
 from chitu.client.verify.parity import DRAW_NOISE, Judgement, blame, compare, unlike_texts
+from chitu.client.verify.probe import CheckedRequest, Pair, Score, Served
 from chitu.client.verify.report import Judged, Report, report_of
 from chitu.client.verify.topology import PairReport, TopologyVerdict
 from chitu.protocol import LOGPROB_TOLERANCES
@@ -16,9 +16,9 @@ from chitu.protocol.cluster import FP8_E4M3, ITEM_BYTES
 TOLERANCE = 0.5
 
 
-def asked(*tokens: int, pair: Pair = ("P0", "D0"), text: str = "", logprobs: tuple[float, ...] = ()) -> Asked:
+def asked(*tokens: int, pair: Pair = ("P0", "D0"), text: str = "", logprobs: tuple[float, ...] = ()) -> CheckedRequest:
     served = Served(*pair, 20, len(tokens), 0, 0, 100, 0.1)
-    return Asked(0, "r", tokens, served=served, text=text, logprobs=logprobs or (-1.0,) * len(tokens))
+    return CheckedRequest(0, "r", tokens, served=served, text=text, logprobs=logprobs or (-1.0,) * len(tokens))
 
 
 def scores(*tops: tuple[int, float]) -> list[Score]:
@@ -98,7 +98,7 @@ def test_the_deltas_of_a_stream_are_the_whole_text() -> None:
     assert "'ab', 'a'" in reason
 
 
-def judged(answer: Asked, kind: str, judgement: Judgement) -> Judged:
+def judged(answer: CheckedRequest, kind: str, judgement: Judgement) -> Judged:
     assert answer.served is not None
     return Judged(answer, answer.served, kind, judgement)
 

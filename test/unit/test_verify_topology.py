@@ -12,7 +12,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from chitu.client.verify.asking import Asked, Served, read_answer
+from chitu.client.verify.probe import CheckedRequest, Served, read_answer
 from chitu.client.verify.topology import expected_bytes, judge
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
@@ -42,22 +42,24 @@ def snapshot(*instances: InstanceSnapshot) -> ClusterSnapshot:
     return ClusterSnapshot("m", "1", 512, 16, "shm", 0.0, "1", 0, instances, ())
 
 
-def asked(number: int, pair: str, request_id: str, prompt_tokens: int = 40, **changes: object) -> Asked:
+def asked(number: int, pair: str, request_id: str, prompt_tokens: int = 40, **changes: object) -> CheckedRequest:
     """Return a request that went well, over `pair`."""
     prefill, decode = pair.split("-")
     kv_bytes = expected_bytes(prompt_tokens, LAYOUT)
     served = msgspec.structs.replace(Served(prefill, decode, prompt_tokens, 3, 0, 0, kv_bytes, 0.5), **changes)
-    return Asked(number, request_id, (number, 5, 6), served=served)
+    return CheckedRequest(number, request_id, (number, 5, 6), served=served)
 
 
-def all_pairs(prefills: int = 2, decodes: int = 3) -> tuple[ClusterSnapshot, list[Asked]]:
+def all_pairs(prefills: int = 2, decodes: int = 3) -> tuple[ClusterSnapshot, list[CheckedRequest]]:
     names = [f"P{k}" for k in range(prefills)] + [f"D{m}" for m in range(decodes)]
     pairs = itertools.product(range(2), range(prefills), range(decodes))
     requests = [asked(n, f"P{k}-D{m}", f"{n}{k}{m}") for n, k, m in pairs]
     return snapshot(*map(instance, names)), requests
 
 
-def reasons(cluster: ClusterSnapshot, requests: list[Asked], after: ClusterSnapshot | None = None) -> list[str]:
+def reasons(
+    cluster: ClusterSnapshot, requests: list[CheckedRequest], after: ClusterSnapshot | None = None
+) -> list[str]:
     verdict = judge(cluster, after or cluster, requests)
     assert verdict.ok == (not verdict.reasons)
     return list(verdict.reasons)
@@ -111,12 +113,12 @@ def test_wrong_bytes_tokens_ids_and_errors_are_said() -> None:
     more = asked(9, "P0-D1", "x1", kv_bytes=77)
     (found,) = reasons(cluster, [*requests, more])
     assert found.startswith("1 of 13 requests of 40 prompt tokens over P0-D1 moved 77 bytes, not ")
-    other = Asked(0, "x2", (0, 5, 7), served=asked(0, "P1-D1", "x2").served)
+    other = CheckedRequest(0, "x2", (0, 5, 7), served=asked(0, "P1-D1", "x2").served)
     assert reasons(cluster, [*requests, other]) == ["P1-D1 gave other tokens than other pairs did to the same prompt"]
     assert reasons(cluster, [*requests, requests[0]]) == ["the request id 000 was given more than once"]
-    failed = Asked(0, error="decode_lost: D1 is gone")
+    failed = CheckedRequest(0, error="decode_lost: D1 is gone")
     assert reasons(cluster, [*requests, failed]) == ["1 of 13 requests failed: decode_lost: D1 is gone"]
-    short = Asked(9, "x4", (1,), served=asked(9, "P0-D0", "x4").served)
+    short = CheckedRequest(9, "x4", (1,), served=asked(9, "P0-D0", "x4").served)
     assert reasons(cluster, [*requests, short]) == ["1 of 13 requests got 1 tokens where the router counted 3"]
 
 
@@ -134,8 +136,8 @@ def test_an_answer_is_read_with_its_proof_and_one_cut_off_or_with_an_error_is_no
     event, last = f"data: {{{choices}}}\n\n".encode(), f'data: {{"choices": [], {PROOF}}}\n\n'.encode()
     served = Served("P0", "D0", 9, 4, 1, 2, 7, 6.0)
     streamed = read_answer(3, "r", event * 2 + last + b"data: [DONE]\n\n", True)
-    assert streamed == Asked(3, "r", (1, 2, 1, 2), "", served, "abab", (-1.5, -2, -1.5, -2))
-    assert read_answer(3, "r", f"{{{choices}, {PROOF}}}".encode(), False) == Asked(
+    assert streamed == CheckedRequest(3, "r", (1, 2, 1, 2), "", served, "abab", (-1.5, -2, -1.5, -2))
+    assert read_answer(3, "r", f"{{{choices}, {PROOF}}}".encode(), False) == CheckedRequest(
         3, "r", (1, 2), "", served, "ab", (-1.5, -2)
     )
     with pytest.raises(ValueError, match="cut off"):

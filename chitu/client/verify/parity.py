@@ -23,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from chitu.client.verify.asking import Asked, Pair, Score
+from chitu.client.verify.probe import CheckedRequest, Pair, Score
 
 DRAW_NOISE = 1e-3
 """Difference of logprobs (nats) up to which a draw must be equal."""
@@ -45,7 +45,11 @@ class Judgement(msgspec.Struct, frozen=True):
 
 
 def compare(
-    asked: Asked, scores: Sequence[Score], drawn: Sequence[int] | None, tolerance: float, difference: float = 0.0
+    asked: CheckedRequest,
+    scores: Sequence[Score],
+    drawn: Sequence[int] | None,
+    tolerance: float,
+    difference: float = 0.0,
 ) -> Judgement:
     """Judge one answer. `drawn` is the unified engine's answer with the same seed; None if the answer is greedy."""
     tie: tuple[int, str] | None = None
@@ -100,9 +104,9 @@ def blame(wrong: Mapping[Pair, Collection[int]], judged: Collection[Pair]) -> li
     return list(dict.fromkeys(guilty))
 
 
-def unlike_texts(asked: Sequence[Asked]) -> list[str]:
+def unlike_texts(asked: Sequence[CheckedRequest]) -> list[str]:
     """Return a reason for each two answers with the same tokens and different text, streamed or not."""
-    texts: dict[tuple[int, ...], Asked] = {}
+    texts: dict[tuple[int, ...], CheckedRequest] = {}
     reasons = []
     for one in asked:
         first = texts.setdefault(one.tokens, one)

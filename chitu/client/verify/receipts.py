@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from chitu.client.verify.asking import Asked, Impossible, Prober, Score
 from chitu.client.verify.parity import compare
+from chitu.client.verify.probe import CheckedRequest, Impossible, Prober, Score
 from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, unpack
 from chitu.protocol.receipt import Receipt, changed_fields, sealed
@@ -162,7 +162,7 @@ def judge(
         says = f"it has {len(tokens)} tokens, and the engine gives {len(replayed)}, equal as far as both go"
         return Replayed(receipt.request_id, "different", says, place)
     if _is_plain(receipt):
-        asked = Asked(0, tokens=tuple(tokens))
+        asked = CheckedRequest(0, tokens=tuple(tokens))
         judgement = compare(asked, scores([*receipt.prompt_token_ids, *tokens], len(tokens)), None, tolerance)
         if judgement.outcome != "wrong":
             says = f"up to near-ties of two tokens: {judgement.says}" if judgement.says else ""

@@ -10,9 +10,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from chitu.client.verify.asking import Asked, Pair, Served
 from chitu.client.verify.pages import Place, first_unlike
 from chitu.client.verify.parity import Judgement, blame, pair_name, unlike_texts
+from chitu.client.verify.probe import CheckedRequest, Pair, Served
 from chitu.client.verify.topology import TopologyVerdict
 from chitu.protocol import KVLayout
 
@@ -26,7 +26,7 @@ MAX_REASONS = 20
 
 
 class Judged(msgspec.Struct, frozen=True):
-    asked: Asked
+    asked: CheckedRequest
     served: Served
     """Pair that served it, as the router proves."""
     kind: str

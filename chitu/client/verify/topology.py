@@ -17,7 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from chitu.client.verify.asking import Asked, Impossible, Pair, Prober, Served
+from chitu.client.verify.probe import CheckedRequest, Impossible, Pair, Prober, Served
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
@@ -77,7 +77,7 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
 
 
 def judge(
-    before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[Asked], *, compares_tokens: bool = True
+    before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[CheckedRequest], *, compares_tokens: bool = True
 ) -> TopologyVerdict:
     """Judge requests between two snapshots of the cluster. Pure. `compares_tokens` needs greedy requests."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
@@ -119,7 +119,7 @@ def judge(
 
 
 def _pair_report(
-    pair: tuple[str, str], asked: list[Asked], usual: dict[int, tuple[int, ...]], layouts: dict[str, KVLayout]
+    pair: tuple[str, str], asked: list[CheckedRequest], usual: dict[int, tuple[int, ...]], layouts: dict[str, KVLayout]
 ) -> PairReport:
     done = [(one, one.served) for one in asked if one.served is not None and not one.error]
     return PairReport(
@@ -134,7 +134,7 @@ def _pair_report(
     )
 
 
-def _request_reasons(asked: Sequence[Asked], layouts: dict[str, KVLayout]) -> list[str]:
+def _request_reasons(asked: Sequence[CheckedRequest], layouts: dict[str, KVLayout]) -> list[str]:
     """Return what is wrong with single requests, each kind once with its count."""
     reasons: Counter[str] = Counter(f"failed: {one.error}" for one in asked if one.error)
     for one in asked:
@@ -167,7 +167,7 @@ def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> To
         raise Impossible(f"this cluster has no pairs of P and D to check, only unified instances: {names or 'none'}")
     up = {role: [i.name for i in found if i.status == "up"] for role, found in roles.items()}
     wanted: set[Pair] = set(itertools.product(up["prefill"], up["decode"]))
-    asked: list[Asked] = []
+    asked: list[CheckedRequest] = []
     if wanted and before.max_model_len is not None:
         with ThreadPoolExecutor(concurrency) as pool:
             for number in range(max_rounds):

@@ -36,7 +36,7 @@ _NAMES = (
 """Fields of a chat -> the fields of this route that they are made from."""
 
 
-def own_error(error: InvalidRequest) -> InvalidRequest:
+def error_for_responses(error: InvalidRequest) -> InvalidRequest:
     """Return an error of the chat with the name of this route's field."""
     param, message = error.param, error.message
     if param is not None:

@@ -44,20 +44,20 @@ class GrammarCompiled:
     room: bytes
 
 
-Word = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone | CacheFlush | GrammarCompiled
+StepCommand = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone | CacheFlush | GrammarCompiled
 
 
 class Inbox:
     def __init__(self) -> None:
-        self._words: deque[Word] = deque()
+        self._words: deque[StepCommand] = deque()
 
     def __len__(self) -> int:
         return len(self._words)
 
-    def put(self, word: Word) -> None:
+    def put(self, word: StepCommand) -> None:
         self._words.append(word)
 
-    def take(self) -> Iterator[Word]:
+    def take(self) -> Iterator[StepCommand]:
         """Yield messages until none is left, including those that arrive meanwhile."""
         while self._words:
             yield self._words.popleft()

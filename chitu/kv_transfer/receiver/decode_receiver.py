@@ -175,7 +175,7 @@ class DecodeReceiver:
 
     def _tell_of_dead_writers(self) -> None:
         with self._lock:
-            feared = self._machine.feared_writers()
+            feared = self._machine.quarantined_writers()
             dead = [writer[1] for writer in feared if self._view.is_dead(*writer)]
         for incarnation in dead:
             if self._messages.fence(incarnation):

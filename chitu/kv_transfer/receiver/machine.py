@@ -108,7 +108,7 @@ class ReceiverMachine:
 
     # --------------------------------------------------------------------------------------------------------- look-ups
 
-    def feared_writers(self) -> set[tuple[int, int]]:
+    def quarantined_writers(self) -> set[tuple[int, int]]:
         """Return (engine_rank, incarnation) of every P that quarantined pages wait for."""
         return {
             (entry.data.prefill_rank, entry.data.prefill_incarnation)

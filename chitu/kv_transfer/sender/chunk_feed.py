@@ -1,10 +1,10 @@
 """What P's step thread has computed, on its way into the transfer queue.
 
-Owned by `PrefillSender`, called under its lock: `take`, `let_go` and `stop` from any of its threads, all else from the
-step thread. A page leaves when it is full, or when the prompt ends in it. The partly filled last page of a chunk leaves
-with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were cached: they
-leave when that chunk begins. Invariant: nothing is queued for a room that D did not announce; its chunks are held as
-ranges (not bytes) until the machine lets it go.
+Owned by `PrefillSender`, called under its lock: `take`, `start_sending` and `stop` from any of its threads, all else
+from the step thread. A page leaves when it is full, or when the prompt ends in it. The partly filled last page of a
+chunk leaves with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were
+cached: they leave when that chunk begins. Invariant: nothing is queued for a room that D did not announce; its chunks
+are held as ranges (not bytes) until the machine lets it go.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChunkFeed:
         """Track the computed chunks of this room from now on."""
         self._rooms[room] = computed
 
-    def let_go(self, room: bytes, first_page: int) -> None:
+    def start_sending(self, room: bytes, first_page: int) -> None:
         """Queue what was computed so far, from position `first_page` on: request and announcement are both here."""
         self._first_pages[room] = first_page
         computed = self._rooms[room]

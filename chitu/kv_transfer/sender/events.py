@@ -93,7 +93,7 @@ class Requested(NamedTuple):
     decode_incarnation: int
 
 
-class Heard(NamedTuple):
+class FrameReceived(NamedTuple):
     """A registered D sent a frame about a room."""
 
     room: bytes
@@ -103,7 +103,7 @@ class Heard(NamedTuple):
     """Reason why no connection to this D could be opened."""
 
 
-class Visited(NamedTuple):
+class JobTaken(NamedTuple):
     """A transfer thread took a job and asks whether it may still be done."""
 
     job: TransferJob
@@ -117,7 +117,7 @@ class Written(NamedTuple):
     error: ChituError | None = None
 
 
-class SettleTried(NamedTuple):
+class SettleResult(NamedTuple):
     """Answer to `SettleWrites`: nothing of the failed writes to this D can land any more, or the attempt failed."""
 
     settle: SettleWrites
@@ -131,19 +131,19 @@ class DecodeDead(NamedTuple):
     peer: DecodePeer
 
 
-Event = Union[Requested, Aborted, Heard, Visited, Written, SettleTried, ViewChanged, DecodeDead, Tick]
+Event = Union[Requested, Aborted, FrameReceived, JobTaken, Written, SettleResult, ViewChanged, DecodeDead, Tick]
 
 # -------------------------------------------------------------------------------------------------------------- effects
 
 
-class Compute(NamedTuple):
+class TrackChunks(NamedTuple):
     """Track the computed chunks of this room from now on."""
 
     room: bytes
     computed: ComputedPrompt
 
 
-class LetGo(NamedTuple):
+class StartSending(NamedTuple):
     """Queue what is computed of this room for writing, from this position on."""
 
     room: bytes
@@ -156,14 +156,14 @@ class Stop(NamedTuple):
     room: bytes
 
 
-class AskToSettle(NamedTuple):
+class QueueSettle(NamedTuple):
     """Queue a settle attempt."""
 
     room: bytes
 
 
 class Write(NamedTuple):
-    """Do the job, in the thread that sent `Visited`."""
+    """Do the job, in the thread that sent `JobTaken`."""
 
     job: TransferJob
     record: SendRoom
@@ -171,7 +171,7 @@ class Write(NamedTuple):
 
 
 class SettleWrites(NamedTuple):
-    """Try to settle the failed writes to this D, in the thread that sent `Visited`."""
+    """Try to settle the failed writes to this D, in the thread that sent `JobTaken`."""
 
     room: bytes
     peer: DecodePeer
@@ -179,4 +179,4 @@ class SettleWrites(NamedTuple):
     """Rooms that this attempt covers. A room whose write fails later is not among them."""
 
 
-Effect = Union[Send, TransferEvent, DropEvents, Line, Compute, LetGo, Stop, AskToSettle, Write, SettleWrites]
+Effect = Union[Send, TransferEvent, DropEvents, Line, TrackChunks, StartSending, Stop, QueueSettle, Write, SettleWrites]

@@ -31,7 +31,7 @@ from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StatusAck, Transfe
 from chitu.protocol.states import (
     SENDER_AWAITS,
     SENDER_DEADLINES,
-    SENDER_NO_HEARERS,
+    SENDER_NO_STATUS_OWED,
     SENDER_TRANSITIONS,
     Deadline,
     KVPoll,
@@ -69,7 +69,7 @@ _QUIET = frozenset({SenderState.WRITING, SenderState.TRANSFERRING})
 """States that require nothing on entry."""
 _ACKNOWLEDGED = frozenset({(SenderState.SUCCEEDED, KVPoll.Success), (SenderState.RELEASED, KVPoll.Failed)})
 """Status that D acknowledges in each state."""
-_TOLD_AT_ONCE = frozenset({SenderState.STOPPING, SenderState.UNSETTLED, SenderState.FORGOTTEN})
+_REPORTED_AT_ONCE = frozenset({SenderState.STOPPING, SenderState.UNSETTLED, SenderState.FORGOTTEN})
 """States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
 
 
@@ -97,22 +97,22 @@ class SenderMachine:
         """Apply one event and return the effects to carry out, in order."""
         self._now_s, self._effects = now_s, []
         match event:
-            case events.Visited(job):
-                self._visit(job)
+            case events.JobTaken(job):
+                self._take_job(job)
             case events.Written():
                 self._written(event)
             case events.Requested():
                 self._request(event)
-            case events.Heard(room, TransferInfo() as info, peer, unreachable):
+            case events.FrameReceived(room, TransferInfo() as info, peer, unreachable):
                 self._announce(room, info, peer, unreachable)
-            case events.Heard(room, StatusAck() as message):
+            case events.FrameReceived(room, StatusAck() as message):
                 self._acknowledge(room, message)
-            case events.Heard(room, AbortTransfer() as message, peer):
+            case events.FrameReceived(room, AbortTransfer() as message, peer):
                 self._peer_abort(room, message, peer)
             case Aborted(room, error):
                 self._effects.append(DropEvents(room))
                 self._take(room, E.ABORT, error)
-            case events.SettleTried():
+            case events.SettleResult():
                 self._settle_tried(event)
             case events.DecodeDead(peer):
                 for room in tuple(peer.unsettled):
@@ -154,7 +154,7 @@ class SenderMachine:
         state, record, peer = entry.state, entry.data, destination.peer
         if state is SenderState.WAITING:
             self._effects.append(TransferEvent(Kind.ANNOUNCED, room))
-            self._effects.append(events.LetGo(room, destination.first_page))
+            self._effects.append(events.StartSending(room, destination.first_page))
         elif state is SenderState.SUCCEEDED:
             record.landed_s = self._now_s
             self._log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
@@ -171,7 +171,7 @@ class SenderMachine:
                 self._take(room, E.PEER_LOST)
             else:
                 self._send_status(room, entry, peer)
-        if before in OPEN_STATES and state in _TOLD_AT_ONCE and event not in SENDER_NO_HEARERS:
+        if before in OPEN_STATES and state in _REPORTED_AT_ONCE and event not in SENDER_NO_STATUS_OWED:
             self._send_status(room, entry, peer)
 
     # --------------------------------------------------------------------------------------------- the router's request
@@ -201,7 +201,7 @@ class SenderMachine:
             event.num_tokens,
         )
         record.decode_rank, record.decode_incarnation = event.decode_rank, event.decode_incarnation
-        self._effects.append(events.Compute(room, record.computed))
+        self._effects.append(events.TrackChunks(room, record.computed))
         self._take(room, E.ADD_REQUEST, new=record)
         if self._view.is_lost(record.decode_rank, record.decode_incarnation):
             self._take(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
@@ -286,7 +286,7 @@ class SenderMachine:
 
     # ---------------------------------------------------------------------------------------------------------- writing
 
-    def _visit(self, job: TransferJob) -> None:
+    def _take_job(self, job: TransferJob) -> None:
         entry = self.table.get(job.room)
         if entry is None or entry.data.destination is None:
             return
@@ -324,7 +324,7 @@ class SenderMachine:
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
         self._take(room, E.WRITE_UNSETTLED if may_land else E.WRITE_FAILED, error)
 
-    def _settle_tried(self, event: events.SettleTried) -> None:
+    def _settle_tried(self, event: events.SettleResult) -> None:
         room, peer, rooms = event.settle
         if event.error is not None:
             self._log(logging.WARNING, "settling writes to %s: %s", peer.name, event.error.message)
@@ -366,7 +366,7 @@ class SenderMachine:
         if not any(entry is not None and entry.state is SenderState.SETTLING for entry in entries):
             peer.settle_due_s = self._now_s + self._config.deadlines.retry_interval_s
             self._take(room, E.SETTLE_BEGAN)
-            self._effects.append(events.AskToSettle(room))
+            self._effects.append(events.QueueSettle(room))
 
     def _fail_lost(self) -> None:
         """Fail the rooms of each D that left the cluster view or was replaced, and stop repeating statuses to it."""

@@ -14,7 +14,7 @@ import numpy as np
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.checksums import RoomSums, choose_pages, trace_window
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
-from chitu.kv_transfer.sender.events import SettleTried, SettleWrites, Write, Written
+from chitu.kv_transfer.sender.events import SettleResult, SettleWrites, Write, Written
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.sender_trace import SenderTrace
 from chitu.kv_transfer.sender.transfer_queue import TransferKVChunk, merged
@@ -27,11 +27,11 @@ class PageWriter:
         self._parts = parts
         self._trace = trace
 
-    def settle(self, settle: SettleWrites) -> SettleTried:
+    def settle(self, settle: SettleWrites) -> SettleResult:
         try:
-            return SettleTried(settle, _writer_to(settle.peer).settle(self._config.settle_timeout_s))
+            return SettleResult(settle, _writer_to(settle.peer).settle(self._config.settle_timeout_s))
         except ChituError as error:
-            return SettleTried(settle, False, error)
+            return SettleResult(settle, False, error)
 
     def write(self, write: Write) -> Written:
         """Write the job's logits row or chunks."""

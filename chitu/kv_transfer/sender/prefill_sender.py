@@ -164,7 +164,7 @@ class PrefillSender:
                 if peer := self._registered(message.incarnation):
                     # `reconnect` may block on a connection, so it runs without the lock.
                     unreachable = self._peers.reconnect(peer) if isinstance(message, TransferInfo) else None
-                    self._handle(events.Heard(room, message, peer, unreachable))
+                    self._handle(events.FrameReceived(room, message, peer, unreachable))
             elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
                 raise BadFrame(f"a {type(message).__name__} sent to P")
         except ProtocolError as error:
@@ -222,7 +222,7 @@ class PrefillSender:
 
     def _work(self, job: TransferJob) -> None:
         """Do one write, or one settle attempt, of one room."""
-        for effect in self._handle(events.Visited(job)):
+        for effect in self._handle(events.JobTaken(job)):
             if isinstance(effect, events.SettleWrites):
                 self._handle(self._writer.settle(effect))
             else:
@@ -249,13 +249,13 @@ class PrefillSender:
                     case DropEvents(room):
                         if TransferEventKind.SUCCESS in self._out.drop_events(room):
                             self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
-                    case events.Compute():
+                    case events.TrackChunks():
                         self._feed.take(*effect)
-                    case events.LetGo():
-                        self._feed.let_go(*effect)
+                    case events.StartSending():
+                        self._feed.start_sending(*effect)
                     case events.Stop(room):
                         self._feed.stop(room)
-                    case events.AskToSettle(room):
+                    case events.QueueSettle(room):
                         self.queue.put_settle(room)
             sendings = self._out.take()
         sendings.leave(self._parts.link, self._parts.wake, logger)

@@ -179,7 +179,7 @@ def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> Ord
     return None
 
 
-class FannedWriter:
+class TPDecodeWriter:
     """Implements `DecodeWriter` for the main rank of several: writes its shard, and has the followers write theirs."""
 
     def __init__(self, fan_out: FanOut, own: ShardWriter, lane: Lane, incarnation: int) -> None:
@@ -225,7 +225,7 @@ class FannedWriter:
         self._fan_out.forget(self._incarnation)
 
 
-class FannedPageSums:
+class TPPageSums:
     """Implements `PageSums` for the main rank of several: the checksums of all ranks, added up.
 
     `copies`: how many ranks hold the same KV head. `count_all`: D counts every copy; P (False) counts each head once.
@@ -250,7 +250,7 @@ class FannedPageSums:
         return totals_N
 
 
-class FannedPageCopies:
+class TPPageCopies:
     """Implements `PageCopies` for the main rank of several; each rank copies the heads that it holds. `memory`: shared
     by all ranks; contents lie in it. Raises Internal if a rank takes longer than `timeout_s`: it is unknown then what
     that rank may still copy, and where to."""
@@ -305,7 +305,7 @@ class FanOut:
             raise Internal(f"a TP rank did not connect within {CONNECT_TIMEOUT_S:g} s")
         shutil.rmtree(self.base, ignore_errors=True)
 
-    def open(self, info: KVArgsRegisterInfo, open_own: Callable[[], ShardWriter]) -> FannedWriter:
+    def open(self, info: KVArgsRegisterInfo, open_own: Callable[[], ShardWriter]) -> TPDecodeWriter:
         """Connect all ranks to a D. Comm thread. Raises TransferFailed with the reasons of the ranks that could not."""
         result = self._control.order(OpenPeer(self.next_number(), info), open_own, OPEN_TIMEOUT_S)
         failures = result.failures()
@@ -317,7 +317,7 @@ class FanOut:
         assert isinstance(result.mine, ShardWriter)
         lane = self._data[self._num_opened % len(self._data)]
         self._num_opened += 1
-        return FannedWriter(self, result.mine, lane, info.incarnation)
+        return TPDecodeWriter(self, result.mine, lane, info.incarnation)
 
     def forget(self, incarnation: int) -> None:
         """Have the followers close their side of a D that is gone. Comm thread."""

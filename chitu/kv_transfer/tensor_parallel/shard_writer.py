@@ -2,7 +2,7 @@
 
 Opened when D registers. A transfer thread (on P's main rank) or a lane thread (on a follower) uses it, one at a time.
 With one rank on both sides it is one link that moves whole pages. `DecodeWriter` is the interface for the rest of P:
-`ShardWriter` implements it on an instance of one rank, `FannedWriter` (`fan_out.py`) on one of several.
+`ShardWriter` implements it on an instance of one rank, `TPDecodeWriter` (`fan_out.py`) on one of several.
 """
 
 from __future__ import annotations

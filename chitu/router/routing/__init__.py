@@ -3,7 +3,7 @@
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError
 from chitu.router.routing.admission import Admission
-from chitu.router.routing.breaker import NOBODY, Breakers, BreakerState
+from chitu.router.routing.breaker import NO_INSTANCES, Breakers, BreakerState
 from chitu.router.routing.least_loaded import least_loaded
 from chitu.router.routing.policy import (
     Candidates,
@@ -20,7 +20,7 @@ from chitu.router.routing.round_robin import round_robin
 from chitu.router.routing.selector import PairSelector
 
 __all__ = [
-    "NOBODY",
+    "NO_INSTANCES",
     "Admission",
     "BreakerState",
     "Breakers",

@@ -18,7 +18,7 @@ from chitu.config.schema import BreakerConfig
 from chitu.router.routing.policy import InstanceKey
 
 BreakerState = Literal["closed", "open", "half_open"]
-NOBODY: frozenset[InstanceKey] = frozenset()
+NO_INSTANCES: frozenset[InstanceKey] = frozenset()
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Breakers:
     def blocked(self, now_s: float) -> frozenset[InstanceKey]:
         """Return the instances that get no request now."""
         if not self._num_open:
-            return NOBODY
+            return NO_INSTANCES
         return frozenset(key for key, breaker in self._breakers.items() if breaker.again_s > now_s)
 
     def state(self, key: InstanceKey, now_s: float) -> BreakerState:

@@ -15,7 +15,7 @@ from math import lcm
 
 from chitu.errors import NoInstance
 from chitu.protocol import ClusterView, LoadReport
-from chitu.router.routing.breaker import NOBODY
+from chitu.router.routing.breaker import NO_INSTANCES
 from chitu.router.routing.loads import LoadTable
 from chitu.router.routing.policy import (
     Candidates,
@@ -108,8 +108,8 @@ class PairSelector:
     def select(
         self,
         token_ids: bytes,
-        avoid: Set[InstanceKey] = NOBODY,
-        blocked: Set[InstanceKey] = NOBODY,
+        avoid: Set[InstanceKey] = NO_INSTANCES,
+        blocked: Set[InstanceKey] = NO_INSTANCES,
         cache_salt: str | None = "",
     ) -> Target:
         """Return where a request with this prompt (int32 LE) goes. Raises NoInstance if none can serve.
@@ -132,7 +132,7 @@ class PairSelector:
         if self._silent and last is not None:
             decodes = last.positions
             cut_off = {p for p in group.positions if all(self.is_silent(p, d) for d in decodes)}
-            group = _without(group, cut_off, NOBODY)
+            group = _without(group, cut_off, NO_INSTANCES)
         names: list[int] = []
         matches: Mapping[InstanceKey, int] = {}
         if self._prefixes is not None and cache_salt is not None:
@@ -146,7 +146,7 @@ class PairSelector:
             return Target(None, first)
         if self._silent:
             prefill = instance_key(first)
-            last = _without(last, {d for d in last.positions if self.is_silent(prefill, d)}, NOBODY)
+            last = _without(last, {d for d in last.positions if self.is_silent(prefill, d)}, NO_INSTANCES)
         request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
         return Target(first, last.instances[self._decode_policy(request, last)])
 

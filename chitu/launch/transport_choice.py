@@ -75,7 +75,7 @@ def protocol_overrides(topology: Topology, found: Rdma) -> list[str]:
     return [f"{KEY}={choose_protocol(pd, found, has_gpus(topology))[0]}"]
 
 
-def describe_ways(topology: Topology, found: Rdma) -> str:
+def describe_transports(topology: Topology, found: Rdma) -> str:
     """Describe the transports, or return "" without P and D. `topology` has devices, and the protocol of the file."""
     paired = _paired(topology)
     if not paired:

@@ -50,7 +50,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CheckedRequest:
     """One request, as its client received it and as the router proves it."""
 
     prompt: int
@@ -91,7 +91,7 @@ class Prober:
         default_factory=lambda: urllib.request.build_opener(urllib.request.ProxyHandler({}))
     )
 
-    def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> Asked:
+    def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> CheckedRequest:
         """Send one request, greedy and without the prefix cache unless `options` override it. Return errors, too."""
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "return_proof": True, "cache_prompt": False}
@@ -101,9 +101,9 @@ class Prober:
             return read_answer(number, request_id, reply, stream)
         except urllib.error.HTTPError as error:
             with error:
-                return Asked(number, error=error_text(error.code, error.read()))
+                return CheckedRequest(number, error=error_text(error.code, error.read()))
         except (OSError, ValueError, msgspec.ValidationError) as error:
-            return Asked(number, error=str(error) or type(error).__name__)
+            return CheckedRequest(number, error=str(error) or type(error).__name__)
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
         """Return the scores of the last `count` of these tokens. Raise Impossible if the engine does not give them."""
@@ -170,7 +170,7 @@ class _ProvenUsage(msgspec.Struct, frozen=True):
     completion_tokens: int
 
 
-def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> Asked:
+def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> CheckedRequest:
     """Parse an answer. Raise ValueError if it is malformed, ends with an error or has no proof."""
     events = EventParser().feed(reply) if is_stream else [reply.decode()]
     if is_stream and events[-1:] != ["[DONE]"]:
@@ -190,7 +190,7 @@ def read_answer(number: int, request_id: str, reply: bytes, is_stream: bool) -> 
     if proof is None or usage is None:
         raise ValueError("the answer came without return_proof's object: this is no router of this version of chitu")
     served = _served(msgspec.convert(proof, _ProvenAnswer), msgspec.convert(usage, _ProvenUsage))
-    return Asked(number, request_id, tuple(tokens), "", served, text, tuple(logprobs))
+    return CheckedRequest(number, request_id, tuple(tokens), "", served, text, tuple(logprobs))
 
 
 def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class DeadlineWheel(Generic[T]):
+class TimerWheel(Generic[T]):
     """Timer wheel. `step_s`: width of a bucket; an expiry is reported at most this late, and never early."""
 
     def __init__(self, step_s: float, now_s: float) -> None:

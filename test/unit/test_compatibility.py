@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from chitu.protocol import InstanceInfo, KVLayout
-from chitu.router.unlike import why_unlike
+from chitu.router.compatibility import why_incompatible
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
@@ -34,11 +34,11 @@ def decode(*ways: str, **more: str) -> InstanceInfo:
     [((SHM, TCP), (f"{SHM}-elsewhere", TCP)), ((SHM,), (SHM,)), (("nixl",), ("nixl",)), ((), (TCP,))],
 )
 def test_one_way_in_common_is_enough(mine: tuple[str, ...], theirs: tuple[str, ...]) -> None:
-    assert why_unlike(decode(*mine), prefill(*theirs)) == ""
+    assert why_incompatible(decode(*mine), prefill(*theirs)) == ""
 
 
 def test_rdma_on_one_node_alone_is_named_with_both_sides_and_the_cure() -> None:
-    assert why_unlike(decode(SHM, TCP), prefill(f"{SHM}-elsewhere", RDMA)) == (
+    assert why_incompatible(decode(SHM, TCP), prefill(f"{SHM}-elsewhere", RDMA)) == (
         "D0 on 10.0.0.2 does not fit P0 on 10.0.0.1: no transport reaches from one to the other. D0 has shm, mooncake "
         "over tcp; P0 has shm, mooncake over rdma: set dp_config.router.pd_disaggregation.mooncake_protocol=tcp on all "
         "nodes, or mend RDMA where it is missing (`chitu doctor`)"
@@ -46,24 +46,24 @@ def test_rdma_on_one_node_alone_is_named_with_both_sides_and_the_cure() -> None:
 
 
 def test_a_node_without_the_library_and_two_containers_have_their_own_cures() -> None:
-    assert "install Mooncake on 10.0.0.2, too" in why_unlike(decode(SHM), prefill(f"{SHM}-elsewhere", TCP))
-    assert "transport=mooncake" in why_unlike(decode(SHM), prefill(f"{SHM}-elsewhere"))
+    assert "install Mooncake on 10.0.0.2, too" in why_incompatible(decode(SHM), prefill(f"{SHM}-elsewhere", TCP))
+    assert "transport=mooncake" in why_incompatible(decode(SHM), prefill(f"{SHM}-elsewhere"))
 
 
 def test_two_p_write_to_each_other_never() -> None:
     other = msgspec.structs.replace(prefill(TCP), engine_rank=1)
-    assert why_unlike(prefill(RDMA), other) == ""
+    assert why_incompatible(prefill(RDMA), other) == ""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_node_without_gpus_is_named_as_that_whatever_the_dtypes_are(dtype: str) -> None:
-    said = why_unlike(decode(TCP, dtype=dtype), prefill(TCP, device="cuda", dtype="bfloat16"))
+    said = why_incompatible(decode(TCP, dtype=dtype), prefill(TCP, device="cuda", dtype="bfloat16"))
     assert "D0 has its pages in host memory, P0 in GPU memory" in said and "dtype" not in said
     assert "10.0.0.1" in said and "10.0.0.2" in said
 
 
 def test_a_unified_instance_needs_the_model_alone() -> None:
     unified = info(Role.UNIFIED, "10.0.0.3", device="cuda", dtype="bfloat16")
-    assert why_unlike(unified, prefill(TCP)) == ""
+    assert why_incompatible(unified, prefill(TCP)) == ""
     alien = msgspec.structs.replace(unified, layout=msgspec.structs.replace(LAYOUT, model_hash="another"))
-    assert "give both the same checkpoint" in why_unlike(alien, prefill(TCP))
+    assert "give both the same checkpoint" in why_incompatible(alien, prefill(TCP))

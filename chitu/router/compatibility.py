@@ -13,7 +13,7 @@ PD = "dp_config.router.pd_disaggregation"
 MEMORY = {"cpu": "host memory", "cuda": "GPU memory"}
 
 
-def why_unlike(new: InstanceInfo, other: InstanceInfo) -> str:
+def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:
     """Return a sentence with both sides and the remedy; empty if they fit."""
     is_paired = Role.UNIFIED not in (new.role, other.role)
     mismatches = new.layout.mismatches(other.layout)

@@ -47,7 +47,7 @@ class _HTTPError(ChituError):
         self.code = code  # type: ignore[misc]
 
 
-def make_cold_app(
+def make_control_app(
     model: ServedModel,
     router: PDRequestRouter,
     cluster: ClusterSource,

@@ -58,7 +58,7 @@ def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progre
 
 
 @dataclass(frozen=True, slots=True)
-class Makers:
+class Factories:
     build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
     open_transports: Callable[[PDDisaggregationConfig, str, str], list[Transport]] = open_transports
     wrap_transports: Callable[

@@ -12,7 +12,7 @@ from chitu.config.topology import instances
 from chitu.errors import ConfigError
 from chitu.launch.nodes import host_overrides
 from chitu.launch.placement import place
-from chitu.launch.transfer_ways import KEY, describe_ways, protocol_overrides, why_not_sent
+from chitu.launch.transport_choice import KEY, describe_transports, protocol_overrides, why_not_sent
 from chitu.net.rdma_devices import Rdma, look_at_rdma, why_no_rdma
 
 PD = "dp_config.router.pd_disaggregation"
@@ -75,8 +75,8 @@ def test_what_stands_against_rdma(found: Rdma, ib_device: str, has_gpus: bool, r
 def test_the_protocol_is_chosen_by_what_the_node_has(kind: str, found: Rdma, protocol: str, words: str) -> None:
     topology = two_nodes(kind)
     assert protocol_overrides(topology, found) == [f"{KEY}={protocol}"]
-    assert describe_ways(topology, found) == words
-    assert "as the topology says" in describe_ways(two_nodes(kind, f"{KEY}=tcp"), found)
+    assert describe_transports(topology, found) == words
+    assert "as the topology says" in describe_transports(two_nodes(kind, f"{KEY}=tcp"), found)
 
 
 SIZES = [f"dp_config.router.{role}_schedulers.0.tp_size=2" for role in ("prefill", "decode")]
@@ -104,9 +104,9 @@ def test_kv_that_leaves_a_gpu_itself_needs_a_build_with_cuda(
 
 
 def test_the_plan_says_what_is_not_staged() -> None:
-    words = describe_ways(two_nodes("cuda:0,cuda:1", *SIZES), NOTHING)
+    words = describe_transports(two_nodes("cuda:0,cuda:1", *SIZES), NOTHING)
     assert "staged" not in words and "piece by piece, which is slow (needs Mooncake's build with CUDA)" in words
-    assert "slow" not in describe_ways(two_nodes("cuda:0,cuda:1", *SIZES), DIRECT)
+    assert "slow" not in describe_transports(two_nodes("cuda:0,cuda:1", *SIZES), DIRECT)
 
 
 def test_rdma_that_was_asked_for_and_is_not_there_is_refused() -> None:
@@ -119,11 +119,11 @@ def test_rdma_that_was_asked_for_and_is_not_there_is_refused() -> None:
 
 def test_on_one_host_memory_is_shared_and_no_library_asked() -> None:
     topology = load_topology(None)
-    assert describe_ways(topology, ACTIVE) == "shm on one host"
+    assert describe_transports(topology, ACTIVE) == "shm on one host"
     assert protocol_overrides(topology, ACTIVE) == []
     gpus = [f"dp_config.router.{role}_schedulers.0.devices=[cuda:0]" for role in ("prefill", "decode")]
-    assert describe_ways(load_topology(None, gpus), ACTIVE).startswith("cuda_ipc on one host")
-    assert describe_ways(load_topology("unified_local"), ACTIVE) == ""
+    assert describe_transports(load_topology(None, gpus), ACTIVE).startswith("cuda_ipc on one host")
+    assert describe_transports(load_topology("unified_local"), ACTIVE) == ""
 
 
 def test_all_processes_of_a_node_are_told_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
