@@ -83,6 +83,7 @@ class ChildProcess:
         self.mark = mark
         self.log = log
         self.started_s = time.monotonic()
+        self._oom_kills = _oom_kills()
         supervisor = os.getpid()
         self._log_start = 0
         try:
@@ -143,10 +144,15 @@ class ChildProcess:
         first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
         return (text[:first_noise] or text)[-lines:]
 
-    def worker_exit(self) -> str:
-        """Return how the worker under a torchrun ended, from torchrun's report, or "" if there is none."""
+    def describe_end(self, code: int) -> str:
+        """Describe how it ended with this exit code; of an instance how the rank ended, by torchrun's report. Say so if
+        the kernel killed a process for lack of memory meanwhile."""
         found = re.findall(r"failed \(exitcode: (-?\d+)\)", self._text())
-        return describe_exit(int(found[-1])) if found else ""
+        code = int(found[-1]) if found else code
+        is_oom = code == -signal.SIGKILL and _oom_kills() > self._oom_kills
+        return describe_exit(code) + (
+            "; the kernel killed a process for lack of memory (OOM) meanwhile" if is_oom else ""
+        )
 
     def _text(self) -> str:
         return last_text(self.log, self._log_start) if self.log is not None else ""
@@ -156,6 +162,14 @@ class ChildProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _oom_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory, on the host or in a control group."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="ascii"), re.MULTILINE)
+        return int(found[1]) if found else 0
+    return 0
 
 
 def describe_exit(code: int) -> str:

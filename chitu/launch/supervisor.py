@@ -21,7 +21,7 @@ from pathlib import Path
 
 from chitu.errors import ConfigError, Internal
 from chitu.launch.plan import ROUTER, ProcessSpec
-from chitu.launch.process import ChildProcess, describe_exit
+from chitu.launch.process import ChildProcess
 from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress
 from chitu.launch.run_dir import RunDir
 
@@ -255,7 +255,7 @@ class Supervisor:
             self._on_event(f"{member.name} has left: it was drained, and is not started again")
             return
         self._was_clean = False
-        reason = child.worker_exit() or describe_exit(code)
+        reason = child.describe_end(code)
         if code == 0 and member.was_ready and member.name != ROUTER:
             reason = f"exit code 0 after a signal; `chitu drain {member.name}` has it stay out"
         life_s = now_s - child.started_s

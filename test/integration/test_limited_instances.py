@@ -3,12 +3,15 @@
 import os
 import subprocess
 import sys
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from chitu.launch.process import ChildProcess
 from chitu.net.control_groups import _groups
+from chitu.testing.router_process import wait_until
 
 MEMORY_BYTES, QUOTA_US = 1 << 30, 100_000
 FILES = {
@@ -63,3 +66,21 @@ def test_a_process_in_a_group_plans_with_what_the_group_leaves(limited):
     left_bytes, cores = map(int, process.stdout.split())
     assert MEMORY_BYTES // 2 < left_bytes <= MEMORY_BYTES  # less what Python itself uses
     assert cores == 1
+
+
+def test_a_process_that_its_group_has_no_memory_for_is_said_to_have_ended_so(limited, tmp_path):
+    code = (
+        "import os, pathlib, sys\n"
+        "for group in sys.argv[1:]: pathlib.Path(group, 'cgroup.procs').write_text(str(os.getpid()))\n"
+        f"b'x' * {3 * MEMORY_BYTES}"
+    )
+    child = ChildProcess("P0", [sys.executable, "-c", code, *map(str, limited)], {}, tmp_path / "log", uuid.uuid4().hex)
+    wait_until(lambda: child.exit_code() is not None, 60, "the kernel to end it")
+    text = child.describe_end(child.exit_code())
+    assert text == "killed by SIGKILL; the kernel killed a process for lack of memory (OOM) meanwhile", child.tail()
+
+
+def test_a_process_that_was_killed_otherwise_is_not(tmp_path):
+    child = ChildProcess("P0", ["sleep", "60"], {}, tmp_path / "log", uuid.uuid4().hex)
+    child.kill_tree()
+    assert child.describe_end(child.exit_code()) == "killed by SIGKILL"
