@@ -49,7 +49,8 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         paths.update((name, path) for name in controllers.split(","))
     for line in _lines(root / "proc/self/mountinfo"):
         mount, _, kind = line.partition(" - ")
-        kind_name, _, options = kind.split()[:3]
+        fields = kind.split(" ")  # between the first and the last is the source, which may be empty
+        kind_name, options = fields[0], fields[-1]
         name = {"cgroup2": "", "cgroup": controller}.get(kind_name)
         if name is None or name not in paths or (name and name not in options.split(",")):
             continue

@@ -122,3 +122,10 @@ def test_a_container_with_groups_of_its_own_has_the_limit_of_the_top(tmp_path, w
     write("proc/self/mountinfo", V2_MOUNT)
     write_v2(write, "", limit=str(100 * MIB), used=40 * MIB)
     assert memory_left_bytes(tmp_path) == 60 * MIB
+
+
+def test_mounts_without_a_source_are_passed_over(tmp_path, write):
+    write("proc/self/cgroup", "0::/")
+    write("proc/self/mountinfo", "50 24 0:44 / /mnt rw,relatime - tmpfs  rw\n" + V2_MOUNT)
+    write_v2(write, "", limit=str(100 * MIB), used=40 * MIB)
+    assert memory_left_bytes(tmp_path) == 60 * MIB
