@@ -19,10 +19,10 @@ import msgspec
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan
 from chitu.errors import Internal, InvalidRequest
 from chitu.instance.decode_manager import DecodeManager
-from chitu.instance.instance_load import InstanceLoad, LoadSources
+from chitu.instance.instance_load import InstanceLoad
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_arrivals import RequestArrivals
-from chitu.instance.request_ends import EndRules, RequestEnds
+from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, StepCommand, WorkerGone
@@ -62,7 +62,6 @@ class PDScheduler:
         self._cache = parts.cache
         self._tokens = parts.tokens
         self._clock = parts.clock
-        role = parts.role
         self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
         self._resources.sync_step = self._sync_step
         self._sequences = Sequences(self._resources)
@@ -73,28 +72,11 @@ class PDScheduler:
         sender, open_admission = parts.sender, self._open_admission
         if sender is not None:
             open_admission = SpeculativeAdmission(self._sequences, sender).open
-        self._prefill = PrefillManager(
-            parts.config,
-            self._sequences,
-            parts.clock,
-            open_admission,
-            sender,
-            parts.tiers,
-            self._decode.fork,
-            self._trace,
-        )
-        rules = EndRules(parts.name, role is Role.PREFILL, parts.deadlines.queue_s, parts.request_timeout_s)
-        self._ends = RequestEnds(
-            *(rules, self._sequences, self._prefill, self._decode, parts.tokens, parts.report_failure, parts.clock),
-            parts.finished_pages,
-            self._trace,
-        )
-        self._faults = StepFaults(parts.name, parts.executor, self._sequences, self._decode, self._ends)
-        sources = LoadSources(
-            role, self._sequences, self._decode, parts.cache, parts.tokens, parts.aux, parts.num_aux_slots, parts.tiers
-        )
+        self._prefill = PrefillManager(parts, self._sequences, open_admission, self._decode.fork, self._trace)
+        self._ends = RequestEnds(parts, self._sequences, self._prefill, self._decode, self._trace)
+        self._faults = StepFaults(parts, self._sequences, self._decode, self._ends)
         self._arrivals = RequestArrivals(parts, self._prefill, self._sequences, self._ends, self._tell)
-        self._load = InstanceLoad(sources, parts.clock.monotonic())
+        self._load = InstanceLoad(parts, self._sequences, self._decode)
         self._inbox = Inbox()
         self._pending: _LaunchedStep | None = None
         self.turns = 0

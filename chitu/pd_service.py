@@ -158,7 +158,6 @@ class PDSchedulerService:
                 name=identity.name,
                 request_timeout_s=router.request_timeout_s,
                 aux=engine.aux,
-                num_aux_slots=engine.aux.num_slots,
                 sender=kv.sender if kv is not None else None,
                 receiver=kv.receiver if kv is not None else None,
                 tiers=engine.tiers,

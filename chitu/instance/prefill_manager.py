@@ -9,58 +9,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Items
-from typing import Protocol
 
-from chitu.clock import Clock
-from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ChituError
 from chitu.instance.decode_manager import admission
+from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.kv_cache.tiers.page_load import PageLoad
-from chitu.kv_transfer.events import KVChunk, PrefillSenderLike, TransferEvent, TransferEventKind
+from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceState
 
 
-class Tiers(Protocol):
-    """The part of `PrefixTiers` (`kv_cache/tiers/`) that the step thread uses."""
-
-    def load(self, chain: Items[bytes], first: int, pages: Items[int]) -> PageLoad | None: ...
-    def note_prefill(self, num_tokens: int, seconds: float) -> None: ...
-    def flush(self) -> None: ...
-
-
 class PrefillManager:
-    """The prompts that an instance computes. `sender` is P's; None on a unified instance. `open_admission` returns the
-    admission check of a turn; a sequence that passes it must start. On a unified instance `on_prompt` is called when a
-    prompt with forks is computed."""
+    """The prompts that an instance computes. `open_admission` returns the admission check of a turn; a sequence that
+    passes it must start. On a unified instance `on_prompt` is called when a prompt with forks is computed."""
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        parts: PDSchedulerParts,
         sequences: Sequences,
-        clock: Clock,
         open_admission: Callable[[], Callable[[Sequence], bool]],
-        sender: PrefillSenderLike | None = None,
-        tiers: Tiers | None = None,
-        on_prompt: Callable[[Sequence], None] = lambda sequence: None,
-        trace: SchedulerTrace | None = None,
+        on_prompt: Callable[[Sequence], None],
+        trace: SchedulerTrace | None,
     ) -> None:
-        self._config = config
+        self._config = parts.config
         self._sequences = sequences
         self._resources = sequences.resources
         self._cache = self._resources.cache
         self._slots = self._resources.slots
-        self._clock = clock
-        self._sender = sender
+        self._clock = parts.clock
+        self._sender = parts.sender
+        """P's sender; None on a unified instance."""
         self._on_prompt = on_prompt
         self._trace = trace
         self._open_admission = open_admission
-        self._tiers = tiers
+        self._tiers = parts.tiers
         self._planned_s = 0.0
         self._unread_s: deque[float] = deque()
         """Planning times of the launched steps with chunks that are not read yet."""

@@ -8,11 +8,7 @@ Owned by `PDScheduler`, step thread only. It reports the end to the router (by t
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from chitu.clock import Clock
 from chitu.errors import (
     ChituError,
     DecodeLost,
@@ -22,16 +18,16 @@ from chitu.errors import (
     RequestTimeout,
 )
 from chitu.instance.decode_manager import DecodeManager
-from chitu.instance.page_sums import FinishedPages
 from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
-from chitu.instance.token_manager import TokenManager
 from chitu.log import about
 from chitu.protocol import Finish
 from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_AWAITS, SequenceState
 from chitu.protocol.states import waited_text
+from chitu.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -40,38 +36,25 @@ _PROMPT_STATES = frozenset({SequenceState.WAITING, SequenceState.COMPUTING, Sequ
 """States of a prompt: the `PrefillManager` frees what it holds, if anything."""
 
 
-@dataclass(slots=True, frozen=True)
-class EndRules:
-    """Limits and identity of an instance. `name` is used in errors. `is_prefill`: P, which sends no tokens."""
-
-    name: str
-    is_prefill: bool
-    queue_s: float
-    request_timeout_s: float = math.inf
-
-
 class RequestEnds:
     def __init__(
         self,
-        rules: EndRules,
+        parts: PDSchedulerParts,
         sequences: Sequences,
         prefill: PrefillManager,
         decode: DecodeManager,
-        tokens: TokenManager,
-        report_failure: Callable[[bytes, ChituError], None],
-        clock: Clock,
-        finished_pages: FinishedPages | None = None,
-        trace: SchedulerTrace | None = None,
+        trace: SchedulerTrace | None,
     ) -> None:
-        self._rules = rules
-        self._finished_pages = finished_pages
+        self._parts = parts
+        self._is_prefill = parts.role is Role.PREFILL
+        self._finished_pages = parts.finished_pages
         self._trace = trace
         self._sequences = sequences
         self._prefill = prefill
         self._decode = decode
-        self._tokens = tokens
-        self._report_failure = report_failure
-        self._clock = clock
+        self._tokens = parts.tokens
+        self._report_failure = parts.report_failure
+        self._clock = parts.clock
         self._next_expire_s = 0.0
 
     # -------------------------------------------------------------------------------------------- reports to the router
@@ -92,7 +75,7 @@ class RequestEnds:
 
     def transfer_failed(self, room: bytes, error: ChituError) -> None:
         """Report a FAILED of the transfer layer to the router. The managers also get it, and handle the pages."""
-        if self._rules.is_prefill:
+        if self._is_prefill:
             failed = self._sequences.find(room)
             if failed is not None:
                 self._note_end(failed, "error", error)
@@ -127,7 +110,7 @@ class RequestEnds:
     def fail(self, sequence: Sequence, error: ChituError) -> None:
         """End an open request with an error, and report it to the router."""
         logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
-        if self._rules.is_prefill:
+        if self._is_prefill:
             self._report_failure(sequence.room, error)
             self._note_end(sequence, "error", error)
             self._prefill.cancel(sequence, error)
@@ -170,7 +153,7 @@ class RequestEnds:
     def end_without_router(self, silence_s: float) -> None:
         """End every request with an error. The router may come back (a suspended process, a broken connection), and
         then receives these errors."""
-        lost = PrefillLost if self._rules.is_prefill else DecodeLost
+        lost = PrefillLost if self._is_prefill else DecodeLost
         for sequence in self._sequences.open:
             self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
 
@@ -180,17 +163,17 @@ class RequestEnds:
         """Fail requests that wait for pages longer than `queue_s` or exceed the request timeout. The router cancels the
         latter itself, unless it or the cancellation is lost. The states between have the transfer layer's deadlines."""
         now_s = self._clock.monotonic()
-        oldest_s = now_s - self._rules.queue_s
+        oldest_s = now_s - self._parts.deadlines.queue_s
         for sequence in self._sequences.queue(SequenceState.WAITING):
             if sequence.arrival_s < oldest_s:
                 what = SEQUENCE_AWAITS[sequence.state]
                 self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
-            oldest_s = now_s - self._rules.request_timeout_s
+            oldest_s = now_s - self._parts.request_timeout_s
             for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
                 self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
 
     def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
-        return waited_text(self._rules.name, waited_s, sequence.state, what)
+        return waited_text(self._parts.name, waited_s, sequence.state, what)

@@ -37,7 +37,6 @@ class PDSchedulerParts:
     """Name of the instance in errors."""
     request_timeout_s: float = math.inf
     aux: AuxSlots = field(default_factory=NoAuxSlots)
-    num_aux_slots: int = 0
     sender: PrefillSenderLike | None = None
     receiver: DecodeReceiverLike | None = None
     tiers: PrefixTiers | None = None

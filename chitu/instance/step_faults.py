@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
-from chitu.engine.executor import Admit, DoneStep, Executor, PrefillChunk, StepPlan, StepResult
+from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
 from chitu.instance.decode_manager import DecodeManager, admission
 from chitu.instance.request_ends import RequestEnds
+from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
@@ -66,11 +67,9 @@ class _Outcome:
 
 
 class StepFaults:
-    def __init__(
-        self, name: str, executor: Executor, sequences: Sequences, decode: DecodeManager, ends: RequestEnds
-    ) -> None:
-        self._name = name
-        self._executor = executor
+    def __init__(self, parts: PDSchedulerParts, sequences: Sequences, decode: DecodeManager, ends: RequestEnds) -> None:
+        self._name = parts.name
+        self._executor = parts.executor
         self._sequences = sequences
         self._resources = sequences.resources
         self._decode = decode

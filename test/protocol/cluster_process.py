@@ -219,7 +219,6 @@ class Process:
             name=self.name,
             request_timeout_s=REQUEST_TIMEOUT_S,
             aux=self.memory.aux,
-            num_aux_slots=NUM_AUX,
             sender=self.kv.sender,
             receiver=self.kv.receiver,
         )

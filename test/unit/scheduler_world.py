@@ -3,6 +3,7 @@ that a test pumps."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Slots:
     """Aux slots; the other parts of `MetadataBuffers` are left out."""
 
     def __init__(self, count: int) -> None:
+        self.num_slots = count
         self._free = list(range(count))
 
     @property
@@ -70,6 +72,7 @@ class Instance:
         late: type[LateExecutor] = LateExecutor,
         with_aux: bool = False,
         grammars: GrammarStore | None = None,
+        request_timeout_s: float = math.inf,
     ) -> None:
         """Make the instance. With `overlap` its device returns results late."""
         self.clock = clock or FakeClock()
@@ -100,8 +103,8 @@ class Instance:
                 tokens=TokenManager(1, self._take, self._open_port),
                 report_failure=self.failures.__setitem__,
                 clock=self.clock,
+                request_timeout_s=request_timeout_s,
                 aux=self.aux if sender or receiver or with_aux else NoAuxSlots(),
-                num_aux_slots=aux_slots,
                 sender=sender,
                 receiver=receiver,
                 tiers=self.make_tiers(),

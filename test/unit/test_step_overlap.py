@@ -271,8 +271,7 @@ def test_a_drained_instance_reads_what_is_in_flight_before_it_ends() -> None:
 @pytest.mark.parametrize("ending", ["cancel_all", "end_all", "request_timeout"])
 def test_ends_from_outside_come_at_once_and_leave_nothing_in_flight(ending: str) -> None:
     clock = FakeClock()
-    instance = Instance(32, overlap=True, clock=clock)
-    instance.scheduler._ends._rules = type(instance.scheduler._ends._rules)("U0", False, 30.0, 60.0)
+    instance = Instance(32, overlap=True, clock=clock, request_timeout_s=60.0)
     for index in range(3):
         instance.scheduler.submit(unified(index, 6, SamplingParams(40, temperature=0.0)))
     for _ in range(4):

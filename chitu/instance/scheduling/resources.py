@@ -23,6 +23,9 @@ class AuxSlots(Protocol):
     """The part of `MetadataBuffers` that scheduling needs."""
 
     @property
+    def num_slots(self) -> int: ...
+
+    @property
     def num_free(self) -> int: ...
 
     def allocate(self) -> int | None: ...
@@ -33,7 +36,7 @@ class AuxSlots(Protocol):
 class NoAuxSlots:
     """The aux slots of an instance that hands over no logits: none."""
 
-    num_free = 0
+    num_slots = num_free = 0
 
     def allocate(self) -> int | None:
         return None
