@@ -40,7 +40,7 @@ from chitu.protocol import (
 )
 from chitu.router.compatibility import why_incompatible
 from chitu.router.metrics import CoordinationMetrics
-from chitu.types import Role, instance_name
+from chitu.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -106,10 +106,10 @@ class PDCoordination:
             try:
                 self._join(message, identity)
             except Capacity as error:  # this process has no socket left; the instance asks again
-                log.warning("%s cannot join now: %s", _name(message.instance), error)
+                log.warning("%s cannot join now: %s", message.instance.name, error)
                 return None
             except ChituError as error:
-                log.warning("refused %s: %s", _name(message.instance), error)
+                log.warning("refused %s: %s", message.instance.name, error)
                 return JoinReply(message.instance.incarnation, code=error.code, message=error.message)
             return JoinReply(message.instance.incarnation, lease_s=self._deadlines.lease_s)
         member = self._live(message.role, message.engine_rank, message.incarnation)
@@ -146,7 +146,7 @@ class PDCoordination:
             for member in self._members.values():
                 member.lease_end_s += stall_s
         for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
-            self._metrics.count(self._metrics.expired_leases, _name(member.info))
+            self._metrics.count(self._metrics.expired_leases, member.info.name)
             self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
         if self._ended and self._ended[0][0] <= now_s:
             dead = [incarnation for due_s, incarnation in self._ended if due_s <= now_s]
@@ -158,7 +158,7 @@ class PDCoordination:
         """Remove an instance whose process has ended, without waiting for its lease."""
         member = self._live(role, engine_rank, incarnation)
         if member is not None:
-            self._metrics.count(self._metrics.deaths, _name(member.info))
+            self._metrics.count(self._metrics.deaths, member.info.name)
             if not member.info.follower_pids:  # followers write, too, and end a little later
                 self._note_ended(member.info)
             self._remove(member, f"its process (pid {member.info.pid}) has ended", has_died=True)
@@ -168,8 +168,8 @@ class PDCoordination:
         now_s = self._clock.monotonic()
         return msgspec.structs.replace(
             self._metrics,
-            ages_s={_name(m.info): now_s - m.joined_s for m in self._members.values()},
-            heartbeat_ages_s={_name(m.info): now_s - m.heard_s for m in self._members.values()},
+            ages_s={m.info.name: now_s - m.joined_s for m in self._members.values()},
+            heartbeat_ages_s={m.info.name: now_s - m.heard_s for m in self._members.values()},
         )
 
     def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
@@ -208,7 +208,7 @@ class PDCoordination:
     def _drain(self, member: _Member) -> None:
         if not member.info.draining:
             member.info = msgspec.structs.replace(member.info, draining=True)
-            log.info("%s drains", _name(member.info))
+            log.info("%s drains", member.info.name)
             self._publish()
 
     def _join(self, join: Join, identity: bytes) -> None:
@@ -228,12 +228,12 @@ class PDCoordination:
         is_other = last.incarnation != info.incarnation
         if is_other and (info.returns or info.incarnation in self._replaced):
             raise RankTaken(
-                f"{_name(info)} is another process by now (incarnation {last.incarnation}, pid {last.pid}): "
+                f"{info.name} is another process by now (incarnation {last.incarnation}, pid {last.pid}): "
                 "end one of the two, or give it another rank"
             )
         if is_other and info.yields and present is not None:
             raise RankTaken(
-                f"{_name(info)} is in the cluster (pid {present.info.pid} on {present.info.host}): drain it first, or "
+                f"{info.name} is in the cluster (pid {present.info.pid} on {present.info.host}): drain it first, or "
                 "give another --rank"
             )
         for member in self._members.values():
@@ -255,7 +255,7 @@ class PDCoordination:
             self._replaced.append(last.incarnation)
         self._last[key] = info
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
-        log.info("%s joined (pid %d, incarnation %d)", _name(info), info.pid, info.incarnation)
+        log.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
         self._publish()
 
     def _note_ended(self, info: InstanceInfo) -> None:
@@ -263,7 +263,7 @@ class PDCoordination:
 
     def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:
         del self._members[(member.info.role, member.info.engine_rank)]
-        log.warning("%s is gone: %s", _name(member.info), reason)
+        log.warning("%s is gone: %s", member.info.name, reason)
         lost = (*self.view.lost, LostInstance(member.info.incarnation, reason, has_died))
         self.view = msgspec.structs.replace(self.view, lost=lost[-KEPT_LOST:])
         self._publish()
@@ -273,10 +273,6 @@ class PDCoordination:
         instances = tuple(member.info for _, member in sorted(self._members.items()))
         self.view = msgspec.structs.replace(self.view, version=self.view.version + 1, instances=instances)
         self._events.on_change(self.view)
-
-
-def _name(info: InstanceInfo) -> str:
-    return instance_name(info.role, info.engine_rank)
 
 
 def _proves_death(leave: Leave, info: InstanceInfo) -> bool:

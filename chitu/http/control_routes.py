@@ -30,7 +30,7 @@ from chitu.http.served_model import ServedModel
 from chitu.http.web_routes import add_web_routes
 from chitu.net.http import Scope, error_headers, error_object
 from chitu.pd_request_router import PDRequestRouter
-from chitu.types import Role, instance_name
+from chitu.types import Role
 
 
 def _error_response(error: ChituError) -> JSONResponse:
@@ -169,7 +169,7 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSo
             "in_flight": record.in_flight,
             "instances": [
                 {
-                    "name": instance_name(i.role, i.engine_rank),
+                    "name": i.name,
                     "role": str(i.role),
                     "incarnation": i.incarnation,
                     "draining": i.draining,

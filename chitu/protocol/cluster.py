@@ -7,7 +7,7 @@ from typing import Union
 
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.wire import Codec, Wire
-from chitu.types import Role
+from chitu.types import Role, instance_name
 
 # ------------------------------------------------------------------------------------------------- stats port (29600)
 
@@ -232,6 +232,10 @@ class InstanceInfo(Wire, frozen=True):
     num_pages: int = 0
     yields: bool = False
     """It joins only for a free rank (`chitu join`), and replaces no other process."""
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.role, self.engine_rank)
 
     @property
     def returns(self) -> bool:

@@ -29,7 +29,7 @@ from chitu.router.retry import Failure
 from chitu.router.routing import NO_INSTANCES, Admission, Breakers, InstanceKey, PairSelector, instance_key
 from chitu.router.timer_wheel import TimerWheel
 from chitu.tracing.router_trace import RouterTrace
-from chitu.types import instance_name, new_room
+from chitu.types import new_room
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Attempts:
         """Return breaker states by instance name, in the form of `RouterMetrics.breakers`."""
         now_s, members = self._clock.monotonic(), self._selector.candidates
         return {
-            instance_name(instance.role, instance.engine_rank): {self._breakers.state(instance_key(instance), now_s): 1}
+            instance.name: {self._breakers.state(instance_key(instance), now_s): 1}
             for instance in (*members.prefill, *members.decode, *members.unified)
         }
 
@@ -128,7 +128,7 @@ class Attempts:
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
         """Handle `count` token messages that an instance gave up. The router cannot tell which requests lost tokens, so
         it retries every request that decodes on this instance, after the last token that came in order."""
-        lost = TokensLost(f"{count} token messages of {instance_name(key.role, key.engine_rank)} were lost on the way")
+        lost = TokensLost(f"{count} token messages of {key.name} were lost on the way")
         for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
             self.on_failure(attempt, lost, key)
 
@@ -213,7 +213,7 @@ class Attempts:
         full = self._dispatcher.send(attempt)
         if full is None:
             return None
-        text = f"{instance_name(full.role, full.engine_rank)} does not take requests (its queue is full)"
+        text = f"{full.name} does not take requests (its queue is full)"
         return events.AttemptFailed(NoInstance(text), full)
 
     def _choose(self, generation: Generation, wanted: events.Choose) -> events.Event:
@@ -229,10 +229,10 @@ class Attempts:
     def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
         """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
         with others, both sides may work."""
-        name = instance_name(key.role, key.engine_rank)
+        name = key.name
         if self._selector.on_silent(key, prefills):
             peers = [i for i in self._selector.candidates.prefill if i.incarnation in prefills]
-            names = " and ".join(instance_name(i.role, i.engine_rank) for i in peers)
+            names = " and ".join(i.name for i in peers)
             log.warning(
                 "%s receives %s",
                 name,
@@ -248,7 +248,7 @@ class Attempts:
         now_s = self._clock.monotonic()
         for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
             if self._breakers.on_failure(key, now_s):
-                name, code = instance_name(key.role, key.engine_rank), failure.error.code
+                name, code = key.name, failure.error.code
                 log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
                 self.counters.count(self.counters.breaker_openings, name)
 
@@ -269,9 +269,9 @@ class Attempts:
         if stages is None:
             return
         counters = self.counters
-        decode = prefill = instance_name(attempt.decode.role, attempt.decode.engine_rank)
+        decode = prefill = attempt.decode.name
         if attempt.prefill is not None:
-            prefill = instance_name(attempt.prefill.role, attempt.prefill.engine_rank)
+            prefill = attempt.prefill.name
             counters.observe(counters.admission, decode, stages.admission_s)
             counters.observe(counters.transfer, prefill, stages.prefill.transfer_s)
         counters.observe(counters.queue, prefill, stages.prefill.queue_s)

@@ -7,7 +7,7 @@ unified instance only has to have the same model.
 from __future__ import annotations
 
 from chitu.protocol import InstanceInfo, KVLayout
-from chitu.types import Role, instance_name
+from chitu.types import Role
 
 PD = "dp_config.router.pd_disaggregation"
 MEMORY = {"cpu": "host memory", "cuda": "GPU memory"}
@@ -25,26 +25,22 @@ def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:
     # Devices first: a difference of dtypes may follow from them.
     if new.device and other.device and new.device != other.device:
         return (
-            f"{_two(new, other)}: {_name(new)} has its pages in {MEMORY.get(new.device, new.device)}, "
-            f"{_name(other)} in {MEMORY.get(other.device, other.device)}, and P and D need the same kind of device: "
+            f"{_two(new, other)}: {new.name} has its pages in {MEMORY.get(new.device, new.device)}, "
+            f"{other.name} in {MEMORY.get(other.device, other.device)}, and P and D need the same kind of device: "
             "let `chitu doctor` say why a node has none, or have all on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
         )
     if mismatches:
         return f"{_two(new, other)} ({'; '.join(mismatches)}){_layouts(new, other)}: start both with the same topology"
     if new.role is not other.role and new.ways and other.ways and not set(new.ways) & set(other.ways):
         return (
-            f"{_two(new, other)}: no transport reaches from one to the other. {_name(new)} has {_words(new)}; "
-            f"{_name(other)} has {_words(other)}: {_cure(new, other)}"
+            f"{_two(new, other)}: no transport reaches from one to the other. {new.name} has {_words(new)}; "
+            f"{other.name} has {_words(other)}: {_cure(new, other)}"
         )
     return ""
 
 
 def _two(new: InstanceInfo, other: InstanceInfo) -> str:
-    return f"{_name(new)} on {new.host} does not fit {_name(other)} on {other.host}"
-
-
-def _name(info: InstanceInfo) -> str:
-    return instance_name(info.role, info.engine_rank)
+    return f"{new.name} on {new.host} does not fit {other.name} on {other.host}"
 
 
 def _words(info: InstanceInfo) -> str:
@@ -62,7 +58,7 @@ def _cure(new: InstanceInfo, other: InstanceInfo) -> str:
 
 
 def _layouts(new: InstanceInfo, other: InstanceInfo) -> str:
-    return f". {_name(new)}: {_layout_text(new.layout)}. {_name(other)}: {_layout_text(other.layout)}"
+    return f". {new.name}: {_layout_text(new.layout)}. {other.name}: {_layout_text(other.layout)}"
 
 
 def _layout_text(layout: KVLayout) -> str:

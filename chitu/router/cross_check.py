@@ -21,7 +21,6 @@ from typing import Literal, get_args
 
 from chitu.protocol import pack_i32, unpack_logprobs
 from chitu.router.routing import InstanceKey
-from chitu.types import instance_name
 
 Outcome = Literal["agreed", "wrong", "passing", "unclear", "unanswered"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
@@ -71,7 +70,7 @@ def cross_check(
     apart = rows_apart(first.rows[0], second.rows[0])
     if apart <= tolerance:
         return CheckResult("agreed")
-    one, other = _name(first.prefill), _name(second.prefill)
+    one, other = first.prefill.name, second.prefill.name
     says = f"{one} and {other} differ by {apart:.3g} in the logprobs behind one prompt of {len(token_ids) // 4} tokens"
     wrong: list[InstanceKey] = []
     again: list[bytes] = []
@@ -81,12 +80,12 @@ def cross_check(
         if judged is not None and judged.prefill == prefill and len(judged.rows) == 2:
             own = yield Recompute(token_ids + pack_i32(judged.tokens[:1]), 1, prefill)
         if judged is None or own is None or own.prefill != prefill:
-            return CheckResult("unclear", says=f"{says}; {_name(prefill)} did not answer again")
+            return CheckResult("unclear", says=f"{says}; {prefill.name} did not answer again")
         again.append(judged.rows[0])
         if not rows_apart(judged.rows[1], own.rows[0]) <= tolerance:
             wrong.append(prefill)
     if len(wrong) == 1:
-        says = f"{says}; {_name(wrong[0])} differs from D, too: its weights or kernels are wrong"
+        says = f"{says}; {wrong[0].name} differs from D, too: its weights or kernels are wrong"
         return CheckResult("wrong", wrong[0], says)
     if not wrong and rows_apart(*again) <= tolerance:
         return CheckResult("passing", first.prefill, f"{says}; {one} computed it right when it was asked again")
@@ -107,7 +106,3 @@ def rows_apart(one: bytes, other: bytes) -> float:
                 return float("inf")
             apart = max(apart, gap)
     return apart if all(tops) else float("inf")
-
-
-def _name(key: InstanceKey) -> str:
-    return instance_name(key.role, key.engine_rank)

@@ -17,7 +17,7 @@ from chitu.protocol.generation_states import GenerationState
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
 from chitu.router.retry import FailureHistory
 from chitu.router.routing import InstanceKey, Target
-from chitu.types import instance_name, room_text
+from chitu.types import room_text
 
 
 @dataclass(slots=True)
@@ -103,8 +103,8 @@ class Attempt:
     def pair(self) -> str:
         """`P0-D1`, or `U0`."""
         prefill, decode = self.target.prefill, self.target.decode
-        name = instance_name(decode.role, decode.engine_rank)
-        return name if prefill is None else f"{instance_name(prefill.role, prefill.engine_rank)}-{name}"
+        name = decode.name
+        return name if prefill is None else f"{prefill.name}-{name}"
 
     def note_cached(self, num_tokens: int) -> None:
         """Set the number of cached tokens, which the instance reports with the first token."""
@@ -118,8 +118,8 @@ class Attempt:
         return RequestSnapshot(
             room=room_text(self.room),
             request_id=generation.request.request_id,
-            prefill=None if prefill is None else instance_name(prefill.role, prefill.engine_rank),
-            decode=instance_name(decode.role, decode.engine_rank),
+            prefill=None if prefill is None else prefill.name,
+            decode=decode.name,
             state=state or ("prefill" if generation.state is GenerationState.PREFILL else "decode"),
             prompt_tokens=generation.request.num_tokens,
             output_tokens=generation.num_emitted,

@@ -33,7 +33,6 @@ from chitu.router import generation_events as events
 from chitu.router.generation import Attempt, Generation
 from chitu.router.retry import MAX_DEATHS, Failure, failure_of, may_retry
 from chitu.router.routing import InstanceKey, instance_key
-from chitu.types import instance_name
 
 _E = GenerationEvent
 
@@ -70,7 +69,7 @@ class GenerationMachine:
         elif isinstance(event, events.Silent):
             # After one token KV may be missing; a second one proves that it is there.
             if generation.num_emitted <= attempt.num_continued + 1 and attempt.prefill is not None:
-                text = f"{_name(attempt.decode)} receives nothing from {_name(attempt.prefill)}"
+                text = f"{attempt.decode.name} receives nothing from {attempt.prefill.name}"
                 self._retry_or_keep(generation, attempt, _E.SILENCE, Failure(SilentLink(text), frozenset()))
         elif isinstance(event, events.OutOfTime):
             self._give_up(generation, attempt, self._timeout_of(generation, attempt))
@@ -148,7 +147,7 @@ class GenerationMachine:
         if finish.reason not in ("stop", "length"):
             error: ChituError = from_code(finish.code, finish.message)
             if finish.reason != "error":
-                error = Internal(f"{_name(attempt.decode)} ended the request as {finish.reason!r} on its own")
+                error = Internal(f"{attempt.decode.name} ended the request as {finish.reason!r} on its own")
             self._reported(generation, attempt, events.AttemptFailed(error, attempt.decode, event.is_prefill_here))
         elif self._take(generation, _E.FINISH):
             self._effects.append(events.NoteServed(attempt, finish.reason, finish.stages))
@@ -165,7 +164,7 @@ class GenerationMachine:
         self._end(generation, attempt, "finished" if is_complete else "cancelled", is_news=False)
 
     def _lost(self, generation: Generation, attempt: Attempt, event: events.InstanceLost) -> None:
-        key, name, dead = event.key, _name(event.key), event.key if event.has_died else None
+        key, name, dead = event.key, event.key.name, event.key if event.has_died else None
         if attempt.decode == key:
             error = DecodeLost(f"{name} is gone ({event.reason}) and took this request with it")
             self._failed(generation, attempt, error, key, dead)
@@ -217,7 +216,7 @@ class GenerationMachine:
             record.note_death(failure.dead, (attempt.prefill, attempt.decode))
             if record.deaths >= MAX_DEATHS:
                 text = f"{record.deaths} instances died one after the other while they had this request"
-                text += f", {_name(failure.dead)} last: it is not sent to another"
+                text += f", {failure.dead.name} last: it is not sent to another"
                 self._give_up(generation, attempt, PoisonRequest(text))
                 return
         left_s = generation.deadline_s - self._now_s
@@ -265,7 +264,3 @@ def _waited(generation: Generation, attempt: Attempt, now_s: float) -> str:
     since_s = attempt.created_s if attempt.first_token_s is None else attempt.first_token_s
     what = GENERATION_AWAITS[generation.state].format(peer=attempt.pair)
     return waited_text(f"attempt {attempt.number}", now_s - since_s, generation.state, what)
-
-
-def _name(key: InstanceKey) -> str:
-    return instance_name(key.role, key.engine_rank)

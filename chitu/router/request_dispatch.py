@@ -36,7 +36,7 @@ from chitu.protocol import (
 from chitu.router.generation import Attempt
 from chitu.router.routing import InstanceKey
 from chitu.tracing.router_trace import RouterTrace
-from chitu.types import Role, instance_name
+from chitu.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class InstanceLink:
 
     @property
     def name(self) -> str:
-        return instance_name(self.key.role, self.key.engine_rank)
+        return self.key.name
 
 
 class Missed(NamedTuple):

@@ -183,7 +183,7 @@ class ApiEndpoint:
             if result.outcome == "passing":
                 await self._cluster.flush_caches()
             elif guilty is not None and guilty in map(instance_key, self.router.candidates.prefill):
-                await self._cluster.drain(instance_name(guilty.role, guilty.engine_rank), False)
+                await self._cluster.drain(guilty.name, False)
         except ChituError as error:
             log.error("cross-check: could not drain the instance or flush the caches: %s", error)
 

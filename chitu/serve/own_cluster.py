@@ -15,7 +15,7 @@ from chitu.router.metrics import RouterMetrics, add_up
 from chitu.router.routing import Candidates
 from chitu.serve.membership import Membership
 from chitu.serve.siblings import Siblings
-from chitu.types import Role, instance_name
+from chitu.types import Role
 
 
 class OwnCluster:
@@ -75,14 +75,14 @@ def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
     if not force:
         _require_others(view, info)
     membership.ports.request_drain(info.role, info.engine_rank)
-    return Draining(_name(info), info.incarnation)
+    return Draining(info.name, info.incarnation)
 
 
 def _find(view: ClusterView, name: str) -> InstanceInfo:
     for info in view.instances:
-        if _name(info) == name.upper():
+        if info.name == name.upper():
             return info
-    names = ", ".join(_name(info) for role in Role for info in view.instances if info.role is role) or "none"
+    names = ", ".join(info.name for role in Role for info in view.instances if info.role is role) or "none"
     raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")
 
 
@@ -93,10 +93,6 @@ def _require_others(view: ClusterView, info: InstanceInfo) -> None:
     left = Candidates.of(msgspec.structs.replace(view, instances=others))
     if not left.usable:
         raise LastInstance(
-            f"without {_name(info)} nothing could be served ({left.why_unusable()}): start another one first, "
+            f"without {info.name} nothing could be served ({left.why_unusable()}): start another one first, "
             "or use force"
         )
-
-
-def _name(info: InstanceInfo) -> str:
-    return instance_name(info.role, info.engine_rank)

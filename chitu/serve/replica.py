@@ -52,7 +52,6 @@ from chitu.router.routing import InstanceKey, instance_key
 from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.siblings import HOST, Siblings
-from chitu.types import instance_name
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +126,7 @@ class ReplicaCluster:
             try:
                 self._router.on_joined(self._members[key])
             except ChituError as error:
-                log.warning("no connection to %s: %s", instance_name(key.role, key.engine_rank), error)
+                log.warning("no connection to %s: %s", key.name, error)
                 del self._members[key]
                 self._is_behind = True
         self._loads = {key: load for key, load in self._loads.items() if key in self._members}

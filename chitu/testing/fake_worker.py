@@ -57,7 +57,7 @@ from chitu.protocol import (
     view_codec,
 )
 from chitu.testing.fake_executor import fake_logprobs
-from chitu.types import Incarnation, Role, instance_name, new_incarnation, room_text
+from chitu.types import Incarnation, Role, new_incarnation, room_text
 
 STARTED = "sockets bound at"
 """Line on standard error, followed by the seconds of the monotonic clock."""
@@ -126,7 +126,7 @@ class _Instance:
 
     @property
     def name(self) -> str:
-        return instance_name(self.info.role, self.info.engine_rank)
+        return self.info.name
 
 
 @dataclass(slots=True, frozen=True)

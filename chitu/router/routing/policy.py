@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from chitu.protocol import ClusterView, InstanceInfo
-from chitu.types import Role
+from chitu.types import Role, instance_name
 
 
 class InstanceKey(NamedTuple):
@@ -22,6 +22,10 @@ class InstanceKey(NamedTuple):
     role: Role
     engine_rank: int
     incarnation: int
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.role, self.engine_rank)
 
 
 def instance_key(instance: InstanceInfo) -> InstanceKey:
