@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -25,7 +26,7 @@ from chitu.instance.request_arrivals import RequestArrivals
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.scheduling.inbox import CacheFlush, Inbox, RouterReplaced, RouterSilent, StepCommand, WorkerGone
+from chitu.instance.scheduling.inbox import Inbox, StepCommand
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
@@ -91,22 +92,22 @@ class PDScheduler:
 
     def cancel_all(self) -> None:
         """Cancel every request: a new router has replaced the one that sent them, so their tokens have no reader."""
-        self._inbox.put(RouterReplaced())
+        self._inbox.put(self._arrivals.cancel_all)
 
     def cancel_worker(self, incarnation: int) -> None:
         """Cancel the requests of an API process (`router.workers`) that is gone: their tokens have no reader."""
-        self._inbox.put(WorkerGone(incarnation))
+        self._inbox.put(partial(self._arrivals.cancel_worker, incarnation))
 
     def flush_cache(self) -> None:
         """Forget the cached prefixes."""
-        self._inbox.put(CacheFlush())
+        self._inbox.put(self._arrivals.flush_cache)
 
     def end_all(self, silence_s: float) -> None:
         """End every request with an error, because the router was silent beyond its limit."""
-        self._inbox.put(RouterSilent(silence_s))
+        self._inbox.put(partial(self._ends.end_without_router, silence_s))
 
     def _tell(self, word: StepCommand) -> None:
-        """Queue a message from a thread that works for the step thread, and wake it."""
+        """Queue a call from a thread that works for the step thread, and wake it."""
         self._inbox.put(word)
         self._parts.wake()
 

@@ -10,6 +10,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -21,14 +22,7 @@ from chitu.grammars import CompiledGrammar
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduling.inbox import (
-    CacheFlush,
-    GrammarCompiled,
-    RouterReplaced,
-    RouterSilent,
-    StepCommand,
-    WorkerGone,
-)
+from chitu.instance.scheduling.inbox import StepCommand
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.protocol import (
@@ -77,7 +71,7 @@ class RequestArrivals:
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
         self._tell = tell
-        """Queues a message for `take`; called by the threads that compile grammars."""
+        """Queues a call for `take`; called by the threads that compile grammars."""
         self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
         """Requests whose grammar is being compiled, by room. They hold nothing yet."""
 
@@ -85,27 +79,24 @@ class RequestArrivals:
         return len(self._uncompiled)
 
     def take(self, word: StepCommand) -> None:
-        match word:
-            case CancelRequest():
-                if not self._cancel_uncompiled(word.room):
-                    self._ends.cancel(word.room)
-            case GrammarCompiled():
-                message = self._uncompiled.pop(word.room, None)
-                if message is not None:
-                    self._take_request(message)
-            case RouterReplaced():
-                self._uncompiled.clear()
-                self._ends.cancel_all()
-            case RouterSilent():
-                self._ends.end_without_router(word.silence_s)
-            case WorkerGone():
-                self._gone_workers.append(word.incarnation)
-                self._ends.cancel_worker(word.incarnation)
-            case CacheFlush():
-                self._parts.cache.flush()
-                self._prefill.flush()
-            case _:
-                self._take_request(word)
+        if callable(word):
+            word()
+        elif not isinstance(word, CancelRequest):
+            self._take_request(word)
+        elif not self._cancel_uncompiled(word.room):
+            self._ends.cancel(word.room)
+
+    def cancel_all(self) -> None:
+        self._uncompiled.clear()
+        self._ends.cancel_all()
+
+    def cancel_worker(self, incarnation: int) -> None:
+        self._gone_workers.append(incarnation)
+        self._ends.cancel_worker(incarnation)
+
+    def flush_cache(self) -> None:
+        self._parts.cache.flush()
+        self._prefill.flush()
 
     def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
         rooms = [message.room]
@@ -155,8 +146,14 @@ class RequestArrivals:
             self._ends.refuse(self._sequence(message), error)
             return False
         self._uncompiled[message.room] = message
-        future.add_done_callback(lambda _future: self._tell(GrammarCompiled(message.room)))
+        future.add_done_callback(lambda _future: self._tell(partial(self._take_compiled, message.room)))
         return False
+
+    def _take_compiled(self, room: bytes) -> None:
+        """Take a request whose grammar is compiled, or failed to; the grammar store has the outcome."""
+        message = self._uncompiled.pop(room, None)
+        if message is not None:
+            self._take_request(message)
 
     def _cancel_uncompiled(self, room: bytes) -> bool:
         """Cancel a request whose grammar is being compiled, or a fork of one. Return False if the room is neither."""

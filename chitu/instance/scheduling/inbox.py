@@ -1,50 +1,18 @@
-"""Messages from other threads to the step thread: requests, cancellations, and changes of the router.
+"""What other threads have for the step thread: requests and cancellations, and calls that it is to make.
 
-Any thread puts messages in; the step thread alone takes them out, in the order of arrival. Owned by `PDScheduler`. A
-deque suffices: operations at its ends are atomic.
+Any thread puts in; the step thread alone takes out, in the order of arrival. Owned by `PDScheduler`. A deque suffices:
+operations at its ends are atomic.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from chitu.protocol import DecodeRequest, PrefillRequest, SchedulerMessage, UnifiedRequest
 
-
-@dataclass(slots=True, frozen=True)
-class RouterReplaced:
-    """A new router has replaced the old one: the tokens of the old one's requests have no reader."""
-
-
-@dataclass(slots=True, frozen=True)
-class RouterSilent:
-    """The router was silent beyond its limit. It may come back."""
-
-    silence_s: float
-
-
-@dataclass(slots=True, frozen=True)
-class WorkerGone:
-    """An API process of the router has ended."""
-
-    incarnation: int
-
-
-@dataclass(slots=True, frozen=True)
-class CacheFlush:
-    """An operator asked to flush the prefix cache."""
-
-
-@dataclass(slots=True, frozen=True)
-class GrammarCompiled:
-    """The grammar of an earlier request is compiled, or failed to; the grammar store has the outcome."""
-
-    room: bytes
-
-
-StepCommand = SchedulerMessage | RouterReplaced | RouterSilent | WorkerGone | CacheFlush | GrammarCompiled
+StepCommand = SchedulerMessage | Callable[[], None]
+"""A message of the router, or a call for the step thread."""
 
 
 class Inbox:
