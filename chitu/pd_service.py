@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import zmq
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
@@ -30,13 +29,12 @@ from chitu.instance.comm import CommCallbacks, CommLoop
 from chitu.instance.failure_reports import FailureReports
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.silence_watch import SilenceWatch
-from chitu.instance.token_manager import TokenManager, TokenPort
-from chitu.instance.token_socket import LAST_TOKENS_MS, TokenSocket, send_now
+from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.net.process_deaths import pid_namespace, start_ticks
-from chitu.net.sockets import connect
+from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import (
@@ -136,10 +134,10 @@ class PDSchedulerService:
         self._failures = FailureReports(comm.send_stats)
         self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
-        self._token_socket: zmq.Socket[bytes] | None = None
+        self._token_socket: PushSocket | None = None
         # P never connects to a token port. 0: the router is several processes; each names its port in its requests.
         if identity.role is not Role.PREFILL and router.token_port:
-            self._token_socket = connect(comm.context, zmq.PUSH, router_host, router.token_port)
+            self._token_socket = PushSocket(comm.context, router_host, router.token_port)
         self._tokens = TokenManager(
             *(identity.incarnation, self._send_tokens, self._open_token_port),
             repeat_s=self._deadlines.heartbeat_interval_s,
@@ -280,13 +278,13 @@ class PDSchedulerService:
                 self._wake.wait(IDLE_WAIT_S)
         self._scheduler.close()
         if self._token_socket is not None:
-            self._token_socket.close(LAST_TOKENS_MS)
+            self._token_socket.close()
 
     def _send_tokens(self, frame: bytes) -> bool:
-        return self._token_socket is not None and send_now(self._token_socket, frame)
+        return self._token_socket is not None and self._token_socket.send(frame)
 
-    def _open_token_port(self, port: int) -> TokenPort:
-        return TokenSocket(connect(self._comm.context, zmq.PUSH, self._router_host, port))
+    def _open_token_port(self, port: int) -> PushSocket:
+        return PushSocket(self._comm.context, self._router_host, port)
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         identity = self._identity
@@ -346,9 +344,8 @@ class PDSchedulerService:
 
     def _heartbeat_loop(self) -> None:
         identity = self._identity
-        socket = connect(self._comm.context, zmq.PUSH, self._router_host, self._stats_port)
         # Only the newest state is worth sending: a router that was away needs no history.
-        socket.setsockopt(zmq.SNDHWM, 10)
+        socket = PushSocket(self._comm.context, self._router_host, self._stats_port, most_queued=10)
         watch = SilenceWatch(self._deadlines)
         clock = RealClock()
         due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
@@ -374,11 +371,9 @@ class PDSchedulerService:
                 acks=self._comm.received.acks(),
                 silent=kv.silent_prefills if kv is not None else (),
             )
-            try:
-                socket.send(encode(message), zmq.NOBLOCK)
-            except zmq.Again:
+            if not socket.send(encode(message)):
                 logger.warning("cannot send heartbeats to the router: its socket is full")
-        socket.close(0)
+        socket.close(linger_ms=0)
 
     def _look(self, watch: SilenceWatch) -> None:
         silence_s = watch.look(self._comm.num_views, self._scheduler.turns)

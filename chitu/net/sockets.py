@@ -5,6 +5,7 @@ In a context that was made with the cluster's secrets (`net/curve.py`) both kind
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import zmq
@@ -27,6 +28,8 @@ SEND_HIGH_WATER_MARK = 100_000
 HANDSHAKE_MS = 3_000
 """A connection that has not proved by then that it speaks ZMTP (with a cluster key: that it has the key) is closed;
 until then it takes a descriptor."""
+LINGER_MS = 200
+"""How long the queued messages of a `PushSocket` may still leave when it closes."""
 MAX_FRAME_BYTES = 64 << 20
 """The sender of a larger frame is disconnected; the token ids of the longest prompt fit."""
 MAX_SMALL_FRAME_BYTES = 1 << 20
@@ -107,3 +110,23 @@ def connect(
         socket.close()
         raise BadFrame(f"{host!r}:{port} is no address: {error}") from error
     return socket
+
+
+class PushSocket:
+    """A PUSH socket that is connected as `connect` does, and never blocks. One thread at a time."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, most_queued: int = SEND_HIGH_WATER_MARK
+    ) -> None:
+        self._socket = connect(context, zmq.PUSH, host, port)
+        self._socket.setsockopt(zmq.SNDHWM, most_queued)
+
+    def send(self, frame: bytes) -> bool:
+        """Queue a frame. Return False if the queue is full."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(frame, zmq.NOBLOCK)
+            return True
+        return False
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        self._socket.close(linger_ms)

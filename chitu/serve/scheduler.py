@@ -47,12 +47,12 @@ from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.curve import derive
+from chitu.net.sockets import PushSocket
 from chitu.net.threads import Waker
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
 from chitu.protocol import RankMemory
 from chitu.serve.factories import BuiltRank, Factories, RankPool
-from chitu.tracing.stats_socket import StatsSocket
-from chitu.tracing.tracer import Tracer
+from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
@@ -258,7 +258,10 @@ def _tracer(topology: Topology, identity: Identity, comm: CommLoop, pool: RankPo
     address = router_host(topology), topology.dp_config.router.stats_port
     return Tracer(
         *(identity.role, identity.engine_rank, identity.incarnation, pool.layout),
-        *(identity.instance.devices[MAIN_RANK].partition(":")[0], lambda: StatsSocket(comm.context, *address)),
+        *(
+            identity.instance.devices[MAIN_RANK].partition(":")[0],
+            lambda: PushSocket(comm.context, *address, MAX_MESSAGES),
+        ),
         RealClock(),
     )
 

@@ -46,6 +46,8 @@ MAX_QUEUED = 8192
 """Records that wait to be sent."""
 MAX_FRAME_SHARE_BYTES = 8 << 20
 """Bytes of recorded frames that wait to be sent."""
+MAX_MESSAGES = 64
+"""Messages queued for a router that does not read; the records of further ones are dropped."""
 BATCH_BYTES = 128 << 10
 """Approximate bytes of one message to the router; its port takes 1 MiB."""
 PAUSE_S = 0.05
