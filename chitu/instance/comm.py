@@ -20,7 +20,7 @@ import zmq
 
 from chitu.clock import Clock, Silence
 from chitu.errors import BadFrame, Capacity, UnknownKind
-from chitu.kv_transfer.events import CommSide
+from chitu.kv_transfer.kv_manager import TransferSide
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.link import LinkReceivers
 from chitu.net.sockets import bind, connect
@@ -161,7 +161,7 @@ class CommLoop:
     def run(
         self,
         instance: InstanceInfo,
-        kv: CommSide | None,
+        kv: TransferSide | None,
         callbacks: CommCallbacks,
         join_interval_s: float,
         lease_s: float,
@@ -286,7 +286,7 @@ class CommLoop:
         elif tracer.rooms:
             tracer.frame(message.room, "received", "request", frame)
 
-    def _drain_control(self, kv: CommSide | None) -> None:
+    def _drain_control(self, kv: TransferSide | None) -> None:
         for frame in _received(self._control):
             if len(frame) != 2 or len(frame[0]) != 16 or kv is None:
                 self.bad_frames += 1
@@ -311,7 +311,7 @@ class CommLoop:
                 instance = _draining(instance, callbacks)
         return instance
 
-    def _drain_views(self, instance: InstanceInfo, kv: CommSide | None, callbacks: CommCallbacks) -> InstanceInfo:
+    def _drain_views(self, instance: InstanceInfo, kv: TransferSide | None, callbacks: CommCallbacks) -> InstanceInfo:
         view: ClusterView | None = None
         for frame in _received(self._view):
             try:

@@ -22,7 +22,8 @@ from chitu.errors import ChituError
 from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
-from chitu.kv_transfer.events import DecodeReceiverLike, TransferEvent, TransferEventKind
+from chitu.kv_transfer.events import TransferEvent, TransferEventKind
+from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.protocol.sequence_states import AT_PEER_STATES, SequenceEvent, SequenceState
 
 _HOLDING = (
@@ -56,7 +57,7 @@ class DecodeManager:
         config: SchedulerConfig,
         sequences: Sequences,
         clock: Clock,
-        receiver: DecodeReceiverLike | None = None,
+        receiver: DecodeReceiver | None = None,
     ) -> None:
         self._config = config
         self._sequences = sequences

@@ -16,7 +16,8 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.instance.scheduling.resources import AuxSlots, NoAuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
-from chitu.kv_transfer.events import DecodeReceiverLike, PrefillSenderLike
+from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
+from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.tracing.tracer import Tracer
 from chitu.types import Role
 
@@ -37,8 +38,8 @@ class PDSchedulerParts:
     """Name of the instance in errors."""
     request_timeout_s: float = math.inf
     aux: AuxSlots = field(default_factory=NoAuxSlots)
-    sender: PrefillSenderLike | None = None
-    receiver: DecodeReceiverLike | None = None
+    sender: PrefillSender | None = None
+    receiver: DecodeReceiver | None = None
     tiers: PrefixTiers | None = None
     """Tiers behind the prefix cache of the instance."""
     grammars: GrammarStore | None = None

@@ -15,7 +15,10 @@ from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.kv_transfer.tensor_parallel.fan_out import TPPageSums
 from chitu.types import Role
 
-__all__ = ["KVManager", "KVManagerConfig"]
+__all__ = ["KVManager", "KVManagerConfig", "TransferSide"]
+
+TransferSide = PrefillSender | DecodeReceiver
+"""Role object that the comm thread feeds, and the step thread uses as `sender` or `receiver`."""
 
 
 class KVManager:
@@ -42,8 +45,7 @@ class KVManager:
         self.ways = ways_of(parts.sessions)
         """Ways to reach this instance (`ways_of`), of which a peer must share one."""
         is_prefill = role is Role.PREFILL
-        self.side: PrefillSender | DecodeReceiver = (PrefillSender if is_prefill else DecodeReceiver)(config, parts)
-        """Role object that the comm thread feeds, and the step thread uses as `sender` or `receiver`."""
+        self.side: TransferSide = (PrefillSender if is_prefill else DecodeReceiver)(config, parts)
 
     @property
     def sender(self) -> PrefillSender | None:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from chitu.instance.scheduling.prefill import speculation_to_undo
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
-from chitu.kv_transfer.events import PrefillSenderLike
+from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.protocol.sequence_states import SequenceEvent, SequenceState
 
 
 class SpeculativeAdmission:
-    def __init__(self, sequences: Sequences, sender: PrefillSenderLike) -> None:
+    def __init__(self, sequences: Sequences, sender: PrefillSender) -> None:
         self._sequences = sequences
         self._resources = sequences.resources
         self._cache = self._resources.cache

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeReceiver:
-    """Implements `DecodeReceiverLike` and `CommSide`."""
-
     def __init__(self, config: KVManagerConfig, parts: RoleParts) -> None:
         self._config = config
         self._parts = parts
@@ -113,6 +111,9 @@ class DecodeReceiver:
         prefill_incarnation: int,
         prefix_pages: int,
     ) -> None:
+        """Announce reserved pages (ceil(num_tokens / page_size)) and an aux slot to P. Starts the transfer deadline.
+        The first `prefix_pages`, all full, already hold their KV: P does not write to them. Without pages P sends the
+        logits row only."""
         if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
         if not 0 <= prefix_pages <= min(len(pages), num_tokens // self._config.layout.page_size):
@@ -144,11 +145,13 @@ class DecodeReceiver:
             return self._out.poll()
 
     def abort(self, room: bytes, error: ChituError) -> None:
+        """Tell P to stop. Only RELEASED follows, once P has stopped. An unknown room gets RELEASED at once."""
         self._handle(Aborted(room, error))
 
     # ------------------------------------------------------------------------------------------------------ comm thread
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
+        """Process one P<->D message. Never raises for bad input: counts it, and fails its own room at most."""
         try:
             self._handle(events.Received(room, peer_codec.decode(payload)))
         except ProtocolError as error:
@@ -156,6 +159,7 @@ class DecodeReceiver:
             logger.warning("D%d: ignored a frame: %s", self._config.engine_rank, error.message)
 
     def on_view(self, view: ClusterView) -> None:
+        """Take a new cluster view: fail the rooms of incarnations that are gone, and register with new P."""
         with self._lock:
             if not self._view.update(view):
                 return
@@ -163,6 +167,7 @@ class DecodeReceiver:
         self._tell_of_dead_writers()
 
     def tick(self, now_s: float) -> None:
+        """Apply deadlines and repeat messages. Called at least every 50 ms."""
         if now_s < self._next_tick_s:
             return
         self._next_tick_s = now_s + TICK_INTERVAL_S

@@ -52,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillSender:
-    """Implements `PrefillSenderLike` and `CommSide`."""
-
     def __init__(self, config: KVManagerConfig, parts: RoleParts) -> None:
         self._config = config
         self._parts = parts
@@ -117,25 +115,33 @@ class PrefillSender:
     def add_request(
         self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
     ) -> None:
+        """Take the router's request; the room may have been announced before. Starts the bootstrap deadline."""
         self._handle(events.Requested(room, request_id, num_tokens, decode_rank, decode_incarnation))
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
+        """Begin a step whose forward pass computes these chunks; `on_layer_done` then refers to them."""
         with self._lock:
             self._feed.begin_step(chunks)
 
     def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
+        """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
+        Returns at once."""
         with self._lock:
             self._feed.layer_done(layer, ready)
 
     def end_step(self) -> None:
+        """End the step; chunks of rooms not announced yet are kept for later."""
         with self._lock:
             self._feed.end_step()
 
     def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+        """Send the logits row of the room's last token, which is in `aux_slot`, ahead of all KV still queued.
+        `prompt_logprobs` leave with Success."""
         with self._lock:
             self._feed.send_aux(room, aux_slot, prompt_logprobs)
 
     def reset_chunks(self, room: bytes) -> bool:
+        """Forget the computed pages of a room that is not announced, to free them. Return False if it is too late."""
         with self._lock:
             return self._feed.reset(room)
 
@@ -144,11 +150,13 @@ class PrefillSender:
             return self._out.poll()
 
     def abort(self, room: bytes, error: ChituError) -> None:
+        """Stop a room and report that to D. Only RELEASED follows. An unknown room is ignored."""
         self._handle(Aborted(room, error))
 
     # ------------------------------------------------------------------------------------------------------ comm thread
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
+        """Process one P<->D message. Never raises for bad input: counts it, and fails its own room at most."""
         try:
             message = peer_codec.decode(payload)
             if isinstance(message, KVArgsRegisterInfo):
@@ -194,12 +202,14 @@ class PrefillSender:
         return (peer.info.endpoint, peer.info.dst_port) if peer is not None else None
 
     def on_view(self, view: ClusterView) -> None:
+        """Take a new cluster view: fail the rooms of incarnations that are gone."""
         with self._lock:
             if not self._view.update(view):
                 return
         self._handle(ViewChanged())
 
     def tick(self, now_s: float) -> None:
+        """Apply deadlines and repeat messages. Called at least every 50 ms."""
         if now_s < self._next_tick_s:
             return
         self._next_tick_s = now_s + TICK_INTERVAL_S
