@@ -23,6 +23,7 @@ class RunDir:
     """A launcher's folder, made and locked at construction."""
 
     def __init__(self) -> None:
+        self._files: dict[str, str] = {}
         for path, is_abandoned in _own_folders():
             if is_abandoned:
                 shutil.rmtree(path, ignore_errors=True)
@@ -38,6 +39,8 @@ class RunDir:
 
     def make_empty(self, name: str) -> Path:
         """Return the TMPDIR of a starting process, without files of its predecessor."""
+        if not self._exists():  # the temporary folder was cleaned
+            self._make_again()
         path = self.path / name
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(mode=0o700)
@@ -45,13 +48,40 @@ class RunDir:
 
     def keep_key(self, port: int, cluster_key: str) -> None:
         """Store the key for `cluster_key_at`. `port` is the router's HTTP port."""
-        descriptor = os.open(self.path / f"key-{port}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        self.keep(f"key-{port}", cluster_key)
+
+    def keep(self, name: str, text: str) -> Path:
+        """Write a file that only this user can read, and return its path."""
+        self._files[name] = text
+        path = self.path / name
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(cluster_key)
+            file.write(text)
+        return path
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+    def _exists(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._lock), os.lstat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _make_again(self) -> None:
+        """Make the folder and its files at the same path, which running processes know. Raises OSError if another user
+        has made it meanwhile."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # a launcher below this one may have made it
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            os.close(descriptor)
+            raise PermissionError(f"{self.path} belongs to another user")
+        os.close(self._lock)
+        self._lock = descriptor
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for name, text in self._files.items():
+            self.keep(name, text)
 
 
 def cluster_key_at(port: int) -> str:

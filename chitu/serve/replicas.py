@@ -24,7 +24,6 @@ from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
 from chitu.http.server import Listener, listen
-from chitu.launch.log_files import open_private
 from chitu.launch.plan import ProcessSpec
 from chitu.launch.process import ChildProcess
 from chitu.launch.supervisor import StartFailed, Supervisor
@@ -109,8 +108,7 @@ class ReplicaSet:
             on_event=lambda text: log.warning("%s", text),
             env={ENVIRONMENT_KEY: cluster_key_of(self.topology)},
         )
-        with open_private(self._supervisor.run_dir.path / "topology.yaml", append=False) as file:
-            file.write(dump_topology(self.topology).encode())
+        self._supervisor.run_dir.keep("topology.yaml", dump_topology(self.topology))
         try:
             for replica in self._replicas:
                 self._supervisor.start(replica.name)

@@ -1,0 +1,61 @@
+"""A launcher's own folder is made again if the temporary folder was cleaned while the launcher runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chitu.launch.run_dir import RunDir, cluster_key_at
+
+PORT, KEY = 21003, "a cluster key of some length"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+@pytest.fixture
+def folder(temporary: Path) -> Iterator[RunDir]:
+    folder = RunDir()
+    folder.keep_key(PORT, KEY)
+    yield folder
+    folder.remove()
+
+
+def test_a_process_gets_its_folder_after_the_temporary_folder_was_cleaned(temporary: Path, folder: RunDir) -> None:
+    first = folder.make_empty("P0")
+    shutil.rmtree(folder.path)
+    assert folder.make_empty("P0") == first
+    assert first.is_dir() and first.stat().st_mode & 0o777 == 0o700
+    assert cluster_key_at(PORT) == KEY
+    RunDir().remove()
+    assert first.is_dir(), "the next launcher did not take it as abandoned"
+
+
+def test_a_folder_that_a_process_of_this_launcher_has_made_again_is_locked_again(
+    temporary: Path, folder: RunDir
+) -> None:
+    shutil.rmtree(folder.path)
+    folder.path.mkdir(mode=0o700)  # the router's supervisor has its own folder in it
+    folder.make_empty("P0")
+    assert cluster_key_at(PORT) == KEY
+
+
+def test_a_folder_of_another_user_is_not_taken(
+    temporary: Path, folder: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(folder.path)
+    folder.path.mkdir()
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(OSError, match="belongs to another user"):
+            folder.make_empty("P0")
+    assert list(folder.path.iterdir()) == []
