@@ -15,7 +15,9 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Parallel = Annotated[int, Meta(ge=1, le=4096)]
 """Number of processes or threads. The limit catches typing errors."""
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+"""A time. The limit refuses `.inf`, with which no deadline can be computed."""
+NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -163,7 +165,7 @@ class AdmissionConfig(Section, frozen=True):
     """Longest predicted wait before a prompt is computed; beyond it the answer is 503 with Retry-After. Unset, and at
     most: two thirds of `deadlines.queue_s` and `deadlines.transfer_s`, which include the wait. With a target for the
     first token (such as 2 s), use about half of that."""
-    requests_per_s: Annotated[float, Meta(ge=0)] = 0.0
+    requests_per_s: NotNegative = 0.0
     """Rate limit per API key (per client address if no keys are configured), with 429 beyond it; 0: no limit. Each of
     several `workers` counts separately."""
     burst: Positive = 32
@@ -179,7 +181,7 @@ class FaultConfig(Section, frozen=True):
     """One byte of every Nth KV write of a P rank arrives with all bits flipped. 0: never."""
     flip_logits_every: Annotated[int, Meta(ge=0)] = 0
     """One byte of every Nth logits row arrives with all bits flipped. 0: never."""
-    delay_ms: Annotated[float, Meta(ge=0)] = 0.0
+    delay_ms: NotNegative = 0.0
     """Delay before every write begins; past its timeout the write fails."""
     stall_every: Annotated[int, Meta(ge=0)] = 0
     """Every Nth write, of KV or of logits, hangs until its timeout and fails; nothing of it arrives. 0: never."""

@@ -104,6 +104,13 @@ def test_on_and_off_are_booleans_and_words_whatever_wrote_the_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
+    "key", [key for key in known_keys() if key.endswith(("_s", "_ms", "fraction")) and "schedulers" not in key]
+)
+def test_no_time_and_no_rate_is_infinite(key: str) -> None:
+    assert message_of(f"{key}=.inf").startswith(f"{key} must be a number <= ")
+
+
+@pytest.mark.parametrize(
     ("override", "key", "nearest"),
     [
         ("dp_config.router.prot=1", "dp_config.router.prot", "dp_config.router.port"),
