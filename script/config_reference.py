@@ -18,12 +18,13 @@ HEAD = """# Configuration: every key
 Generated from `chitu/config/schema.py` by `script/config_reference.py`; edit there. A topology file is YAML with these
 keys, each with a default; an unknown key is refused with the nearest known one. Any key can be set on a command line,
 after the options: `chitu serve TOPOLOGY dp_config.router.port=8000 dp_config.router.decode_schedulers.0.tp_size=2`.
+Seconds are more than 0 and at most 10^9.
 """
 TYPES = {
     "Port": "port",
     "Positive": "1 or more",
     "Parallel": "1 to 4096",
-    "Seconds": "seconds, to 10^9",
+    "Seconds": "seconds",
     "NotNegative": "0 to 10^9",
     "Fraction": "above 0, to 1",
     "Share": "0 to 1",
