@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import sys
-import urllib.error
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ try:
     from rich.console import Console
 
     from chitu.client.client import RouterClient
-    from chitu.client.verify.probe import Prober, error_text
+    from chitu.client.verify.probe import Prober
     from chitu.client.verify.topology import MIN_ROUNDS, probe, show
     from chitu.config.load import api_key
     from chitu.errors import ChituError
@@ -56,15 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         client = RouterClient(args.router, args.api_key, flag="--router")
         model = args.model or client.model_name()
-        prober = Prober(client, args.api_key, model, args.max_tokens, args.timeout)
+        prober = Prober(client, model, args.max_tokens, args.timeout)
         verdict = probe(prober, args.stream, args.concurrency, max(args.rounds, MIN_ROUNDS))
-    except urllib.error.HTTPError as error:
-        with error:
-            return _refuse(args.json, error_text(error.code, error.read()))
     except ChituError as error:
         return _refuse(args.json, error.message)
-    except OSError as error:
-        return _refuse(args.json, f"the connection to {args.router} broke: {error}")
     if args.json:
         print(msgspec.json.encode(verdict).decode())
     else:

@@ -1,8 +1,8 @@
-"""HTTP client of `chitu chat` and of the quickstart for a running router. Blocking; used from the caller's one thread.
+"""HTTP client of the command line (`chitu chat`, `chitu verify`, ...) for a running router. Blocking, in any thread.
 
-Plain `http.client`: there is one request at a time, Ctrl-C must interrupt the read that waits for a token, and the
-client of a serving tool should add no dependency. Each call opens its own connection. Closing it in the middle of an
-answer aborts the request (the router cancels it on P and D). No proxy is used.
+Plain `http.client`: Ctrl-C must interrupt the read that waits for a token, and the client of a serving tool should add
+no dependency. Each call opens its own connection. Closing it in the middle of an answer aborts the request (the router
+cancels it on P and D). No proxy is used.
 """
 
 from __future__ import annotations
@@ -98,14 +98,17 @@ class RouterClient:
     def snapshot(self, request_id: str) -> bytes:
         """Return a snapshot file of a running request, which goes on. Raise UnknownRequest, or InvalidRequest if it
         cannot be kept."""
-        body = {"request_id": request_id}
-        path, ident = "/admin/snapshot", uuid.uuid4().hex
-        with self._reply("POST", path, REPLY_TIMEOUT_S, ident, body) as reply, self._named_errors():
-            return reply.read()
+        return self.post("/admin/snapshot", {"request_id": request_id}, REPLY_TIMEOUT_S)[1]
 
     def topology(self) -> Topology:
         """Return the topology of the cluster, with the router's actual ports and without keys."""
         return self._get("/admin/topology", Topology)
+
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[str, bytes]:
+        """Return the request id and the whole answer of a POST. Raise the error that it names, or RouterUnreachable."""
+        request_id = uuid.uuid4().hex
+        with self._reply("POST", path, timeout_s, request_id, body) as reply, self._named_errors():
+            return request_id, reply.read()
 
     def stream(self, path: str, body: Mapping[str, Any], on_text: Callable[[str], None]) -> Answer:
         """POST a generation request with `stream: true` and pass its text to `on_text` as it arrives.

@@ -78,7 +78,7 @@ def reference(
     """Yield the reference for the model, the context and the dtype of the cluster. Raise Impossible if there is none,
     and ConfigError and StartFailed as `LocalCluster` does."""
     if options.url is not None:
-        yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), api_key(), like, say)
+        yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), like, say)
         return
     if options.folder is None:
         raise Impossible(
@@ -86,22 +86,21 @@ def reference(
             "engine with --reference URL"
         )
     shape = EngineShape(like.dtype, max_model_len, like.page_size)
-    with engine(options.folder, options.device, shape, options.entries, say) as (client, key):
-        yield _reference(options, client, key, like, say)
+    with engine(options.folder, options.device, shape, options.entries, say) as client:
+        yield _reference(options, client, like, say)
 
 
 @contextlib.contextmanager
 def engine(
     folder: str, device: str, shape: EngineShape, entries: Entries | None, say: Callable[[str], None]
-) -> Iterator[tuple[RouterClient, str | None]]:
-    """Start a unified engine and yield its client and API key. Raise ConfigError or StartFailed as `LocalCluster`."""
+) -> Iterator[RouterClient]:
+    """Start a unified engine and yield its client. Raise ConfigError or StartFailed as `LocalCluster`."""
     say(f"starting one unified engine of {folder} on {device}")
     topology = load_topology("unified_local.yaml", _settings(folder, device, shape))
     with LocalCluster(topology, entries=entries) as own:
         own.wait_ready(READY_TIMEOUT_S)
         keys = own.topology.dp_config.router.api_keys
-        key = keys[0] if keys else None
-        yield RouterClient(own.url, key), key
+        yield RouterClient(own.url, keys[0] if keys else None)
     own.remove_logs()
 
 
@@ -126,18 +125,14 @@ def _settings(folder: str, device: str, shape: EngineShape) -> list[str]:
 
 
 def _reference(
-    options: ReferenceOptions,
-    client: RouterClient,
-    key: str | None,
-    like: KVLayout,
-    say: Callable[[str], None],
+    options: ReferenceOptions, client: RouterClient, like: KVLayout, say: Callable[[str], None]
 ) -> Reference:
     own = layout_of(snapshot := client.cluster())
     if own is None or any(instance.role != "unified" for instance in snapshot.instances):
         raise Impossible(f"{client.url} is no unified engine that serves")
     if own.model_hash != like.model_hash:
         raise Impossible("the reference has another model than the cluster: config.json or the weight files differ")
-    engine = Prober(client, key, client.model_name(), options.max_tokens, options.timeout_s)
+    engine = Prober(client, client.model_name(), options.max_tokens, options.timeout_s)
     scorers: dict[str, Scorer] = {f"one engine ({own.dtype})": engine}
     if options.folder is not None and options.has_transformers:
         twin = find_transformers(options.folder, say)

@@ -44,7 +44,7 @@ def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Ca
     `LocalCluster` and `RouterClient`."""
     with contextlib.ExitStack() as stack:
         if options.url is not None:
-            client, key = RouterClient(options.url, api_key()), api_key()
+            client = RouterClient(options.url, api_key())
         else:
             assert options.model is not None
             dtypes = {receipt.dtype for receipt in receipts}
@@ -53,12 +53,12 @@ def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Ca
             longest = max(len(receipt.prompt_token_ids) + receipt.sampling.max_tokens for receipt in receipts)
             most = read_model_spec(options.model, None).max_model_len
             shape = EngineShape(receipts[0].dtype, min(longest + 1, most), PAGE_SIZE)
-            client, key = stack.enter_context(engine(options.model, options.device, shape, options.entries, say))
+            client = stack.enter_context(engine(options.model, options.device, shape, options.entries, say))
         cluster = client.cluster()
         layout = layout_of(cluster)
         if layout is None:
             raise Impossible(f"nothing serves at {client.url}")
-        prober = Prober(client, key, cluster.model, 1, options.timeout_s)
+        prober = Prober(client, cluster.model, 1, options.timeout_s)
         say(f"replaying {len(receipts)} receipts at {client.url}")
         with ThreadPoolExecutor(options.concurrency) as pool:
             return list(pool.map(lambda one: replay(one, prober, layout.model_hash, layout.dtype), receipts))

@@ -85,7 +85,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
         options.timeout_s,
         options.entries,
     )
-    prober = Prober(client, api_key(), before.model, options.max_tokens, options.timeout_s)
+    prober = Prober(client, before.model, options.max_tokens, options.timeout_s)
     with reference(wanted, layout, max_model_len, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
         say(f"asking {client.url}, {options.concurrency} requests at once")
         asking, ways = _VerifyRun(prober, right, LOGPROB_TOLERANCES[dtype], layout.page_size), _ways(before)

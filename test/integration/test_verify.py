@@ -148,7 +148,7 @@ def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_fl
     P0, and no request notices it unless it takes cached pages."""
     url, past_cache = world.cluster.url, {"cache_prompt": False}
     client = RouterClient(url)
-    prober = Prober(client, None, client.model_name(), max_tokens=12, timeout_s=60.0)
+    prober = Prober(client, client.model_name(), max_tokens=12, timeout_s=60.0)
     prompt, layout = prober.token_ids(prober.fitting_prompt(0, 1024)), client.cluster().instances[0].layout
     assert layout is not None
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -83,13 +81,9 @@ class Prober:
     """Sends verification requests to the router. Thread-safe: each call has a connection of its own."""
 
     client: RouterClient
-    api_key: str | None
     model: str
     max_tokens: int
     timeout_s: float
-    opener: urllib.request.OpenerDirector = field(
-        default_factory=lambda: urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    )
 
     def ask(self, number: int, prompt: str | Sequence[int], stream: bool, **options: Any) -> CheckedRequest:
         """Send one request, greedy and without the prefix cache unless `options` override it. Return errors, too."""
@@ -99,10 +93,9 @@ class Prober:
         try:
             request_id, reply = self._post("/v1/completions", body | options)
             return read_answer(number, request_id, reply, stream)
-        except urllib.error.HTTPError as error:
-            with error:
-                return CheckedRequest(number, error=error_text(error.code, error.read()))
-        except (OSError, ValueError, msgspec.ValidationError) as error:
+        except ChituError as error:
+            return CheckedRequest(number, error=f"{error.code}: {error.message}")
+        except (ValueError, msgspec.ValidationError) as error:
             return CheckedRequest(number, error=str(error) or type(error).__name__)
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
@@ -112,10 +105,9 @@ class Prober:
             reply = json.loads(self._post("/v1/completions", body)[1])
             entries = reply["choices"][0]["prompt_logprobs"][len(token_ids) - count :]
             return [_score(entry, token) for entry, token in zip(entries, token_ids[-count:], strict=True)]
-        except urllib.error.HTTPError as error:
-            with error:
-                raise Impossible(f"{self.client.url}: {error_text(error.code, error.read())}") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except ChituError as error:
+            raise Impossible(f"{self.client.url}: {error.code}: {error.message}") from error
+        except (ValueError, KeyError, TypeError) as error:
             raise Impossible(f"{self.client.url} gave no logprobs of a prompt: {error!r}") from error
 
     def token_ids(self, text: str) -> list[int]:
@@ -139,12 +131,7 @@ class Prober:
         )
 
     def _post(self, path: str, body: dict[str, Any]) -> tuple[str, bytes]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.client.url + path, json.dumps(body).encode(), headers)
-        with self.opener.open(request, timeout=self.timeout_s) as reply:
-            return reply.headers["X-Request-Id"], reply.read()
+        return self.client.post(path, body, self.timeout_s)
 
 
 class _ProvenAttempt(msgspec.Struct, frozen=True):
@@ -214,11 +201,3 @@ def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
 def _score(entry: dict[str, dict[str, Any]], token: int) -> Score:
     top, best = max(entry.items(), key=lambda item: item[1]["logprob"])
     return Score(entry[str(token)]["logprob"], int(top), best["logprob"])
-
-
-def error_text(status: int, body: bytes) -> str:
-    try:
-        error = json.loads(body)["error"]
-        return f"{error['code']}: {error['message']}"
-    except (ValueError, KeyError, TypeError):
-        return f"status {status}"
