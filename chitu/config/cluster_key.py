@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from chitu.config.schema import Topology
+from chitu.config.topology import with_router
 
 KEY_PATH = "dp_config.router.pd_disaggregation.cluster_key"
 ENVIRONMENT_KEY = "CHITU_CLUSTER_KEY"
@@ -49,16 +50,13 @@ def cluster_key_of(topology: Topology) -> str:
 
 def with_cluster_key(topology: Topology, cluster_key: str) -> Topology:
     """Return the same topology with this key. With an empty one it is safe to write or show."""
-    router = topology.dp_config.router
-    pd = msgspec.structs.replace(router.pd_disaggregation, cluster_key=cluster_key)
-    router = msgspec.structs.replace(router, pd_disaggregation=pd)
-    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+    pd = msgspec.structs.replace(topology.dp_config.router.pd_disaggregation, cluster_key=cluster_key)
+    return with_router(topology, pd_disaggregation=pd)
 
 
 def with_api_keys(topology: Topology, api_keys: tuple[str, ...]) -> Topology:
     """Return the same topology with these API keys of clients."""
-    router = msgspec.structs.replace(topology.dp_config.router, api_keys=api_keys)
-    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+    return with_router(topology, api_keys=api_keys)
 
 
 def with_own_key(topology: Topology) -> Topology:

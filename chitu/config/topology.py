@@ -7,6 +7,7 @@ import ipaddress
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -67,6 +68,12 @@ def find_instance(topology: Topology, role: Role, engine_rank: int) -> Instance:
     )
 
 
+def with_router(topology: Topology, **changes: Any) -> Topology:
+    """Return the same topology with these keys of its router changed."""
+    router = msgspec.structs.replace(topology.dp_config.router, **changes)
+    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -101,8 +108,7 @@ def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
         section: tuple(msgspec.structs.replace(config, host=there(config.host)) for config in getattr(router, section))
         for section in SECTIONS.values()
     }
-    router = msgspec.structs.replace(router, host=there(router.host), **moved)
-    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+    return with_router(topology, host=there(router.host), **moved)
 
 
 def listening_host(router: RouterConfig) -> str:
@@ -148,12 +154,10 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
 
 def with_router_ports(topology: Topology, ports: Mapping[str, int]) -> Topology:
     """Return the topology with the router's actual ports, by short key name (`stats_port`), instead of the file's."""
-    router = topology.dp_config.router
-    pd = router.pd_disaggregation
+    router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
     pd = msgspec.structs.replace(pd, **{name: port for name, port in ports.items() if hasattr(pd, name)})
     of_router = {name: port for name, port in ports.items() if hasattr(router, name)}
-    router = msgspec.structs.replace(router, pd_disaggregation=pd, **of_router)
-    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+    return with_router(topology, pd_disaggregation=pd, **of_router)
 
 
 def threads_of(topology: Topology, instance: Instance, cores: int) -> int:

@@ -22,7 +22,7 @@ from chitu.client.client import RouterClient
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
-from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback
+from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback, same_host, with_router
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
@@ -79,8 +79,7 @@ def _join_as(
     topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
     # Use the API address that was just reached: `run_node` waits for the instance there.
     host, port = _router_at(url)
-    router = msgspec.structs.replace(topology.dp_config.router, port=port, http_host=host)
-    topology = msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
+    topology = with_router(topology, port=port, http_host=host)
     with tempfile.TemporaryDirectory(prefix="chitu-join-") as folder:
         file = Path(folder) / "topology.yaml"
         file.write_text(dump_topology(topology), encoding="utf-8")
@@ -141,13 +140,9 @@ def grown(
     sections[SECTIONS[role]][rank] = new
     lists = {section: tuple(configs) for section, configs in sections.items()}
     # The key is a port for one process, if the first instance was started by hand.
-    dp_config = msgspec.structs.replace(
-        topology.dp_config,
-        scheduler_base_port=None,
-        router=msgspec.structs.replace(topology.dp_config.router, **lists),
-    )
+    dp_config = msgspec.structs.replace(topology.dp_config, scheduler_base_port=None)
     log = msgspec.structs.replace(topology.log, dir=None)
-    return msgspec.structs.replace(topology, dp_config=dp_config, log=log)
+    return with_router(msgspec.structs.replace(topology, dp_config=dp_config, log=log), **lists)
 
 
 def _names(topology: Topology) -> str:
@@ -156,8 +151,7 @@ def _names(topology: Topology) -> str:
 
 def _host_index(topology: Topology, role: Role, rank: int) -> int:
     host = find_instance(topology, role, rank).config.host
-    names = host_names(topology)
-    return next(i for i, name in enumerate(names) if name == host or (is_loopback(name) and is_loopback(host)))
+    return host_names(topology).index(same_host(host))
 
 
 def _router_at(url: str) -> tuple[str, int]:

@@ -28,12 +28,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host
+from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host, with_router
 from chitu.config.topology_checks import check
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import assign_devices
@@ -69,10 +67,7 @@ class LocalCluster:
     ) -> None:
         topology = on_one_host(topology)
         if port is not None:
-            router = msgspec.structs.replace(topology.dp_config.router, port=port)
-            topology = msgspec.structs.replace(
-                topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router)
-            )
+            topology = with_router(topology, port=port)
         own = instances(topology)
         self.node = look_for(own) if node is None else node
         shares = assign_devices(topology, own, self.node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from chitu.config.schema import Topology
-from chitu.config.topology import host_names, instances, is_loopback, router_ports
+from chitu.config.topology import host_names, instances, router_ports, same_host
 from chitu.errors import ConfigError
 from chitu.launch.plan import ProcessSpec
 
@@ -36,12 +36,7 @@ def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
         )
     keys = {"dp_config.router.host": topology.dp_config.router.host}
     keys |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
-    return [f"{key}={hosts[_index(names, host)]}" for key, host in keys.items()]
-
-
-def _index(names: Sequence[str], host: str) -> int:
-    """Return the index of a host in `host_names`; all loopback names count as one."""
-    return next(i for i, name in enumerate(names) if name == host or (is_loopback(name) and is_loopback(host)))
+    return [f"{key}={hosts[names.index(same_host(host))]}" for key, host in keys.items()]
 
 
 def host_at(topology: Topology, index: int) -> str:
@@ -54,9 +49,8 @@ def host_at(topology: Topology, index: int) -> str:
 
 def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> list[ProcessSpec]:
     """Return the processes of host number `index`. Raise ConfigError if the topology has no such host."""
-    host_at(topology, index)
-    names = host_names(topology)
-    return [spec for spec in specs if _index(names, spec.host) == index]
+    host = host_at(topology, index)
+    return [spec for spec in specs if same_host(spec.host) == host]
 
 
 def thread_overrides(topology: Topology, threads_per_rank: int) -> list[str]:

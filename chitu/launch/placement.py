@@ -14,7 +14,7 @@ import msgspec
 from chitu.config.devices import CPU, is_auto, is_gpu
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import SECTIONS, Instance, host_names, instances, instances_on
+from chitu.config.topology import SECTIONS, Instance, host_names, instances, instances_on, with_router
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import DeviceAssignment, assign_devices
 from chitu.launch.node_devices import NodeDevices, look
@@ -101,10 +101,8 @@ def with_shares(topology: Topology, shares: DeviceAssignment) -> Topology:
         key: msgspec.structs.replace(config, devices=shares.devices.get(key, config.devices))
         for key, config in keyed.items()
     }
-    router = topology.dp_config.router
     placed = {
         section: tuple(configs[item.key] for item in instances(topology) if SECTIONS[item.role] == section)
         for section in SECTIONS.values()
     }
-    dp_config = msgspec.structs.replace(topology.dp_config, router=msgspec.structs.replace(router, **placed))
-    return msgspec.structs.replace(topology, dp_config=dp_config)
+    return with_router(topology, **placed)

@@ -14,14 +14,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import msgspec
 import zmq
 
 import chitu
 from chitu.clock import Clock
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
-from chitu.config.schema import RouterConfig, Topology
-from chitu.config.topology import with_router_ports
+from chitu.config.schema import Topology
+from chitu.config.topology import with_router, with_router_ports
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.admin_routes import add_admin_routes
@@ -197,25 +196,18 @@ class ApiEndpoint:
             self._spans.close()
 
 
-def share_of(config: RouterConfig, index: int) -> RouterConfig:
-    """Return the configuration of one of `config.workers` API processes, with its share of `max_in_flight`,
+def with_share(topology: Topology, index: int) -> Topology:
+    """Return the topology of one of the `router.workers` API processes, with its share of `max_in_flight`,
     `max_tokens_in_flight` and `max_total_body_bytes`. Each process counts the rates of clients by itself, because a
     client with one connection reaches only one process."""
+    config = topology.dp_config.router
     workers = config.workers
-    limit = max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers))
-    bodies_bytes = max(1, config.max_total_body_bytes // workers)
-    tokens = max(1, config.max_tokens_in_flight // workers)
-    return msgspec.structs.replace(
-        config,
-        max_in_flight=limit,
-        max_tokens_in_flight=tokens,
-        max_total_body_bytes=bodies_bytes,
+    return with_router(
+        topology,
+        max_in_flight=max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers)),
+        max_tokens_in_flight=max(1, config.max_tokens_in_flight // workers),
+        max_total_body_bytes=max(1, config.max_total_body_bytes // workers),
     )
-
-
-def with_share(topology: Topology, index: int) -> Topology:
-    router = share_of(topology.dp_config.router, index)
-    return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
 
 
 def _for_joining(topology: Topology, ports: Mapping[str, int]) -> Topology:

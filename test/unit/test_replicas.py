@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.config.schema import RouterConfig
+from chitu.config.schema import RouterConfig, Topology
+from chitu.config.topology import with_router
 from chitu.errors import BadFrame, Capacity, Unauthorized
 from chitu.http.access import Access
 from chitu.net.curve import derive
@@ -24,7 +25,7 @@ from chitu.protocol import (
     Wire,
     encode,
 )
-from chitu.serve.api_endpoint import share_of
+from chitu.serve.api_endpoint import with_share
 from chitu.serve.replica import ReplicaCluster
 from chitu.serve.siblings import Siblings, credential_of
 from chitu.testing.clock import FakeClock
@@ -36,8 +37,9 @@ LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
 
 @given(st.integers(1, 8), st.integers(1, 5000))
 def test_the_shares_add_up_to_what_the_router_may_take(workers: int, max_in_flight: int) -> None:
-    config = RouterConfig(workers=workers, max_in_flight=max_in_flight)
-    shares = [share_of(config, index) for index in range(workers)]
+    topology = with_router(Topology(), workers=workers, max_in_flight=max_in_flight)
+    config = topology.dp_config.router
+    shares = [with_share(topology, index).dp_config.router for index in range(workers)]
     assert sum(share.max_in_flight for share in shares) == max(max_in_flight, workers)
     assert 0 <= config.max_total_body_bytes - sum(share.max_total_body_bytes for share in shares) < workers
     assert 0 <= config.max_tokens_in_flight - sum(share.max_tokens_in_flight for share in shares) < workers
