@@ -12,22 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from chitu.errors import TransferFailed
+from chitu.net.process_deaths import pid_namespace, start_ticks
 
 
 def host_id() -> str:
     """Return an id that is equal for processes that may open each other's memory (same boot, pid namespace and user),
     or an empty string."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot_id = file.read().strip()
-        return f"{boot_id}:{os.readlink('/proc/self/ns/pid')}:{os.geteuid()}"
-    except OSError:
-        return ""
+    namespace = pid_namespace()
+    return f"{namespace}:{os.geteuid()}" if namespace else ""
 
 
 def own_start_time() -> str:
-    with open("/proc/self/stat") as file:
-        return _start_time(file.read())
+    return str(start_ticks(os.getpid()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +37,16 @@ class PeerProcess:
         """Yield the process and a descriptor of its /proc folder, which is closed at the end; an exception closes the
         process too. Raises TransferFailed if another process has the pid by now, OSError if none has it.
 
-        Pidfd and folder stay bound to one process, so a reused pid cannot slip in between.
+        Pidfd and folder stay bound to the process that had the pid before its start time was read. A process has its
+        pid from its start on, so it is this one.
         """
         with contextlib.ExitStack() as on_failure:
             pidfd = os.pidfd_open(pid)
             on_failure.callback(os.close, pidfd)
             folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY)
             try:
-                with open(os.open("stat", os.O_RDONLY, dir_fd=folder)) as stat:
-                    if _start_time(stat.read()) != start_time:
-                        raise TransferFailed(f"pid {pid} belongs to another process now")
+                if str(start_ticks(pid)) != start_time:
+                    raise TransferFailed(f"pid {pid} belongs to another process now")
                 yield cls(pid, pidfd), folder
             finally:
                 os.close(folder)
@@ -64,8 +60,3 @@ class PeerProcess:
 
     def close(self) -> None:
         os.close(self.pidfd)
-
-
-def _start_time(stat: str) -> str:
-    """Return field 22 of /proc/<pid>/stat; the command name before it may contain spaces and brackets."""
-    return stat.rpartition(")")[2].split()[19]
