@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
 import os
 import resource
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +100,39 @@ def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not disk.may_have(key_of(2)) and disk.num_bytes == 100 and len(list(tmp_path.iterdir())) == 1
+
+
+def test_on_a_full_disk_the_newest_pages_take_the_place_of_the_oldest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = DiskPages(tmp_path, 1 << 30)
+    really_open, room = open, 40
+
+    def open_on_small_disk(path: Any, mode: str = "r", **options: Any) -> Any:
+        if "w" in mode and len(list(tmp_path.iterdir())) >= room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really_open(path, mode, **options)
+
+    monkeypatch.setattr(builtins, "open", open_on_small_disk)
+    put(disk, *range(41))
+    assert len(disk) == 37 and not disk.may_have(key_of(3)) and got(disk, *range(4, 41)) == 37
+    room = 20  # other files take what was deleted
+    with pytest.raises(OSError, match="No space left"):
+        put(disk, 41)
+    assert len(disk) == 33 and got(disk, *range(8, 41)) == 33, "one attempt deletes few"
+    disk.clear()
+    room = 0
+    with pytest.raises(OSError, match="No space left"):
+        put(disk, 42)
+
+
+def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    disk = DiskPages(tmp_path / "cache" / "P0", 1000, tmp_path / "cache")
+    put(disk, 1)
+    shutil.rmtree(tmp_path / "cache")
+    assert got(disk, 1) == 0
+    put(disk, 2)
+    assert got(disk, 2) == 1 and disk.num_bytes == 100
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ After a restart, a file counts as last used when it was written.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections import OrderedDict
@@ -21,12 +22,15 @@ from chitu.kv_cache.page_keys import KEY_BYTES
 
 _NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.kv")
 _UNFINISHED = ".kv.tmp"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+PARTS = 16
+"""On a full disk one of so many parts of the files is deleted at once: other files need some of the room, too."""
 
 
 class DiskPages:
-    """The pages in `folder`, at most `max_bytes` of files. It makes the folder, or finds what an earlier process left
-    there. `shared` is its parent, in which the folders of other instances are read, too. Raises ConfigError if the
-    folder cannot be written to."""
+    """The pages in `folder`, at most `max_bytes` of files, and no more than the disk has room for. It makes the folder,
+    or finds what an earlier process left there. `shared` is its parent, in which the folders of other instances are
+    read, too. Raises ConfigError if the folder cannot be written to."""
 
     def __init__(self, folder: Path, max_bytes: int, shared: Path | None = None) -> None:
         self._folder = folder
@@ -44,7 +48,7 @@ class DiskPages:
             raise ConfigError(f"cache.disk.path: {folder} cannot be used: {error.strerror}") from error
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"cache.disk.path: {folder} cannot be written to")
-        self._make_room(0)
+        self._make_room(0, max_bytes)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -53,21 +57,18 @@ class DiskPages:
         return key in self._sizes or self._shared is not None
 
     def store_put(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)  # unless it was deleted, with all files
         for key, record in zip(keys, records, strict=True):
             if key in self._sizes or len(record) > self._max_bytes:
                 continue
-            self._make_room(len(record))
-            unfinished = self._folder / (key.hex() + _UNFINISHED)
+            self._make_room(len(record), self._max_bytes)
             try:
-                with open(unfinished, "wb", buffering=0) as file:
-                    written = file.write(record)
-                    while written < len(record):
-                        written += file.write(record[written:])
-                unfinished.replace(self._path(key))
-            except OSError:
-                with suppress(OSError):
-                    unfinished.unlink()
-                raise
+                self._write(key, record)
+            except OSError as error:
+                if error.errno not in _FULL or not self._sizes:
+                    raise
+                self._make_room(len(record) + self.num_bytes // PARTS, self.num_bytes)
+                self._write(key, record)
             self._sizes[key] = len(record)
             self.num_bytes += len(record)
 
@@ -111,13 +112,26 @@ class DiskPages:
     def _path(self, key: bytes) -> Path:
         return self._folder / _name(key)
 
-    def _make_room(self, nbytes: int) -> None:
-        while self._sizes and self.num_bytes + nbytes > self._max_bytes:
+    def _make_room(self, nbytes: int, max_bytes: int) -> None:
+        while self._sizes and self.num_bytes + nbytes > max_bytes:
             self._delete(next(iter(self._sizes)))
+
+    def _write(self, key: bytes, record: memoryview) -> None:
+        unfinished = self._folder / (key.hex() + _UNFINISHED)
+        try:
+            with open(unfinished, "wb", buffering=0) as file:
+                written = file.write(record)
+                while written < len(record):
+                    written += file.write(record[written:])
+            unfinished.replace(self._path(key))
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
 
     def _look_for_others(self) -> None:
         if self._shared is not None:
-            with os.scandir(self._shared) as entries:
+            with suppress(FileNotFoundError), os.scandir(self._shared) as entries:
                 self._others = [Path(entry) for entry in entries if entry.is_dir() and entry.name != self._folder.name]
 
     def _find(self) -> None:
