@@ -35,11 +35,13 @@ def make_model(
 ) -> Path:
     """Write a checkpoint into a new (or empty) folder and return it.
 
-    `sizes` are fields of `ModelShape` that override those of `shape`. Raise ConfigError if the folder is not empty, or
-    the sizes do not fit together.
+    `sizes` are fields of `ModelShape` that override those of `shape`. Raise ConfigError if the folder is not empty,
+    the sizes do not fit together, or the seed is negative.
     """
     shape = replace(shape or ModelShape(), **sizes)
     shape.check(family)
+    if seed < 0:
+        raise ConfigError(f"seed {seed} is negative")
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists and is not an empty folder")

@@ -78,10 +78,8 @@ class ModelShape:
             raise ConfigError(f"model family {family!r} is none of {', '.join(FAMILIES)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
-        smallest = min(
-            self.layers, self.heads, self.kv_heads, self.hidden_size, self.max_position_embeddings, self.shards
-        )
-        if smallest < 1:
+        sizes = (self.layers, self.heads, self.kv_heads, self.hidden_size, self.max_position_embeddings, self.shards)
+        if min(*sizes, self.head_dim or 1, self.intermediate_size or 1) < 1:
             raise ConfigError("every size of a model must be at least 1")
         if self.head_dim is None and self.hidden_size % self.heads:
             raise ConfigError(f"hidden_size {self.hidden_size} is no multiple of heads {self.heads}")

@@ -182,6 +182,9 @@ def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
     [
         ("gpt2", {}, "gpt2"),
         ("llama", {"hidden_size": 100, "heads": 3, "kv_heads": 1}, "multiple of heads"),
+        ("llama", {"head_dim": -2}, "at least 1"),
+        ("llama", {"intermediate_size": -2}, "at least 1"),
+        ("llama", {"seed": -1}, "seed -1 is negative"),
         ("llama", {"heads": 4, "kv_heads": 3}, "multiple of kv_heads"),
         ("llama", {"kv_heads": 0}, "at least 1"),
         ("llama", {"vocab_size": 100}, "vocab_size 100"),
