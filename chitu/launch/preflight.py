@@ -8,8 +8,10 @@ checks, since they may run without a launcher.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import importlib.util
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,8 @@ from chitu.types import Role
 
 HTTP_PORT = "dp_config.router.port"
 ANY_ADDRESS = "0.0.0.0"
+PORT_ERRORS = (os.strerror(errno.EADDRINUSE), os.strerror(errno.EACCES))
+"""Errors of listening that another port cures; the others are about the address."""
 LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
 """Modules of each transport that is a library; one of them is enough. The extra has the transport's name."""
 MOONCAKE_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
@@ -129,8 +133,10 @@ def port_findings(binds: Iterable[Bind]) -> Iterator[Finding]:
             yield Finding(Level.OK, what, f"free ({bind.key})")
             continue
         cure = f"set {bind.key} to another port, on one machine 0 for any free one"
-        if bind.key == HTTP_PORT:
-            cure = "give another one with --port, 0 for any free one" if bind.port else "give another --host"
+        if bind.error not in PORT_ERRORS:
+            cure = f"give an address of this machine in place of {bind.host}"
+        elif bind.key == HTTP_PORT:
+            cure = "give another one with --port, 0 for any free one"
         yield Finding(Level.ERROR, what, f"{bind.key}: cannot listen on {where}: {bind.error}", cure)
 
 

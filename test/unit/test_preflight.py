@@ -50,6 +50,12 @@ def test_a_taken_port_is_named_with_its_key_and_a_cure() -> None:
     assert "set dp_config.router.stats_port to another port" in found[1].cure
 
 
+@pytest.mark.parametrize("key", ["dp_config.router.port", "dp_config.router.stats_port"])
+def test_for_an_address_of_another_machine_no_other_port_is_the_cure(key: str) -> None:
+    (finding,) = port_findings([Bind(key, "10.0.0.1", 21003, "Cannot assign requested address")])
+    assert finding.cure == "give an address of this machine in place of 10.0.0.1"
+
+
 def test_every_port_that_is_listened_on_is_looked_at() -> None:
     topology = local("dp_config.router.workers=3", "dp_config.router.token_port=7000")
     ports = {port for _, _, port in bound_ports(topology)}
