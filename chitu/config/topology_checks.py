@@ -90,6 +90,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _port_problems(topology)
     yield from _size_problems(topology)
     yield from _tier_problems(topology)
+    yield from _folder_problems(topology)
     yield from _log_problems(topology)
     router = topology.dp_config.router
     if router.kept_requests.dir is not None and router.workers > 1:
@@ -109,6 +110,18 @@ def _tier_problems(topology: Topology) -> Iterator[str]:
         yield "cache.host_bytes is memory for the prefix cache, which cache.prefix_cache turns off"
 
 
+def _folder_problems(topology: Topology) -> Iterator[str]:
+    folders = {
+        "cache.disk.path": topology.cache.disk.path,
+        "dp_config.router.kept_requests.dir": topology.dp_config.router.kept_requests.dir,
+        "log.dir": topology.log.dir,
+        "trace.dir": topology.trace.dir,
+    }
+    for key, folder in folders.items():
+        if folder == "":
+            yield f"{key} is empty: give a folder, or leave the key out"
+
+
 def _log_problems(topology: Topology) -> Iterator[str]:
     try:
         module_levels(topology.log.modules)
@@ -117,6 +130,9 @@ def _log_problems(topology: Topology) -> Iterator[str]:
 
 
 def _api_key_problems(router: RouterConfig) -> Iterator[str]:
+    for index, key in enumerate(router.api_keys):
+        if not key or key != key.strip():
+            yield f"dp_config.router.api_keys.{index} is empty or has a space at an end: no client can send such a key"
     num_keys, num_salts = len(router.api_keys), len(router.api_key_salts)
     if num_keys and num_salts and num_keys != num_salts:
         yield (

@@ -124,6 +124,9 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
         ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
         ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
+        ('cache.host_bytes=1 cache.disk.path=""', "cache.disk.path is empty: give a folder"),
+        ('dp_config.router.kept_requests.dir=""', "kept_requests.dir is empty: give a folder"),
+        ('trace.dir=""', "trace.dir is empty: give a folder"),
         (f"{CPU_PAIR} dp_config.router.pd_disaggregation.transport=cuda_ipc", "no P or D has a CUDA device"),
         (f"{CPU_PAIR} dp_config.router.decode_schedulers.0.devices=[cuda:0]", "need the same kind of device"),
     ],
@@ -296,3 +299,11 @@ def test_an_ipv6_address_is_for_the_api_alone(key: str) -> None:
     topology = load_topology(None, ["dp_config.router.http_host='::1'"])
     assert list(problems(topology, need_model=False)) == []
     assert RouterClient(api_url(api_host(topology.dp_config.router), 21003)).url == "http://[::1]:21003"
+
+
+@pytest.mark.parametrize("key", ["", "key\n", " key"])
+def test_an_api_key_that_no_client_can_send_is_refused_without_showing_it(key: str) -> None:
+    (problem,) = found(with_api_keys(load_topology(None), ("sound", key)))
+    assert (
+        problem.startswith("dp_config.router.api_keys.1 is empty or has a space at an end") and "sound" not in problem
+    )
