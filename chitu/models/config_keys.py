@@ -257,7 +257,13 @@ ARCHITECTURES = {
             "decoder_sparse_step": Key("count", 1),
             "mlp_only_layers": Key("layers", None, nullable=True),
         },
-        {"mlp_bias": (False,)},
+        # The last three are in Qwen3-Coder; transformers does not read them.
+        {
+            "mlp_bias": (False,),
+            "qkv_bias": (False,),
+            "use_qk_norm": (True,),
+            "shared_expert_intermediate_size": (0,),
+        },
         num_local_experts="num_experts",
     ),
     "DeepseekV2ForCausalLM": _architecture(
