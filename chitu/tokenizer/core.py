@@ -8,7 +8,7 @@ space gets one more, as SentencePiece does and as these models were trained).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -194,9 +194,14 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
     return _convert(folder)
 
 
+CONVERSION_PROBES = ("a  b", "def f():\n    return 1\n", "internationalization", "é🙂\n\n 12")
+"""Texts that a converted tokenizer must encode as SentencePiece does."""
+
+
 def _convert(folder: Path) -> Backend:
     """Return a tokenizer in an older format, converted by transformers."""
     require_tokenizer(folder)
+    encode = _sentencepiece_encoder(folder / "tokenizer.model")
     try:
         from transformers import AutoTokenizer
 
@@ -208,7 +213,41 @@ def _convert(folder: Path) -> Backend:
     backend: Backend | None = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise ConfigError(f"{folder} has no tokenizer.json, and {type(converted).__name__} cannot be converted to one")
+    if encode is not None:
+        require_same_ids(backend, encode, folder)
     return backend
+
+
+def _sentencepiece_encoder(file: Path) -> Callable[[str], list[int]] | None:
+    """Return the encoder of a SentencePiece model, or None if the file is none (Llama 3's is tiktoken's text)."""
+    if not file.is_file() or file.read_bytes()[:1] != b"\n":  # the first field of its protobuf
+        return None
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError as error:
+        raise MissingDependency(
+            f"{file.parent} has no tokenizer.json, and converting {file.name} needs: pip install sentencepiece protobuf"
+        ) from error
+    try:
+        encode: Callable[[str], list[int]] = SentencePieceProcessor(model_file=str(file)).encode
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    return encode
+
+
+def require_same_ids(backend: Backend, encode: Callable[[str], list[int]], folder: Path) -> None:
+    """Raise ConfigError if the converted tokenizer encodes a text otherwise than `encode`, SentencePiece itself.
+
+    Most versions of transformers 5 order merges by token id instead of by score, which breaks indented text.
+    """
+    for text in CONVERSION_PROBES:
+        ids, wanted = backend.encode(text, add_special_tokens=False).ids, encode(text)
+        if ids != wanted:
+            raise ConfigError(
+                f"{folder} has no tokenizer.json, and the installed transformers converts tokenizer.model to other "
+                f"tokens than SentencePiece has ({text!r}: {ids} instead of {wanted}); make one with transformers "
+                "4.57: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

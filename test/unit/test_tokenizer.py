@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from chitu.errors import ConfigError, InvalidRequest
+from chitu.errors import ConfigError, InvalidRequest, MissingDependency
 from chitu.launch.tiny_tokenizer import train_tokenizer
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
+from chitu.tokenizer.core import CONVERSION_PROBES, require_same_ids
 from chitu.tokenizer.detokenizer import ByteLevelDetokenizer, PieceDetokenizer, WholeTextDetokenizer
 
 TEXTS = [
@@ -288,3 +289,24 @@ def test_a_chat_template_without_its_text_is_refused(text, tmp_path):
     (tmp_path / "chat_template.json").unlink()
     with pytest.raises(ConfigError, match="chat template"):
         find_templates(tmp_path, {"chat_template": [{"name": "default"}]})
+
+
+def test_a_conversion_to_other_tokens_than_those_of_sentencepiece_is_refused(tmp_path: Path) -> None:
+    backend = sentencepiece(True)
+
+    def encode(text: str) -> list[int]:
+        return backend.encode(text, add_special_tokens=False).ids
+
+    require_same_ids(backend, encode, tmp_path)
+    last = CONVERSION_PROBES[-1]
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*instead of"):
+        require_same_ids(backend, lambda text: encode(text)[int(text == last) :], tmp_path)
+
+
+def test_a_sentencepiece_model_alone_names_the_package_that_converts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(MissingDependency, match=r"tokenizer\.model needs: pip install sentencepiece"):
+        Tokenizer.load(tmp_path)
