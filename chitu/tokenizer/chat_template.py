@@ -84,7 +84,7 @@ def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
         raise ConfigError(f"model.path: {folder} has a chat template without its text: {error!r}") from error
     as_jinja = folder / "chat_template.jinja"
     if as_jinja.is_file():
-        templates[DEFAULT] = as_jinja.read_text(encoding="utf-8")
+        templates = {DEFAULT: as_jinja.read_text(encoding="utf-8")}  # also for tools: it replaces the named ones, too
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         templates[path.stem] = path.read_text(encoding="utf-8")
     return templates

@@ -228,6 +228,16 @@ def test_named_templates_are_chosen_by_the_presence_of_tools(tmp_path: Path) -> 
     assert tokenizer.apply_chat_template(USER, tools=[{}, {}]) == "2 tools"
 
 
+def test_the_template_file_replaces_all_named_templates_of_the_configuration(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "old tools"}]
+    folder = write_checkpoint(tmp_path, {"chat_template": named})
+    (folder / "chat_template.jinja").write_text("new")
+    assert Tokenizer.load(folder).apply_chat_template(USER, tools=[{}]) == "new"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("new tools")
+    assert Tokenizer.load(folder).apply_chat_template(USER, tools=[{}]) == "new tools"
+
+
 def test_templates_get_special_tokens_variables_and_helpers(tmp_path: Path) -> None:
     template = (
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}\n"
