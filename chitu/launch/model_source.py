@@ -24,6 +24,8 @@ from chitu.tokenizer.core import TOKENIZER_FILES, require_tokenizer
 REPOSITORY_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 FILES = ("*.json", "*.jinja", "*.safetensors", *TOKENIZER_FILES)
 """Files of a repository to download: no weights in other formats, no pictures."""
+SECOND_COPIES = ("consolidated*.safetensors", "*/*.safetensors")
+"""Weights that are there once more: Mistral's own format, and folders beside the checkpoint."""
 REACH_S = 4.0
 """Timeout of a connection to the hub. The library's own timeout is minutes."""
 
@@ -68,7 +70,9 @@ def _in_cache(repository: str) -> tuple[str | None, str]:
     except ImportError as error:
         return None, f"huggingface_hub cannot be imported ({error})"
     try:
-        path = snapshot_download(repository, local_files_only=True, allow_patterns=list(FILES))
+        path = snapshot_download(
+            repository, local_files_only=True, allow_patterns=list(FILES), ignore_patterns=list(SECOND_COPIES)
+        )
     except (OSError, ValueError):  # what the library raises if the cache has nothing
         return None, f"the cache {HF_HUB_CACHE} does not have it"
     try:
@@ -109,7 +113,7 @@ def _download(repository: str) -> str:
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(repository, allow_patterns=list(FILES))
+        path = snapshot_download(repository, allow_patterns=list(FILES), ignore_patterns=list(SECOND_COPIES))
     except (OSError, ValueError) as error:  # its errors of HTTP are OSErrors
         text = " ".join(str(error).split())
         raise ConfigError(f"--model {repository} cannot be downloaded: {text}") from error

@@ -19,6 +19,8 @@ from chitu.assets import TINY_MODEL_DIR
 
 REPOSITORY, COMMIT = "acme/Tiny-0.1B", "a" * 40
 NOBODY = "http://127.0.0.1:9"
+SECOND_COPIES = ("consolidated.safetensors", "original/model.safetensors")
+"""Weights that a hub lists besides the checkpoint's."""
 
 
 def chitu(tmp_path: Path, *words: str, endpoint: str = NOBODY) -> subprocess.CompletedProcess[str]:
@@ -49,16 +51,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == f"/api/models/{REPOSITORY}" or path.startswith(f"/api/models/{REPOSITORY}/revision/"):
-            names = [{"rfilename": file.name} for file in TINY_MODEL_DIR.iterdir()]
-            self._answer(json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": names}).encode(), "application/json")
+            names = [*(file.name for file in TINY_MODEL_DIR.iterdir()), *SECOND_COPIES]
+            listed = {"id": REPOSITORY, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            self._answer(json.dumps(listed).encode(), "application/json")
         elif path.startswith(f"/api/models/{REPOSITORY}/tree/"):
             entries = [
                 {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": _etag(file)}
                 for file in TINY_MODEL_DIR.iterdir()
             ]
+            entries += [{"type": "file", "path": name, "size": 9, "oid": "0" * 40} for name in SECOND_COPIES]
             self._answer(json.dumps(entries).encode(), "application/json")
-        elif path.startswith(f"/{REPOSITORY}/resolve/") and (TINY_MODEL_DIR / Path(path).name).is_file():
-            file = TINY_MODEL_DIR / Path(path).name
+        elif path.startswith(f"/{REPOSITORY}/resolve/") and (file := _file(path)).is_file():
             self._answer(file.read_bytes(), "application/octet-stream", _etag(file))
         else:
             self.send_response(404)
@@ -78,6 +81,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *args: object) -> None: ...
+
+
+def _file(path: str) -> Path:
+    return TINY_MODEL_DIR / Path(path).name.replace("consolidated", "model")
 
 
 def _etag(file: Path) -> str:
@@ -121,6 +128,8 @@ def test_a_repository_of_a_hub_is_downloaded_and_served(hub: str, tmp_path: Path
     # The download is complete; the launcher refuses what it can check only after reading the model.
     assert done.returncode == 2, done.stderr
     assert f"downloading {REPOSITORY}" in done.stderr
+    (snapshot,) = (tmp_path / "hf" / "hub").glob("models--*/snapshots/*")
+    assert [file.name for file in snapshot.rglob("*.safetensors")] == ["model.safetensors"]
     again = chitu(tmp_path, "plan", "--model", REPOSITORY)
     assert again.returncode == 0, again.stderr
     assert chitu(tmp_path, "serve", "--model", "acme/none", endpoint=hub).returncode == 2
