@@ -235,7 +235,8 @@ class LocalCluster:
             self._write_config()
         overrides = port_overrides(self.ports)
         if name == ROUTER:
-            ready_file = str(self._supervisor.ready_file)
+            # A router that starts again reports nothing new, and the disk may be full.
+            ready_file = None if self.ports else str(self._supervisor.ready_file)
             return router_spec(self.topology, self._config, overrides, ready_file, self._entries)
         instance = self._instance(name)
         return instance_spec(self.topology, instance, self._config, overrides, self._cores, self._entries, self.node)

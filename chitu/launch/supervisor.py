@@ -58,7 +58,8 @@ class Member:
 
 
 class Supervisor:
-    """Supervisor of processes. Every start calls `spec_of` for the command; a router must write `ready_file`."""
+    """Supervisor of processes. Every start calls `spec_of` for the command; a router must write `ready_file` at
+    its first start."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Supervisor:
         """Start a process that is not running."""
         member = self.member(name)
         spec = self._spec_of(name)
-        if name == ROUTER:
+        if name == ROUTER and not member.was_ready:
             self.ready_file.unlink(missing_ok=True)
         progress = self._progress_path(name)
         progress.unlink(missing_ok=True)

@@ -37,9 +37,10 @@ router = topology.dp_config.router
 server = http.server.ThreadingHTTPServer(("127.0.0.1", router.port), Health)
 server.daemon_threads = True
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-ready = Path(arguments.ready_file)
-partial = ready.with_suffix(".partial")
-partial.write_text(json.dumps({"port": server.server_port, "stats_port": 1, "bootstrap_port": 2}))
-partial.rename(ready)
+if arguments.ready_file:
+    ready = Path(arguments.ready_file)
+    partial = ready.with_suffix(".partial")
+    partial.write_text(json.dumps({"port": server.server_port, "stats_port": 1, "bootstrap_port": 2}))
+    partial.rename(ready)
 print("router listens", flush=True)
 server.serve_forever()
