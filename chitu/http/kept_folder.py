@@ -41,7 +41,11 @@ class KeptFolder:
         """Write the request to a new file. Raises NotKept or OSError."""
         data = pack(record)
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sizes = [entry.stat().st_size for entry in self._entries() if entry.name.endswith(SUFFIX)]
+        sizes = []
+        for entry in self._entries():
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # another router took it
+                    sizes.append(entry.stat().st_size)
         if len(sizes) >= self._max_files:
             raise NotKept(f"the folder holds {len(sizes)} requests already (router.kept_requests.max_requests)")
         if sum(sizes) + len(data) > self._max_bytes:

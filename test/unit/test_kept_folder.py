@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,26 @@ def test_of_two_routers_that_saw_a_file_one_takes_it(tmp_path: Path) -> None:
     assert kept == record() and found(other) == [(name, kept)]
     assert [one.take(name), other.take(name), one.take(name)] == [True, False, False]
     assert names(tmp_path) == []
+
+
+def test_a_request_is_written_while_another_router_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next router may run before this one has ended."""
+    mine, theirs, really_scan = folder(tmp_path), folder(tmp_path), os.scandir
+    mine.write(record(request_id="r1"))
+    ((name, _),) = found(theirs)
+
+    @contextlib.contextmanager
+    def scan_then_lose(path: Any) -> Iterator[Any]:
+        with really_scan(path) as entries:
+            listed = list(entries)
+        assert theirs.take(name)
+        yield iter(listed)
+
+    with monkeypatch.context() as slow:
+        slow.setattr(os, "scandir", scan_then_lose)
+        mine.write(record(request_id="r2"))
+    ((_, kept),) = found(theirs)
+    assert kept.request_id == "r2"
 
 
 def test_a_file_is_private_and_whole(tmp_path: Path) -> None:
