@@ -124,36 +124,31 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from chitu.client.terminal import ChatArguments, chat
+    from chitu.client.conversation import ChatOptions
+    from chitu.client.terminal import chat
 
-    return chat(
-        ChatArguments(
-            url=arguments.url,
-            api_key=api_key(),
-            model=arguments.model,
-            system=arguments.system,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-            question=" ".join(arguments.question) if arguments.question else None,
-        )
-    )
+    question = " ".join(arguments.question) if arguments.question else None
+    options = ChatOptions(arguments.model, arguments.system, arguments.max_tokens, arguments.temperature)
+    return chat(arguments.url, api_key(), question, options)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from chitu.client.explain import ExplainArguments, explain_cluster
+    from chitu.client.explain import explain_cluster
 
-    return explain_cluster(
-        ExplainArguments(arguments.source, api_key(), arguments.seconds, arguments.save, arguments.json)
-    )
+    return explain_cluster(arguments.source, api_key(), arguments.seconds, arguments.save, arguments.json)
 
 
 def _trace(arguments: argparse.Namespace) -> int:
     from chitu.client.client import RouterClient
-    from chitu.client.show_trace import TraceArguments, show_trace
+    from chitu.client.show_trace import show_trace
     from chitu.launch.drain import credential
 
-    client = RouterClient(arguments.url, credential(arguments.url)) if arguments.dir is None else None
-    return show_trace(TraceArguments(arguments.request_id, arguments.dir, arguments.json, arguments.frames), client)
+    source: RouterClient | Path
+    if arguments.dir is None:
+        source = RouterClient(arguments.url, credential(arguments.url))
+    else:
+        source = Path(arguments.dir)
+    return show_trace(arguments.request_id, source, arguments.json, arguments.frames)
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:
@@ -205,7 +200,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     from chitu.client.verify.report import EXIT_CODES, show
     from chitu.launch.model_source import find_model
-    from chitu.launch.verify import VerifyOptions, verify
+    from chitu.launch.reference import VerifyOptions
+    from chitu.launch.verify import verify
 
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -22,29 +21,19 @@ PAUSE_S = 0.2
 """Time between two snapshots. The router keeps its last 64 requests, so at more than 300 a second some are missed."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainArguments:
-    """The command line of `chitu explain`."""
-
-    source: str
-    """URL of a router, or path of a file that `save` wrote."""
-    api_key: str | None = None
-    seconds: float = 10.0
-    save: str | None = None
-    as_json: bool = False
-
-
-def explain_cluster(arguments: ExplainArguments) -> int:
-    """Print the explanation and return exit code 0. Ctrl-C ends the observation. Raise ConfigError if the file is
-    unreadable, ChituError if no router answers."""
-    if "://" in arguments.source:
-        snapshots = _watch(RouterClient(arguments.source, arguments.api_key), arguments.seconds)
+def explain_cluster(
+    source: str, api_key: str | None = None, seconds: float = 10.0, save: str | None = None, as_json: bool = False
+) -> int:
+    """Print the explanation and return exit code 0. `source` is the URL of a router, or the path of a file that `save`
+    wrote. Ctrl-C ends the observation. Raise ConfigError if the file is unreadable, ChituError if no router answers."""
+    if "://" in source:
+        snapshots = _watch(RouterClient(source, api_key), seconds)
     else:
-        snapshots = _read(Path(arguments.source))
-    if arguments.save is not None:
-        Path(arguments.save).write_bytes(msgspec.json.Encoder().encode_lines(snapshots))
+        snapshots = _read(Path(source))
+    if save is not None:
+        Path(save).write_bytes(msgspec.json.Encoder().encode_lines(snapshots))
     explanation = explain(snapshots)
-    if arguments.as_json:
+    if as_json:
         sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
     else:
         _show(explanation, Console(highlight=False))

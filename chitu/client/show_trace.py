@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +28,20 @@ MAX_SHOWN_BYTES = 24
 """Bytes shown of a binary field of a frame."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceArguments:
-    """The command line of `chitu trace`."""
-
-    request_id: str
-    folder: str | None = None
-    as_json: bool = False
-    with_frames: bool = False
-
-
-def show_trace(arguments: TraceArguments, client: RouterClient | None) -> int:
-    """Print the trace from `client`, or from the folder if it is None. Return exit code 0, or 1 if KV pages of the two
-    sides differ. Raise UnknownTrace, ConfigError, and the errors of `RouterClient`."""
-    decode = _decoder() if arguments.with_frames else None
-    if client is None:
-        folder = Path(arguments.folder or "")
-        if not folder.is_dir():
-            raise ConfigError(f"--dir: {arguments.folder!r} is no folder")
-        found = find_records(folder, arguments.request_id)
-        if all(record.room == "" and not isinstance(record, TraceRequest) for record in found.records):
-            raise UnknownTrace(f"{arguments.folder} has no records of request {arguments.request_id!r}")
-        answer = answer_of(found, arguments.request_id)
+def show_trace(request_id: str, source: RouterClient | Path, as_json: bool = False, with_frames: bool = False) -> int:
+    """Print the trace from a router, or from a folder of records. Return exit code 0, or 1 if KV pages of the two sides
+    differ. Raise UnknownTrace, ConfigError, and the errors of `RouterClient`."""
+    decode = _decoder() if with_frames else None
+    if isinstance(source, RouterClient):
+        answer = _ask(source, request_id)
     else:
-        answer = _ask(client, arguments.request_id)
-    if arguments.as_json:
+        if not source.is_dir():
+            raise ConfigError(f"--dir: {str(source)!r} is no folder")
+        found = find_records(source, request_id)
+        if all(record.room == "" and not isinstance(record, TraceRequest) for record in found.records):
+            raise UnknownTrace(f"{source} has no records of request {request_id!r}")
+        answer = answer_of(found, request_id)
+    if as_json:
         sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
     else:
         console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)

@@ -11,7 +11,7 @@ import contextlib
 import os
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TextIO
 
 from rich.console import Console
@@ -48,37 +48,16 @@ HELP = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ChatArguments:
-    """The command line of `chitu chat`."""
-
-    url: str
-    api_key: str | None = None
-    model: str | None = None
-    """Name of the model; None: the one that the router serves."""
-    system: str | None = None
-    max_tokens: int | None = None
-    temperature: float = 0.0
-    question: str | None = None
-    """The question; None: read it from stdin, or chat if stdin is a terminal."""
-
-
-def chat(arguments: ChatArguments) -> int:
-    """Run the chat and return the exit code: 0, 1 if an answer failed, 130 after Ctrl-C. Raise ChituError if no router
-    answers."""
+def chat(url: str, api_key: str | None, question: str | None, options: ChatOptions) -> int:
+    """Run the chat and return the exit code: 0, 1 if an answer failed, 130 after Ctrl-C. If `question` is None, read it
+    from stdin, or chat if stdin is a terminal. Raise ChituError if no router answers."""
     try:
-        question = arguments.question
         if question is None and not sys.stdin.isatty():
             question = _question_from(sys.stdin)
         if question is not None and not question.strip():
             raise InvalidRequest("the question is empty")
-        client = RouterClient(arguments.url, arguments.api_key)
-        options = ChatOptions(
-            model=arguments.model or client.model_name(),
-            system=arguments.system,
-            max_tokens=arguments.max_tokens,
-            temperature=arguments.temperature,
-        )
+        client = RouterClient(url, api_key)
+        options = replace(options, model=options.model or client.model_name())
         terminal = ChatTerminal(client, Conversation(options), sys.stdout, Console(stderr=True, highlight=False))
         return terminal.converse() if question is None else terminal.ask_once(question)
     except KeyboardInterrupt:

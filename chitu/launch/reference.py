@@ -51,17 +51,26 @@ class Reference:
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceOptions:
-    url: str | None
-    """URL of a running engine; None: one is started."""
-    folder: str | None
-    """Folder of the model, if it is on this machine."""
-    device: str
-    has_transformers: bool
+class VerifyOptions:
+    """Options of `chitu verify`."""
+
+    url: str
+    model: str | None = None
+    """Checkpoint folder; None: that of the cluster's topology, if it is on this machine."""
+    reference: str | None = None
+    """URL of a running unified engine."""
+    device: str = "cpu"
+    """Device of the engine that is started."""
+    has_transformers: bool = True
     """Whether to use `transformers`, too, if there is memory for it."""
-    max_tokens: int
-    timeout_s: float
-    entries: Entries | None
+    max_rounds: int = 8
+    """Maximum number of prompts until every pair was hit."""
+    concurrency: int = 2
+    """Number of requests at once; the cluster may serve other clients."""
+    max_tokens: int = 40
+    timeout_s: float = 120.0
+    """Timeout of one answer."""
+    entries: Entries | None = None
 
 
 class EngineShape(NamedTuple):
@@ -73,20 +82,20 @@ class EngineShape(NamedTuple):
 
 @contextlib.contextmanager
 def reference(
-    options: ReferenceOptions, like: KVLayout, max_model_len: int, say: Callable[[str], None]
+    options: VerifyOptions, like: KVLayout, max_model_len: int, say: Callable[[str], None]
 ) -> Iterator[Reference]:
     """Yield the reference for the model, the context and the dtype of the cluster. Raise Impossible if there is none,
     and ConfigError and StartFailed as `LocalCluster` does."""
-    if options.url is not None:
-        yield _reference(options, RouterClient(options.url, api_key(), flag="--reference"), like, say)
+    if options.reference is not None:
+        yield _reference(options, RouterClient(options.reference, api_key(), flag="--reference"), like, say)
         return
-    if options.folder is None:
+    if options.model is None:
         raise Impossible(
             "the model's folder is not known, or not on this machine: name it with --model DIR, or a running unified "
             "engine with --reference URL"
         )
     shape = EngineShape(like.dtype, max_model_len, like.page_size)
-    with engine(options.folder, options.device, shape, options.entries, say) as client:
+    with engine(options.model, options.device, shape, options.entries, say) as client:
         yield _reference(options, client, like, say)
 
 
@@ -124,9 +133,7 @@ def _settings(folder: str, device: str, shape: EngineShape) -> list[str]:
     ]
 
 
-def _reference(
-    options: ReferenceOptions, client: RouterClient, like: KVLayout, say: Callable[[str], None]
-) -> Reference:
+def _reference(options: VerifyOptions, client: RouterClient, like: KVLayout, say: Callable[[str], None]) -> Reference:
     own = layout_of(snapshot := client.cluster())
     if own is None or any(instance.role != "unified" for instance in snapshot.instances):
         raise Impossible(f"{client.url} is no unified engine that serves")
@@ -134,8 +141,8 @@ def _reference(
         raise Impossible("the reference has another model than the cluster: config.json or the weight files differ")
     engine = Prober(client, client.model_name(), options.max_tokens, options.timeout_s)
     scorers: dict[str, Scorer] = {f"one engine ({own.dtype})": engine}
-    if options.folder is not None and options.has_transformers:
-        twin = find_transformers(options.folder, say)
+    if options.model is not None and options.has_transformers:
+        twin = find_transformers(options.model, say)
         scorers |= {"transformers (float32)": twin} if twin is not None else {}
     return Reference(engine, own, scorers)
 

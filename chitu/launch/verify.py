@@ -14,7 +14,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,7 @@ from chitu.client.verify.topology import MIN_ROUNDS, judge
 from chitu.config.load import api_key
 from chitu.errors import ChituError
 from chitu.launch.drain import credential
-from chitu.launch.plan import Entries
-from chitu.launch.reference import Reference, ReferenceOptions, layout_of, reference
+from chitu.launch.reference import Reference, VerifyOptions, layout_of, reference
 from chitu.protocol import LOGPROB_TOLERANCES
 from chitu.protocol.snapshot import ClusterSnapshot
 
@@ -45,27 +44,6 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 """Kinds of requests: whether they are streamed, and their other options."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    url: str
-    model: str | None = None
-    """Checkpoint folder; None: that of the cluster's topology, if it is on this machine."""
-    reference: str | None = None
-    """URL of a running unified engine."""
-    device: str = "cpu"
-    """Device of the engine that is started."""
-    has_transformers: bool = True
-    """Whether to use `transformers`, too, if there is memory for it."""
-    max_rounds: int = 8
-    """Maximum number of prompts until every pair was hit."""
-    concurrency: int = 2
-    """Number of requests at once; the cluster may serve other clients."""
-    max_tokens: int = 40
-    timeout_s: float = 120.0
-    """Timeout of one answer."""
-    entries: Entries | None = None
-
-
 def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     """Verify the cluster. Raise Impossible if nothing can be compared, and the errors of `RouterClient`."""
     client = RouterClient(options.url, api_key(), flag="URL")
@@ -75,18 +53,10 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
         names = ", ".join(instance.name for instance in before.instances)
         raise Impossible(f"nothing serves at {client.url}: {names or 'no instance'} is down")
     dtype = layout.dtype
-    folder = options.model if options.model is not None else _served_folder(options.url)
-    wanted = ReferenceOptions(
-        options.reference,
-        folder,
-        options.device,
-        options.has_transformers,
-        options.max_tokens,
-        options.timeout_s,
-        options.entries,
-    )
+    if options.model is None:
+        options = replace(options, model=_served_folder(options.url))
     prober = Prober(client, before.model, options.max_tokens, options.timeout_s)
-    with reference(wanted, layout, max_model_len, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
+    with reference(options, layout, max_model_len, say) as right, ThreadPoolExecutor(options.concurrency) as pool:
         say(f"asking {client.url}, {options.concurrency} requests at once")
         asking, ways = _VerifyRun(prober, right, LOGPROB_TOLERANCES[dtype], layout.page_size), _ways(before)
         for number in range(max(MIN_ROUNDS, options.max_rounds)):

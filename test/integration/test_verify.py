@@ -33,8 +33,8 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.launch.reference import find_transformers
-from chitu.launch.verify import VerifyOptions, verify
+from chitu.launch.reference import VerifyOptions, find_transformers
+from chitu.launch.verify import verify
 from chitu.net.curve import derive
 from chitu.protocol.receipt import Receipt, sealed
 

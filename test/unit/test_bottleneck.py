@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.client.bottleneck import CODES, Explanation, explain
-from chitu.client.explain import ExplainArguments, explain_cluster
+from chitu.client.explain import explain_cluster
 from chitu.errors import ConfigError
 from chitu.protocol import LoadReport, PrefillTimes, StageTimes
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
@@ -123,4 +123,4 @@ def test_what_is_no_file_of_snapshots_is_one_sentence(tmp_path: Path, content: b
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=why):
-        explain_cluster(ExplainArguments(str(path)))
+        explain_cluster(str(path))
