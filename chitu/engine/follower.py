@@ -7,24 +7,13 @@ Invariant: it executes every plan that the main rank executes, in the same order
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from chitu.engine.model_runner import ModelRunner
+from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.tp_executor import step_decoder
 
 
-class StepListener(Protocol):
-    """A follower's side of `RankGroup`'s control messages."""
-
-    def receive(self) -> bytes: ...
-
-    def barrier(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def run_follower(runner: ModelRunner, group: StepListener, watch: ProcessWatch) -> None:
+def run_follower(runner: ModelRunner, group: RankGroup, watch: ProcessWatch) -> None:
     """Run the main rank's steps until it shuts down the instance."""
     while True:
         order = step_decoder.decode(group.receive())

@@ -8,12 +8,12 @@ the last call (`close`) comes from the main thread, after the step thread has en
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 import msgspec
 
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.engine.model_runner import ModelRunner
+from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.warmup import run_warmup
 from chitu.errors import Internal
@@ -29,16 +29,6 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Plan to run; None if the instance shuts down."""
 
 
-class Broadcast(Protocol):
-    """The main rank's side of `RankGroup`'s control messages."""
-
-    def send(self, data: bytes) -> None: ...
-
-    def barrier(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 _encoder = msgspec.msgpack.Encoder()
 step_decoder: msgspec.msgpack.Decoder[StepOrder] = msgspec.msgpack.Decoder(StepOrder)
 
@@ -52,7 +42,7 @@ def for_followers(plan: StepPlan) -> StepPlan:
 class TensorParallelExecutor:
     """An `Executor`. `watch` ends this process when a follower dies; `close` disarms it before the followers end."""
 
-    def __init__(self, runner: ModelRunner, group: Broadcast, watch: ProcessWatch) -> None:
+    def __init__(self, runner: ModelRunner, group: RankGroup, watch: ProcessWatch) -> None:
         self._runner = runner
         self._group = group
         self._watch = watch
