@@ -23,7 +23,6 @@ from chitu.http.choice_events import append_events
 from chitu.http.event_numbers import EventNumbers
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
-from chitu.http.kept_requests import why_not
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.proof import Moments, Proof, headers_of, proof_of
 from chitu.http.receipts import receipt_of
@@ -110,7 +109,7 @@ class GenerationRoutes:
                 running.trace = self._records.level(header(scope, b"x-chitu-trace"))
             job = await self._bodies.job(route, raw, exchange)
             created_s = int(time.time())
-            if self.keeps and not why_not(job):  # its body counts as being read until it is over
+            if self.keeps and not job.why_not_kept:  # its body counts as being read until it is over
                 running.origin = Origin(request_id, route, raw, job, created_s)
                 running.numbers = EventNumbers()
             else:

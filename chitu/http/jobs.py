@@ -80,6 +80,19 @@ class Job:
     grammar_param: str | None = None
     """Name of the field that the samplings' grammar comes from."""
 
+    @property
+    def why_not_kept(self) -> str:
+        """The field because of which the request cannot outlive its router; empty if it can."""
+        options = self.options
+        fields = {
+            "n": len(self.prompts) * options.n > 1,
+            "tools": self.plan is not None and self.plan.calls is not None,
+            "return_proof": options.return_proof,
+            "prompt_logprobs": options.prompt_logprobs is not None,
+            "echo with logprobs": options.echo and options.logprobs is not None,
+        }
+        return next((name for name, is_asked in fields.items() if is_asked), "")
+
 
 def client_timeout_s(scope: Scope) -> float | None:
     """Return how many seconds the client waits for the whole answer: the header X-Request-Timeout. Raise InvalidRequest

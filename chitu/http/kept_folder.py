@@ -32,8 +32,9 @@ class NotKept(Exception):
 
 class KeptFolder:
     def __init__(self, config: KeptRequestsConfig, path: Path) -> None:
+        self.config = config
         self._path = path
-        self._max_files, self._max_bytes, self._max_age_s = config.max_requests, config.max_mb << 20, config.max_age_s
+        self._max_bytes = config.max_mb << 20
         self._said: set[str] = set()
         """Names of files that were logged already."""
 
@@ -46,7 +47,7 @@ class KeptFolder:
             if entry.name.endswith(SUFFIX):
                 with contextlib.suppress(FileNotFoundError):  # another router took it
                     sizes.append(entry.stat().st_size)
-        if len(sizes) >= self._max_files:
+        if len(sizes) >= self.config.max_requests:
             raise NotKept(f"the folder holds {len(sizes)} requests already (router.kept_requests.max_requests)")
         if sum(sizes) + len(data) > self._max_bytes:
             raise NotKept(f"the folder has no room for {len(data)} bytes more (router.kept_requests.max_mb)")
@@ -76,9 +77,9 @@ class KeptFolder:
         for entry in self._entries():
             name = entry.name
             with contextlib.suppress(FileNotFoundError):  # another router took it
-                if name.endswith(ASIDE) and entry.stat(follow_symlinks=False).st_mtime < now_s - self._max_age_s:
+                if name.endswith(ASIDE) and entry.stat(follow_symlinks=False).st_mtime < now_s - self.config.max_age_s:
                     os.unlink(entry.path)
-                if not name.endswith(SUFFIX) or len(found) >= self._max_files:
+                if not name.endswith(SUFFIX) or len(found) >= self.config.max_requests:
                     continue
                 try:
                     record = unpack(self._read(name))
@@ -141,6 +142,6 @@ class KeptFolder:
             os.close(descriptor)
 
     def _say(self, name: str, text: str) -> None:
-        if name not in self._said and len(self._said) < self._max_files:
+        if name not in self._said and len(self._said) < self.config.max_requests:
             self._said.add(name)
             log.warning("the file %s of kept requests %s", self._path / name, text)

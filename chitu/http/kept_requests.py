@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -23,13 +23,15 @@ import msgspec
 from chitu import __version__
 from chitu.clock import Clock
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled, RequestKept, UnknownRequest
+from chitu.http.body_reader import BodyReader
 from chitu.http.choice import ChoiceDecoder
+from chitu.http.generate import GenerationRoutes
 from chitu.http.jobs import Job
 from chitu.http.kept_folder import KeptFolder, NotKept
-from chitu.http.running_answers import Choice, RunningAnswer, RunningAnswers, Wakeup, bare_names
+from chitu.http.running_answers import Choice, RunningAnswer, Wakeup, bare_names
 from chitu.http.served_model import ServedModel
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import Finish, KVLayout, SamplingParams, pack_i32, unpack_i32
+from chitu.protocol import Finish, KVLayout, pack_i32, unpack_i32
 from chitu.protocol.kept_request import KeptRequest, pack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.generation import GenerateRequest, Generation
@@ -40,19 +42,6 @@ LOOK_S = 1.0
 """Interval between two looks into the folder."""
 BUSY = (429, 503)
 """HTTP statuses of a router that may accept a request later."""
-
-
-def why_not(job: Job) -> str:
-    """Return the field because of which a request cannot outlive its router; empty if it can."""
-    options = job.options
-    fields = {
-        "n": len(job.prompts) * options.n > 1,
-        "tools": job.plan is not None and job.plan.calls is not None,
-        "return_proof": options.return_proof,
-        "prompt_logprobs": options.prompt_logprobs is not None,
-        "echo with logprobs": options.echo and options.logprobs is not None,
-    }
-    return next((name for name, is_asked in fields.items() if is_asked), "")
 
 
 class _News(Wakeup):
@@ -92,24 +81,18 @@ class KeptRequests:
     def __init__(
         self,
         folder: KeptFolder,
-        max_requests: int,
-        max_age_s: float,
         model: ServedModel,
         router: PDRequestRouter,
-        running: RunningAnswers,
-        read_body: Callable[[Any, bytearray], Awaitable[Job]],
-        make_decoder: Callable[[Job, SamplingParams], ChoiceDecoder],
+        bodies: BodyReader,
+        routes: GenerationRoutes,
         clock: Clock,
     ) -> None:
-        """`read_body(route, raw)` decodes a body again, as when it arrived."""
         self._folder = folder
-        self._max_requests = max_requests
-        self._max_age_s = max_age_s
         self._model = model
         self._router = router
-        self._running = running
-        self._read_body = read_body
-        self._make_decoder = make_decoder
+        self._bodies = bodies
+        self._routes = routes
+        self._running = routes.running
         self._clock = clock
         self._taken: list[TakenUp] = []
         self._looking: asyncio.Task[None] | None = None
@@ -120,7 +103,7 @@ class KeptRequests:
 
     async def write_all(self, timeout_s: float) -> None:
         """Stop and write the running requests. Their clients are told how to go on, or that their request could not be
-        written. Requests that must end here (`why_not`) run on."""
+        written. Requests that must end here (`Job.why_not_kept`) run on."""
         self._is_ending = True
         written: list[tuple[RunningAnswer | TakenUp, KeptRequest]] = []
         taken = {id(each.answer): each for each in self._taken}
@@ -183,7 +166,7 @@ class KeptRequests:
             route=cast(Any, origin.route),
             body=bytes(origin.body).decode(),
             created_s=origin.created_s,
-            expires_s=now_s + self._max_age_s,
+            expires_s=now_s + self._folder.config.max_age_s,
             left_s=max(0.001, generation.deadline_s - self._clock.monotonic()),
             model_hash=layout.model_hash,
             dtype=layout.dtype,
@@ -237,7 +220,7 @@ class KeptRequests:
     async def _look(self, layout: KVLayout) -> None:
         try:
             found = await asyncio.to_thread(self._folder.found, time.time(), layout.model_hash, layout.dtype)
-            for name, record in found[: max(0, self._max_requests - len(self._taken))]:
+            for name, record in found[: max(0, self._folder.config.max_requests - len(self._taken))]:
                 if self._is_ending:
                     return
                 try:
@@ -259,10 +242,10 @@ class KeptRequests:
 
     async def _parsed(self, record: KeptRequest) -> TakenUp:
         """Return the recorded request, ready to go on. ChituError if this router cannot serve it."""
-        job = await self._read_body(record.route, bytearray(record.body.encode()))
+        job = await self._bodies.job_again(record.route, bytearray(record.body.encode()))
         limits = self._model.limits(self._router.candidates)
-        if why_not(job) or limits is None:
-            raise InvalidRequest(f"{why_not(job)}: such a request is not kept")
+        if job.why_not_kept or limits is None:
+            raise InvalidRequest(f"{job.why_not_kept}: such a request is not kept")
         ids, sampling = record.prompt_token_ids, record.sampling
         if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:
             raise InvalidRequest(f"{len(ids)} + {sampling.max_tokens} tokens; {limits.max_model_len} are served here")
@@ -285,7 +268,7 @@ class KeptRequests:
             priority=job.priority,
         )
         answer = RunningAnswer(record.tenant, self._clock.monotonic())
-        each = TakenUp(record, job, request, self._make_decoder(job, sampling), answer)
+        each = TakenUp(record, job, request, self._routes.decoder_of(job, sampling), answer)
         answer.wakeup = _News(partial(self._on_news, each))
         each.decoder.feed(list(record.token_ids), record.finish or None)
         return each

@@ -111,10 +111,7 @@ class ApiEndpoint:
         if (keep := config.kept_requests).dir is not None:
             folder = KeptFolder(keep, Path(keep.dir).expanduser().absolute())
             routes, self._routes.keeps = self._routes, True
-            self._kept = KeptRequests(
-                *(folder, keep.max_requests, keep.max_age_s, model, self.router, routes.running),
-                *(bodies.job_again, routes.decoder_of, clock),
-            )
+            self._kept = KeptRequests(folder, model, self.router, bodies, routes, clock)
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         running = self._routes.running
