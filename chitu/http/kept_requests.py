@@ -244,7 +244,9 @@ class KeptRequests:
         """Return the recorded request, ready to go on. ChituError if this router cannot serve it."""
         job = await self._bodies.job_again(record.route, bytearray(record.body.encode()))
         limits = self._model.limits(self._router.candidates)
-        if job.why_not_kept or limits is None:
+        if limits is None:
+            raise NoInstance(self._router.candidates.why_unusable())
+        if job.why_not_kept:
             raise InvalidRequest(f"{job.why_not_kept}: such a request is not kept")
         ids, sampling = record.prompt_token_ids, record.sampling
         if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:

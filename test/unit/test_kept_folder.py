@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -15,8 +17,14 @@ from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import InvalidRequest
 from chitu.http.event_numbers import EventNumbers, events_read
 from chitu.http.kept_folder import KeptFolder, NotKept
+from chitu.http.kept_requests import KeptRequests
+from chitu.http.running_answers import RunningAnswers
+from chitu.http.served_model import ModelLimits
+from chitu.protocol import InstanceInfo, KVLayout
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
+from chitu.router.routing import Candidates
+from chitu.testing.clock import FakeClock
 
 NOW_S = 1_000_000_000.0
 
@@ -171,3 +179,27 @@ def test_where_a_client_goes_on(query: bytes, last: bytes | None, behind: int) -
 def test_a_place_that_is_none_is_refused(query: bytes) -> None:
     with pytest.raises(InvalidRequest, match="starting_after"):
         events_read({"query_string": query, "headers": []})
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_it_is_read(
+    tmp_path: Path, leaves: bool
+) -> None:
+    """A request that this router will never serve is put aside. That no instance serves just now is no such reason."""
+    of = folder(tmp_path, max_age_s=1e12)
+    of.write(record(expires_s=1e12))
+    limits = [ModelLimits(2, 100), None if leaves else ModelLimits(2, 100)]
+    model = SimpleNamespace(layout=KVLayout("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0))
+    router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
+    routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
+
+    async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
+        return SimpleNamespace(why_not_kept="")
+
+    async def look() -> None:
+        kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, FakeClock())  # type: ignore[arg-type]
+        kept.tick()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+
+    asyncio.run(look())
+    assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["request" if leaves else "refused"]
