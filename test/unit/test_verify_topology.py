@@ -12,7 +12,8 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from chitu.client.verify.probe import CheckedRequest, Served, read_answer
+from chitu.client.client import RouterClient, RouterUnreachable
+from chitu.client.verify.probe import CheckedRequest, Prober, Served, read_answer
 from chitu.client.verify.topology import expected_bytes, judge
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
@@ -147,6 +148,14 @@ def test_an_answer_is_read_with_its_proof_and_one_cut_off_or_with_an_error_is_no
         read_answer(0, "r", event + failed, True)
     with pytest.raises(ValueError, match="return_proof"):
         read_answer(0, "r", event + b"data: [DONE]\n\n", True)
+
+
+def test_a_router_that_is_gone_is_an_error_of_ours_also_where_no_answer_is_checked() -> None:
+    """`chitu verify` exits with 2 for these; 1 would say that an answer is wrong."""
+    prober = Prober(RouterClient("http://127.0.0.1:1"), "m", max_tokens=1, timeout_s=1.0)
+    with pytest.raises(RouterUnreachable):
+        prober.token_ids("a")
+    assert prober.ask(0, "a", False).error.startswith("router_unreachable: no router listens")
 
 
 def test_any_python_runs_it_or_says_which_one_does(tmp_path: Path) -> None:
