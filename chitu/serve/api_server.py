@@ -39,7 +39,7 @@ from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.membership import Membership
 from chitu.serve.own_cluster import OwnCluster
-from chitu.serve.replicas import ReplicaEvents, ReplicaSet
+from chitu.serve.replicas import ReplicaSet
 from chitu.serve.siblings import Siblings
 from chitu.tracing.router_trace import trace_folder
 
@@ -77,10 +77,11 @@ class RouterProcess:
         limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)
         headers = [("x-chitu-worker", "0")] if is_several else []
         self._http = HTTPServer(self._api.app, mine, headers, limits)
-        events = ReplicaEvents(self._on_replicas, self._cluster.note_ended)
         whole = with_router_ports(whole, self.port_table())
         incarnation = self._membership.coordination.view.router_incarnation
-        self._replicas = ReplicaSet(whole, incarnation, config.token_port, model.created_s, events)
+        self._replicas = ReplicaSet(
+            *(whole, incarnation, config.token_port, model.created_s), self._on_replicas, self._cluster.note_ended
+        )
         self._ending = Ending()
 
     async def start(self) -> None:

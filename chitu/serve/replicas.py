@@ -69,14 +69,6 @@ class _Replica:
 
 
 @dataclass(slots=True)
-class ReplicaEvents:
-    on_change: Callable[[tuple[ApiProcess, ...]], None]
-    """Called with the live processes when they change; process 0 is the first."""
-    on_ended: Callable[[RouterMetrics], None]
-    """Called with the metrics of a process that died."""
-
-
-@dataclass(slots=True)
 class ReplicaSet:
     topology: Topology
     """Topology with the router's actual ports."""
@@ -85,7 +77,10 @@ class ReplicaSet:
     token_port: int
     """Token port as configured. Process i gets this port plus i, or any free one if it is 0."""
     created_s: int
-    events: ReplicaEvents
+    on_change: Callable[[tuple[ApiProcess, ...]], None]
+    """Called with the live processes when they change; process 0 is the first."""
+    on_ended: Callable[[RouterMetrics], None]
+    """Called with the metrics of a process that died."""
     _replicas: list[_Replica] = field(default_factory=list)
     _own: Listener | None = None
     """Listener on the port of this process alone."""
@@ -177,7 +172,7 @@ class ReplicaSet:
         replica.heard_s, replica.is_silent = now_s, False
         if last is not None:
             self._tell()
-            self.events.on_ended(_decode_metrics(last.metrics))
+            self.on_ended(_decode_metrics(last.metrics))
 
     def _watch(self, replica: _Replica, child: ChildProcess, now_s: float, stall_s: float) -> None:
         if stall_s > MAX_STALL_S:
@@ -202,7 +197,7 @@ class ReplicaSet:
         assert self._own is not None
         ready = [(r.index, r.incarnation, r.heartbeat.port) for r in self._replicas if r.heartbeat is not None]
         first = ApiProcess(0, self.incarnation, self._own.port)
-        self.events.on_change((first, *(ApiProcess(*process) for process in ready)))
+        self.on_change((first, *(ApiProcess(*process) for process in ready)))
 
     def _spec(self, name: str) -> ProcessSpec:
         replica = next(replica for replica in self._replicas if replica.name == name)
