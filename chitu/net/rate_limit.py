@@ -25,7 +25,7 @@ class _Bucket:
 
 
 class RateLimiter(Generic[Client]):
-    """Limits the requests of each client. `per_s` 0: without limit."""
+    """Limits the requests of each client."""
 
     def __init__(self, clock: Clock, per_s: float, burst: int, max_buckets: int = MAX_BUCKETS) -> None:
         self._clock = clock
@@ -40,8 +40,6 @@ class RateLimiter(Generic[Client]):
     def take(self, client: Client) -> float:
         """Return 0 if the request may proceed; it then counts. Else return the seconds until one may; this one does not
         count."""
-        if not self._per_s:
-            return 0.0
         now_s = self._clock.monotonic()
         bucket = self._buckets.get(client)
         if bucket is None:
