@@ -231,17 +231,16 @@ class PDRequestRouter:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._on_bad_tokens(frame)
             else:
-                if self._framed:
-                    self._note_frame(batch, frame)
+                if self._framed and self._trace is not None:
+                    self._note_frame(self._trace, batch, frame)
                 self.on_tokens(batch)
         if self._dirty:
             self.flush()
 
-    def _note_frame(self, batch: TokenBatch, frame: bytes) -> None:
+    def _note_frame(self, trace: RouterTrace, batch: TokenBatch, frame: bytes) -> None:
         """Record the frame once for each request that it is about and whose frames are wanted."""
-        assert self._trace is not None
         for room in {*batch.rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
-            self._trace.note_frame(self._framed[room], room, "received", "token", frame)
+            trace.note_frame(self._framed[room], room, "received", "token", frame)
 
     def _on_bad_tokens(self, frame: bytes) -> None:
         self.counters.bad_token_messages += 1

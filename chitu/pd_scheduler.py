@@ -300,18 +300,17 @@ class PDScheduler:
     def _take_transfer_event(self, event: TransferEvent) -> None:
         if event.error is not None:
             self._ends.transfer_failed(event.room, event.error)
-        if self._traced and event.kind is TransferEventKind.SUCCESS:
-            self._note_success(event)
+        if self._traced and self._trace is not None and event.kind is TransferEventKind.SUCCESS:
+            self._note_success(self._trace, event)
         self._load.bytes_moved += event.kv_bytes
         self._load.bytes_saved += event.saved_bytes
 
-    def _note_success(self, event: TransferEvent) -> None:
+    def _note_success(self, trace: SchedulerTrace, event: TransferEvent) -> None:
         """Record a SUCCESS if its room is traced, before the managers apply the event."""
-        assert self._trace is not None
         sequence = self._sequences.find(event.room)
         if sequence is None:
             return
         if self._parts.sender is not None:
-            self._trace.note_end(sequence, "sent")
+            trace.note_end(sequence, "sent")
         else:
-            self._trace.note_restored(sequence, event, self._clock.monotonic())
+            trace.note_restored(sequence, event, self._clock.monotonic())

@@ -51,8 +51,7 @@ class BodyReader:
             job: Job = await self._read(ReadBody(route, facts), raw, exchange)
             grammar = job.samplings[0].grammar
             if grammar is not None:
-                assert facts.limits is not None
-                verdict = self._verdict(JudgeGrammar(grammar, facts.limits.vocab_size))
+                verdict = self._verdict(JudgeGrammar(grammar, facts.vocab_size))
                 refusal = await _while_wanted(exchange, verdict)
                 if refusal is not None:
                     raise InvalidRequest(f"{job.grammar_param}: {refusal.message}", job.grammar_param)
