@@ -91,7 +91,7 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
                     raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
         content = message.content
         if content is None:
-            if not message.tool_calls:
+            if message.role != "assistant":
                 raise InvalidRequest(f"{where}.content is required", f"{where}.content")
             content = ""  # templates add text to it
         if not isinstance(content, str):

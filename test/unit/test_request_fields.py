@@ -257,6 +257,19 @@ def test_of_a_message_what_is_not_served_is_refused_unless_empty(name: str) -> N
         assert raised.value.param == f"messages[1].{name}"
 
 
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_only_an_answer_that_is_sent_back_may_have_no_content(content: dict[str, Any]) -> None:
+    answer = {"role": "assistant", **content, "refusal": None, "reasoning_content": "Hm"}  # cut off while it reasons
+    decoded = decode(CHAT, {"messages": [USER, answer, USER]})
+    sent_back = {"role": "assistant", "content": "", "reasoning_content": "Hm"}
+    assert chat_messages(decoded.messages) == [USER, sent_back, USER]
+    for role in ("system", "user", "tool"):
+        decoded = decode(CHAT, {"messages": [USER, {"role": role, **content}]})
+        with pytest.raises(InvalidRequest) as raised:
+            chat_messages(decoded.messages)
+        assert raised.value.param == "messages[1].content"
+
+
 BY_DEFAULT = {
     # What clients send by default, taken from their sources.
     "openai": (CHAT, {"model": "m", "messages": [USER], "stream": False}),
