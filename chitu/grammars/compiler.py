@@ -68,7 +68,7 @@ class Matcher:
         """Advance by emitted tokens. If one violates the grammar, the next `mask` raises."""
         self._num_tokens += len(tokens)
         if not self._error and not self._matcher.consume_tokens(list(tokens)):
-            self._error = _first_line(self._matcher.get_error()) or "an emitted token does not follow the grammar"
+            self._error = _in_one_line(self._matcher.get_error()) or "an emitted token does not follow the grammar"
 
     def mask(self) -> npt.NDArray[np.uint32]:
         """Return which tokens may come next: one bit each, the first token in the lowest bit, at least one. After the
@@ -80,7 +80,7 @@ class Matcher:
                 bits[-1] &= np.uint32((1 << self._vocab_size % 32) - 1)
             self._spent_s += self._clock() - start_s
             if self._matcher.is_error():
-                self._error = _first_line(self._matcher.get_error())
+                self._error = _in_one_line(self._matcher.get_error())
             elif not bits.any():
                 self._error = "none of the model's tokens may come next"
             elif self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * self._num_tokens:
@@ -125,7 +125,7 @@ class GrammarCompiler:
                 source = behind_reasoning(source, grammar.reasoning, self._added, self._eos)
             matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
         except (ValueError, msgspec.DecodeError, RecursionError) as error:
-            raise InvalidRequest(f"{grammar.kind}: {_first_line(str(error))}") from error
+            raise InvalidRequest(f"{grammar.kind}: {_in_one_line(str(error))}") from error
         if not matcher.is_error():
             # The first mask is the costliest, and shows that the grammar permits any token at all.
             compiled = CompiledGrammar(matcher, self._vocab_size)
@@ -133,7 +133,7 @@ class GrammarCompiler:
             if not matcher.is_error():
                 compiled.matcher().mask()
                 return compiled
-        raise InvalidRequest(f"{grammar.kind}: {_first_line(matcher.get_error())}")
+        raise InvalidRequest(f"{grammar.kind}: {_in_one_line(matcher.get_error())}")
 
     def _source(self, grammar: Grammar) -> str:
         text = grammar.text
@@ -169,6 +169,9 @@ def _literally(text: str) -> str:
     return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[0][:ERROR_CHARS] if lines else ""
+def _in_one_line(text: str) -> str:
+    """Return an error of llguidance in one line. That of a regular expression has several, and its reason leads."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
+    at = next((i for i, line in enumerate(lines) if line.startswith("error: ")), None)
+    told = lines[:1] if at is None else [f"{lines[at].removeprefix('error: ')}:", *lines[:at]]
+    return " ".join(told)[:ERROR_CHARS]
