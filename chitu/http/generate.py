@@ -375,6 +375,8 @@ class GenerationRoutes:
             return
         choice.has_prompt = True
         echoed = logprobs if options.echo and isinstance(logprobs, CompletionLogprobs) else None
+        if echoed is not None and prompt.num_added is not None:
+            echoed.begin_text(prompt.num_added, self._model.tokenizer.detokenizer(False))
         token_ids, lines = unpack_i32(prompt.token_ids), prompt_lines(prompt.num_tokens, data)
         for start in range(0, len(token_ids), PROMPT_TOKENS_PER_TURN):
             part = slice(start, start + PROMPT_TOKENS_PER_TURN)

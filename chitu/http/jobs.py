@@ -55,6 +55,8 @@ class Prompt:
     num_tokens: int
     echo: str
     """Text of the prompt if the answer repeats it, else empty."""
+    num_added: int | None = None
+    """Tokens before `echo` that the tokenizer added; None if `echo` was decoded from tokens."""
 
 
 @dataclass(slots=True)
@@ -262,9 +264,13 @@ class JobParser:
                         "prompt_logprobs" if options.prompt_logprobs is not None else "logprobs",
                     )
             samplings.append(shared)
-            if text is None and options.echo:
-                text = self._model.tokenizer.decode(ids, options.skip_special_tokens)
-            prompts.append(Prompt(pack_i32(ids), len(ids), (text or "") if options.echo else ""))
+            prompt = Prompt(pack_i32(ids), len(ids), "")
+            if options.echo and text is not None:
+                prompt.echo = text
+                prompt.num_added = self._model.num_added_tokens(ids) if add_special_tokens else 0
+            elif options.echo:
+                prompt.echo = self._model.tokenizer.decode(ids, options.skip_special_tokens)
+            prompts.append(prompt)
         cache_salt = None if body.cache_prompt is False else body.cache_salt or ""
         return Job(
             prompts,

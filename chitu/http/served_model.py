@@ -146,6 +146,11 @@ class ServedModel:
             raise ContextLengthExceeded(f"a prompt of {len(text)} characters has more than {most} tokens; shorten it")
         return self.tokenizer.encode(text, add_special_tokens)
 
+    def num_added_tokens(self, ids: Sequence[int]) -> int:
+        """Return how many of the first ids are those that begin every text (bos)."""
+        head = self.tokenizer.encode("", True)
+        return len(head) if list(ids[: len(head)]) == head else 0
+
     def last_tokens(self, ids: Sequence[int], most: int, has_special_tokens: bool) -> list[int]:
         """Return the last `most` ids (`most` at least 1). With special tokens, the result begins with those that begin
         every text (bos), if there is room for more than these."""

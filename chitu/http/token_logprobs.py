@@ -132,18 +132,20 @@ class CompletionLogprobs(ChoiceLogprobs):
         self._texts = texts
         self._detokenizer = detokenizer
         self._offset = 0
+        self._num_added = 0
+        """Tokens to come that are not part of the choice's text."""
         self._columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
+
+    def begin_text(self, num_added: int, detokenizer: Detokenizer) -> None:
+        """Begin a prompt that was given as text, of which special tokens are a part. `num_added`: tokens that the
+        tokenizer put before it."""
+        self._num_added, self._detokenizer = num_added, detokenizer
 
     def write_prompt(self, token_ids: Sequence[int], lines: Sequence[bytes | None], count: int) -> None:
         """Write the next tokens of a prompt that the answer repeats, with up to `count` candidates each."""
         for token_id, packed in zip(token_ids, lines, strict=True):
             if packed is None:
-                tokens, numbers, tops, offsets = self._columns
-                tokens.append(self._texts[token_id])
-                numbers.append(b"null")
-                tops.append(b"null")
-                offsets.append(b"%d" % self._offset)
-                self._offset += len(self._detokenizer.push((token_id,)))
+                self._append(token_id, b"null", b"null")
             else:
                 own, top = unpack_logprobs(packed)
                 self._write(token_id, own, top[:count])
@@ -153,16 +155,22 @@ class CompletionLogprobs(ChoiceLogprobs):
         self._offset, self._detokenizer = offset, detokenizer
 
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
-        text = self._texts[token_id]
         # Always include the token itself. If two tokens have the same text, the likelier one counts.
         top_of = {self._texts[other]: logprob for other, logprob in reversed([*top, (token_id, own)])}
         ordered = sorted(top_of.items(), key=lambda item: -item[1])
+        top_json = b"{" + b",".join([name + b":" + _number(logprob) for name, logprob in ordered]) + b"}"
+        self._append(token_id, _number(own), top_json)
+
+    def _append(self, token_id: int, number: bytes, top: bytes) -> None:
         tokens, numbers, tops, offsets = self._columns
-        tokens.append(text)
-        numbers.append(_number(own))
-        tops.append(b"{" + b",".join([name + b":" + _number(logprob) for name, logprob in ordered]) + b"}")
+        tokens.append(self._texts[token_id])
+        numbers.append(number)
+        tops.append(top)
         offsets.append(b"%d" % self._offset)
-        self._offset += len(self._detokenizer.push((token_id,)))
+        if self._num_added:
+            self._num_added -= 1
+        else:
+            self._offset += len(self._detokenizer.push((token_id,)))
 
     def take(self) -> bytes:
         columns, self._columns = self._columns, ([], [], [], [])

@@ -13,17 +13,20 @@ from typing import Any, cast
 import pytest
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.config.schema import ModelConfig
+from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
 from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
+from chitu.http.generate import GenerationRoutes
 from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS_BYTES, unpack_i32
+from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS_BYTES, pack_logprobs, unpack_i32
+from chitu.router.generation import GenerateRequest, Generation
+from chitu.testing.clock import FakeClock
 
 MAX_LEN = 64
 
@@ -399,3 +402,22 @@ def test_eos_of_the_tokenizer_ends_a_text_unless_it_is_ignored_or_has_no_embeddi
     world = World(path=tmp_path)
     assert world.model.eos_ids == {1}
     assert world.completion("a").samplings[0].stop_token_ids == ()
+
+
+@pytest.mark.parametrize("prompt", ["The fox", "<|im_start|>é<|pad|> 😀<|im_end|>", "<|begin|>a"])
+@pytest.mark.parametrize("more", [{}, {"add_special_tokens": False}, {"skip_special_tokens": False}])
+def test_text_offsets_of_a_prompt_that_is_repeated_are_places_in_its_text(prompt: str, more: dict[str, bool]) -> None:
+    world = World()
+    none: Any = None
+    router: Any = SimpleNamespace(cancel=none)
+    routes = GenerationRoutes(world.model, router, none, RouterConfig(), FakeClock(), lambda scope: "")
+    job = world.completion(prompt, echo=True, logprobs=0, **more)
+    [own], [sampling] = job.prompts, job.samplings
+    choice = routes.choice_of(job, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own)
+    asyncio.run(routes._write_prompt(choice, pack_logprobs(-1.0) * (own.num_tokens - 1), job.options))
+    assert choice.logprobs is not None
+    shown = json.loads(choice.logprobs.take())
+    num_added = own.num_tokens - len(world.model.tokenizer.encode(prompt, add_special_tokens=False))
+    assert own.echo == prompt and shown["text_offset"][:num_added] == [0] * num_added
+    for token, at in zip(shown["tokens"][num_added:], shown["text_offset"][num_added:], strict=True):
+        assert prompt.startswith(token, at) or token.startswith("bytes:")
