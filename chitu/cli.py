@@ -322,7 +322,13 @@ def _make_model(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     sys.argv = [f"chitu bench {arguments.name}", *arguments.arguments]
-    runpy.run_module(f"chitu.bench.{arguments.name}", run_name="__main__")
+    try:
+        runpy.run_module(f"chitu.bench.{arguments.name}", run_name="__main__")
+    except ModuleNotFoundError as error:  # of an extra
+        raise ConfigError(
+            f"chitu bench {arguments.name} needs {error.name}, which is not installed; the extra dev has it: "
+            "pip install -e '.[dev]' in the project's folder"
+        ) from error
     return 0
 
 
