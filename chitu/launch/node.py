@@ -112,7 +112,8 @@ class Node:
         self.topology = topology
         self.host = host
         self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
-        self._has_own_log_dir = not (options.log_dir or topology.log.dir)
+        self.removes_logs = not (options.log_dir or topology.log.dir)
+        """Whether `stop` removes the logs, unless a process died."""
         self.supervisor = Supervisor(
             list(self._specs),
             self._spec,
@@ -213,7 +214,7 @@ class Node:
 
     def stop(self) -> None:
         self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
-        if self._has_own_log_dir:
+        if self.removes_logs:
             self.supervisor.remove_logs()
 
     def _spec(self, name: str) -> ProcessSpec:
@@ -282,6 +283,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         display.close()
         if stop.is_set():
             return 0
+        node.removes_logs = False  # they may have the reason
         # From here on ignore signals, such as that of `on_failure`, so that this node ends with its own exit code.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

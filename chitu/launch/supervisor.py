@@ -181,7 +181,8 @@ class Supervisor:
             if self._run_dir is not None:
                 self._run_dir.remove()
                 self._run_dir = None
-        self._was_clean = self._was_clean and all(code == 0 for code in codes.values())
+        # One that was never ready may have ended by the signal itself, before it had a handler: that is no death.
+        self._was_clean = self._was_clean and all(m.exit_code == 0 for m in self.members.values() if m.was_ready)
         return codes
 
     def remove_logs(self) -> bool:

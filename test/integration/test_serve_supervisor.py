@@ -185,6 +185,13 @@ def test_logs_are_bounded_private_and_dropped_only_where_nobody_died(model: Path
     assert not started.remove_logs() and log.exists()
 
 
+def test_the_end_during_the_start_is_no_death_and_leaves_no_logs(model: Path) -> None:
+    with cluster(model, entries=WITHOUT_TORCHRUN) as started:
+        log = started.log_dir / "router.log"
+        assert log.exists()
+    assert started.remove_logs() and not log.exists()
+
+
 def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) -> None:
     events: list[str] = []
     with cluster(model, events=events, restart=True, entries=WITHOUT_TORCHRUN) as started:
