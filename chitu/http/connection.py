@@ -23,7 +23,7 @@ from typing import cast
 
 from uvicorn.server import ServerState
 
-from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, SlowRequest
+from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, NoInstance, SlowRequest
 from chitu.http.exchange import CONTINUE, EXCHANGE, Exchange
 from chitu.http.limits import (
     LINGER_BYTES,
@@ -293,8 +293,12 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(tasks.discard)
 
     async def _serve(self, exchange: Exchange) -> None:
+        error: ChituError = Internal("the server failed to handle this request")
         try:
             await self._server.app(exchange.scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:  # by `HTTPServer.stop`, after its timeout
+            error = NoInstance("the server is shutting down")
+            raise
         except Exception:
             log.exception("a request failed")
         finally:
@@ -306,7 +310,7 @@ class Connection(asyncio.Protocol):
                 if exchange.is_started:
                     self.transport.close()
                 else:
-                    exchange.fail(exchange.refusal or Internal("the server failed to handle this request"))
+                    exchange.fail(exchange.refusal or error)
 
     def on_answered(self, exchange: Exchange) -> None:
         """Go on after the answer of the running request was written."""

@@ -101,13 +101,13 @@ class GenerationRoutes:
         try:
             raw = await exchange.body(self._max_body_bytes)
             running.received_s = self._clock.monotonic()
-            if self.draining:
-                raise self._router.rejected(NoInstance("the server is shutting down"))
+            self._require_open()
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             timeout_s = client_timeout_s(scope)
             if self._records is not None:
                 running.trace = self._records.level(header(scope, b"x-chitu-trace"))
             job = await self._bodies.job(route, raw, exchange)
+            self._require_open()  # again: a large body or a grammar takes time
             created_s = int(time.time())
             if self.keeps and not job.why_not_kept:  # its body counts as being read until it is over
                 running.origin = Origin(request_id, route, raw, job, created_s)
@@ -140,6 +140,10 @@ class GenerationRoutes:
             if self._trace is not None:
                 make_span = partial(self._request_span, scope, request_id, running, failed)
                 self._trace(scope, running.arrived_s, make_span)
+
+    def _require_open(self) -> None:
+        if self.draining:
+            raise self._router.rejected(NoInstance("the server is shutting down"))
 
     def _note_request(
         self,

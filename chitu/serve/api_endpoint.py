@@ -152,7 +152,7 @@ class ApiEndpoint:
 
     async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is
-        hurried, then fail them. `refuses`: reject new requests on open connections."""
+        hurried, then fail them. New requests on open connections are rejected from then on; if `refuses`, at once."""
         self._routes.draining = refuses
         self._snapshots.is_closed = True
         if self._kept is not None:
@@ -163,6 +163,7 @@ class ApiEndpoint:
         await asyncio.wait({idle, again}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, again):
             task.cancel()
+        self._routes.draining = True  # what has not begun by now would be cut off
         if self.router.in_flight:
             log.warning("%d requests did not finish in time", self.router.in_flight)
             self.router.fail_all(NoInstance("the server is shutting down"))

@@ -238,6 +238,25 @@ def test_a_grammar_that_compiles_for_minutes_costs_its_client_an_error_and_nobod
     assert world.ask({"prompt": "a", "max_tokens": 1, "guided_regex": "a+"})[0] == 200
 
 
+def test_a_router_that_ends_refuses_a_body_that_it_has_not_read(tmp_path: Path) -> None:
+    settings = ("model.served_name=m", "dp_config.router.pd_disaggregation.deadlines.drain_s=20")
+    with forked_router(tmp_path, TINY_MODEL_DIR, settings) as router:
+        router.start_worker("P0,D0", "--max-model-len", "131072", "--vocab-size", "100000", "--step-s", "0.02")
+        world = World(router)
+        helper = world.helper()
+        helper.suspend()
+        wait_until(lambda: state(helper) == psutil.STATUS_STOPPED, 30, "the process to stop")
+        running = world.begin({"prompt": "b", "max_tokens": 100})
+        stuck = world.begin(large("c"))
+        assert world.ask({"prompt": "small", "max_tokens": 1})[0] == 200
+        router.signal(signal.SIGTERM)
+        wait_until(lambda: "draining: 1 requests run" in router.log, 30, "the router to end")
+        helper.resume()
+        status, answer = stuck.result(60)
+        assert (status, answer["error"]["message"]) == (503, "the server is shutting down"), answer
+        assert running.result(60)[0] == 200
+
+
 def test_a_router_that_is_killed_leaves_no_process_not_even_one_that_is_stopped(tmp_path: Path) -> None:
     with forked_router(tmp_path, TINY_MODEL_DIR, ("model.served_name=m",)) as router:
         router.start_worker("P0,D0", "--max-model-len", "131072", "--vocab-size", "100000")

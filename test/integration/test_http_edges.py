@@ -438,3 +438,16 @@ def test_a_server_without_descriptors_accepts_again_once_it_has_some() -> None:
             client.close()
 
     run(scenario)
+
+
+def test_a_request_that_the_end_of_the_server_interrupts_gets_an_error_that_says_so() -> None:
+    app = Held()
+
+    async def scenario() -> None:
+        async with serving(app, PATIENT) as port:
+            client = await Client.connect(port)
+            client.send(post(b"x"))
+            await until(lambda: app.num_read == 1)
+        assert await client.status() == 503 and client.code == "no_instance"
+
+    run(scenario)
