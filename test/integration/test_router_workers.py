@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import json
 import os
 import signal
 import threading
@@ -367,31 +366,6 @@ def test_a_replica_that_is_told_to_end_finishes_what_it_serves_and_is_started_ag
     wait_until(lambda: f"router.{told} is started again" in router.log, WAIT_S, router_log)
     wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, router_log)
     assert workers(router)[told].pid != before[told].pid
-
-
-def test_a_replica_that_ends_begins_nothing_that_it_would_cut_off(router: RouterUnderTest) -> None:
-    router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.05")
-    pid = workers(router)[1].pid
-    connection = connection_to(router, 1)
-
-    def begin(word: str) -> None:
-        body = {"prompt": "a", "max_tokens": 200, "stream": True, "guided_regex": word}
-        connection.request("POST", "/v1/completions", json.dumps(body))
-
-    begin("a")
-    assert b"data: {" in connection.getresponse().readline()
-    connection.close()
-    connection = connection_to(router, 1)
-    [helper] = [child for child in psutil.Process(pid).children() if "chitu.serve.body_process" in child.cmdline()]
-    helper.suspend()
-    begin("b")
-    os.kill(pid, signal.SIGTERM)
-    wait_until(
-        lambda: " router.1 I chitu.serve.api_endpoint: draining" in router.log, WAIT_S, lambda: router.log[-2000:]
-    )
-    helper.resume()
-    answer = connection.getresponse()
-    assert (answer.status, json.loads(answer.read())["error"]["message"]) == (503, "the server is shutting down")
 
 
 def test_replicas_end_with_the_process_that_started_them(router: RouterUnderTest) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +29,8 @@ from chitu.protocol import (
     Wire,
     encode,
 )
-from chitu.serve.api_endpoint import with_share
+from chitu.serve.api_endpoint import ApiEndpoint, with_share
+from chitu.serve.lifetime import Ending
 from chitu.serve.replica import ReplicaCluster
 from chitu.serve.siblings import Siblings, credential_of
 from chitu.testing.clock import FakeClock
@@ -134,3 +139,21 @@ def test_loads_and_failures_come_behind_the_view() -> None:
     assert world.cluster.loads() == {(Role.DECODE, 0): LoadReport()}, "another process"
     with pytest.raises(BadFrame):
         world.cluster.on_frames([encode(ClusterView(5, 3, ()))])
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_one_that_ends_alone_takes_new_requests_until_its_drain_is_over(refuses: bool) -> None:
+    refused: list[bool] = []
+
+    async def idle() -> None:
+        refused.append(routes.draining)
+
+    routes = SimpleNamespace(draining=False)
+    api: Any = SimpleNamespace(_routes=routes, _snapshots=SimpleNamespace(), _kept=None)
+    api.router = SimpleNamespace(in_flight=0, idle=idle)
+
+    async def scenario() -> None:
+        await ApiEndpoint.drain(api, 60.0, Ending(), refuses=refuses)
+
+    asyncio.run(scenario())
+    assert (refused, routes.draining) == ([refuses], True)
