@@ -109,7 +109,6 @@ class Attempt:
     def note_cached(self, num_tokens: int) -> None:
         """Set the number of cached tokens, which the instance reports with the first token."""
         self.cached_tokens = max(0, min(num_tokens, self.num_tokens))
-        self.generation.cached_tokens = min(self.cached_tokens, self.generation.request.num_tokens)
 
     def snapshot(self, state: RequestState | None = None, ended_s: float | None = None) -> RequestSnapshot:
         """Return its record. `state` is None while it runs."""

@@ -136,6 +136,7 @@ class GenerationMachine:
         if not self._take(generation, _E.FIRST_TOKEN):
             return
         attempt.first_token_s = self._now_s
+        generation.cached_tokens = min(attempt.cached_tokens, generation.request.num_tokens)
         is_first = generation.first_token_s is None
         if is_first:
             generation.first_token_s = generation.woken_s = self._now_s

@@ -457,3 +457,17 @@ def test_things_run_out_by_their_deadline_whatever_their_order() -> None:
         clock.advance(0.02)
     start_s = clock.monotonic() - 500 * 0.02
     assert {name: round(at_s - start_s, 1) for name, at_s in found.items()} == {"soon": 1.0, "late": 9.0}
+
+
+def test_the_cached_tokens_of_an_answer_are_those_of_its_last_attempt() -> None:
+    """An instance reports them only if there are any."""
+    world = two_pairs()
+    client = world.add_client()
+    assert client.generation is not None
+    first = world.room(client.generation)
+    world.router.on_tokens(TokenBatch(1, [first], [5], [], cached=[(first, 2)]))
+    assert client.generation.cached_tokens == 2
+    world.decode_fails(first, "capacity")
+    assert client.generation.cached_tokens == 2, "no other attempt has begun to answer"
+    world.emit(world.room(client.generation), 6, finish="length")
+    assert client.tokens == [5, 6] and client.generation.cached_tokens == 0
