@@ -7,7 +7,7 @@ ChituError
 |   `-- RankTaken
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
-|   |-- HeadersTooLarge  SlowRequest
+|   |-- HeadersTooLarge  SlowRequest  UnsupportedEncoding
 |   `-- Forbidden  UnknownInstance  UnknownRequest  LastInstance
 |-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
@@ -82,6 +82,13 @@ class ModelNotFound(RequestError):
 class PayloadTooLarge(RequestError):
     code = "payload_too_large"
     http_status = 413
+
+
+class UnsupportedEncoding(RequestError):
+    """The body is compressed."""
+
+    code = "unsupported_encoding"
+    http_status = 415
 
 
 class HeadersTooLarge(RequestError):

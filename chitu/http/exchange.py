@@ -16,7 +16,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from chitu.errors import Capacity, ChituError, PayloadTooLarge
+from chitu.errors import Capacity, ChituError, PayloadTooLarge, UnsupportedEncoding
 from chitu.http.limits import FREE_BODY_BYTES, BodyBudget
 from chitu.net.http import ClientGone, Headers, Message, Scope, error_body, error_headers, header
 
@@ -127,7 +127,8 @@ class Exchange:
 
     async def body(self, max_bytes: int) -> bytearray:
         """Return the whole body without copying it: a copy of a large one takes long. PayloadTooLarge (without reading
-        if its length is announced), Capacity, SlowRequest, InvalidRequest; ClientGone if the body never ends."""
+        if its length is announced), UnsupportedEncoding, Capacity, SlowRequest, InvalidRequest; ClientGone if the body
+        never ends."""
         await self.whole(max_bytes)
         body, self._body = self._body, bytearray()
         return body
@@ -139,6 +140,10 @@ class Exchange:
             if announced is not None and announced.isdigit() and int(announced) > max_bytes:
                 self.release_body()
                 raise _too_large(int(announced), max_bytes)
+        coding = header(self.scope, b"content-encoding") or b"identity"
+        if (self.more_body or self._num_received) and coding.lower() != b"identity":
+            self.release_body()
+            raise UnsupportedEncoding(f"Content-Encoding: {coding[:40].decode('latin-1')!r} is not taken")
         while True:
             if self.connection.is_gone:
                 raise ClientGone

@@ -186,6 +186,7 @@ MEANINGS = {
     408: "The request did not come in time",
     409: "Without this instance nothing could be served; see `force`",
     413: "The body is too large (`router.max_body_bytes`)",
+    415: "The body is compressed (`Content-Encoding`)",
     429: "Too many requests, of all clients or of this one; see Retry-After",
     499: "The request was aborted (`/abort_request`)",
     431: "The headers are too large",
@@ -193,7 +194,7 @@ MEANINGS = {
     503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
     504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
 }
-ANYWHERE = (400, 401, 408, 413, 431, 500, 503)
+ANYWHERE = (400, 401, 408, 413, 415, 431, 500, 503)
 """Status codes that the server itself can return before any route runs."""
 MORE: dict[str, tuple[int, ...]] = {
     "/v1/completions": (404, 429, 499, 504),

@@ -105,6 +105,23 @@ def test_a_client_that_sends_a_body_beyond_the_bound_to_its_end_still_reads_the_
     run(scenario)
 
 
+@pytest.mark.parametrize("cut", [0, 20])
+def test_a_compressed_body_is_refused_by_its_coding_and_the_next_request_is_served(cut: int) -> None:
+    data = post(b"\x1f\x8b" * 50, b"content-encoding: gzip")
+
+    async def scenario() -> None:
+        async with serving(Echo(), PATIENT) as port:
+            client = await Client.connect(port)
+            client.send(data[: len(data) - cut])
+            assert await client.status() == 415 and client.code == "unsupported_encoding"
+            client.send(data[len(data) - cut :] + post(b"abc", b"Content-Encoding: Identity"))
+            assert await client.status() == 200
+            client.send(get(b"content-encoding: gzip"))
+            assert await client.status() == 200, "it has no body"
+
+    run(scenario)
+
+
 @pytest.mark.parametrize(
     ("data", "status"),
     [
