@@ -53,6 +53,7 @@ _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _Outline = msgspec.json.Decoder[msgspec.Struct]
 _PARAM = re.compile(r"`\$\.?([^`]*)`")
 _TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
+_NOT_SERVED = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?\Z", re.DOTALL)
 _INDEX = re.compile(r"\[\d+\]")
 
@@ -189,6 +190,8 @@ def _invalid(text: str) -> InvalidRequest:
     if length := _TOO_LONG.match(what):
         unit = "characters" if length.group(1) == "str" else "entries"
         what = f"at most {length.group(2)} {unit} are taken"
+    elif value := _NOT_SERVED.match(what):
+        what = f"{value.group(1)[:NAMED_CHARS]} is not supported"
     return InvalidRequest(f"{param or 'the body'}: {what}", param or None)
 
 

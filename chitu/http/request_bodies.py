@@ -231,7 +231,7 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["function"])]
+    type: Literal["function"]
     function: ToolFunction
 
 
@@ -240,7 +240,7 @@ class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["function"])]
+    type: Literal["function"]
     function: ChosenFunction
 
 

@@ -133,13 +133,11 @@ def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
 
 def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
     """Return tools as the chat template takes them, with fields in the order that models are trained with. Raise
-    InvalidRequest if a tool is not a function, or if two tools have the same name."""
+    InvalidRequest if two tools have the same name."""
     if not tools:
         return None
     offered: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools):
-        if tool.type != "function":
-            raise InvalidRequest(f"tools[{i}].type: only 'function' is supported", f"tools[{i}].type")
         given = tool.function
         if given.name in offered:
             raise InvalidRequest(f"tools[{i}]: {given.name!r} is there twice", f"tools[{i}].function.name")
@@ -177,8 +175,6 @@ def chosen_tools(body: ChatBody) -> ChosenTools:
         raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
     if isinstance(choice, str):
         return ChosenTools(tools, tools, True)
-    if choice.type != "function":
-        raise InvalidRequest(f"tool_choice.type must be 'function', not {choice.type[:40]!r}", "tool_choice.type")
     named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
     if not named:
         raise InvalidRequest(f"tool_choice: {choice.function.name[:80]!r} is none of tools", "tool_choice")

@@ -76,6 +76,15 @@ def test_wrong_items_are_errors_of_their_place() -> None:
         assert raised.value.param == param
 
 
+def test_a_hosted_tool_is_refused_by_its_type() -> None:
+    for tool in ({"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "x" * 500}):
+        for fields, param in (({"tools": [tool]}, "tools[0].type"), ({"tool_choice": tool}, "tool_choice.type")):
+            with pytest.raises(InvalidRequest) as raised:
+                messages("a", **fields)
+            assert raised.value.param == param
+            assert raised.value.message == f"{param}: " + f"'{tool['type']}'"[:100] + " is not supported"
+
+
 def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
     for name, own in (
         ("messages", "input"),

@@ -61,7 +61,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["function"])]
+    type: Literal["function"]
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["function"])]
+    type: Literal["function"]
     name: str
 
 
