@@ -61,7 +61,10 @@ FIELDS: tuple[Field, ...] = (
         ("messages[].content[].type", "`text`"),
         ("messages[].content[].text", ""),
         ("messages[].name", "up to 64 characters; passed to the chat template, which may ignore it"),
-        ("messages[].tool_calls", "up to 128, of an answer that is sent back"),
+        (
+            "messages[].tool_calls",
+            "up to 128, of an answer that is sent back; refused if the chat template leaves them out",
+        ),
         ("messages[].tool_calls[].id", "up to 128 characters"),
         ("messages[].tool_calls[].type", "`function`"),
         ("messages[].tool_calls[].function", ""),

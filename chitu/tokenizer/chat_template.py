@@ -5,13 +5,14 @@ A template is code from the checkpoint, so it runs in jinja's immutable sandbox.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
@@ -21,6 +22,13 @@ from chitu.errors import ConfigError, InvalidRequest
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
+FAILURES = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError)
+"""What a template raises that meets data of an unexpected shape."""
+CallForm = tuple[str | None, bool]
+"""What stands for an empty content beside calls, and whether their arguments are passed as JSON text."""
+CALL_FORMS: tuple[CallForm, ...] = (("", False), (None, False), ("", True), (None, True))
+PROBE = {"id": "call00000", "type": "function", "function": {"name": "probe_name", "arguments": {"probe_key": "a"}}}
+PROBE_TOOL = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
 
 
 class _GenerationTag(Extension):
@@ -54,6 +62,18 @@ def _tojson(
 ) -> str:
     """Return JSON without HTML escapes, unlike jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _in_form(message: Mapping[str, Any], form: CallForm) -> Mapping[str, Any]:
+    """Return a message with calls in that form. Arguments that are text already stay so."""
+    empty, is_text = form
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _tojson(arguments)}}
+        if is_text and not isinstance(arguments := call["function"]["arguments"], str)
+        else call
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -105,6 +125,7 @@ class ChatTemplate:
         trees = map(environment.parse, templates.values())
         self.variables = frozenset(name for tree in trees for name in find_undeclared_variables(tree))
         """Names that the templates read."""
+        self._call_form = functools.cache(self._find_call_form)
 
     def render(
         self,
@@ -125,7 +146,7 @@ class ChatTemplate:
             "documents": None,
             **self._special_tokens,
             **variables,
-            "messages": messages,
+            "messages": self._with_calls(template, messages, bool(tools)),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -133,8 +154,40 @@ class ChatTemplate:
             return template.render(given)
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            # The template met data of an unexpected shape: an error of the request, not of the server.
+        except FAILURES as error:  # of the request, not of the server
             raise InvalidRequest(
                 f"the chat template failed on the messages: {type(error).__name__}: {error}", param="messages"
             ) from error
+
+    def _with_calls(
+        self, template: Template, messages: Sequence[Mapping[str, Any]], has_tools: bool
+    ) -> list[Mapping[str, Any]]:
+        """Return the messages, calls in the form in which the template writes them. Raises InvalidRequest if it would
+        leave them out."""
+        found = []
+        for i, message in enumerate(messages):
+            if message.get("role") == "assistant" and message.get("tool_calls"):
+                has_content = bool(message.get("content"))
+                form = self._call_form(template, has_tools, has_content)
+                if form is None:
+                    where, beside = f"messages[{i}].tool_calls", " beside content" if has_content else ""
+                    raise InvalidRequest(f"{where}: the model's chat template writes no calls{beside}", where)
+                message = _in_form(message, form)
+            found.append(message)
+        return found
+
+    def _find_call_form(self, template: Template, has_tools: bool, has_content: bool) -> CallForm | None:
+        """Return the first form in which the template writes a call with its arguments, or the first of all if it
+        fails on every form. None if it leaves calls out."""
+        message = {"role": "assistant", "content": "a" if has_content else "", "tool_calls": [PROBE]}
+        given = {"documents": None, **self._special_tokens, "tools": [PROBE_TOOL] if has_tools else None}
+        has_rendered = False
+        for form in CALL_FORMS:
+            try:
+                text = template.render(given, messages=[{"role": "user", "content": "a"}, _in_form(message, form)])
+            except (TemplateError, *FAILURES):
+                continue
+            has_rendered = True
+            if "probe_name" in text and "probe_key" in text and "'probe_key'" not in text:  # that is Python's, not JSON
+                return form
+        return None if has_rendered else CALL_FORMS[0]

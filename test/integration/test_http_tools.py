@@ -1,7 +1,7 @@
 """Tools and reasoning with the official client: a real router whose model output is scripted.
 
-The chat template is only the last user's message and an eos, and a fake worker repeats its prompt: so the answer is the
-message. The output of real templates is covered by test_tool_calls.py.
+The chat template is only calls that are sent back, the last user's message and an eos, and a fake worker repeats its
+prompt: so the answer is the message. The output of real templates is covered by test_tool_calls.py.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from chitu.tokenizer import Tokenizer
 
 SCRIPT = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
 {%- if enable_thinking is defined %}{% endif %}{% if tools %}{% endif %}
-{%- for message in messages %}{% if message.role == "user" and loop.last %}{{ message.content }}{% endif %}{% endfor %}
+{%- for message in messages %}{% if message.role == "user" and loop.last %}{{ message.content }}{% endif %}
+{%- if message.tool_calls %}{{ message.tool_calls[0].function | tojson }} {% endif %}{% endfor %}
 {{- eos_token }}"""
 WEATHER = {"city": 'Zürich "ZH"', "days": [1, 2]}
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {json.dumps(WEATHER, ensure_ascii=False)}}}\n</tool_call>'
+SENT = json.dumps({"name": "weather", "arguments": WEATHER}, ensure_ascii=False)
+"""Text of that call in the prompt of the next turn."""
 TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
@@ -98,7 +101,7 @@ def test_the_async_client_sends_a_call_back_with_what_it_gave(router: RouterUnde
             return await client.chat.completions.create(**body)
 
     answer = asyncio.run(talk())
-    assert answer.choices[0].message.content == "It is cold." and answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content == f"{SENT} It is cold." and answer.choices[0].finish_reason == "stop"
 
 
 def test_every_token_is_counted_and_given_with_logprobs_and_stop_strings(client: openai.OpenAI) -> None:
@@ -219,7 +222,7 @@ def test_a_turn_of_responses_is_sent_back_as_it_came(client: openai.OpenAI) -> N
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "It is cold."}]},
     ]
     second = client.responses.create(model="tiny", input=turns, tools=OWN_TOOLS, store=False)
-    assert second.output_text == "It is cold."
+    assert second.output_text == f"{SENT} It is cold."
 
 
 def test_a_response_that_is_cut_off_says_so(client: openai.OpenAI) -> None:

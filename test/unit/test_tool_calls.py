@@ -385,6 +385,30 @@ def test_one_call_is_made_where_the_template_takes_no_more_of_an_answer_that_is_
     assert takes_several_calls(refuse), "nothing is known of it"
 
 
+def test_a_call_that_is_sent_back_is_in_the_prompt_in_the_templates_form_or_refused() -> None:
+    call = {"function": {"name": "add", "arguments": '{"a":"ö"}'}, "id": "call12345", "type": "function"}
+
+    def prompt(made: ChatTemplate, content: str | None, tools: list[Any] | None = None) -> str:
+        turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+        return made.render(chat_messages(body(messages=turns).messages), tools, True, {})
+
+    deepseek = template("deepseek_r1")
+    as_text = '<｜tool▁sep｜>add\n```json\n{"a": "ö"}\n```<｜tool▁call▁end｜>'
+    assert as_text in prompt(deepseek, None) and as_text in prompt(deepseek, "")
+    simple = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with_tools = "{% for tool in tools %}{% endfor %}{{ messages[1].content + (messages[1].tool_calls | tojson) }}"
+    named = ChatTemplate({"default": simple, "tool_use": with_tools}, {})
+    assert '"arguments": {"a": "ö"}' in prompt(named, "Well.", [TOOL])
+    for made, content, beside in ((deepseek, "Well.", " beside content"), (named, None, "")):
+        with pytest.raises(InvalidRequest) as raised:
+            prompt(made, content)
+        assert raised.value.param == "messages[1].tool_calls"
+        assert raised.value.message.endswith(f"the model's chat template writes no calls{beside}")
+    broken = ChatTemplate({"default": "{{ raise_exception('no user') }}"}, {})
+    with pytest.raises(InvalidRequest, match="no user"):
+        prompt(broken, None)
+
+
 def test_arguments_that_are_no_object_reach_the_template_as_text() -> None:
     for arguments, expected in (("", {}), ("{}", {}), ('{"a', '{"a'), ("[1]", "[1]"), (None, {})):
         call = {"function": {"name": "add", "arguments": arguments}}
