@@ -29,6 +29,7 @@ ROPE_TYPES: dict[str, dict[str, Key]] = {
         **_FACTOR,
         **_ORIGINAL,
         "attention_factor": Key("number", None, nullable=True),
+        "attn_factor": Key("positive", 1.0),
         "beta_fast": Key("positive", None, nullable=True),
         "beta_slow": Key("positive", None, nullable=True),
         "mscale": Key("number", None, nullable=True),
@@ -96,6 +97,12 @@ def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) 
     )
     rope = keys.read(given, f"{where}: {name} (rope_type {kind!r})")
     is_yarn, factor = kind == "yarn", float(rope.get("factor", 1.0))
+    if is_yarn and rope["attn_factor"] != 1:
+        raise UnsupportedModel(
+            f"{where}: {name}.attn_factor {rope['attn_factor']} is not supported: transformers ignores it, while other "
+            "engines multiply cos and sin by it; remove it for the tokens of transformers, or write attention_factor "
+            f"{_attention_factor(rope) * rope['attn_factor']:.6g} instead of it for theirs"
+        )
     all_dim = rope.get("mscale_all_dim")
     return RopeSpec(
         type=kind,

@@ -65,6 +65,7 @@ OTHERS: dict[str, list[Any]] = {
 }
 ROPE_VALUES: dict[str, list[Any]] = {
     "attention_factor": [0.7],
+    "attn_factor": [0.7, 1.0],
     "beta_fast": [8.0],
     "beta_slow": [3.0],
     "factor": [2.0, 16],

@@ -235,6 +235,16 @@ def test_original_positions_beside_rope_scaling_count(tmp_path):
         read_model_spec(write(tmp_path, rope_scaling=YARN, original_max_position_embeddings=512))
 
 
+def test_an_attn_factor_is_refused_with_the_values_of_both_readings(tmp_path):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    with pytest.raises(UnsupportedModel, match=r"attn_factor 0\.878.* remove it .*, or write attention_factor 1 "):
+        read_model_spec(write(tmp_path, rope_scaling={**scaling, "attn_factor": 0.8782488562869419}))
+    alone = read_model_spec(write(tmp_path, rope_scaling=scaling))
+    assert read_model_spec(write(tmp_path, rope_scaling={**scaling, "attn_factor": 1.0})) == alone
+    exact = read_model_spec(write(tmp_path, rope_scaling={**scaling, "attention_factor": 1.0}))
+    assert exact.rope.attention_factor == 1.0 != alone.rope.attention_factor
+
+
 def test_no_more_tokens_are_promised_than_the_model_reaches(tmp_path):
     write(tmp_path)
     assert read_model_spec(tmp_path, 1024).max_model_len == read_model_spec(tmp_path).max_model_len == 1024
