@@ -201,9 +201,10 @@ def weight_files(path: str | Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"model.path: {index} has no weight_map")
-        files = [folder / name for name in sorted({str(name) for name in weight_map.values()})]
-        if any(file.resolve().parent != folder.resolve() and not file.is_symlink() for file in files):
+        names = sorted({str(name) for name in weight_map.values()})
+        if any(Path(name).parent != Path() for name in names):
             raise ConfigError(f"model.path: {index} names files outside its folder")
+        files = [folder / name for name in names]
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:

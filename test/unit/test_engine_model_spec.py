@@ -148,9 +148,23 @@ def test_an_index_names_the_files_and_every_one_must_be_there(tmp_path):
         model_hash(write(tmp_path))
 
 
-def test_an_index_cannot_point_outside_its_folder(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../x.safetensors"}}))
+@pytest.mark.parametrize("name", ["../x.safetensors", "{folder}/x.safetensors", "sub/x.safetensors"])
+def test_an_index_cannot_point_outside_its_folder(name, tmp_path):
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (tmp_path / "real").write_bytes(b"")
+    for place in (tmp_path, folder / "sub"):
+        (place / "x.safetensors").symlink_to(tmp_path / "real")
+    index = {"weight_map": {"a": name.format(folder=tmp_path)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="outside"):
+        weight_files(folder)
+
+
+def test_a_weight_file_that_links_to_itself_is_missing(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "loop.safetensors"}}))
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    with pytest.raises(ConfigError, match=r"loop\.safetensors is missing"):
         weight_files(tmp_path)
 
 
