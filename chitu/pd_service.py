@@ -345,7 +345,9 @@ class PDSchedulerService:
     def _heartbeat_loop(self) -> None:
         identity = self._identity
         # Only the newest state is worth sending: a router that was away needs no history.
-        socket = PushSocket(self._comm.context, self._router_host, self._stats_port, most_queued=10)
+        address = (self._router_host, self._stats_port)
+        socket = PushSocket(self._comm.context, *address, most_queued=10, queues_unconnected=False)
+        was_sent = True
         watch = SilenceWatch(self._deadlines)
         clock = RealClock()
         due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
@@ -371,8 +373,12 @@ class PDSchedulerService:
                 acks=self._comm.received.acks(),
                 silent=kv.silent_prefills if kv is not None else (),
             )
-            if not socket.send(encode(message)):
-                logger.warning("cannot send heartbeats to the router: its socket is full")
+            is_sent = socket.send(encode(message))
+            if was_sent and not is_sent:
+                logger.warning("no heartbeat reaches the router: it is away or hangs (%s:%d)", *address)
+            elif is_sent and not was_sent:
+                logger.info("heartbeats reach the router again")
+            was_sent = is_sent
         socket.close(linger_ms=0)
 
     def _look(self, watch: SilenceWatch) -> None:

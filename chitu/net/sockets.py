@@ -87,6 +87,7 @@ def connect(
     port: int,
     *,
     queues_unconnected: bool = True,
+    most_queued: int = SEND_HIGH_WATER_MARK,
 ) -> zmq.Socket[bytes]:
     """Connect a socket, which reconnects by itself for as long as it lives.
 
@@ -104,6 +105,7 @@ def connect(
     if is_secret(context):
         require_curve(socket)
     socket.setsockopt(zmq.IMMEDIATE, not queues_unconnected)
+    socket.setsockopt(zmq.SNDHWM, most_queued)
     try:
         socket.connect(f"tcp://{host}:{port}")
     except zmq.ZMQError as error:
@@ -116,13 +118,20 @@ class PushSocket:
     """A PUSH socket that is connected as `connect` does, and never blocks. One thread at a time."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int, most_queued: int = SEND_HIGH_WATER_MARK
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        most_queued: int = SEND_HIGH_WATER_MARK,
+        *,
+        queues_unconnected: bool = True,
     ) -> None:
-        self._socket = connect(context, zmq.PUSH, host, port)
-        self._socket.setsockopt(zmq.SNDHWM, most_queued)
+        self._socket = connect(
+            *(context, zmq.PUSH, host, port), queues_unconnected=queues_unconnected, most_queued=most_queued
+        )
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame. Return False if the queue is full."""
+        """Queue a frame. Return False if the queue is full, or nothing is connected and it is not queued for later."""
         with contextlib.suppress(zmq.Again):
             self._socket.send(frame, zmq.NOBLOCK)
             return True

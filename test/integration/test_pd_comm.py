@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from ports import free_ports
 
 from chitu.clock import RealClock
 from chitu.instance.comm import CommCallbacks, CommLoop, RouterAddress
-from chitu.net.sockets import bind, connect
+from chitu.net.sockets import PushSocket, bind, connect
 from chitu.net.threads import ServiceThread, Waker
 from chitu.protocol import (
     PROTOCOL_VERSION,
@@ -295,3 +296,18 @@ def test_the_port_is_found_empty_again_and_again_where_nothing_comes(router: Rou
     while router.loop.num_reads < before + 3:
         assert RealClock().monotonic() < deadline
         router.happened.wait(0.02)
+
+
+def test_nothing_is_queued_for_a_router_that_is_away_and_little_for_one_that_hangs() -> None:
+    with zmq.Context() as context, context.socket(zmq.PULL) as router:
+        (port,) = free_ports(1)
+        heartbeats = PushSocket(context, "127.0.0.1", port, most_queued=10, queues_unconnected=False)
+        assert not heartbeats.send(b"old")
+        router.setsockopt(zmq.RCVHWM, 1)
+        router.bind(f"tcp://127.0.0.1:{port}")
+        while not heartbeats.send(b"new"):
+            router.poll(10)
+        assert router.recv() == b"new"
+        sent = [heartbeats.send(bytes(1 << 20)) for _ in range(100)]  # the kernel takes some
+        assert not all(sent)
+        heartbeats.close(linger_ms=0)
