@@ -7,6 +7,7 @@ a file, since torch's TCP store (`--standalone`, at a free port) listens on all 
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -77,6 +78,7 @@ def instance_spec(
     node: NodeDevices | None = None,
 ) -> ProcessSpec:
     """Return the torchrun of one instance. `cores` are the CPU cores of its host; `node` has its GPUs, if known."""
+    drain_s = topology.dp_config.router.pd_disaggregation.deadlines.drain_s
     alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
     # The ranks of an instance share a host. Without an address they would resolve its name, which may fail.
@@ -95,6 +97,8 @@ def instance_spec(
             "OMP_NUM_THREADS": str(threads_of(topology, instance, cores)),
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
+            # Otherwise torchrun kills its ranks 30 s after a signal (torch before 2.12 always does).
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(drain_s) + 30),
             # Otherwise torchrun would still start a TCP store for its ranks.
             **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
             **(environment_of(instance, node) if node is not None else {}),

@@ -29,6 +29,12 @@ def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None
     assert decode_1.env["OMP_NUM_THREADS"] == "4"
 
 
+def test_torchrun_leaves_its_ranks_the_time_to_drain() -> None:
+    topology = load_topology(None, ["dp_config.router.pd_disaggregation.deadlines.drain_s=60.5"])
+    decode = plan(topology, "F.yaml", [], cores=4, entries=Entries())[-1]
+    assert int(decode.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 61
+
+
 def test_a_scheduler_without_torch_is_started_by_itself() -> None:
     entries = Entries(scheduler="standin", python="python3", torchrun=False)
     decode = plan(load_topology(None), "F.yaml", [], cores=4, entries=entries)[-1]
