@@ -28,7 +28,7 @@ def thread(name: str, target: Callable[[], None]) -> threading.Thread:
 class Instance:
     """All ranks of an instance with room for three pages in host memory, which each rank maps for itself."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, timeout_s: float = 10.0) -> None:
         layout = layout_of(HEADS, size)
         self.ranks = Ranks(FakeFabric(), "p", layout)
         self.page_bytes = page_content_bytes(layout)
@@ -49,7 +49,7 @@ class Instance:
         ]
         for follower in self._followers:
             follower.start(thread)
-        self.copies = TPPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory, 10.0)
+        self.copies = TPPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory, timeout_s)
 
     def _map(self) -> memoryview:
         return host_memory(3 * self.page_bytes, "cpu", self._file)
@@ -78,6 +78,12 @@ def test_a_page_of_one_instance_is_a_page_of_another_however_both_divide_the_hea
     assert not any(source.content(0)), "a copy beside its place"
     source.close()
     target.close()
+
+
+def test_a_copy_may_have_the_longest_time_of_a_topology() -> None:
+    instance = Instance(2, timeout_s=1e9)
+    instance.copies.extract_from_kvpool(7, instance.content(1))
+    instance.close()
 
 
 def test_a_rank_that_does_not_answer_ends_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,8 @@ CLOSE_TIMEOUT_S = 1.0
 CONNECT_TIMEOUT_S = 60.0
 SEND_TIMEOUT_MS = 1000
 """Time for which a socket blocks the sender if its follower does not read."""
+MAX_POLL_MS = (1 << 31) - 1
+"""Longest timeout of `poll`, some 24 days; a topology may have longer ones."""
 
 MAX_SOCKET_PATH = 107
 """Longest path of a socket in bytes (Linux)."""
@@ -168,7 +170,7 @@ def _attempt(call: Callable[[], T]) -> T | ChituError:
 
 
 def _answer_to(number: int, socket: zmq.Socket[bytes], deadline_s: float) -> OrderAnswer | None:
-    while socket.poll(max(0, round(1000 * (deadline_s - time.monotonic())))):
+    while socket.poll(min(max(0, round(1000 * (deadline_s - time.monotonic()))), MAX_POLL_MS)):
         try:
             answer = answer_decoder.decode(socket.recv())
         except msgspec.DecodeError as error:
