@@ -1,4 +1,5 @@
-"""YAML of topologies: with the booleans of YAML 1.2, no duplicate keys. Pure; used by `load.py` and `overrides.py`."""
+"""YAML of topologies: with the booleans and floats of YAML 1.2, no duplicate keys. Pure; used by `load.py` and
+`overrides.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import yaml
 
 
 class Loader(yaml.SafeLoader):
-    """SafeLoader with the booleans of YAML 1.2 (so that `off` stays a string). It refuses duplicate keys."""
+    """SafeLoader with the booleans of YAML 1.2 (so that `off` stays a string) and its floats (so that `1e9` is one). It
+    refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -37,12 +39,14 @@ class Dumper(yaml.SafeDumper):
 
 
 _BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+$")
 for _class in (Loader, Dumper):
     _class.yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOLEAN, list("tTfF"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def read_yaml(text: str) -> Any:

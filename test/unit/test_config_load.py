@@ -103,6 +103,14 @@ def test_on_and_off_are_booleans_and_words_whatever_wrote_the_file(tmp_path: Pat
     assert "ib_device must be a text" in message_of("dp_config.router.pd_disaggregation.ib_device=true")
 
 
+@pytest.mark.parametrize("number", ["1e3", "1.e+3", "10.0E2", "1000", "+.1e4"])
+def test_a_number_may_have_an_exponent(number: str, tmp_path: Path) -> None:
+    topology = load_topology(None, [f"dp_config.router.request_timeout_s={number}", "model.served_name='1e3'"])
+    assert (topology.dp_config.router.request_timeout_s, topology.model.served_name) == (1000.0, "1e3")
+    (tmp_path / "written.yaml").write_text(dump_topology(topology))
+    assert load_topology(str(tmp_path / "written.yaml")) == topology
+
+
 @pytest.mark.parametrize(
     "key", [key for key in known_keys() if key.endswith(("_s", "_ms", "fraction")) and "schedulers" not in key]
 )
