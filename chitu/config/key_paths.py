@@ -73,17 +73,16 @@ def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
 
 
 def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
-    """Return an error with the nearest key: in this section, else the same name elsewhere, else the most similar
-    path."""
+    """Return an error with the nearest key: in this section, else elsewhere."""
     path = f"{prefix}{key}"
     siblings = list(field_types(kind))
-    near = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
-    if near:
-        return ConfigError(f"unknown key {path!r}; did you mean {prefix + near[0]!r}?")
-    everywhere = list(known_keys())
-    same_name = [known for known in everywhere if known.split(".")[-1] == key]
-    hint = f"; did you mean {same_name[0]!r}?" if same_name else nearest(path, everywhere)
-    return ConfigError(f"unknown key {path!r}{hint or '; known here: ' + ', '.join(siblings)}")
+    paths = {known.rpartition(".")[2]: known for known in reversed(list(known_keys()))}
+    for named, cutoff in (({name: prefix + name for name in siblings}, 0.6), (paths, 0.8)):
+        near = difflib.get_close_matches(key, named, n=1, cutoff=cutoff)
+        near += [name for name in named if name.startswith(f"{key}_")]  # `tp`: tp_size
+        if near:
+            return ConfigError(f"unknown key {path!r}; did you mean {named[near[0]]!r}?")
+    return ConfigError(f"unknown key {path!r}; known here: {', '.join(siblings)}")
 
 
 def refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -> None:

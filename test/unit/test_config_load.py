@@ -127,6 +127,8 @@ def test_no_time_and_no_rate_is_infinite(key: str) -> None:
         ("dp_config.router.pd_separation.transport=shm", "pd_separation", "dp_config.router.pd_disaggregation"),
         ("dp_config.router.decode_schedulers.0.prot=1", "decode_schedulers.0.prot", "decode_schedulers.0.port"),
         ("router.stats_port=1", "router", "dp_config.router"),
+        ("dp_config.router.decode_schedulers.0.tp=2", "0.tp", "dp_config.router.decode_schedulers.0.tp_size"),
+        ("tp=2", "tp", "dp_config.router.prefill_schedulers.0.tp_size"),
     ],
 )
 def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, key: str, nearest: str) -> None:
@@ -134,6 +136,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, key: 
     assert message.startswith("unknown key")
     assert key in message
     assert f"did you mean '{nearest}" in message or nearest in message.split("did you mean")[1]
+
+
+def test_an_unknown_key_is_compared_with_names_and_not_with_where_they_are() -> None:
+    assert "rank'; known here: host, port" in message_of("dp_config.router.prefill_schedulers.0.rank=1")
 
 
 @pytest.mark.parametrize(
