@@ -232,6 +232,12 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
             f"dp_config.router.otlp_endpoint is {router.otlp_endpoint!r}: give the collector's base URL, such as "
             "http://127.0.0.1:4318"
         )
+    for origin in router.cors_origins:
+        if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\sA-Z]+", origin):
+            yield (
+                f"dp_config.router.cors_origins has {origin!r}, which no browser sends: give it as https://host:port, "
+                "in lower case and without a path or a slash at the end"
+            )
     if master_addr and len(hosts) > 1 and is_loopback(master_addr):
         yield (
             f"PD_MASTER_ADDR is the loopback address {master_addr}, but the topology has {len(hosts)} hosts: "
@@ -282,6 +288,11 @@ def _size_problems(topology: Topology) -> Iterator[str]:
             f"dp_config.router.max_total_body_bytes is {router.max_total_body_bytes}, less than one body of "
             f"dp_config.router.max_body_bytes ({router.max_body_bytes}) for each of dp_config.router.workers "
             f"({router.workers})"
+        )
+    if router.breaker.open_s > router.breaker.max_open_s:
+        yield (
+            f"dp_config.router.breaker.open_s is {router.breaker.open_s:g}, more than "
+            f"dp_config.router.breaker.max_open_s ({router.breaker.max_open_s:g})"
         )
     if deadlines.lease_s < 2 * deadlines.heartbeat_interval_s:
         prefix = "dp_config.router.pd_disaggregation.deadlines"

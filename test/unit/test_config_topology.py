@@ -122,6 +122,10 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
         ("dp_config.router.decode_schedulers.0.devices=[gpu]", "has 'gpu': a device is 'cpu' or 'cuda:N'"),
         ("scheduler.chunk_size=4096", "no chunk would ever fit a step"),
         ("dp_config.router.pd_disaggregation.deadlines.lease_s=0.7", "less than two heartbeats"),
+        ("dp_config.router.breaker.open_s=61", "open_s is 61, more than dp_config.router.breaker.max_open_s (60)"),
+        ("dp_config.router.cors_origins=[https://a.example/]", "cors_origins has 'https://a.example/', which no"),
+        ("dp_config.router.cors_origins=['*',a.example]", "cors_origins has 'a.example', which no"),
+        ("dp_config.router.cors_origins=[https://A.example]", "cors_origins has 'https://A.example', which no"),
         ("dp_config.router.max_total_body_bytes=2097151", "less than one body of dp_config.router.max_body_bytes"),
         ("dp_config.router.host=0.0.0.0", "no address that others can reach"),
         ('cache.host_bytes=1 cache.disk.path=""', "cache.disk.path is empty: give a folder"),
@@ -133,6 +137,11 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
 )
 def test_what_cannot_work_is_refused(override: str, part: str) -> None:
     assert any(part in sentence for sentence in found(load_topology(None, override.split())))
+
+
+def test_origins_as_browsers_send_them_are_no_problem() -> None:
+    origins = "['*', 'null', 'http://localhost:3000', 'http://[::1]:80', 'chrome-extension://abc']"
+    assert found(load_topology(None, [f"dp_config.router.cors_origins={origins}"])) == []
 
 
 def test_devices_that_a_launcher_still_has_to_choose_are_no_problem() -> None:
