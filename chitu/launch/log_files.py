@@ -41,14 +41,13 @@ def open_private(path: Path, *, append: bool = True) -> BinaryIO:
     return open(descriptor, "ab" if append else "wb", buffering=0)
 
 
-def cut(path: Path, max_bytes: int) -> bool:
-    """Rotate a log that is beyond its limit into NAME.log.1 and empty it. Return whether it did. Lines written in
-    between are lost; so is the whole log if the copy cannot be written, since the limit protects against full disks.
+def cut(path: Path, kept: Path, max_bytes: int) -> bool:
+    """Copy a log that is beyond its limit to `kept` and empty it. Return whether it did. Lines written in between are
+    lost; so is the whole log if the copy cannot be written, since the limit protects against full disks.
     """
     try:
         if path.stat().st_size <= max_bytes:
             return False
-        kept = path.with_name(f"{path.name}.1")
         with contextlib.suppress(OSError), path.open("rb") as source, open_private(kept, append=False) as target:
             shutil.copyfileobj(source, target, 1 << 20)
         os.truncate(path, 0)

@@ -134,8 +134,11 @@ class ChildProcess:
             self._popen.wait(timeout=max(0.0, end_s - time.monotonic()))
 
     def bound_log(self, max_bytes: int) -> None:
-        """Rotate the log if it is longer than `max_bytes`."""
-        if self.log is not None and cut(self.log, max_bytes):
+        """Rotate the log into NAME.log.1 if it is longer than `max_bytes`. The process may write to a file that was
+        deleted or renamed."""
+        if self.log is not None and cut(
+            Path(f"/proc/{self.pid}/fd/1"), self.log.with_name(f"{self.log.name}.1"), max_bytes
+        ):
             self._log_start = 0
 
     def tail(self, lines: int = 15) -> list[str]:

@@ -20,7 +20,7 @@ from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries
-from chitu.launch.process import processes_marked
+from chitu.launch.process import ChildProcess, processes_marked
 
 STANDINS = Path(__file__).parent / "standins"
 ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")
@@ -315,3 +315,16 @@ def test_a_taken_port_is_told_before_anything_starts(model: Path) -> None:
 def test_one_base_port_for_several_schedulers_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="port of one scheduler process"):
         LocalCluster(load_topology(None, [f"model.path={model}", "dp_config.scheduler_base_port=1"]))
+
+
+def test_a_log_that_was_deleted_stays_bounded(tmp_path: Path) -> None:
+    log = tmp_path / "P0.log"
+    child = ChildProcess("P0", ["sleep", "60"], {}, log, "deleted-log/P0")
+    output = Path(f"/proc/{child.pid}/fd/1")
+    with output.open("ab") as file:
+        file.write(b"x" * 200)
+    log.unlink()
+    child.bound_log(100)
+    size = output.stat().st_size
+    child.kill_tree()
+    assert (size, (tmp_path / "P0.log.1").read_bytes()) == (0, b"x" * 200)

@@ -15,7 +15,7 @@ def test_a_log_is_cut_beyond_its_bound_and_goes_on_at_its_beginning(tmp_path: Pa
     log, kept = tmp_path / "P0.log", tmp_path / "P0.log.1"
     with open_private(log) as writer:  # as a child process holds it
         writer.write(b"x" * size)
-        assert cut(log, 100) is is_cut
+        assert cut(log, kept, 100) is is_cut
         writer.write(b"on\n")
     assert log.read_bytes() == (b"" if is_cut else b"x" * size) + b"on\n"
     assert (kept.read_bytes() if kept.exists() else b"") == (b"x" * size if is_cut else b"")
@@ -25,16 +25,17 @@ def test_the_next_cut_replaces_what_the_last_one_kept(tmp_path: Path) -> None:
     log = tmp_path / "P0.log"
     for letter in (b"a" * 200, b"b" * 150):
         log.write_bytes(letter)
-        assert cut(log, 100)
+        assert cut(log, tmp_path / "P0.log.1", 100)
     assert ((tmp_path / "P0.log.1").read_bytes(), log.read_bytes()) == (b"b" * 150, b"")
 
 
 def test_a_log_is_cut_though_its_copy_cannot_be_written(tmp_path: Path) -> None:
     log = tmp_path / "P0.log"
     log.write_bytes(b"a" * 200)
-    (tmp_path / "P0.log.1").mkdir()
-    assert cut(log, 100) and log.stat().st_size == 0
-    assert not cut(tmp_path / "missing.log", 100)
+    kept = tmp_path / "P0.log.1"
+    kept.mkdir()
+    assert cut(log, kept, 100) and log.stat().st_size == 0
+    assert not cut(tmp_path / "missing.log", kept, 100)
 
 
 def test_last_words_are_read_from_the_end_and_from_this_life_alone(tmp_path: Path) -> None:
