@@ -49,7 +49,8 @@ if ! [[ ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
         bash "$here/srun_pd_disagg.sh" "${all[@]}"
 fi
 
-[ "${SLURM_LOCALID:-0}" = 0 ] || fail "this job has several tasks a node: srun with --ntasks-per-node=1"
+[ "${SLURM_STEP_NUM_TASKS:-}" = "${SLURM_STEP_NUM_NODES:-}" ] ||
+    fail "this step has $SLURM_STEP_NUM_TASKS tasks on $SLURM_STEP_NUM_NODES nodes: srun with --ntasks-per-node=1"
 [ -z "$partition" ] || [ "$partition" = "${SLURM_JOB_PARTITION:-$partition}" ] ||
     say "--partition $partition comes too late: the job runs in $SLURM_JOB_PARTITION (srun -p $partition ...)"
 

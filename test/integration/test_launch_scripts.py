@@ -76,6 +76,22 @@ def test_a_step_that_srun_did_not_make_starts_srun_on_all_nodes_of_its_job(tmp_p
     assert "--nodes=3 --ntasks=3" in (tmp_path / "command").read_text()
 
 
+@pytest.mark.parametrize("task", ["0", "1"])
+def test_every_task_of_a_step_with_several_a_node_is_refused(tmp_path: Path, task: str) -> None:
+    started = executable(tmp_path / "python", f"touch {tmp_path}/started; echo 127.0.0.1 127.0.0.2")
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[0-1]", "SLURM_STEP_NUM_NODES": "2"}
+    result = subprocess.run(
+        ["bash", "script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", "/models/m"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "PYTHON": started, **step, "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": task},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2 and not (tmp_path / "started").exists()
+    assert "this step has 4 tasks on 2 nodes: srun with --ntasks-per-node=1" in result.stderr
+
+
 SCRIPTS = sorted(path.name for path in (ROOT / "script").glob("*.sh") if path.name not in ("pd_common.sh", "test.sh"))
 
 
