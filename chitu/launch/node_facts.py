@@ -29,6 +29,7 @@ from chitu.launch.node_devices import NodeDevices, look, torch_build
 from chitu.launch.preflight import MOONCAKE_WITH_CUDA, Bind, ModelFacts, installed, look_at_model, look_at_ports
 from chitu.models.config import count_weights
 from chitu.net.rdma_devices import Rdma, look_at_rdma
+from chitu.tokenizer.core import Tokenizer
 
 LIBRARIES = {
     # distribution: extra that needs it; empty: always needed
@@ -90,7 +91,7 @@ class NodeFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(topology: Topology, host: str) -> NodeFacts:
-    _, model = look_at_model(topology)
+    model = _read_model(topology)
     driver, driver_cuda = _driver()
     found = libraries()
     return NodeFacts(
@@ -114,6 +115,17 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         num_weights=_num_weights(model),
         master_addr=pd_master_addr() or "",
     )
+
+
+def _read_model(topology: Topology) -> ModelFacts:
+    """Check the model's files, and read the tokenizer as the processes will."""
+    _, found = look_at_model(topology)
+    if found.path and not found.error:
+        try:
+            Tokenizer.load(found.path)
+        except ConfigError as error:
+            return ModelFacts(found.path, error.message)
+    return found
 
 
 def libraries() -> dict[str, str]:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 from ports import free_ports
 
+from chitu.config.load import load_topology
 from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
-from chitu.launch.node_facts import NodeFacts
+from chitu.launch.make_model import make_model
+from chitu.launch.node_facts import NodeFacts, gather
 from chitu.launch.preflight import Bind
 
 KEY = "dp_config.router.port"
@@ -35,6 +37,13 @@ def test_this_machine_is_judged_by_the_exit_code(tmp_path: Path) -> None:
     for part in (f"cannot listen on 127.0.0.1:{taken}", "no C compiler", "has no config.json", "cure: "):
         assert part in done.stdout
     assert run_doctor("pd_disagg_1p1d_multi_node", "--hosts", "a,b").returncode == 2, "which of them is this?"
+
+
+def test_a_tokenizer_that_the_router_refuses_is_an_error(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    (model / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    facts = gather(load_topology("unified_local", [f"model.path={model}"]), "127.0.0.1")
+    assert facts.model.error.startswith(f"{model}/tokenizer.json cannot be read")
 
 
 def test_nodes_meet_try_each_others_ports_and_end_with_one_code() -> None:
