@@ -197,8 +197,15 @@ def api_key() -> str | None:
 
 
 def api_keys() -> tuple[str, ...]:
-    """Return `CHITU_API_KEYS`: the comma-separated API keys, which override those of the topology file."""
-    return tuple(key for word in os.environ.get(API_KEYS, "").split(",") if (key := word.strip()))
+    """Return `CHITU_API_KEYS`: the comma-separated API keys, which override those of the topology file. Without a key
+    between its commas (`$A,$B` of unset variables) it is refused, lest the API be open."""
+    text = os.environ.get(API_KEYS, "")
+    keys = tuple(key for word in text.split(",") if (key := word.strip()))
+    if text and not keys:
+        raise ConfigError(
+            f"the environment variable {API_KEYS} is {text!r}, which has no API key: give some, or unset it"
+        )
+    return keys
 
 
 def slurm_node() -> tuple[int, str] | None:

@@ -201,6 +201,15 @@ def test_every_key_of_the_schema_can_be_overridden_by_its_own_path() -> None:
             assert "unknown key" not in error.message
 
 
+@pytest.mark.parametrize("text", [",", " , ,", " "])
+def test_api_keys_of_unset_variables_do_not_open_the_api(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHITU_API_KEYS", text)
+    with pytest.raises(ConfigError, match="has no API key"):
+        load_topology(None)
+    monkeypatch.setenv("CHITU_API_KEYS", " one,, two")
+    assert load_topology(None).dp_config.router.api_keys == ("one", "two")
+
+
 def test_pd_master_addr_wins_over_master_addr(monkeypatch: pytest.MonkeyPatch) -> None:
     topology = load_topology(None)
     for name in ("PD_MASTER_ADDR", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
