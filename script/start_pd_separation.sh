@@ -41,8 +41,9 @@ make_key "$topology"
 # The key goes by stdin into a file that only its user reads: no command line, local or remote, shows it.
 keep='IFS= read -r key; umask 077; file=$(mktemp) && printf %s "$key" >"$file" && echo "$file"'
 for index in "${!machines[@]}"; do
-    file=$(${PD_SSH:-ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r')
-    [ -n "$file" ] || fail "${machines[index]} did not take the cluster key"
+    file=$(${PD_SSH:-ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r') || file=""
+    [ -n "$file$ending" ] || { say "${machines[index]} did not take the cluster key"; code=2; end_all; }
+    [ -z "$ending" ] || break
     # ssh ends on the signal; the remote terminal of -tt then sends SIGHUP to the node's processes.
     ${PD_SSH:-ssh -tt} "${machines[index]}" \
         "export CHITU_CLUSTER_KEY=\$(cat $(printf %q "$file")); rm -f $(printf %q "$file"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \

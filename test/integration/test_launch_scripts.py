@@ -55,6 +55,34 @@ def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str
     assert {path.name for path in tmp_path.iterdir()} == {"python", "ssh", "nodes", "commands"}
 
 
+@pytest.mark.parametrize("how", ["refused", "interrupted"])
+def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path, how: str) -> None:
+    python = executable(
+        tmp_path / "python",
+        f'[ "$1" != -c ] || exec {sys.executable} "$@"',
+        f'echo "$$" >>{tmp_path}/nodes',
+        "while :; do sleep 0.05; done",
+    )
+    ssh = executable(
+        tmp_path / "ssh",
+        f'[ "$1" = 127.0.0.1 ] || until [ -s {tmp_path}/nodes ]; do sleep 0.05; done',
+        f'[ "$1" = 127.0.0.1 ] || {"exit 255" if how == "refused" else "kill -TERM $(ps -o ppid= $PPID)"}',
+        f'TMPDIR={tmp_path} exec bash -c "$2"',
+    )
+    result = subprocess.run(
+        ["bash", "script/start_pd_separation.sh", "--hosts", "127.0.0.1,127.0.0.2", "--ssh", "--model", "/models/m"],
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"], "PYTHON": python, "PD_SSH": ssh, "CHITU_CLUSTER_KEY": OWN_KEY},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    (first,) = (tmp_path / "nodes").read_text().split()
+    assert not Path("/proc", first).exists()
+    if how == "refused":
+        assert (result.returncode, "127.0.0.2 did not take the cluster key" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("key", [None, OWN_KEY])
 def test_srun_takes_the_key_along_in_the_environment(tmp_path: Path, key: str | None) -> None:
     executable(tmp_path / "srun", f'echo "$CHITU_CLUSTER_KEY" >{tmp_path}/key; echo "$@" >{tmp_path}/command')
