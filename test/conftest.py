@@ -1,7 +1,11 @@
-"""Settings of every test process, made before anything imports torch; repair of a cluster after a failed test."""
+"""Settings of every test process, made before anything imports torch; event loops of asynchronous tests; repair of a
+cluster after a failed test."""
 
+import asyncio
 import contextlib
+import functools
 import gc
+import inspect
 import os
 import signal
 import tempfile
@@ -54,6 +58,13 @@ def pytest_unconfigure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run unit tests last. Their files are short, so two workers that take them file by file end together."""
     items.sort(key=lambda item: item.path.parent.name == "unit")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
+    """Run an asynchronous test in an event loop of its own."""
+    if inspect.iscoroutinefunction(test := pyfuncitem.obj):
+        pyfuncitem.obj = functools.wraps(test)(lambda **arguments: asyncio.run(test(**arguments)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -89,11 +89,3 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(_await(scenario), 60))
-
-
-async def _await(scenario: Callable[[], Awaitable[None]]) -> None:
-    await scenario()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import signal
@@ -67,23 +66,15 @@ def test_completion_streamed_and_whole_are_equal(client: openai.OpenAI) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
 
 
-def test_chat_with_the_async_client(router: RouterUnderTest) -> None:
-    async def ask() -> tuple[str, str, list[str]]:
-        async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
-            messages = [{"role": "user", "content": PROMPT}]
-            whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=30)
-            stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, stream=True)
-            deltas = [chunk.choices[0].delta async for chunk in stream]
-            return (
-                whole.choices[0].message.content,
-                "".join(d.content or "" for d in deltas),
-                [d.role for d in deltas if d.role],
-            )
-
-    whole, streamed, roles = asyncio.run(ask())
-    assert PROMPT[:10] in whole
-    assert streamed == whole
-    assert roles == ["assistant"]
+async def test_chat_with_the_async_client(router: RouterUnderTest) -> None:
+    async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
+        messages = [{"role": "user", "content": PROMPT}]
+        whole = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=30)
+        stream = await client.chat.completions.create(model="tiny", messages=messages, max_tokens=30, stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in stream]
+    assert PROMPT[:10] in whole.choices[0].message.content
+    assert "".join(d.content or "" for d in deltas) == whole.choices[0].message.content
+    assert [d.role for d in deltas if d.role] == ["assistant"]
 
 
 @pytest.mark.parametrize("include", [False, True])

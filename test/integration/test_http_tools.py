@@ -6,7 +6,6 @@ prompt: so the answer is the message. The output of real templates is covered by
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -86,21 +85,18 @@ def test_calls_whole_and_streamed_are_what_the_model_wrote(client: openai.OpenAI
     assert final.choices[0].message.tool_calls[0].function.arguments == json.dumps(WEATHER, ensure_ascii=False)
 
 
-def test_the_async_client_sends_a_call_back_with_what_it_gave(router: RouterUnderTest) -> None:
-    async def talk() -> Any:
-        async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
-            first = await client.chat.completions.create(**asking(CALL))
-            message = first.choices[0].message
-            call = message.tool_calls[0]
-            body = asking("")
-            body["messages"] += [
-                message,
-                {"role": "tool", "tool_call_id": call.id, "content": "4 degrees"},
-                {"role": "user", "content": "It is cold."},
-            ]
-            return await client.chat.completions.create(**body)
-
-    answer = asyncio.run(talk())
+async def test_the_async_client_sends_a_call_back_with_what_it_gave(router: RouterUnderTest) -> None:
+    async with openai.AsyncOpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
+        first = await client.chat.completions.create(**asking(CALL))
+        message = first.choices[0].message
+        call = message.tool_calls[0]
+        body = asking("")
+        body["messages"] += [
+            message,
+            {"role": "tool", "tool_call_id": call.id, "content": "4 degrees"},
+            {"role": "user", "content": "It is cold."},
+        ]
+        answer = await client.chat.completions.create(**body)
     assert answer.choices[0].message.content == f"{SENT} It is cold." and answer.choices[0].finish_reason == "stop"
 
 

@@ -390,7 +390,7 @@ def of_schemas() -> list[str]:
 
 
 @pytest.mark.slow
-def test_every_answer_to_a_hundred_random_schemas_is_valid(
+async def test_every_answer_to_a_hundred_random_schemas_is_valid(
     cluster: LocalCluster, request: pytest.FixtureRequest, of_schemas: list[str]
 ) -> None:
     """Answers are the same whether P and D are split or one instance. Two ranks round differently, so they get only
@@ -410,12 +410,9 @@ def test_every_answer_to_a_hundred_random_schemas_is_valid(
         assert jsonschema_rs.validator_for(schema).is_valid(value), (choice, schema)
         return str(choice["text"])
 
-    async def ask_all() -> list[str]:
-        limits = httpx.Limits(max_connections=16)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=300, trust_env=False, limits=limits) as client:
-            return await asyncio.gather(*(ask(client, seed) for seed in seeds))
-
-    answers = asyncio.run(ask_all())
+    limits = httpx.Limits(max_connections=16)
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=300, trust_env=False, limits=limits) as client:
+        answers = await asyncio.gather(*(ask(client, seed) for seed in seeds))
     assert len(set(answers)) > len(seeds) // 2, "the schemas say what the answers are, and nothing is drawn"
     if not is_split:
         assert answers == (of_schemas or answers)

@@ -128,25 +128,22 @@ async def start_streams(client: httpx.AsyncClient, count: int, max_tokens: int) 
     return streams, max((int(index) for index in served if index != "0"), key=lambda index: served[str(index)])
 
 
-def test_connections_and_requests_land_on_all_and_tokens_are_right(router: RouterUnderTest) -> None:
+async def test_connections_and_requests_land_on_all_and_tokens_are_right(router: RouterUnderTest) -> None:
     router.start_worker("P0,P1,D0,D1,D2", "--vocab-size", "100000")
     served: Counter[str] = Counter()
 
-    async def run() -> None:
-        async def client(number: int) -> None:
-            prompt = [number, 2 * number + 1, 3]
-            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as session:
-                for max_tokens in (7, 20):
-                    body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
-                    answer = await session.post("/v1/completions", json={**body, "ignore_eos": True})
-                    assert answer.status_code == 200, answer.text
-                    expected = (prompt * max_tokens)[:max_tokens]
-                    assert answer.json()["choices"][0]["token_ids"] == expected
-                    served[answer.headers["x-chitu-worker"]] += 1
+    async def client(number: int) -> None:
+        prompt = [number, 2 * number + 1, 3]
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as session:
+            for max_tokens in (7, 20):
+                body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "return_token_ids": True}
+                answer = await session.post("/v1/completions", json={**body, "ignore_eos": True})
+                assert answer.status_code == 200, answer.text
+                expected = (prompt * max_tokens)[:max_tokens]
+                assert answer.json()["choices"][0]["token_ids"] == expected
+                served[answer.headers["x-chitu-worker"]] += 1
 
-        await asyncio.gather(*(client(number) for number in range(30)))
-
-    asyncio.run(run())
+    await asyncio.gather(*(client(number) for number in range(30)))
     assert set(served) == {"0", "1", "2"}, served
     cluster = RouterClient(router.url).cluster()
     assert len({(r.prefill, r.decode) for r in cluster.requests}) == 6, "every pair was used"
@@ -204,7 +201,7 @@ def test_an_event_stream_shows_what_another_process_serves(router: RouterUnderTe
     assert {result.headers["x-chitu-worker"] for result in results} - {watched}
 
 
-def test_an_aborted_request_ends_in_whichever_process_it_runs(router: RouterUnderTest) -> None:
+async def test_an_aborted_request_ends_in_whichever_process_it_runs(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.02")
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     pairs: list[tuple[str, str]] = []
@@ -226,19 +223,16 @@ def test_an_aborted_request_ends_in_whichever_process_it_runs(router: RouterUnde
             pairs.append((served, asked))
         assert (await abort(rid)).json() == {"aborted": 0}
 
-    async def run() -> None:
-        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as client:
-            await asyncio.gather(*(one(client, f"r{number}") for number in range(16)))
-            # A process that does not answer may have the request: the answer is an error, not a silent zero.
-            stopped = workers(router)[1].pid
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                answer = await abort("r0")
-                assert answer.status_code == 500, (answer.headers, answer.text)
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-
-    asyncio.run(run())
+    async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as client:
+        await asyncio.gather(*(one(client, f"r{number}") for number in range(16)))
+        # A process that does not answer may have the request: the answer is an error, not a silent zero.
+        stopped = workers(router)[1].pid
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            answer = await abort("r0")
+            assert answer.status_code == 500, (answer.headers, answer.text)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
     assert any(served != asked for served, asked in pairs), pairs
 
 
@@ -257,34 +251,31 @@ def test_an_instance_is_drained_through_any_of_them_and_all_know(router: RouterU
     assert [complete(router).status_code for _ in range(4)] == [200] * 4
 
 
-def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: RouterUnderTest) -> None:
+async def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0,D1", "--vocab-size", "100000", "--step-s", "0.02")
     before = workers(router)
 
-    async def run() -> tuple[int, list[tuple[str, bool]]]:
-        limits = httpx.Limits(max_connections=12)
-        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
-            streams, victim = await start_streams(client, 12, 400)
-            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
-                # Two seconds of tokens: the process reports its counts to the router twice a second.
-                while min(r["output_tokens"] for r in (await watcher.get("/cluster")).json()["requests"]) < 100:
-                    await asyncio.sleep(0.05)
-            os.kill(before[victim].pid, signal.SIGKILL)
-            # New requests are served as usual.
-            late = [asyncio.create_task(stream(client, 3, asyncio.Queue())) for _ in range(6)]
-            # Rooms of the dead process end on the instances while the other processes' rooms go on.
-            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
-                while True:
-                    cluster = (await watcher.get("/cluster")).json()
-                    running = sum(i["load"]["running"] for i in cluster["instances"])
-                    left = sum(not task.done() for task in streams)
-                    if all(task.done() for task in late) and cluster["in_flight"] == running == left < 12:
-                        break
-                    assert left, (cluster["in_flight"], running)
-                    await asyncio.sleep(0.05)
-            return victim, await asyncio.gather(*streams, *late)
-
-    victim, results = asyncio.run(run())
+    limits = httpx.Limits(max_connections=12)
+    async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
+        streams, victim = await start_streams(client, 12, 400)
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
+            # Two seconds of tokens: the process reports its counts to the router twice a second.
+            while min(r["output_tokens"] for r in (await watcher.get("/cluster")).json()["requests"]) < 100:
+                await asyncio.sleep(0.05)
+        os.kill(before[victim].pid, signal.SIGKILL)
+        # New requests are served as usual.
+        late = [asyncio.create_task(stream(client, 3, asyncio.Queue())) for _ in range(6)]
+        # Rooms of the dead process end on the instances while the other processes' rooms go on.
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as watcher:
+            while True:
+                cluster = (await watcher.get("/cluster")).json()
+                running = sum(i["load"]["running"] for i in cluster["instances"])
+                left = sum(not task.done() for task in streams)
+                if all(task.done() for task in late) and cluster["in_flight"] == running == left < 12:
+                    break
+                assert left, (cluster["in_flight"], running)
+                await asyncio.sleep(0.05)
+        results = await asyncio.gather(*streams, *late)
     assert all(done == (worker != str(victim)) for worker, done in results[:12]), (victim, results)
     assert [done for _, done in results[12:]] == [True] * 6
     wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, lambda: router.log[-2000:])
@@ -323,45 +314,41 @@ def test_connections_to_a_process_that_hangs_are_served_by_another(router: Route
     assert {w.pid for w in workers(router)} >= {hung.pid}
 
 
-def test_sigterm_under_load_finishes_what_runs_and_exits_with_0(router: RouterUnderTest) -> None:
+async def test_sigterm_under_load_finishes_what_runs_and_exits_with_0(router: RouterUnderTest) -> None:
     router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
     pids = [w.pid for w in workers(router)]
 
-    async def run() -> list[tuple[str, bool]]:
-        limits = httpx.Limits(max_connections=12)
-        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
-            streams, _ = await start_streams(client, 12, 100)
-            router.signal(signal.SIGTERM)
-            return await asyncio.gather(*streams)
-
-    results = asyncio.run(run())
+    limits = httpx.Limits(max_connections=12)
+    async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
+        streams, _ = await start_streams(client, 12, 100)
+        router.signal(signal.SIGTERM)
+        results = await asyncio.gather(*streams)
     assert [done for _, done in results] == [True] * 12
     assert router.process is not None and router.process.wait(20) == 0
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-def test_a_replica_that_is_told_to_end_finishes_what_it_serves_and_is_started_again(router: RouterUnderTest) -> None:
+async def test_a_replica_that_is_told_to_end_finishes_what_it_serves_and_is_started_again(
+    router: RouterUnderTest,
+) -> None:
     router.start_worker("P0,D0", "--vocab-size", "100000", "--step-s", "0.01")
     before = workers(router)
 
     def router_log() -> str:
         return router.log[-2000:]
 
-    async def run() -> tuple[int, list[tuple[str, bool]]]:
-        limits = httpx.Limits(max_connections=12)
-        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
-            streams, told = await start_streams(client, 12, 100)
-            kept = connection_to(router, told)
-            os.kill(before[told].pid, signal.SIGTERM)
-            wait_until(lambda: f" router.{told} I chitu.serve.api_endpoint: draining" in router.log, WAIT_S, router_log)
-            kept.request("POST", "/v1/completions", '{"prompt": [5, 6, 7], "max_tokens": 3}')
-            answer = kept.getresponse()
-            assert (answer.status, answer.headers["connection"]) == (200, "close"), answer.read()
-            async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as new:
-                late = [await stream(new, 3, asyncio.Queue()) for _ in range(6)]
-            return told, [*await asyncio.gather(*streams), *late]
-
-    told, results = asyncio.run(run())
+    limits = httpx.Limits(max_connections=12)
+    async with httpx.AsyncClient(base_url=router.url, timeout=60.0, limits=limits, trust_env=False) as client:
+        streams, told = await start_streams(client, 12, 100)
+        kept = connection_to(router, told)
+        os.kill(before[told].pid, signal.SIGTERM)
+        wait_until(lambda: f" router.{told} I chitu.serve.api_endpoint: draining" in router.log, WAIT_S, router_log)
+        kept.request("POST", "/v1/completions", '{"prompt": [5, 6, 7], "max_tokens": 3}')
+        answer = kept.getresponse()
+        assert (answer.status, answer.headers["connection"]) == (200, "close"), answer.read()
+        async with httpx.AsyncClient(base_url=router.url, timeout=60.0, trust_env=False) as new:
+            late = [await stream(new, 3, asyncio.Queue()) for _ in range(6)]
+        results = [*await asyncio.gather(*streams), *late]
     assert all(done for _, done in results), (told, results)
     wait_until(lambda: f"router.{told} is started again" in router.log, WAIT_S, router_log)
     wait_until(lambda: len(workers(router)) == WORKERS, WAIT_S, router_log)

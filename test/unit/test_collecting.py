@@ -64,10 +64,10 @@ async def collect(num_tokens: int) -> tuple[int, bytes]:
     return turns, bodies[0]
 
 
-def test_many_tokens_that_come_at_once_are_made_into_text_in_turns() -> None:
-    turns, body = asyncio.run(collect(TOKENS_PER_TURN))
+async def test_many_tokens_that_come_at_once_are_made_into_text_in_turns() -> None:
+    turns, body = await collect(TOKENS_PER_TURN)
     assert turns >= CHOICES - 2 and body.count(b"a" * TOKENS_PER_TURN) == CHOICES
 
 
-def test_few_tokens_cost_no_turn() -> None:
-    assert asyncio.run(collect(4))[0] == 0
+async def test_few_tokens_cost_no_turn() -> None:
+    assert (await collect(4))[0] == 0

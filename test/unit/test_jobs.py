@@ -241,7 +241,7 @@ def test_every_grammar_is_sent_away_once_and_its_error_names_the_field_of_each_r
     assert judged == ["a+", "(("] and len(world.away.tasks) == 2
 
 
-def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_grammar() -> None:
+async def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_grammar() -> None:
     world = World()
 
     async def leaves(raw: bytes, away: int) -> None:
@@ -253,20 +253,17 @@ def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_grammar(
         with pytest.raises(ClientGone):
             await asking
 
-    async def scenario() -> None:
-        world.away.may_end = asyncio.Event()
-        await leaves(body_of(LARGE_BODY_BYTES + 1), 1)
-        assert world.away.num_unwanted == 1
-        with_grammar = b'{"prompt":"a","guided_regex":"a+"}'
-        await leaves(with_grammar, 2)
-        assert world.away.num_unwanted == 1
-        other = asyncio.ensure_future(world.reader.job("completion", bytearray(with_grammar), Client().exchange))
-        await asyncio.sleep(0)
-        world.away.may_end.set()
-        assert (await other).samplings[0].grammar is not None
-        assert len(world.away.tasks) == 2, "the second waits for the same"
-
-    asyncio.run(scenario())
+    world.away.may_end = asyncio.Event()
+    await leaves(body_of(LARGE_BODY_BYTES + 1), 1)
+    assert world.away.num_unwanted == 1
+    with_grammar = b'{"prompt":"a","guided_regex":"a+"}'
+    await leaves(with_grammar, 2)
+    assert world.away.num_unwanted == 1
+    other = asyncio.ensure_future(world.reader.job("completion", bytearray(with_grammar), Client().exchange))
+    await asyncio.sleep(0)
+    world.away.may_end.set()
+    assert (await other).samplings[0].grammar is not None
+    assert len(world.away.tasks) == 2, "the second waits for the same"
 
 
 def ids_of(job: Job) -> list[list[int]]:

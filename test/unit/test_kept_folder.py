@@ -182,7 +182,7 @@ def test_a_place_that_is_none_is_refused(query: bytes) -> None:
 
 
 @pytest.mark.parametrize("leaves", [True, False])
-def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_it_is_read(
+async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_it_is_read(
     tmp_path: Path, leaves: bool
 ) -> None:
     """A request that this router will never serve is put aside. That no instance serves just now is no such reason."""
@@ -196,10 +196,7 @@ def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_it_is_r
     async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
         return SimpleNamespace(why_not_kept="")
 
-    async def look() -> None:
-        kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, FakeClock())  # type: ignore[arg-type]
-        kept.tick()
-        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-
-    asyncio.run(look())
+    kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, FakeClock())  # type: ignore[arg-type]
+    kept.tick()
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
     assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["request" if leaves else "refused"]
