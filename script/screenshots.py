@@ -29,7 +29,7 @@ from playwright.sync_api import Browser, FloatRect, expect
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "test" / "web")]
 
-from chat_page import ChatPage, wait_until  # noqa: E402
+from chat_page import ChatPage  # noqa: E402
 from headless import headless_browser  # noqa: E402
 
 from chitu.assets import TINY_MODEL_DIR  # noqa: E402
@@ -37,6 +37,7 @@ from chitu.client.client import RouterClient  # noqa: E402
 from chitu.config.load import load_topology  # noqa: E402
 from chitu.launch.local import LocalCluster  # noqa: E402
 from chitu.protocol.snapshot import RequestSnapshot  # noqa: E402
+from chitu.testing.router_process import wait_until  # noqa: E402
 from chitu.workloads import tiny  # noqa: E402
 
 CLIENTS = 4
@@ -138,7 +139,7 @@ def take(browser: Browser, url: str, picture: Picture) -> bytes:
             return all(count >= least for count, least in zip(counts, (3, 4, 1), strict=True))
 
         expect(page.page.locator("#totals")).not_to_contain_text("–")
-        wait_until(is_lively, 60.0, lambda: "the cluster is too quiet for a picture")
+        wait_until(is_lively, 60.0, "the cluster is too quiet for a picture")
         clip: FloatRect = {"x": 0, "y": 0, "width": picture.width, "height": picture.height}
         png = page.page.screenshot(full_page=True, clip=clip)
         if page.problems:

@@ -15,19 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-POLL_S = 0.02
+POLL_S = 0.03
 START_S = 120.0
 """Timeout of a process's start, on a busy machine."""
 
 
-def wait_until(condition: object, timeout_s: float, what: str) -> None:
-    """Poll a callable until it is true. Raise TimeoutError that names `what` was waited for."""
-    assert callable(condition)
-    end_s = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], object], timeout_s: float, what: str | Callable[[], object]) -> float:
+    """Poll a condition of another process until it is true. Return the seconds that it took. Raise TimeoutError that
+    says `what` was waited for, or what there is instead."""
+    start_s = time.monotonic()
     while not condition():
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"waited {timeout_s:g} s for {what}")
+        if time.monotonic() > start_s + timeout_s:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
         time.sleep(POLL_S)
+    return time.monotonic() - start_s
 
 
 def cpu_seconds(pid: int) -> float:

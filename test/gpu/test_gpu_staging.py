@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from pin_twin import SecondMappings
 
 from chitu.config.load import load_topology
@@ -26,6 +26,7 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.ops.kernels.blocks import BlockCopier
 from chitu.protocol import KVLayout
+from chitu.testing.router_process import wait_until
 
 LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
 SEGMENT_BYTES = 1 << 20

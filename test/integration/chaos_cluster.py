@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -30,6 +30,7 @@ from chitu.protocol import LoadReport, SamplingParams
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 
 Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
@@ -71,16 +72,6 @@ BLINK_S = 0.4
 """Duration of a blink, far shorter than a lease, so that every process stays in the cluster."""
 STOP_S = 4.5
 """Duration of a SIGSTOP, longer than every deadline above."""
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> float:
-    """Wait until a condition holds and return the seconds it took; raise AssertionError on timeout."""
-    start_s = time.monotonic()
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() - start_s < timeout_s, f"not within {timeout_s:g} s: {what()}"
-        pause.wait(0.03)
-    return time.monotonic() - start_s
 
 
 def short_ask(rng: random.Random) -> Ask:
@@ -129,7 +120,7 @@ class ChaosCluster:
     def __enter__(self) -> ChaosCluster:
         try:
             self.processes.start()
-            wait_for(self._router_listens, 60, lambda: self.processes.logs("router"))
+            wait_until(self._router_listens, 60, lambda: self.processes.logs("router"))
             ports = dict(self.processes.ports)
             del ports["port"]
             secrets = derive(cluster_key_of(self.processes.topology))
@@ -231,7 +222,7 @@ class ChaosCluster:
         start_s = time.monotonic()
         while True:
             left_s = start_s + timeout_s - time.monotonic()
-            wait_for(self.processes.ready, left_s, lambda: "; ".join(self.not_whole()))
+            wait_until(self.processes.ready, left_s, lambda: "; ".join(self.not_whole()))
             answers = [future.result() for future in self.load.send([short_ask(random.Random(n)) for n in range(4)])]
             failed = [answer for answer in answers if answer.outcome != RIGHT]
             if not failed:

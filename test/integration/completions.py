@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +52,3 @@ def is_whole(load: dict[str, int]) -> bool:
         and load["pages_free"] + load["pages_cached"] == load["pages_total"]
         and load["aux_free"] == load["aux_total"]
     )
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callable[[], object]) -> None:
-    """Poll a condition of another process; raise AssertionError with `failure()` if it does not become true."""
-    end_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {failure()}"
-        pause.wait(0.05)

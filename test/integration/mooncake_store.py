@@ -13,8 +13,9 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import wait_until
 from ports import free_ports
+
+from chitu.testing.router_process import wait_until
 
 PATIENCE_S = 60.0
 

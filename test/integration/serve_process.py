@@ -12,21 +12,11 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 MARK = "CHITU_TEST_MARK"
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
-    """Return the seconds until the condition held; raise AssertionError with `what` on timeout."""
-    start_s = time.monotonic()
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() - start_s < timeout_s, f"not within {timeout_s:g} s: {what}"
-        pause.wait(0.02)
-    return time.monotonic() - start_s
 
 
 class ServeProcess:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from chaos_cluster import PATIENCE_S, right_tokens, short_ask, wait_for
+from chaos_cluster import PATIENCE_S, right_tokens, short_ask
 from network import Network
 from nursery import popen
 
@@ -24,6 +24,7 @@ from chitu.errors import ChituError
 from chitu.launch.plan import ROUTER, plan
 from chitu.launch.supervisor import Supervisor
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import RIGHT, SteadyLoad
 
 INSTANCES = ("P0", "P1", "D0", "D1")
@@ -91,7 +92,7 @@ class SilenceCluster:
         for name in specs:
             self.processes.start(name)
         self._client = RouterClient(f"http://{net.address(ROUTER)}:{topology.dp_config.router.port}")
-        wait_for(self._is_ready, READY_S, lambda: "; ".join(self.away()))
+        wait_until(self._is_ready, READY_S, lambda: "; ".join(self.away()))
         self.load = SteadyLoad(
             lambda: f"http://{net.address(ROUTER)}:{topology.dp_config.router.port}",
             "m",

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import forked
 from raw_http import RawClient, http_request
 
@@ -28,6 +28,7 @@ from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
+from chitu.testing.router_process import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

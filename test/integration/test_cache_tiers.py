@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from mooncake_store import Store, mooncake_store
 from nursery import forked
 
@@ -26,6 +26,7 @@ from chitu.protocol import pack_i32
 from chitu.testing.checksum_engine import checksum_layout
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
+from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 ROUTER = "dp_config.router"

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster, wait_for
+from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster
 from wrong_clocks import JUMPING, wrong_clocks
 
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
@@ -185,9 +186,9 @@ def send_victims(cluster: ChaosCluster, row: Row) -> list[Future[CheckedAnswer]]
     sent: list[Future[CheckedAnswer]] = []
     for attempt in range(5):
         sent += cluster.load.send(victims(row.phase, f"{row.blow} {row.target} {row.phase} {attempt}"))
-        with contextlib.suppress(AssertionError):
+        with contextlib.suppress(TimeoutError):
             reach_s = QUEUED_S if row.phase == "queued" else REACH_S
-            wait_for(lambda: is_reached(cluster, row.phase, row.target), reach_s, lambda: "")
+            wait_until(lambda: is_reached(cluster, row.phase, row.target), reach_s, "")
             return sent
     raise AssertionError(f"no request was {row.phase} on {row.target}")
 
@@ -212,6 +213,6 @@ def run_cell(cluster: ChaosCluster, row: Row) -> None:
         row.cached = sum(answer.cached_tokens for answer in answers)
         row.details = [f"{a.outcome}: {a.detail}" for a in answers if a.outcome != RIGHT]
     try:
-        wait_for(lambda: not cluster.not_whole(), 10, lambda: "; ".join(cluster.not_whole()))
+        wait_until(lambda: not cluster.not_whole(), 10, lambda: "; ".join(cluster.not_whole()))
     finally:
         row.leaked = cluster.pages_not_free()

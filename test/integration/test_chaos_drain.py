@@ -16,8 +16,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
+from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster
 
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import RIGHT, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
@@ -64,7 +65,7 @@ def held_by(cluster: ChaosCluster, name: str) -> bool:
 
 
 def wait_decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
-    wait_for(lambda: any("long" in r for r in decoding_on(cluster, name)), 15, lambda: f"a long request on {name}")
+    wait_until(lambda: any("long" in r for r in decoding_on(cluster, name)), 15, lambda: f"a long request on {name}")
     return decoding_on(cluster, name)
 
 
@@ -86,7 +87,7 @@ def come_back(cluster: ChaosCluster) -> None:
     cluster.wait_recovered(30)
     cluster.load.pause(PATIENCE_S + 10)
     cluster.load.take_answers()
-    wait_for(lambda: not cluster.not_whole(), 15, lambda: "; ".join(cluster.not_whole()))
+    wait_until(lambda: not cluster.not_whole(), 15, lambda: "; ".join(cluster.not_whole()))
 
 
 @pytest.mark.parametrize("name", ["D0", "P0"])
@@ -142,7 +143,7 @@ def wait_held_on(cluster: ChaosCluster, name: str) -> None:
             busy_since_s = time.monotonic()
         return time.monotonic() - busy_since_s > 1.5
 
-    wait_for(is_held, 15, lambda: f"a transfer of {name} that is held")
+    wait_until(is_held, 15, lambda: f"a transfer of {name} that is held")
 
 
 @pytest.mark.parametrize("name", ["D0", "P0"])

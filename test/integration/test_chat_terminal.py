@@ -19,7 +19,6 @@ from types import TracebackType
 
 import httpx
 import pytest
-from completions import wait_until
 from nursery import FORKED
 
 from chitu.client.client import RouterClient
@@ -29,6 +28,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import RequestSnapshot
+from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "a-secret"

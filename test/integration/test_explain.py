@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from chaos_cluster import VOCAB_SIZE, right_tokens, wait_for
+from chaos_cluster import VOCAB_SIZE, right_tokens
 from nursery import forked
 
 from chitu.client.bottleneck import Explanation, explain
@@ -25,6 +25,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import Ask, SteadyLoad
 
 ROUTER = "dp_config.router"
@@ -116,7 +117,7 @@ def watch(cluster: LocalCluster, num_ended: int) -> tuple[Explanation, list[Clus
         seen = explain(snapshots)
         return seen.num_ended >= num_ended and seen.span_s >= SEEN_S
 
-    wait_for(is_enough, WATCH_S, lambda: f"{explain(snapshots)}")
+    wait_until(is_enough, WATCH_S, lambda: f"{explain(snapshots)}")
     return explain(snapshots), snapshots
 
 
@@ -164,7 +165,7 @@ def test_a_slow_router_and_a_dead_role_are_found_by_the_command_and_in_its_file(
         load.pause(60)
         for name in ("D0", "D1"):
             cluster.kill(name, signal.SIGKILL)
-        wait_for(lambda: watched(cluster)["bottleneck"] == "no_instance", 30, lambda: str(watched(cluster)))
+        wait_until(lambda: watched(cluster)["bottleneck"] == "no_instance", 30, lambda: watched(cluster))
 
 
 def watched(cluster: LocalCluster) -> dict[str, str]:

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
 
 from chitu.assets import TINY_MODEL_DIR
@@ -54,6 +54,7 @@ from chitu.protocol import (
     encode,
     pack_i32,
 )
+from chitu.testing.router_process import wait_until
 from chitu.types import REGISTRATION_ROOM, Role
 
 PD = "dp_config.router.pd_disaggregation"

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import requests
 import schemathesis
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from nursery import forked
@@ -43,6 +43,7 @@ from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
+from chitu.testing.router_process import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

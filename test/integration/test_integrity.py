@@ -11,12 +11,13 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import wait_until
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"

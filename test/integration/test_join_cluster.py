@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from network import Network
 from nursery import FORKED
-from serve_process import ServeProcess, wait_until
+from serve_process import ServeProcess
 
 from chitu.client.client import RouterClient
 from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 CHITU = [sys.executable, "-m", "chitu.cli"]
@@ -78,7 +79,7 @@ def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_bec
         assert chitu("drain", "D1", "--url", cluster.url).returncode == 0
         assert joined["D1"].process.wait(15) == 0
         assert [joined[name].signal_and_wait(signal.SIGTERM) for name in ("P1", "D2")] == [0, 0]
-        wait_until(lambda: cluster.healthy(), 10, "the pair of the beginning")
+        wait_until(cluster.healthy, 10, "the pair of the beginning")
         assert answer(cluster.url) == expected
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import wait_until
 from nursery import FORKED
 from thinking_model import make_thinking_model
 
@@ -23,6 +22,7 @@ from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
 from chitu.protocol.kept_request import KeptRequest, pack, unpack
+from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -305,7 +305,7 @@ def test_a_snapshot_goes_on_elsewhere_and_its_request_where_it_is(
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             asked = pool.submit(ask, first.url, "one", body, answer)
             wait_until(lambda: len(answer.events) >= 40, 60, lambda: answer)
-            wait_until(lambda: len(list((tmp_path / "disk").glob("*/*.kv"))) >= 8, 60, lambda: "pages on disk")
+            wait_until(lambda: len(list((tmp_path / "disk").glob("*/*.kv"))) >= 8, 60, "pages on disk")
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("CHITU_CLUSTER_KEY", cluster_key_of(first.topology))
                 assert cli.main(["snapshot", "one", str(file), "--url", first.url]) == 0

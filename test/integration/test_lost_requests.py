@@ -11,7 +11,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from chaos_cluster import DEADLINES, PATIENCE_S, ChaosCluster, short_ask, wait_for
+from chaos_cluster import DEADLINES, PATIENCE_S, ChaosCluster, short_ask
+
+from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 INTERVAL_S, LEASE_S = 0.5, 3.0
@@ -41,7 +43,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChaosCluster]:
 
 @pytest.fixture(autouse=True)
 def load(cluster: ChaosCluster) -> Iterator[None]:
-    wait_for(lambda: not cluster.not_whole(), 20, lambda: str(cluster.not_whole()))
+    wait_until(lambda: not cluster.not_whole(), 20, cluster.not_whole)
     cluster.load.take_answers()
     cluster.load.resume()
     yield
@@ -71,20 +73,20 @@ def finish(cluster: ChaosCluster, what: str, seconds: list[float]) -> None:
     )
     assert {answer.outcome for answer in answers} == {"right"}, [a for a in answers if a.outcome != "right"]
     assert longest_s < LONGEST_S
-    wait_for(lambda: not cluster.not_whole(), 10, lambda: str(cluster.not_whole()))
+    wait_until(lambda: not cluster.not_whole(), 10, cluster.not_whole)
 
 
 @pytest.mark.parametrize("name", ["D0", "P0"])
 def test_what_a_cut_takes_on_its_way_comes_again(cluster: ChaosCluster, name: str) -> None:
     link = f"router>{name}"
     before, lost = len(found(cluster, AGAIN, name)), cluster.processes.logs("router").count("request_lost")
-    wait_for(lambda: cluster.wires.connections_of(link) == 1, 5, lambda: f"no connection {link}")
+    wait_until(lambda: cluster.wires.connections_of(link) == 1, 5, lambda: f"no connection {link}")
     cluster.wires.freeze(link)
     send(cluster, 12)
     threading.Event().wait(FROZEN_S)
     cluster.wires.cut(link)
     cluster.wires.heal(link)
-    wait_for(lambda: len(found(cluster, AGAIN, name)) > before, 10, lambda: "nothing was sent again")
+    wait_until(lambda: len(found(cluster, AGAIN, name)) > before, 10, "nothing was sent again")
     finish(cluster, f"{link} broke, {len(found(cluster, AGAIN, name)) - before} times sent again", [])
     assert cluster.processes.logs("router").count("request_lost") == lost
 
@@ -94,17 +96,17 @@ def test_where_the_connection_stays_away_requests_go_elsewhere_after_a_lease(clu
     """The heartbeats of that instance keep coming, so it stays in the cluster."""
     link = f"router>{name}"
     before = len(found(cluster, STUCK, name))
-    wait_for(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
+    wait_until(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
     cluster.wires.cut(link)
     send(cluster, 12)
-    wait_for(lambda: len(found(cluster, STUCK, name)) > before, 15, lambda: "no request was missed")
+    wait_until(lambda: len(found(cluster, STUCK, name)) > before, 15, "no request was missed")
     cluster.load.pause(PATIENCE_S)
     seconds = found(cluster, STUCK, name)[before:]
     finish(cluster, f"{link} away", seconds)
     cluster.wires.heal(link)
     assert min(seconds) >= LEASE_S and max(seconds) <= LEASE_S + 2 * INTERVAL_S + RECONNECT_S
     assert f"{name} is gone" not in cluster.processes.logs("router")
-    wait_for(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
+    wait_until(lambda: cluster.wires.connections_of(link) == 1, 10, lambda: f"no connection {link}")
 
 
 def test_an_instance_that_stands_still_for_less_than_a_lease_has_lost_nothing(cluster: ChaosCluster) -> None:
@@ -137,7 +139,7 @@ def test_a_pair_that_does_not_hear_each_other_is_left_out_and_the_others_serve_o
     """Both instances live, reach the router, and serve with other partners. The deadline of such a wait is 10 s."""
     links = LINKS[2:]
     for link in links:
-        wait_for(lambda link=link: cluster.wires.connections_of(link) == 1, 5, lambda link=link: f"no {link}")  # type: ignore[misc]
+        wait_until(lambda link=link: cluster.wires.connections_of(link) == 1, 5, lambda link=link: f"no {link}")  # type: ignore[misc]
     before = answered_within(cluster, SILENCE_S)
     for link in links:
         cluster.wires.freeze(link)
@@ -154,9 +156,9 @@ def test_a_pair_that_does_not_hear_each_other_is_left_out_and_the_others_serve_o
     )
     assert {answer.outcome for answer in answers} <= {"right"} and moved
     assert during > before / 3, "the other three pairs serve as before"
-    wait_for(lambda: not cluster.not_whole(), 10, lambda: str(cluster.not_whole()))
+    wait_until(lambda: not cluster.not_whole(), 10, cluster.not_whole)
     healed_s = cluster.snapshot().time_s
     cluster.load.resume()
-    wait_for(lambda: served_by(cluster, ("P0", "D0"), healed_s) > 0, 10, lambda: "P0-D0 is still left out")
+    wait_until(lambda: served_by(cluster, ("P0", "D0"), healed_s) > 0, 10, "P0-D0 is still left out")
     cluster.load.pause(PATIENCE_S)
     assert {answer.outcome for answer in cluster.load.take_answers()} == {"right"}

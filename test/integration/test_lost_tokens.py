@@ -6,9 +6,10 @@ import random
 import threading
 from pathlib import Path
 
-from chaos_cluster import PATIENCE_S, VOCAB_SIZE, ChaosCluster, wait_for
+from chaos_cluster import PATIENCE_S, VOCAB_SIZE, ChaosCluster
 
 from chitu.config.schema import RetryConfig
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import Ask
 
 EACH_S = 1.0
@@ -29,7 +30,7 @@ def test_streams_are_right_and_whole_when_the_tokens_of_their_d_are_lost(tmp_pat
             running = [r for r in cluster.snapshot().requests if r.ended_at_s is None and r.state == "decode"]
             return sum(request.decode == "D0" for request in running) >= 2
 
-        wait_for(is_streaming, 20.0, lambda: str(cluster.snapshot().requests))
+        wait_until(is_streaming, 20.0, lambda: cluster.snapshot().requests)
         cluster.strike("blink", "D0")
         cluster.mend("blink", "D0")
         answers = [future.result(PATIENCE_S) for future in futures]
@@ -37,7 +38,7 @@ def test_streams_are_right_and_whole_when_the_tokens_of_their_d_are_lost(tmp_pat
         logs = cluster.processes.logs("router")
         assert "a token message of D0 was lost" in logs, "no token was lost, so nothing was shown"
         assert "(tokens_lost: " not in logs
-        wait_for(lambda: not cluster.not_whole(), 20.0, lambda: str(cluster.not_whole()))
+        wait_until(lambda: not cluster.not_whole(), 20.0, cluster.not_whole)
 
 
 def test_connections_that_all_break_each_second_cost_no_request(tmp_path: Path) -> None:
@@ -72,4 +73,4 @@ def test_connections_that_all_break_each_second_cost_no_request(tmp_path: Path) 
         assert {answer.outcome for answer in answers} == {"right"}, [a for a in answers if a.outcome != "right"]
         assert num_repeats > RetryConfig().max_attempts, "no request was cut often enough, so nothing was shown"
         assert "(tokens_lost: " not in logs and "(request_lost: " not in logs
-        wait_for(lambda: not cluster.not_whole(), 20.0, lambda: str(cluster.not_whole()))
+        wait_until(lambda: not cluster.not_whole(), 20.0, cluster.not_whole)

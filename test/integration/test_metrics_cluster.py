@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from completions import complete_all, wait_until
+from completions import complete_all
 from nursery import FORKED
 from otlp_collector import Collector
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import wait_until
 
 NUM_PAGES = 200
 PROMPTS = [[7] * length for length in (1, 40, 100, 33)]

@@ -15,7 +15,7 @@ import msgspec
 import openai
 import psutil
 import pytest
-from completions import complete_all, instance_loads, wait_until
+from completions import complete_all, instance_loads
 from nursery import FORKED
 
 from chitu.config.load import load_topology
@@ -23,6 +23,7 @@ from chitu.http.proof import Proof
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import ClusterSnapshot
+from chitu.testing.router_process import wait_until
 from chitu.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from engine_checkpoints import Engine, generate
 from nursery import FORKED
 
@@ -19,6 +19,7 @@ from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 PATIENCE = [f"{PD}.deadlines.queue_s=120", f"{PD}.deadlines.transfer_s=120"]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from engine_checkpoints import Engine, generate
 from nursery import FORKED
 
@@ -21,6 +21,7 @@ from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -23,7 +23,7 @@ import pydantic
 import pytest
 import torch
 import transformers
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
 from random_schemas import random_schema
 from thinking_model import BIAS, make_thinking_model
@@ -35,6 +35,7 @@ from chitu.http.cluster_snapshot import ClusterSnapshot
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.protocol import Grammar, Reasoning, SamplingParams
+from chitu.testing.router_process import wait_until
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500

@@ -25,7 +25,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from completions import instance_loads, is_whole, wait_until
+from completions import instance_loads, is_whole
 from engine_checkpoints import Engine, generate
 from mooncake_store import mooncake_store
 from nursery import FORKED
@@ -38,6 +38,7 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.protocol.trace import TraceRestored, TraceSend, TraceSent, TraceWrite
+from chitu.testing.router_process import wait_until
 
 SIZES = (1, 2, 4)
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import forked
 
 from chitu.config.load import load_topology
@@ -18,6 +18,7 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 from chitu.testing.checksum_scheduler import EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
+from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.emulated
 

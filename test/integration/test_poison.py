@@ -6,8 +6,9 @@ import random
 import signal
 from pathlib import Path
 
-from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask, wait_for
+from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask
 
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import Ask
 
 LONG = [f"{DEADLINES}.{name}=60" for name in ("queue_s", "transfer_s")]
@@ -29,11 +30,11 @@ def test_a_request_that_two_processes_died_under_is_not_sent_to_a_third(tmp_path
         cluster.hold("prefill")  # P does not finish it
         (future,) = cluster.load.send([suspect])
         for attempt in (1, 2):
-            wait_for(lambda attempt=attempt: prefill_of(cluster, attempt) != "", 10, lambda: "not sent")  # type: ignore[misc]
+            wait_until(lambda attempt=attempt: prefill_of(cluster, attempt) != "", 10, "not sent")  # type: ignore[misc]
             victim = prefill_of(cluster, attempt)
             cluster.processes.kill(victim, signal.SIGKILL)
             cluster.mend("SIGKILL", victim)
-            wait_for(cluster.processes.ready, 60, lambda: "; ".join(cluster.not_whole()))
+            wait_until(cluster.processes.ready, 60, lambda: "; ".join(cluster.not_whole()))
         answer = future.result(PATIENCE_S)
         assert answer.outcome == "poison_request", answer
         log = cluster.processes.logs("router")
@@ -42,4 +43,4 @@ def test_a_request_that_two_processes_died_under_is_not_sent_to_a_third(tmp_path
         cluster.release()
         answers = [future.result(PATIENCE_S) for future in cluster.load.send([short_ask(rng) for _ in range(4)])]
         assert [answer.outcome for answer in answers] == ["right"] * 4
-        wait_for(lambda: not cluster.not_whole(), 20, lambda: str(cluster.not_whole()))
+        wait_until(lambda: not cluster.not_whole(), 20, cluster.not_whole)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import Completion, complete_all, instance_loads, is_whole, wait_until
+from completions import Completion, complete_all, instance_loads, is_whole
 from nursery import FORKED
 
 from chitu.config.cluster_key import cluster_key_of
@@ -20,6 +20,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.net.curve import derive
+from chitu.testing.router_process import wait_until
 
 PAGE_SIZE = 16
 OUTPUT_TOKENS = 7

@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import psutil
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED, forked_router
 
 from chitu.client.client import RouterClient
@@ -27,7 +27,7 @@ from chitu.config.topology import with_router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.protocol.snapshot import ClusterSnapshot, WorkerSnapshot
-from chitu.testing.router_process import RouterUnderTest
+from chitu.testing.router_process import RouterUnderTest, wait_until
 
 WORKERS = 3
 WAIT_S = 60.0

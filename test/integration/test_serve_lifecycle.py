@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from serve_process import ServeProcess, wait_until
+from serve_process import ServeProcess
 
 from chitu.launch.make_model import make_model
+from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 CHITU = [sys.executable, "-m", "chitu.cli"]

@@ -14,13 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 from nursery import forked
-from serve_process import ServeProcess, wait_until
+from serve_process import ServeProcess
 
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries
 from chitu.launch.process import ChildProcess, processes_marked
+from chitu.testing.router_process import wait_until
 
 STANDINS = Path(__file__).parent / "standins"
 ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")
@@ -209,7 +210,7 @@ def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) 
         assert started.alive(ROUTER) and started.alive("D0")
         logs.unlink()  # the folder stays missing
         wait_until(lambda: looked("P0 is started again"), 30, "a start")
-        wait_until(lambda: started.ready(), 60, "P0 to be ready")
+        wait_until(started.ready, 60, "P0 to be ready")
 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from chaos_cluster import PATIENCE_S, wait_for
+from chaos_cluster import PATIENCE_S
 from silence_cluster import INSTANCES, SilenceCluster
 
 from chitu.net.sockets import CONNECT_TIMEOUT_MS, TCP_SILENCE_MS
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import RIGHT, count_outcomes
 
 SILENT_S = 11.0
@@ -59,17 +60,17 @@ def test_after_a_silence_everything_is_as_before(
         network.drop(a, b, one_way=separator == ">")
     threading.Event().wait(seconds)
     network.heal()
-    healed_s = wait_for(lambda: not cluster.away(), HEALED_S, lambda: "; ".join(cluster.away()))
+    healed_s = wait_until(lambda: not cluster.away(), HEALED_S, lambda: "; ".join(cluster.away()))
     load.pause(PATIENCE_S + 10)
     outcomes = count_outcomes(load.take_answers())
     # If a pair is left, it serves everything; otherwise clients get an error.
     assert set(outcomes) <= {RIGHT} | ({"no_instance", "prefill_lost", "decode_lost"} if wires == ALL else set())
     cluster.check_all_serve()
-    rest_s = wait_for(lambda: not cluster.not_at_rest(), HEALED_S, lambda: "; ".join(cluster.not_at_rest()))
+    rest_s = wait_until(lambda: not cluster.not_at_rest(), HEALED_S, lambda: "; ".join(cluster.not_at_rest()))
     times = f"all back after {healed_s:.1f} s, at rest {rest_s:.1f} s later"
     print(f"\n{wires} silent for {seconds:g} s: {times}; {dict(outcomes)}")
 
     def leaked() -> dict[str, int]:
         return {name: n for name, n in cluster.descriptors().items() if n > most_descriptors[name]}
 
-    wait_for(lambda: not leaked(), HEALED_S, lambda: f"{leaked()} descriptors, {most_descriptors} before")
+    wait_until(lambda: not leaked(), HEALED_S, lambda: f"{leaked()} descriptors, {most_descriptors} before")

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, wait_for
+from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE
 from silence_cluster import KEY, SilenceCluster
 
+from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import RIGHT, Ask, count_outcomes
 
 SLOW_BYTES_S = 2000
@@ -67,7 +68,7 @@ def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it
         rng = random.Random(0)
         asks = [Ask(tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(PROMPT)), 8) for _ in range(16)]
         answers = load.send(asks)
-        wait_for(lambda: any(map(cluster.suspended, PREFILLS)), SUSPENDED_S, lambda: "no pair is suspended")
+        wait_until(lambda: any(map(cluster.suspended, PREFILLS)), SUSPENDED_S, "no pair is suspended")
         for p, d in WIRES:
             network.drop(p, d)  # at once, while the slow writes are in flight
         before = {p: cpu_s(cluster, p) for p in PREFILLS}
@@ -76,7 +77,7 @@ def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it
         assert any(map(cluster.suspended, PREFILLS)), "what is silent cannot have settled"
         network.heal()
         limit_s = 2 * (time.monotonic() - started_s) + HEALED_S
-        healed_s = wait_for(lambda: not cluster.not_at_rest(), limit_s, lambda: "; ".join(cluster.not_at_rest()))
+        healed_s = wait_until(lambda: not cluster.not_at_rest(), limit_s, lambda: "; ".join(cluster.not_at_rest()))
         assert not any(map(cluster.suspended, PREFILLS))
         outcomes = count_outcomes(answer.result(PATIENCE_S) for answer in answers)
         assert not outcomes.keys() & {"wrong", "hung"}, outcomes

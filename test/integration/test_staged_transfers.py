@@ -13,13 +13,14 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole, wait_until
+from completions import complete_all, instance_loads, is_whole
 from nursery import forked
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
+from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 VOCAB_SIZE = 1280

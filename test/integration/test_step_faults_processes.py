@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import instance_loads, is_whole, wait_until
+from completions import instance_loads, is_whole
 from nursery import forked
 from poisoned_scheduler import POISON_OF_D, POISON_OF_P
 
@@ -16,6 +16,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
 from chitu.launch.plan import Entries
+from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[10 + (31 * index + 7 * position) % 400 for position in range(3 + 17 * index)] for index in range(7)]

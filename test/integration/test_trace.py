@@ -18,7 +18,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from chaos_cluster import wait_for
 from nursery import forked
 
 from chitu.client.client import RouterClient
@@ -42,6 +41,7 @@ from chitu.protocol.trace import (
 )
 from chitu.testing.checksum_engine import NUM_LAYERS, RECORD_BYTES, checksum_layout
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.router_process import wait_until
 
 ROUTER = "dp_config.router"
 PAGE_SIZE, PROMPT, TOKENS = 16, list(range(20, 60)), 12
@@ -99,7 +99,7 @@ def traced(cluster: LocalCluster, name: str) -> TraceAnswer:
             return False
         return is_whole(found[0].records)
 
-    wait_for(is_there, 20, lambda: f"{found}")
+    wait_until(is_there, 20, lambda: f"{found}")
     return found[0]
 
 
@@ -264,7 +264,7 @@ def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path
                 return None
             return steps[0].instance if len(steps) >= 3 else None
 
-        wait_for(lambda: decoding() is not None, 20, lambda: f"{answers}")
+        wait_until(lambda: decoding() is not None, 20, lambda: f"{answers}")
         victim = decoding()
         assert victim is not None
         assert "it still runs" in client.trace("killed").timeline.title

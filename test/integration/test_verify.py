@@ -18,7 +18,6 @@ import httpx
 import msgspec
 import planted_scheduler
 import pytest
-from chaos_cluster import wait_for
 from nursery import FORKED
 from safetensors.torch import load_file, save_file
 
@@ -37,6 +36,7 @@ from chitu.launch.reference import VerifyOptions, find_transformers
 from chitu.launch.verify import verify
 from chitu.net.curve import derive
 from chitu.protocol.receipt import Receipt, sealed
+from chitu.testing.router_process import wait_until
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"
@@ -174,7 +174,7 @@ def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_fl
     secrets = derive(cluster_key_of(world.cluster.topology))
     assert secrets is not None
     httpx.post(f"{url}/admin/cache/flush", headers={"authorization": f"Bearer {secrets.token}"}, trust_env=False)
-    wait_for(
+    wait_until(
         lambda: not any(one.load and one.load.pages_cached for one in client.cluster().instances), 10.0, client.cluster
     )
     assert ask({"D1"}, **salt).tokens == right.tokens
@@ -218,7 +218,7 @@ def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: 
         def statuses() -> dict[str, str]:
             return {instance.name: instance.status for instance in client.cluster().instances}
 
-        wait_for(lambda: statuses()["P1"] != "up", 60, lambda: cluster.logs("router")[-3000:])
+        wait_until(lambda: statuses()["P1"] != "up", 60, lambda: cluster.logs("router")[-3000:])
         assert "P1 differs from D, too: its weights or kernels are wrong" in cluster.logs("router")
         assert statuses()["P0"] == "up"
 

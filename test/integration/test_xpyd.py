@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
-from completions import complete_all, wait_until
+from completions import complete_all
 from nursery import forked
 
 from chitu.client.client import RouterClient
@@ -28,6 +28,7 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.plan import instance_spec, port_overrides
 from chitu.launch.process import ChildProcess
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.testing.router_process import wait_until
 from chitu.types import Role
 
 VERIFY = Path(__file__).parents[1] / "verify_xpyd_topology.py"

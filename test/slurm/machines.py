@@ -11,12 +11,11 @@ import contextlib
 import os
 import shutil
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from chitu.launch.process import die_with_parent
+from chitu.testing.router_process import wait_until
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "curl": "curl"}
 FREEZER = Path("/sys/fs/cgroup/freezer")
@@ -61,15 +60,6 @@ def missing() -> list[str]:
     return absent
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
-    """Poll a condition; raise AssertionError with `what()` on timeout."""
-    end_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s:g} s: {what()}"
-        pause.wait(0.1)
-
-
 class Machines:
     """`names[0]` has address SUBNET.1 and the bridge; `names[k]` has SUBNET.(9+k)."""
 
@@ -111,7 +101,7 @@ class Machines:
             process.kill()  # --kill-child: its PID 1 follows, and with that everything in the PID namespace
             process.wait()
         groups = [self._group(name) for name in self._unshare]
-        wait_for(lambda: all([remove_groups(group) for group in groups]), 10, lambda: f"{groups} have no processes")
+        wait_until(lambda: all([remove_groups(group) for group in groups]), 10, lambda: f"{groups} have no processes")
         self._unshare.clear()
         self._init.clear()
 
@@ -178,7 +168,7 @@ class Machines:
             )
         self._unshare[name] = process
         up = self._folder / f"{name}.up"
-        wait_for(
+        wait_until(
             lambda: up.exists() or process.poll() is not None, 20, lambda: f"{name} is up: {Path(log.name).read_text()}"
         )
         assert process.poll() is None, f"{name} did not start: {Path(log.name).read_text()}"

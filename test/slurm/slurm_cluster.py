@@ -19,7 +19,9 @@ from pathlib import Path
 from types import TracebackType
 
 import machines
-from machines import FREEZER, Machines, wait_for
+from machines import FREEZER, Machines
+
+from chitu.testing.router_process import wait_until
 
 LOGIN = "pd-login"
 NODES = ("pd-node0", "pd-node1")
@@ -110,7 +112,7 @@ class SlurmCluster:
         self._daemon(LOGIN, ["slurmctld", "-D"])
         for name in NODES:
             self._daemon(name, ["slurmd", "-D"])
-        wait_for(lambda: self.idle_nodes() == list(NODES), 30, self._logs)
+        wait_until(lambda: self.idle_nodes() == list(NODES), 30, self._logs)
 
     def down(self) -> None:
         self.machines.down()
@@ -156,7 +158,7 @@ class SlurmCluster:
         key = f"--key-file={self._folder}/munge.key"
         self._daemon(name, ["munged", "--foreground", "--force", key, *files, "--pid-file=/run/munge/munged.pid"])
         has_socket = self.machines.argv(name, ["test", "-S", "/run/munge/munge.socket.2"])
-        wait_for(lambda: subprocess.run(has_socket).returncode == 0, 10, self._logs)
+        wait_until(lambda: subprocess.run(has_socket).returncode == 0, 10, self._logs)
 
     def _daemon(self, name: str, command: Sequence[str]) -> None:
         with (self._folder / f"{name}.{command[0]}.log").open("wb") as log:

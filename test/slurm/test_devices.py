@@ -11,9 +11,10 @@ import os
 from pathlib import Path
 
 import pytest
-from machines import wait_for
 from slurm_cluster import NODES, SlurmCluster
 from test_two_nodes import Launched, cluster, model
+
+from chitu.testing.router_process import wait_until
 
 __all__ = ["cluster", "model"]
 
@@ -40,7 +41,7 @@ def test_every_rank_is_shown_the_gpus_of_its_instance(cluster: SlurmCluster, mod
         def ranks() -> set[str]:
             return {path.name for path in tmp_path.iterdir()} & names
 
-        wait_for(lambda: ranks() == names or launched.process.poll() is not None, 120, launched.output)
+        wait_until(lambda: ranks() == names or launched.process.poll() is not None, 120, launched.output)
         assert ranks() == names, launched.output()
         found = {name: json.loads((tmp_path / name).read_text()) for name in names}
         pairs = {"D0": "0,1", "D1": "2,3", "D2": "4,5", "P0": "0,1", "P1": "2,3"}

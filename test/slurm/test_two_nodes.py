@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import wait_for
 from slurm_cluster import NODES, SlurmCluster, environment, missing
 
 from chitu.launch.make_model import make_model
 from chitu.launch.slurm import expand_nodelist
 from chitu.protocol.kept_request import unpack
+from chitu.testing.router_process import wait_until
 
 ROOT = Path(__file__).parents[2]
 NODE0, NODE1 = NODES
@@ -70,14 +70,14 @@ class Launched:
         def seen() -> bool:
             return text in self.output() or (self.process.poll() is not None and not self._cluster.jobs())
 
-        wait_for(seen, READY_S, self.output)
+        wait_until(seen, READY_S, self.output)
         assert text in self.output(), self.output()
 
     def wait_nothing_left(self) -> None:
         """Wait until no job, no process and no port is left on either node."""
         cluster = self._cluster
-        wait_for(lambda: not cluster.jobs(), 40, lambda: f"the job ends: {self.output()}")
-        wait_for(
+        wait_until(lambda: not cluster.jobs(), 40, lambda: f"the job ends: {self.output()}")
+        wait_until(
             lambda: not any(map(cluster.own_processes, NODES)), 5, lambda: str([*map(cluster.own_processes, NODES)])
         )
         assert [cluster.machines.listening(node) for node in NODES] == [[SLURMD_PORT], [SLURMD_PORT]]
@@ -149,7 +149,7 @@ def test_requests_outlast_a_link_cut_that_is_shorter_than_the_deadlines(
 
     def wait_more(count: int) -> None:
         goal = len(answers()) + count
-        wait_for(lambda: len(answers()) >= goal or client.poll() is not None, 90, log.read_text)
+        wait_until(lambda: len(answers()) >= goal or client.poll() is not None, 90, log.read_text)
 
     wait_more(12)
     before = len(answers())
@@ -220,7 +220,7 @@ def test_requests_outlive_their_job(cluster: SlurmCluster, model: str, tmp_path:
     first = launch("first", "srun", "-N", "2", "bash")
     try:
         clients = [post(name, name) for name in bodies]
-        wait_for(lambda: all(len(events(name)) >= 40 for name in bodies), 60, first.output)
+        wait_until(lambda: all(len(events(name)) >= 40 for name in bodies), 60, first.output)
         cluster.output(["scancel", *cluster.jobs()])
         assert [client.wait(60) for client in clients] == [0, 0]
         first.process.wait(60)
@@ -276,9 +276,11 @@ def test_by_ssh_the_end_of_the_script_is_the_end_on_all_machines(
             stderr=subprocess.STDOUT,
         )
     try:
-        wait_for(lambda: "P0: starting" in log.read_text() and "router: ready" in log.read_text(), 120, log.read_text)
+        wait_until(lambda: "P0: starting" in log.read_text() and "router: ready" in log.read_text(), 120, log.read_text)
     finally:
         launched.terminate()
     assert launched.wait(60) == 0, log.read_text()
-    wait_for(lambda: not any(map(cluster.own_processes, NODES)), 40, lambda: str([*map(cluster.own_processes, NODES)]))
+    wait_until(
+        lambda: not any(map(cluster.own_processes, NODES)), 40, lambda: str([*map(cluster.own_processes, NODES)])
+    )
     assert [cluster.machines.listening(node) for node in NODES] == [[SLURMD_PORT], [SLURMD_PORT]]

@@ -6,8 +6,6 @@ Used by the tests and by `script/screenshots.py`, in the thread that runs playwr
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,15 +14,6 @@ from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Request
 
 PATIENCE_MS = 30_000
 """Timeout of every wait. Two busy cores may need long; no wait lasts longer than its condition takes."""
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, failure: Callable[[], object]) -> None:
-    """Poll a condition; raise AssertionError with `failure()` if it does not become true."""
-    end_s = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {timeout_s} s: {failure()}"
-        pause.wait(0.05)
 
 
 class ChatPage:

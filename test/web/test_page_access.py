@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from chat_page import ChatPage, wait_until
+from chat_page import ChatPage
 from conftest import OpenPage
 from playwright.sync_api import expect
 
 from chitu.launch.local import LocalCluster
+from chitu.testing.router_process import wait_until
 
 
 def test_a_phone_needs_no_sideways_scrolling(open_page: OpenPage, cluster: LocalCluster) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from chat_page import ChatPage, wait_until
+from chat_page import ChatPage
 from conftest import OpenPage
 from playwright.sync_api import expect
 
 from chitu.launch.local import LocalCluster
+from chitu.testing.router_process import wait_until
 
 ALL = ["D0", "D1", "D2", "P0", "P1"]
 
@@ -100,7 +101,7 @@ def test_a_killed_decode_instance_turns_red_and_comes_back(chat: ChatPage, clust
     cluster.kill("D0")
     expect(chat.instance("D0")).to_have_attribute("data-status", "down")
     assert statuses(chat) == {**dict.fromkeys(ALL, "up"), "D0": "down"}
-    wait_until(lambda: is_framed_red(chat, "D0"), 5.0, lambda: "D0 is down and not red")
+    wait_until(lambda: is_framed_red(chat, "D0"), 5.0, "D0 is down and not red")
     assert not is_framed_red(chat, "D1")
     chat.set(max_tokens=3)
     for _ in range(3):  # long enough for every D to get a request
@@ -109,7 +110,7 @@ def test_a_killed_decode_instance_turns_red_and_comes_back(chat: ChatPage, clust
         expect(chat.answer.locator(".trace")).to_contain_text(re.compile(r"P\d → D[12]"))
     come_back(cluster, chat, "D0")
     assert statuses(chat) == dict.fromkeys(ALL, "up")
-    wait_until(lambda: not is_framed_red(chat, "D0"), 5.0, lambda: "D0 is up and still red")
+    wait_until(lambda: not is_framed_red(chat, "D0"), 5.0, "D0 is up and still red")
 
 
 def test_the_page_finds_a_restarted_router_again_by_itself(chat: ChatPage, cluster: LocalCluster) -> None:
