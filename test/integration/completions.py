@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,26 @@ class Completion:
     text: str
     finish_reason: str
     usage: dict[str, Any]
+
+
+def leave_early(url: str, prompts: list[list[int]], longest_s: float, max_tokens: int) -> None:
+    """Send streaming requests, 20 at a time, and leave each after a random time of at most `longest_s`."""
+    rng = random.Random(11)
+
+    async def visit(client: httpx.AsyncClient, prompt: list[int], patience_s: float) -> None:
+        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s), client.stream("POST", "/v1/completions", json=body) as response:
+                async for _ in response.aiter_lines():
+                    pass
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
+            for start in range(0, len(prompts), 20):
+                some = prompts[start : start + 20]
+                await asyncio.gather(*[visit(client, prompt, rng.uniform(0.0, longest_s)) for prompt in some])
+
+    asyncio.run(run())
 
 
 async def _complete(client: httpx.AsyncClient, prompt: list[int] | str, options: dict[str, Any]) -> Completion:

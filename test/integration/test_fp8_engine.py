@@ -16,20 +16,13 @@ from chitu.testing.reference_ops import ReferenceOps
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def checkpoint(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     return folder, write_checkpoint(folder, request.param, num_layers=2)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_chunk_size_changes_nothing(checkpoint):

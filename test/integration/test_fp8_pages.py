@@ -27,17 +27,10 @@ from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, fp8_head_bytes
 from chitu.testing.reference_ops import ReferenceOps
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 REFERENCE = ReferenceOps()
 CODES = [(1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) if code >= 8 else code * 2.0**-9 for code in range(127)]
 """The non-negative numbers of e4m3 by code; the last is 448."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=["torch", "triton"])

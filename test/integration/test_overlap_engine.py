@@ -23,6 +23,7 @@ from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
 from chitu.testing.clock import FakeClock
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PAGES = 14
 NUM_SLOTS = 4
 DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2), prefill_sizes=())
@@ -32,14 +33,6 @@ DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2), prefill_sizes=())
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3")
     return folder, write_checkpoint(folder, "qwen3", num_layers=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole
+from completions import complete_all, instance_loads, is_whole, leave_early
 from engine_checkpoints import Engine, generate
 from nursery import FORKED
 
@@ -112,27 +112,7 @@ def test_a_pool_too_small_for_the_load_still_gives_every_request_its_tokens(
 
 
 def test_clients_that_leave_at_random_moments_leak_nothing(cluster: LocalCluster) -> None:
-    rng = random.Random(11)
-    prompts = prompts_of(200, 400, seed=5)
-
-    async def visit(client: httpx.AsyncClient, prompt: list[int], patience_s: float) -> None:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        try:
-            async with asyncio.timeout(patience_s):
-                async with client.stream("POST", "/v1/completions", json=body) as response:
-                    async for _ in response.aiter_lines():
-                        pass
-        except TimeoutError:
-            pass
-
-    async def crowd() -> None:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
-            for start in range(0, len(prompts), 20):
-                await asyncio.gather(
-                    *[visit(client, prompt, rng.uniform(0.0, 0.6)) for prompt in prompts[start : start + 20]]
-                )
-
-    asyncio.run(crowd())
+    leave_early(cluster.url, prompts_of(200, 400, seed=5), longest_s=0.6, max_tokens=200)
     assert_whole(cluster)
     answer = complete_all(cluster.url, [[1, 2, 3]], [{"max_tokens": 4, "temperature": 0, "ignore_eos": True}])
     assert len(answer[0].token_ids) == 4

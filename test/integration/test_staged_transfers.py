@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from completions import complete_all, instance_loads, is_whole
+from completions import complete_all, instance_loads, is_whole, leave_early
 from nursery import forked
 
 from chitu.config.load import load_topology
@@ -84,26 +84,7 @@ def test_every_byte_goes_through_segments_and_every_token_is_right(cluster: Loca
 
 
 def test_clients_that_leave_at_random_moments_leak_neither_pages_nor_segments(cluster: LocalCluster) -> None:
-    rng = random.Random(11)
-
-    async def visit(client: httpx.AsyncClient, prompt: list[int], patience_s: float) -> None:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": True}
-        try:
-            async with asyncio.timeout(patience_s):
-                async with client.stream("POST", "/v1/completions", json=body) as response:
-                    async for _ in response.aiter_lines():
-                        pass
-        except TimeoutError:
-            pass
-
-    async def crowd() -> None:
-        prompts = prompts_of(60, seed=5)
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
-            for start in range(0, len(prompts), 20):
-                some = prompts[start : start + 20]
-                await asyncio.gather(*[visit(client, prompt, rng.uniform(0.0, 0.3)) for prompt in some])
-
-    asyncio.run(crowd())
+    leave_early(cluster.url, prompts_of(60, seed=5), longest_s=0.3, max_tokens=100)
     assert_whole(cluster)
     assert_right(cluster, prompts_of(5, seed=2))
 
