@@ -65,8 +65,8 @@ class PDRequestRouter:
         outbox: Outbox[InstanceKey],
         clock: Clock,
         config: RouterConfig,
+        trace: RouterTrace,
         reply: ReplyAddress = THE_ROUTER,
-        trace: RouterTrace | None = None,
         on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
         """`reply` is the address of this API process, if the router has several (`router.workers`). `on_wrong` receives
@@ -78,9 +78,9 @@ class PDRequestRouter:
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
         self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines, trace)
-        self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end, trace)
-        self._trace = trace
-        self._framed = {} if trace is None else trace.framed
+        self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
+        self.trace = trace
+        self._framed = trace.framed
         verify_compute = config.pd_disaggregation.verify_compute
         self._cross_checks: CrossChecks | None = None
         if verify_compute != "off":
@@ -231,16 +231,16 @@ class PDRequestRouter:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._on_bad_tokens(frame)
             else:
-                if self._framed and self._trace is not None:
-                    self._note_frame(self._trace, batch, frame)
+                if self._framed:
+                    self._note_frame(batch, frame)
                 self.on_tokens(batch)
         if self._dirty:
             self.flush()
 
-    def _note_frame(self, trace: RouterTrace, batch: TokenBatch, frame: bytes) -> None:
+    def _note_frame(self, batch: TokenBatch, frame: bytes) -> None:
         """Record the frame once for each request that it is about and whose frames are wanted."""
         for room in {*batch.rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
-            trace.note_frame(self._framed[room], room, "received", "token", frame)
+            self.trace.note_frame(self._framed[room], room, "received", "token", frame)
 
     def _on_bad_tokens(self, frame: bytes) -> None:
         self.counters.bad_token_messages += 1

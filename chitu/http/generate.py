@@ -38,7 +38,6 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import SamplingParams, prompt_lines, unpack_i32
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
-from chitu.tracing.router_trace import RouterTrace
 
 PROMPT_TOKENS_PER_TURN = 128
 """Prompt tokens whose logprobs are written as JSON before the loop serves other requests."""
@@ -61,10 +60,9 @@ class GenerationRoutes:
         clock: Clock,
         tenant_salt: Callable[[Scope], str],
         trace: Callable[[Scope, float, Callable[[], RequestSpan]], None] | None = None,
-        records: RouterTrace | None = None,
     ) -> None:
         """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `trace` gets every request that
-        is over: its arrival, and a function that makes its spans if needed. `records`: records of traced requests."""
+        is over: its arrival, and a function that makes its spans if needed."""
         self._model = model
         self._router = router
         self._bodies = bodies
@@ -72,7 +70,6 @@ class GenerationRoutes:
         self._clock = clock
         self._tenant_salt = tenant_salt
         self._trace = trace
-        self._records = records
         self.running = RunningAnswers(router.cancel)
         self.keeps = False
         """Whether requests may outlive the router."""
@@ -104,8 +101,7 @@ class GenerationRoutes:
             self._require_open()
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             timeout_s = client_timeout_s(scope)
-            if self._records is not None:
-                running.trace = self._records.level(header(scope, b"x-chitu-trace"))
+            running.trace = self._router.trace.level(header(scope, b"x-chitu-trace"))
             job = await self._bodies.job(route, raw, exchange)
             self._require_open()  # again: a large body or a grammar takes time
             created_s = int(time.time())
@@ -135,8 +131,8 @@ class GenerationRoutes:
             exchange.call_when_gone(None)
             exchange.release_body()
             self.running.remove(request_id, running)
-            if running.trace and self._records is not None:
-                self._note_request(self._records, scope, request_id, running, failed)
+            if running.trace:
+                self._note_request(scope, request_id, running, failed)
             if self._trace is not None:
                 make_span = partial(self._request_span, scope, request_id, running, failed)
                 self._trace(scope, running.arrived_s, make_span)
@@ -146,16 +142,11 @@ class GenerationRoutes:
             raise self._router.rejected(NoInstance("the server is shutting down"))
 
     def _note_request(
-        self,
-        records: RouterTrace,
-        scope: Scope,
-        request_id: str,
-        running: RunningAnswer,
-        failed: type[ChituError] | None,
+        self, scope: Scope, request_id: str, running: RunningAnswer, failed: type[ChituError] | None
     ) -> None:
         attempts = [choice.generation.attempts() for choice in running.choices]
         error = "" if failed is None else failed.code
-        records.note_request(
+        self._router.trace.note_request(
             request_id, scope["path"], running.tenant, running.arrived_s, running.received_s, error, attempts
         )
 

@@ -28,7 +28,6 @@ from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import Failure
 from chitu.router.routing import NO_INSTANCES, Admission, Breakers, InstanceKey, PairSelector, instance_key
 from chitu.router.timer_wheel import TimerWheel
-from chitu.tracing.router_trace import RouterTrace
 from chitu.types import new_room
 
 log = logging.getLogger(__name__)
@@ -49,14 +48,12 @@ class Attempts:
         clock: Clock,
         config: RouterConfig,
         on_end: Callable[[Generation, bool], None],
-        trace: RouterTrace | None = None,
     ) -> None:
         self._selector = selector
         self._dispatcher = dispatcher
         self._admission = admission
         self._clock = clock
         self._on_end = on_end
-        self._trace = trace
         self._machine = GenerationMachine(config)
         self._breakers = Breakers(config.breaker)
         deadlines = config.pd_disaggregation.deadlines
@@ -280,8 +277,7 @@ class Attempts:
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
         del self.rooms[attempt.room]
-        if self._trace is not None and self._trace.framed:
-            self._trace.framed.pop(attempt.room, None)
+        self._dispatcher.trace.framed.pop(attempt.room, None)
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)

@@ -100,9 +100,9 @@ class Dispatcher:
         reply: ReplyAddress,
         clock: Clock,
         deadlines: DeadlineConfig,
-        trace: RouterTrace | None = None,
+        trace: RouterTrace,
     ) -> None:
-        self._trace = trace
+        self.trace = trace
         self._outbox = outbox
         self._reply = reply
         self._clock = clock
@@ -260,11 +260,11 @@ class Dispatcher:
         if link.sender.is_full or not self._outbox.send(link.key, frame):
             return False
         link.sender.note(frame, Dispatched(message.room, False), now_s)
-        if self._trace is not None and not isinstance(message, CancelRequest) and message.trace == "frames":
-            self._trace.note_frame(message.request_id, message.room, "sent", "request", frame)
+        if not isinstance(message, CancelRequest) and message.trace == "frames":
+            self.trace.note_frame(message.request_id, message.room, "sent", "request", frame)
             if not isinstance(message, PrefillRequest):
                 pairs = [(fork.room, fork.request_id) for fork in message.forks] or [(message.room, message.request_id)]
-                self._trace.framed.update(pairs)
+                self.trace.framed.update(pairs)
         return True
 
 

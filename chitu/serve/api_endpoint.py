@@ -87,10 +87,10 @@ class ApiEndpoint:
         if worker is not None:
             index, reply = worker[0], ReplyAddress(worker[1], self.token_port)
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
-        records = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
+        trace = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
         self._traces = files
         self.router = PDRequestRouter(
-            make_selector(config, index), self._outbox, clock, config, reply, records, self._on_wrong
+            make_selector(config, index), self._outbox, clock, config, trace, reply, self._on_wrong
         )
         self._cluster = cluster = make_cluster(self.router)
         self._healing: set[asyncio.Task[None]] = set()
@@ -100,8 +100,8 @@ class ApiEndpoint:
         access = Access(config, secrets, clock)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
-        trace = self._spans.record if self._spans is not None else None
-        self._routes = GenerationRoutes(model, self.router, bodies, config, clock, access.cache_salt, trace, records)
+        spans = self._spans.record if self._spans is not None else None
+        self._routes = GenerationRoutes(model, self.router, bodies, config, clock, access.cache_salt, spans)
         hot = {
             "/v1/completions": self._routes.answer_completion,
             "/v1/chat/completions": self._routes.answer_chat,

@@ -37,6 +37,7 @@ from chitu.protocol import (
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.routing import InstanceKey, make_selector
 from chitu.testing.fake_executor import expected_tokens
+from chitu.tracing.router_trace import RouterTrace
 from chitu.types import Role
 
 CONFIG = RouterConfig(
@@ -188,7 +189,8 @@ class RoutedWorld(Cluster):
         if not self.is_router_alive:
             return
         if self.router is None:
-            self.router = PDRequestRouter(make_selector(CONFIG), self, self.clock, CONFIG)  # type: ignore[arg-type]
+            trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
+            self.router = PDRequestRouter(make_selector(CONFIG), self, self.clock, CONFIG, trace)  # type: ignore[arg-type]
         now_s = self.clock.monotonic()
         joined = [p for p in self.processes if p.router == self.router_incarnation]
         present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}

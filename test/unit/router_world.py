@@ -25,6 +25,7 @@ from chitu.router.cross_check import CheckResult
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.routing import InstanceKey, instance_key, make_selector
 from chitu.testing.clock import FakeClock
+from chitu.tracing.router_trace import RouterTrace
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
@@ -90,7 +91,8 @@ class World:
             ),
         )
         outbox: Any = self.outbox
-        self.router = PDRequestRouter(make_selector(config), outbox, self.clock, config, on_wrong=on_wrong)
+        trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
+        self.router = PDRequestRouter(make_selector(config), outbox, self.clock, config, trace, on_wrong=on_wrong)
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
             InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512, num_slots=4, num_pages=20)
