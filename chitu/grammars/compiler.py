@@ -105,7 +105,7 @@ class GrammarCompiler:
     takes a second if the vocabulary is large. Raises InvalidRequest if the model has no eos."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        eos = [token for token in tokenizer.eos_token_ids if token < vocab_size]
+        eos = [token for token in tokenizer.eos_token_ids if token < min(vocab_size, tokenizer.vocab_size)]
         if not eos:
             raise InvalidRequest("this model has no eos token, so that no answer could end where a grammar does")
         from llguidance import LLMatcher, LLParserLimits, LLTokenizer  # 7 MB, only if needed

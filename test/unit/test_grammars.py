@@ -106,6 +106,15 @@ def test_a_tokenizer_with_byte_fallback_spells_what_it_has_no_token_for(seed: in
     assert backend.decode(tokens) in ("漢ab a", "ü好ab a") and max(tokens) < tokenizer.vocab_size
 
 
+def test_an_eos_that_the_tokenizer_lacks_does_not_matter() -> None:
+    odd = (TINY.vocab_size + 3, *TINY.eos_token_ids, TINY.vocab_size + 99)
+    facts = {"vocab_size": TINY.vocab_size, "to_json": TINY.to_json, "added_token_ids": TINY.added_token_ids}
+    tokenizer = cast(Tokenizer, SimpleNamespace(eos_token_ids=odd, **facts))
+    matcher = GrammarCompiler(tokenizer, TINY.vocab_size + 40).compile(Grammar("regex", "a")).matcher()
+    matcher.consume(TINY.encode("a", add_special_tokens=False))
+    assert set(may_come(matcher)) == set(TINY.eos_token_ids)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "says"),
     [
