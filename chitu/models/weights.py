@@ -34,7 +34,7 @@ class WeightSource:
     """An open checkpoint, to be used as a context manager."""
 
     def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
-        self._dtype, self._device, self._progress = dtype, device, progress
+        self._path, self._dtype, self._device, self._progress = path, dtype, device, progress
         self._done = 0
         files = weight_files(path)
         self._total = sum(file.stat().st_size for file in files)
@@ -84,11 +84,13 @@ class WeightSource:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if name not in self._left:
-            raise ConfigError(f"the checkpoint has no tensor {name!r}")
+            raise ConfigError(f"model.path: {self._path} has no tensor {name!r}")
         self._left.discard(name)
         stored = self._files.tensors[name]
         if stored.shape != shape:
-            raise ConfigError(f"tensor {name!r} has shape {stored.shape}, the config asks for {shape}")
+            raise ConfigError(
+                f"model.path: {stored.path}: tensor {name!r} has shape {stored.shape}, the config asks for {shape}"
+            )
         tensor = self._files.read(name, dtype, rows, columns, out)
         # A rank that reads a part reports the same progress as one that reads all.
         self._done = min(self._done + math.prod(shape) * stored.dtype.itemsize, self._total)

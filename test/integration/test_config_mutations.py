@@ -285,6 +285,19 @@ def test_a_tensor_in_two_files_is_refused_unless_model_safetensors_decides(tmp_p
         own_logits(tmp_path)
 
 
+def test_the_error_of_a_wrong_or_missing_tensor_names_its_file_or_folder(tmp_path):
+    write_checkpoint(tmp_path, "qwen3", num_layers=1)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    (tmp_path / "model.safetensors").unlink()
+    wrong = tensors.pop(name).t().contiguous()
+    save_file(tensors, tmp_path / "model-1.safetensors")
+    with pytest.raises(ConfigError, match=rf"model\.path: {tmp_path} has no tensor '{name}'"):
+        own_logits(tmp_path)
+    save_file({name: wrong}, tmp_path / "model-2.safetensors")
+    with pytest.raises(ConfigError, match=rf"model-2\.safetensors: tensor '{name}' has shape .*the config asks for"):
+        own_logits(tmp_path)
+
+
 def test_yarn_as_in_the_readme_of_qwen_lengthens_the_context(tmp_path):
     write_checkpoint(tmp_path, "qwen2", num_layers=2)
     config = json.loads((tmp_path / "config.json").read_text())
