@@ -375,7 +375,10 @@ class PDSchedulerService:
             )
             is_sent = socket.send(encode(message))
             if was_sent and not is_sent:
-                logger.warning("no heartbeat reaches the router: it is away or hangs (%s:%d)", *address)
+                logger.warning(
+                    "no heartbeat reaches the router at %s:%d: it is away, it hangs, or this is not its address",
+                    *address,
+                )
             elif is_sent and not was_sent:
                 logger.info("heartbeats reach the router again")
             was_sent = is_sent
