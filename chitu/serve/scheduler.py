@@ -18,6 +18,8 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, cast
 
+import zmq
+
 from chitu import __version__
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
@@ -124,18 +126,21 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     secrets = derive(cluster_key_of(topology))
     base_port = topology.dp_config.scheduler_base_port
     port = instance.config.port if base_port is None else base_port
-    comm = CommLoop(
-        "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/operations.md
-        port,
-        RouterAddress(
-            host,
-            router.stats_port,
-            router.pd_disaggregation.coordination_port,
-            router.pd_disaggregation.metadata_sync_port,
-        ),
-        RealClock(),
-        secrets,
-    )
+    try:
+        comm = CommLoop(
+            "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/operations.md
+            port,
+            RouterAddress(
+                host,
+                router.stats_port,
+                router.pd_disaggregation.coordination_port,
+                router.pd_disaggregation.metadata_sync_port,
+            ),
+            RealClock(),
+            secrets,
+        )
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{instance.key}.port: cannot listen on {error}") from error
     engine = build_engine(topology, instance, identity, comm, progress, factories)
     service = PDSchedulerService(topology, identity, host, comm, engine)
     progress.state("warmup")

@@ -313,6 +313,16 @@ def test_a_taken_port_is_told_before_anything_starts(model: Path) -> None:
     assert not (model / "logs").exists()
 
 
+def test_an_instance_whose_port_is_taken_ends_with_one_sentence(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        key = "dp_config.router.decode_schedulers.0.port"
+        settings = [f"model.path={model}", f"{key}={other.getsockname()[1]}"]
+        argv = [sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0", *settings]
+        ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert ended.stderr.startswith(f"D0: {key}: cannot listen on tcp://127.0.0.1:")
+
+
 def test_one_base_port_for_several_schedulers_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="port of one scheduler process"):
         LocalCluster(load_topology(None, [f"model.path={model}", "dp_config.scheduler_base_port=1"]))
