@@ -134,7 +134,7 @@ class ChoiceDecoder:
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is not None:
-            newest = deltas.pop() if deltas else Delta("", [])
+            newest = deltas.pop() if deltas and not self._unshown else Delta("", [])  # as in `_end`
             rest = parser.finish()
             deltas.append(Delta(joined([newest.text, rest]), newest.token_ids + self._unshown))
             if self.finish_reason == "stop" and parser.has_calls:
@@ -153,11 +153,12 @@ class ChoiceDecoder:
                 self.finish_reason = "stop"
             else:
                 text += self._scanner.finish()
-        if deltas:
-            # Merge the end into the last token's delta: one event fewer.
+        if deltas and not self._held:
+            # Merge the end into the last token's delta: one event fewer. Only into that of the very last token, so that
+            # the number of events does not depend on which tokens came together (Last-Event-ID).
             newest = deltas.pop()
             assert isinstance(newest.text, str)
-            deltas.append(Delta(newest.text + text, newest.token_ids + self._held))
+            deltas.append(Delta(newest.text + text, newest.token_ids))
         else:
             deltas.append(Delta(text, self._held))
         self._held = []

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.http.choice import ChoiceDecoder
+from chitu.http.choice import ChoiceDecoder, Delta
 from chitu.http.sampling_fields import OutputOptions
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.tokenizer import StopScanner
@@ -55,15 +55,20 @@ def test_deltas_equal_the_whole_text_however_they_are_cut(
 ) -> None:
     tokens = [*text.encode(), EOS] if reason == "stop" else list(text.encode())
     whole_text, whole_ids = (whole := decoder(tuple(stops), include_stop)).whole(list(tokens), reason)
-    streaming, pieces, ids, at = decoder(tuple(stops), include_stop), [], [], 0
-    for cut in cuts * 4:
-        part, at = tokens[at : at + cut], at + cut
-        for delta in streaming.feed(part, reason if at >= len(tokens) else None):
-            pieces.append(delta.text)
-            ids += delta.token_ids
-        if streaming.finish_reason is not None:
-            break
-    assert "".join(pieces) == whole_text
+
+    def streamed(cuts: list[int]) -> tuple[ChoiceDecoder, list[Delta]]:
+        streaming, deltas, at = decoder(tuple(stops), include_stop), [], 0
+        for cut in cuts:
+            part, at = tokens[at : at + cut], at + cut
+            deltas += streaming.feed(part, reason if at >= len(tokens) else None)
+            if streaming.finish_reason is not None:
+                break
+        return streaming, deltas
+
+    streaming, deltas = streamed(cuts * 4)
+    assert deltas == streamed([1] * 160)[1], "a client goes on behind event n of a stream that was cut otherwise"
+    ids = [token for delta in deltas for token in delta.token_ids]
+    assert "".join([str(delta.text) for delta in deltas]) == whole_text
     assert ids == whole_ids and streaming.num_tokens == whole.num_tokens == len(ids)
     assert streaming.finish_reason == whole.finish_reason
     if not any(stop in text for stop in stops):

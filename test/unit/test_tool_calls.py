@@ -296,6 +296,25 @@ def test_tokens_up_to_the_end_of_a_reasoning_are_counted(at_once: int, reason: s
         assert counted == [(expected, len(tokens))] * 2, (text, inside)
 
 
+@pytest.mark.parametrize("text", ["<think>ab</think>Yes.", "<think>ab</think>", "<think>a", "Yes.<thi", ""])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stream_with_reasoning_has_the_same_deltas_however_the_tokens_come(text: str, reason: str) -> None:
+    def deltas(at_once: int) -> list[Any]:
+        decoder = ChoiceDecoder(
+            Letters(),
+            None,
+            OutputOptions(1, True, False, (), False, True, True),
+            frozenset({0}),
+            plan(None, marks=THINK).parser(),
+        )
+        tokens, found = [*map(ord, text), *([0] if reason == "stop" else [])], []
+        for at in range(0, max(1, len(tokens)), at_once):
+            found += decoder.feed(tokens[at : at + at_once], reason if at + at_once >= len(tokens) else None)
+        return found
+
+    assert deltas(1) == deltas(3) == deltas(1000)
+
+
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
