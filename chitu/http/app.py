@@ -32,6 +32,10 @@ class MethodNotAllowed(ChituError):
     code = "method_not_allowed"
     http_status = 405
 
+    def __init__(self, path: str, method: str, allowed: str) -> None:
+        super().__init__(f"{path} takes {allowed}, not {method}")
+        self.allowed = allowed.encode()
+
 
 class RouterApp:
     def __init__(
@@ -67,7 +71,8 @@ class RouterApp:
                     return
             self._access.require(scope)
             route = self._hot.get(path)
-            if self._kept is not None and path.startswith(KEPT_FOLDER) and scope["method"] == "GET":
+            if self._kept is not None and path.startswith(KEPT_FOLDER):
+                _require_method(scope, "GET")  # not HEAD: an answer may take as long as its request
                 await self._kept(exchange, scope, path.removeprefix(KEPT_FOLDER))
             elif route is None:
                 if scope["method"] == "HEAD" and path not in ENDLESS_PATHS:
@@ -76,14 +81,14 @@ class RouterApp:
                     self._access.count(scope)
                 await exchange.whole(self._max_body_bytes)
                 await self._cold(scope, receive, send)
-            elif scope["method"] == "POST":
+            else:
+                _require_method(scope, "POST")
                 self._access.count(scope)
                 await route(exchange, scope, request_id)
-            else:
-                error = MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
-                exchange.answer(405, error_body(error), [(b"allow", b"POST")])
         except ClientGone:
             pass
+        except MethodNotAllowed as error:
+            exchange.answer(405, error_body(error), [(b"allow", error.allowed)])
         except ChituError as error:
             exchange.fail(error)
         except Exception:
@@ -92,3 +97,9 @@ class RouterApp:
                 exchange.fail(Internal("the server failed to handle this request"))
             elif not exchange.is_complete:
                 raise
+
+
+def _require_method(scope: Scope, allowed: str) -> None:
+    """Raise MethodNotAllowed unless the request has that method."""
+    if scope["method"] != allowed:
+        raise MethodNotAllowed(scope["path"], scope["method"], allowed)
