@@ -8,7 +8,6 @@ plan offloads: the host knows lengths and everything else it needs without askin
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 
@@ -23,6 +22,7 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
+from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_logprobs import ROWS_AT_ONCE, Lines, StepLogprobs, joined, logprob_lines
 from chitu.engine.step_tokens import Mark, StepTokens
@@ -32,28 +32,7 @@ from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.layers.decoder import DecoderModel
 from chitu.models.config import ModelSpec
-from chitu.protocol import SamplingParams
 from chitu.types import Ready
-
-
-class TokenSampler(Protocol):
-    """The sampler that this module needs (`engine/sampler.py`)."""
-
-    def admit(self, slot: int, token_ids: torch.Tensor, prompt_len: int, params: SamplingParams) -> None: ...
-
-    def release(self, slot: int) -> None: ...
-
-    def is_greedy(self, slots: list[int]) -> bool:
-        """Return whether these slots need only an argmax."""
-        ...
-
-    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
-        """Return the sampled tokens, int64 `[R]`, of float32 logits `[R, V]` on the same device."""
-        ...
-
-    def take_failures(self) -> dict[int, str]:
-        """Return the failures since the last call, as `StepResult.failures` has them."""
-        ...
 
 
 class ModelRunner:
@@ -71,7 +50,7 @@ class ModelRunner:
         pool: KVPool,
         num_slots: int,
         max_model_len: int,
-        sampler: TokenSampler | None,
+        sampler: Sampler | None,
         recording: Recording | None = None,
         warmup_prompts: Sequence[tuple[int, ...]] = (),
     ) -> None:
@@ -256,17 +235,14 @@ class ModelRunner:
     def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> torch.Tensor:
         positions = self._slots.advance_decode(slots)
         logits_BV, greedy_B = graphs.decode(slots, positions)
-        if self._sampler is None or not self._sampler.is_greedy(slots):
+        if not self._sampler_of(slots).is_greedy(slots):
             return self._sample(logits_BV, slots, first_place)
-        self._require_sampled(slots)
         self._slots.note_tokens(slots)
         self._note_logprobs(logits_BV, slots, greedy_B, first_place)
         return greedy_B
 
     def _sample(self, logits_RV: torch.Tensor, slots: list[int], first_place: int) -> torch.Tensor:
-        self._require_sampled(slots)
-        assert self._sampler is not None
-        tokens = self._sampler.sample(logits_RV, slots)
+        tokens = self._sampler_of(slots).sample(logits_RV, slots)
         self._slots.append_tokens(slots, tokens)
         self._note_logprobs(logits_RV, slots, tokens, first_place)
         return tokens
@@ -290,9 +266,11 @@ class ModelRunner:
         if lines is not None:
             self._lines.append(lines)
 
-    def _require_sampled(self, slots: list[int]) -> None:
+    def _sampler_of(self, slots: list[int]) -> Sampler:
+        """Return the sampler. Raises Internal if a sequence has no sampling parameters."""
         if self._sampler is None or not all(self._slots[slot].samples for slot in slots):
             raise Internal(f"slots {slots}: a plan samples a sequence that was admitted without sampling parameters")
+        return self._sampler
 
     # ------------------------------------------------------------------------------------------------ slots and pages
 

@@ -296,7 +296,7 @@ class KeptRequests:
         source.kept_logprobs = list(record.logprobs) if each.job.options.logprobs is not None else None
         each.answer.choices = [Choice(source, each.decoder, each.job.prompts[0])]
         for reader in each.readers:
-            self._copy(each, reader)
+            self._copy(source, reader)
         self._on_news(each)
 
     def _on_news(self, each: TakenUp) -> None:
@@ -353,7 +353,7 @@ class KeptRequests:
         reader = Generation(each.request, wake, now_s, now_s)
         each.readers.append(reader)
         if each.source is not None:
-            self._copy(each, reader)
+            self._copy(each.source, reader)
         reader.error = each.error
         return reader
 
@@ -361,9 +361,7 @@ class KeptRequests:
         each.readers.remove(reader)
         each.is_read = each.is_read or has_all
 
-    def _copy(self, each: TakenUp, reader: Generation) -> None:
-        source = each.source
-        assert source is not None
+    def _copy(self, source: Generation, reader: Generation) -> None:
         reader.tokens = list(source.taken)
         reader.logprobs = list(source.kept_logprobs or ())
         reader.finish, reader.cached_tokens = source.finish, source.cached_tokens

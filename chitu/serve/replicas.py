@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -82,8 +83,8 @@ class ReplicaSet:
     on_ended: Callable[[RouterMetrics], None]
     """Called with the metrics of a process that died."""
     _replicas: list[_Replica] = field(default_factory=list)
-    _own: Listener | None = None
-    """Listener on the port of this process alone."""
+    _own: Listener = field(init=False)
+    """Listener on the port of this process alone, from `start` on."""
     _supervisor: Supervisor | None = None
     _failure: StartFailed | None = None
     _last_tick_s: float = field(default_factory=time.monotonic)
@@ -95,24 +96,24 @@ class ReplicaSet:
         self._own = Listener(loop, listen(HOST, 0, "an API process"), adopt)
         self._own.resume()
         self._replicas = [_Replica(i, sock, Listener(loop, sock, adopt)) for i, sock in enumerate(sockets, 1)]
-        self._supervisor = Supervisor(
+        supervisor = self._supervisor = Supervisor(
             [replica.name for replica in self._replicas],
-            self._spec,
+            lambda name: self._spec(name, supervisor.run_dir.path / "topology.yaml"),
             None,
             restart=True,
             on_event=lambda text: log.warning("%s", text),
             env={ENVIRONMENT_KEY: cluster_key_of(self.topology)},
         )
-        self._supervisor.run_dir.keep("topology.yaml", dump_topology(self.topology))
+        supervisor.run_dir.keep("topology.yaml", dump_topology(self.topology))
         try:
             for replica in self._replicas:
-                self._supervisor.start(replica.name)
+                supervisor.start(replica.name)
             while not all(r.heartbeat is not None and r.heartbeat.accepts for r in self._replicas):
                 if self._failure is not None:
                     raise self._failure
                 await asyncio.sleep(0.01)
         except BaseException:
-            self._supervisor.stop(0.0)
+            supervisor.stop(0.0)
             raise
 
     def on_heartbeat(self, heartbeat: ReplicaHeartbeat) -> None:
@@ -164,8 +165,7 @@ class ReplicaSet:
                     child.terminate()
             await asyncio.sleep(0.02)
         supervisor.stop(0.0)
-        if self._own is not None:
-            self._own.close()
+        self._own.close()
 
     def _begin_life(self, replica: _Replica, child: ChildProcess | None, now_s: float) -> None:
         last, replica.heartbeat, replica.child = replica.heartbeat, None, child
@@ -194,17 +194,14 @@ class ReplicaSet:
 
     def _tell(self) -> None:
         """Publish all ready replicas. Instances learn of a replica before it has a request to send them."""
-        assert self._own is not None
         ready = [(r.index, r.incarnation, r.heartbeat.port) for r in self._replicas if r.heartbeat is not None]
         first = ApiProcess(0, self.incarnation, self._own.port)
         self.on_change((first, *(ApiProcess(*process) for process in ready)))
 
-    def _spec(self, name: str) -> ProcessSpec:
+    def _spec(self, name: str, topology_file: Path) -> ProcessSpec:
         replica = next(replica for replica in self._replicas if replica.name == name)
         replica.incarnation = new_incarnation()
-        assert self._supervisor is not None
         token_port = self.token_port + replica.index if self.token_port else 0
         numbers = (replica.index, replica.incarnation, self.created_s, token_port, replica.socket.fileno())
-        file = self._supervisor.run_dir.path / "topology.yaml"
-        argv = (sys.executable, "-m", "chitu.serve.replica", str(file), *map(str, numbers))
+        argv = (sys.executable, "-m", "chitu.serve.replica", str(topology_file), *map(str, numbers))
         return ProcessSpec(name, self.topology.dp_config.router.host, argv, descriptors=(replica.socket.fileno(),))

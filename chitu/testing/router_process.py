@@ -52,7 +52,7 @@ class RouterUnderTest:
     takes."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     ports: dict[str, int] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] = field(init=False)
     workers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __enter__(self) -> RouterUnderTest:
@@ -68,7 +68,6 @@ class RouterUnderTest:
 
     @property
     def pid(self) -> int:
-        assert self.process is not None
         return self.process.pid
 
     @property
@@ -134,7 +133,6 @@ class RouterUnderTest:
         return result
 
     def signal(self, number: int) -> None:
-        assert self.process is not None
         self.process.send_signal(number)
 
     def stop(self) -> int:
@@ -145,8 +143,6 @@ class RouterUnderTest:
         for worker in self.workers:
             _reap(worker)
         self.workers.clear()
-        if self.process is None:
-            return 0
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return _reap(self.process)

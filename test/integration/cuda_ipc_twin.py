@@ -46,10 +46,6 @@ class FileDriver:
     def close(self, address: int) -> None:
         self._mappings.pop(address).close()
 
-    @property
-    def num_mapped(self) -> int:
-        return len(self._mappings)
-
 
 class HostCopier:
     def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None:

@@ -12,7 +12,8 @@ import transformers
 
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.loader import load_model
-from chitu.engine.model_runner import ModelRunner, TokenSampler
+from chitu.engine.model_runner import ModelRunner
+from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec
@@ -165,7 +166,7 @@ class Engine:
         sampling: bool = True,
         device: str = "cpu",
         recording: Recording | None = None,
-        sampler: TokenSampler | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's."""
         self.spec = read_model_spec(path, max_model_len)

@@ -58,12 +58,6 @@ def decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
     ]
 
 
-def held_by(cluster: ChaosCluster, name: str) -> bool:
-    """Return whether `name` has a long request. Its load would not tell: a heartbeat may be older than the hold."""
-    running = [request for request in cluster.snapshot().requests if request.ended_at_s is None]
-    return any("long" in request.request_id and request.prefill == name for request in running)
-
-
 def wait_decoding_on(cluster: ChaosCluster, name: str) -> list[str]:
     wait_until(lambda: any("long" in r for r in decoding_on(cluster, name)), 15, lambda: f"a long request on {name}")
     return decoding_on(cluster, name)

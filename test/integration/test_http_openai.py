@@ -338,7 +338,7 @@ def test_the_cluster_is_streamed_at_every_change_until_the_router_ends(model: Pa
             assert ended.requests[0].output_tokens == 30
             router.signal(signal.SIGTERM)
             assert [e.in_flight for e in events][-1:] in ([], [0]), "the stream ends by itself"
-        assert router.process is not None and router.process.wait(5) == 0
+        assert router.process.wait(5) == 0
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_needs_no_key(model: Path, tmp_path: Path) -> None:
@@ -405,7 +405,6 @@ def test_a_restarted_router_gets_its_workers_back(model: Path, tmp_path: Path) -
     with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         router.start_worker("P0,D0")
         router.signal(signal.SIGKILL)
-        assert router.process is not None
         router.process.wait()
         router.start()
         wait_until(lambda: router.members() == {"P0", "D0"}, 5, "the workers to join again")
@@ -432,7 +431,7 @@ def test_sigterm_lets_running_requests_finish(model: Path, tmp_path: Path) -> No
         router.signal(signal.SIGTERM)
         chunks += list(stream)
         assert chunks[-1].choices[0].finish_reason == "length"
-        assert router.process is not None and router.process.wait(5) == 0
+        assert router.process.wait(5) == 0
 
 
 def test_start_is_fast_and_without_torch(model: Path, tmp_path: Path) -> None:

@@ -67,4 +67,4 @@ def test_leases_and_time_outs_end_though_the_log_cannot_be_written(
         worker.send_signal(signal.SIGCONT)
         wait_until(lambda: router.members() == {"P0", "D0"}, PATIENCE_S, "them to join again")
         os.kill(router.pid, signal.SIGTERM)
-        assert router.process is not None and router.process.wait(PATIENCE_S) == 0
+        assert router.process.wait(PATIENCE_S) == 0
