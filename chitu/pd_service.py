@@ -347,9 +347,9 @@ class PDSchedulerService:
         # Only the newest state is worth sending: a router that was away needs no history.
         address = (self._router_host, self._stats_port)
         socket = PushSocket(self._comm.context, *address, most_queued=10, queues_unconnected=False)
-        was_sent = True
         watch = SilenceWatch(self._deadlines)
         clock = RealClock()
+        sent_s, is_away = clock.monotonic(), False
         due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
         while not self._stop_step.wait(SHORTEST_BEAT_S):
             self._heartbeat_wake.wait(max(0.0, due_s - clock.monotonic()))
@@ -373,15 +373,16 @@ class PDSchedulerService:
                 acks=self._comm.received.acks(),
                 silent=kv.silent_prefills if kv is not None else (),
             )
-            is_sent = socket.send(encode(message))
-            if was_sent and not is_sent:
+            if socket.send(encode(message)):
+                if is_away:
+                    logger.info("heartbeats reach the router again")
+                sent_s, is_away = clock.monotonic(), False
+            elif not is_away and clock.monotonic() >= sent_s + self._deadlines.lease_s:
+                is_away = True
                 logger.warning(
                     "no heartbeat reaches the router at %s:%d: it is away, it hangs, or this is not its address",
                     *address,
                 )
-            elif is_sent and not was_sent:
-                logger.info("heartbeats reach the router again")
-            was_sent = is_sent
         socket.close(linger_ms=0)
 
     def _look(self, watch: SilenceWatch) -> None:

@@ -63,7 +63,7 @@ FIELDS: tuple[Field, ...] = (
         ("messages[].name", "up to 64 characters; passed to the chat template, which may ignore it"),
         (
             "messages[].tool_calls",
-            "up to 128, of an answer that is sent back; refused if the chat template leaves them out",
+            "up to 128, of an answer that is sent back; a chat template without calls leaves them out",
         ),
         ("messages[].tool_calls[].id", "up to 128 characters"),
         ("messages[].tool_calls[].type", "`function`"),

@@ -162,32 +162,28 @@ class ChatTemplate:
     def _with_calls(
         self, template: Template, messages: Sequence[Mapping[str, Any]], has_tools: bool
     ) -> list[Mapping[str, Any]]:
-        """Return the messages, calls in the form in which the template writes them. Raises InvalidRequest if it would
-        leave them out."""
+        """Return the messages, calls in the form in which the template writes them. Raises InvalidRequest if it writes
+        calls, but would leave one out because of the content beside it."""
         found = []
         for i, message in enumerate(messages):
             if message.get("role") == "assistant" and message.get("tool_calls"):
-                has_content = bool(message.get("content"))
-                form = self._call_form(template, has_tools, has_content)
-                if form is None:
-                    where, beside = f"messages[{i}].tool_calls", " beside content" if has_content else ""
-                    raise InvalidRequest(f"{where}: the model's chat template writes no calls{beside}", where)
-                message = _in_form(message, form)
+                form = self._call_form(template, has_tools, bool(message.get("content")))
+                if form is None and message.get("content") and self._call_form(template, has_tools, False) is not None:
+                    where = f"messages[{i}].tool_calls"
+                    raise InvalidRequest(f"{where}: the model's chat template writes no calls beside content", where)
+                message = _in_form(message, form or CALL_FORMS[0])
             found.append(message)
         return found
 
     def _find_call_form(self, template: Template, has_tools: bool, has_content: bool) -> CallForm | None:
-        """Return the first form in which the template writes a call with its arguments, or the first of all if it
-        fails on every form. None if it leaves calls out."""
+        """Return the first form in which the template writes a call with its arguments. None if it leaves calls out."""
         message = {"role": "assistant", "content": "a" if has_content else "", "tool_calls": [PROBE]}
         given = {"documents": None, **self._special_tokens, "tools": [PROBE_TOOL] if has_tools else None}
-        has_rendered = False
         for form in CALL_FORMS:
             try:
                 text = template.render(given, messages=[{"role": "user", "content": "a"}, _in_form(message, form)])
             except (TemplateError, *FAILURES):
                 continue
-            has_rendered = True
             if "probe_name" in text and "probe_key" in text and "'probe_key'" not in text:  # that is Python's, not JSON
                 return form
-        return None if has_rendered else CALL_FORMS[0]
+        return None

@@ -404,7 +404,7 @@ def test_one_call_is_made_where_the_template_takes_no_more_of_an_answer_that_is_
     assert takes_several_calls(refuse), "nothing is known of it"
 
 
-def test_a_call_that_is_sent_back_is_in_the_prompt_in_the_templates_form_or_refused() -> None:
+def test_a_call_that_is_sent_back_is_in_the_prompt_in_the_templates_form() -> None:
     call = {"function": {"name": "add", "arguments": '{"a":"ö"}'}, "id": "call12345", "type": "function"}
 
     def prompt(made: ChatTemplate, content: str | None, tools: list[Any] | None = None) -> str:
@@ -418,11 +418,10 @@ def test_a_call_that_is_sent_back_is_in_the_prompt_in_the_templates_form_or_refu
     with_tools = "{% for tool in tools %}{% endfor %}{{ messages[1].content + (messages[1].tool_calls | tojson) }}"
     named = ChatTemplate({"default": simple, "tool_use": with_tools}, {})
     assert '"arguments": {"a": "ö"}' in prompt(named, "Well.", [TOOL])
-    for made, content, beside in ((deepseek, "Well.", " beside content"), (named, None, "")):
-        with pytest.raises(InvalidRequest) as raised:
-            prompt(made, content)
-        assert raised.value.param == "messages[1].tool_calls"
-        assert raised.value.message.endswith(f"the model's chat template writes no calls{beside}")
+    with pytest.raises(InvalidRequest, match="writes no calls beside content") as raised:
+        prompt(deepseek, "Well.")
+    assert raised.value.param == "messages[1].tool_calls"
+    assert prompt(named, "Well.") == "2+2?Well.", "a template without calls"
     broken = ChatTemplate({"default": "{{ raise_exception('no user') }}"}, {})
     with pytest.raises(InvalidRequest, match="no user"):
         prompt(broken, None)
