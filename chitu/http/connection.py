@@ -293,11 +293,11 @@ class Connection(asyncio.Protocol):
         task.add_done_callback(tasks.discard)
 
     async def _serve(self, exchange: Exchange) -> None:
-        error: ChituError = Internal("the server failed to handle this request")
+        is_cut_off = False
         try:
             await self._server.app(exchange.scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:  # by `HTTPServer.stop`, after its timeout
-            error = NoInstance("the server is shutting down")
+            is_cut_off = True
             raise
         except Exception:
             log.exception("a request failed")
@@ -309,8 +309,10 @@ class Connection(asyncio.Protocol):
             if not exchange.is_complete and not self.is_gone:
                 if exchange.is_started:
                     self.transport.close()
+                elif is_cut_off:
+                    exchange.fail(exchange.refusal or NoInstance("the server is shutting down"))
                 else:
-                    exchange.fail(exchange.refusal or error)
+                    exchange.fail(exchange.refusal or Internal("the server failed to handle this request"))
 
     def on_answered(self, exchange: Exchange) -> None:
         """Go on after the answer of the running request was written."""
