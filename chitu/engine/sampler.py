@@ -267,7 +267,7 @@ class Sampler:
                 segment.needs,
             )
             mass.mul_(sampling_ops.at_least(scaled, smallest))
-        return sampling_ops.choose(mass, sampling_ops.uniform(ints[:, SEED], ints[:, POSITION]))
+        return sampling_ops.choose(mass, sampling_ops.draw_keys(ints[:, SEED], ints[:, POSITION]))
 
     def _layout_for(self, slots: list[int]) -> BatchLayout | None:
         """Return the layout of this batch, or None if no row of it is special."""

@@ -1,13 +1,15 @@
 """Tensor arithmetic of sampling: stateless, one row a request, every row computed as if it were alone.
 
-Called by `sampler.py` on the step thread. Nothing here synchronises with the device, except the narrow search of
-`cutoff` on a CPU, where reading a value is free. `ops/kernels/sampling.py` is its twin on CUDA.
+Called by `sampler.py` on the step thread. Nothing here synchronises with the device, except the searches of `cutoff`
+and `choose` on a CPU, where reading a value is free. `ops/kernels/sampling.py` is its twin on CUDA.
 
 Probabilities are summed as integers, `floor(exp(logit - row max) * 2^40)`. Such sums do not depend on the order of
-summation, so a row has the same cumulative sums whatever the batch, the number of threads or the kernel, and the same
-uniform number picks the same token. The power too is the same on every device (`ops/sampling_numbers.py`). The inverse
-CDF runs in token id order, not in order of probability: a rounding difference that swaps two near-equal tokens then
-only moves a boundary by that difference instead of exchanging the two.
+summation, so a row has the same top-p whatever the batch, the number of threads or the kernel. The power is the same on
+every device, too (`ops/sampling_numbers.py`).
+
+A draw is an exponential race (docs/adr/0039): each token has its own exponential number, a hash of the seed, the
+position and the id, and the largest quotient of weight and that number wins. The winner changes only if two quotients
+are as near as the rounding of their logits.
 
 *Scaled* logits count bits: divided by the temperature and by ln 2.
 
@@ -37,6 +39,7 @@ def _signed(value: int) -> int:
 
 
 _GOLDEN, _MIX_1, _MIX_2 = _signed(numbers.GOLDEN), _signed(numbers.MIX_1), _signed(numbers.MIX_2)
+_LOW_MIX_2 = numbers.LOW_MIX_2 - (1 << 32)
 
 
 def seed_bits(seed: int) -> int:
@@ -56,13 +59,40 @@ def _splitmix64(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(seed_M: Tensor, position_M: Tensor) -> Tensor:
-    """Return a float64 in [0, 1) for each row, from the request's seed and its number of emitted tokens (both int64).
+def draw_keys(seed_M: Tensor, position_M: Tensor) -> Tensor:
+    """Return int64 keys `[M]`, 64 mixed bits of each request's seed and its number of emitted tokens (both int64).
 
     Counter based (splitmix64 twice), so no generator state must survive a retraction or move from P to D.
     """
-    bits_M = _shift_right(_splitmix64(_splitmix64(seed_M) ^ position_M), 64 - numbers.UNIFORM_BITS)
-    return bits_M.double() * 2.0**-numbers.UNIFORM_BITS
+    return _splitmix64(_splitmix64(seed_M) ^ position_M)
+
+
+def token_bits(key_M: Tensor, vocab: int) -> Tensor:
+    """Return an odd int32 above 0 for each token of each draw, `[M, vocab]`: its uniform number times 2^31."""
+    halves_M2 = key_M.view(torch.int32).view(-1, 2)
+    x = torch.arange(vocab, dtype=torch.int32, device=key_M.device) + halves_M2[:, :1]
+    y = x >> 16
+    x.bitwise_xor_(y.bitwise_and_(0xFFFF)).mul_(numbers.LOW_MIX_1)
+    torch.bitwise_right_shift(x, 15, out=y)
+    x.bitwise_xor_(y.bitwise_and_(0x1FFFF)).bitwise_xor_(halves_M2[:, 1:]).mul_(_LOW_MIX_2)
+    torch.bitwise_right_shift(x, 16, out=y)
+    x.bitwise_xor_(y.bitwise_and_(0xFFFF))
+    return x.bitwise_and_((1 << numbers.UNIFORM_BITS) - 1).bitwise_or_(1)
+
+
+def exponential(bits: Tensor) -> Tensor:
+    """Return the exponential numbers (float32, mean 1) of these `token_bits`: never below their uniform numbers."""
+    step = 2.0**-numbers.UNIFORM_BITS
+    u = bits.float() * step
+    v = ((bits ^ ((1 << numbers.UNIFORM_BITS) - 1)) + 1).float() * step
+    k = (v.view(torch.int32) - numbers.THREE_QUARTERS) >> numbers.EXPONENT_SHIFT
+    m = (v.view(torch.int32) - (k << numbers.EXPONENT_SHIFT)).view(torch.float32)
+    # A small number u keeps all its bits, which 1 - u has lost.
+    f = torch.where(bits < 1 << (numbers.UNIFORM_BITS - 2), -u, m - 1.0)
+    q = torch.full_like(f, numbers.LOG1P[0])
+    for coefficient in numbers.LOG1P[1:]:
+        q.mul_(f).add_(coefficient)
+    return k.float() * -numbers.LN2 - f * q
 
 
 def penalised(
@@ -180,13 +210,27 @@ def _largest(scaled_MV: Tensor, count: int) -> Tensor:
     return scaled_MV.topk(count, dim=-1).values
 
 
-def choose(weights_MV: Tensor, uniform_M: Tensor) -> Tensor:
-    """Return, int64 `[M]`, the first token in id order whose cumulative weight exceeds `uniform * total` (inverse CDF).
+def choose(weights_MV: Tensor, key_M: Tensor) -> Tensor:
+    """Return, int64 `[M]`, the token whose weight over its exponential number is largest; of equal ones the first.
 
-    A row without any weight (all logits NaN or -inf) gets the last token id, never an id outside the vocabulary.
+    `key`: of `draw_keys`. A row without any weight (all logits NaN or -inf) gets token 0.
     """
-    cumulative_MV = weights_MV.long().cumsum(-1)
-    target_M = (uniform_M * cumulative_MV[:, -1]).long()
-    return (
-        torch.searchsorted(cumulative_MV, target_M[:, None], right=True).squeeze(1).clamp_(max=weights_MV.shape[1] - 1)
-    )
+    if weights_MV.device.type == "cpu":
+        return torch.tensor([_choose_one(weights_V, key) for weights_V, key in zip(weights_MV, key_M, strict=True)])
+    return (weights_MV.trunc() / exponential(token_bits(key_M, weights_MV.shape[-1]))).argmax(dim=-1)
+
+
+def _choose_one(weights_V: Tensor, key: Tensor) -> int:
+    """Return what `choose` does. Makes few exponential numbers: of the token with the largest bound at that time.
+
+    A token's bound is its weight over its uniform number. Rows one by one stay in a CPU's cache.
+    """
+    bits_V = token_bits(key[None], weights_V.shape[0])[0]
+    bounds_V = (weights_V / bits_V.float().mul_(2.0**-numbers.UNIFORM_BITS)).numpy()
+    token = int(bounds_V.argmax())
+    while True:
+        bounds_V[token] = weights_V[token].trunc() / exponential(bits_V[token])
+        best = int(bounds_V.argmax())
+        if best == token:
+            return token
+        token = best

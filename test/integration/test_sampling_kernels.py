@@ -112,7 +112,7 @@ def test_any_batch_over_any_row_gets_the_tokens_of_the_twin(
     )
 
 
-def test_rows_without_a_number_on_top_give_the_last_token_and_greedy_ones_what_argmax_says() -> None:
+def test_rows_without_a_number_on_top_give_the_first_token_and_greedy_ones_what_argmax_says() -> None:
     batch = [params(), params(top_k=4, top_p=0.5), GREEDY]
     for hopeless in (-math.inf, math.nan, math.inf):
         logits = logits_of(len(batch), 1)
@@ -121,7 +121,7 @@ def test_rows_without_a_number_on_top_give_the_last_token_and_greedy_ones_what_a
         slots = list(range(len(batch)))
         found = sampler_of(batch, ROOMY).sample(logits, slots).tolist()
         assert found == sampler_of(batch, None).sample(logits, slots).tolist()
-        assert found == [VOCAB - 1] * 2 + [0 if hopeless == -math.inf else 50]
+        assert found == [0] * 2 + [0 if hopeless == -math.inf else 50]
 
 
 def test_rows_may_be_strided_and_plain_ones_are_argmax() -> None:

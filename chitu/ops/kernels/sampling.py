@@ -1,13 +1,14 @@
 """Sampling of a batch in two to four launches, without a sort over the vocabulary and without the host.
 
 Gives the same tokens as `engine/sampling_ops.py`, bit by bit: sums are of integers, so neither their order nor the
-number of programs matters, and weights follow `ops/sampling_numbers.py`. Called by `engine/sampler.py` on the step
-thread, which has applied penalties, bias and masks to a copy of the rows that have any.
+number of programs matters, and weights and exponential numbers follow `ops/sampling_numbers.py`. Called by
+`engine/sampler.py` on the step thread, which has applied penalties, bias and masks to a copy of the rows that have any.
 
-A row is split into chunks. `_peaks` finds each chunk's largest logit. `_measure` finds each chunk's weight and, for
-top-k and top-p, the count or weight above a ladder of thresholds. `_gather` collects the tokens above the lowest rung
-that can matter, usually few of a vocabulary of 150000. `_finish`, one program a row, finds the cut-offs among those by
-bisection, and draws. If they do not fit the list (a flat row), it searches the whole row: slower, with the same result.
+A row is split into chunks. `_peaks` finds each chunk's largest logit. `_measure` finds the winner of each chunk of a
+row without top-k and top-p; of others, each chunk's weight, and the count or weight above a ladder of thresholds.
+`_gather` collects the tokens above the lowest rung that can matter, usually few of a vocabulary of 150000. `_finish`,
+one program a row, finds the cut-offs among those by bisection, and the winner. If they do not fit the list (a flat
+row), it searches the whole row: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ ROUND_TO_INTEGER = tl.constexpr(numbers.ROUND_TO_INTEGER)
 EXPONENT_SHIFT = tl.constexpr(numbers.EXPONENT_SHIFT)
 C5, C4, C3, C2, C1 = (tl.constexpr(value) for value in numbers.EXP2)
 GOLDEN, MIX_1, MIX_2 = (tl.constexpr(value) for value in (numbers.GOLDEN, numbers.MIX_1, numbers.MIX_2))
+LOW_MIX_1, LOW_MIX_2 = (tl.constexpr(value) for value in (numbers.LOW_MIX_1, numbers.LOW_MIX_2))
 UNIFORM_STEP = tl.constexpr(2.0**-numbers.UNIFORM_BITS)
+LARGEST_BITS = tl.constexpr((1 << numbers.UNIFORM_BITS) - 1)
+THREE_QUARTERS, LN2 = tl.constexpr(numbers.THREE_QUARTERS), tl.constexpr(numbers.LN2)
+L7, L6, L5, L4, L3, L2, L1, L0 = (tl.constexpr(value) for value in numbers.LOG1P)
 UNIT, TOP_P, LOG_MIN_P = (tl.constexpr(value) for value in (numbers.UNIT, numbers.TOP_P, numbers.LOG_MIN_P))
 SEED, POSITION, TOP_K = (tl.constexpr(value) for value in (numbers.SEED, numbers.POSITION, numbers.TOP_K))
 RUNGS = tl.constexpr(THRESHOLDS)
@@ -76,13 +81,31 @@ def _splitmix64(x):
 
 
 @triton.jit
-def _target(ints_ptr, total):
-    """Draw a place in a row's cumulative weight, and advance the row's position."""
-    position = tl.load(ints_ptr + POSITION)
-    mixed = _splitmix64(_splitmix64(tl.load(ints_ptr + SEED).to(tl.uint64)) ^ position.to(tl.uint64))
-    uniform = (mixed >> 11).to(tl.float64) * UNIFORM_STEP
-    tl.store(ints_ptr + POSITION, position + 1)
-    return (uniform * total.to(tl.float64)).to(tl.int64)
+def _draw_key(ints_ptr):
+    return _splitmix64(_splitmix64(tl.load(ints_ptr + SEED).to(tl.uint64)) ^ tl.load(ints_ptr + POSITION).to(tl.uint64))
+
+
+@triton.jit
+def _raced(weight, ids, draw):
+    """Pack the result of tokens in the race and their ids: the largest wins, of equal ones the first id."""
+    x = ids.to(tl.uint32) + draw.to(tl.uint32)
+    x = (x ^ (x >> 16)) * LOW_MIX_1
+    x = (x ^ (x >> 15) ^ (draw >> 32).to(tl.uint32)) * LOW_MIX_2
+    bits = ((x ^ (x >> 16)) & LARGEST_BITS | 1).to(tl.int32)
+    u = bits.to(tl.float32) * UNIFORM_STEP
+    v = ((bits ^ LARGEST_BITS) + 1).to(tl.float32) * UNIFORM_STEP
+    k = (v.to(tl.int32, bitcast=True) - THREE_QUARTERS) >> EXPONENT_SHIFT
+    m = (v.to(tl.int32, bitcast=True) - (k << EXPONENT_SHIFT)).to(tl.float32, bitcast=True)
+    f = tl.where(bits < (LARGEST_BITS + 1) // 4, -u, m - 1.0)
+    q = (f * L7 + L6) * f
+    q = (q + L5) * f
+    q = (q + L4) * f
+    q = (q + L3) * f
+    q = (q + L2) * f
+    q = (q + L1) * f + L0
+    exponential = k.to(tl.float32) * -LN2 - f * q
+    score = tl.div_rn(weight.to(tl.float32), exponential)
+    return (score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (ids ^ LARGEST_KEY).to(tl.int64)
 
 
 @triton.jit
@@ -129,7 +152,8 @@ def _measure(
     row_stride, num_rows, vocab, num_floats, num_ints,
     CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Store in `counts` or `masses` `[rows, CHUNKS, RUNGS]` number or weight of a chunk's tokens from each rung up."""
+    """Store a chunk's winner in `sums`, or if its row is cut: its weight there, and in `counts` or `masses` (`[rows,
+    CHUNKS, RUNGS]`) number or weight of its tokens from each rung up."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(rows_ptr + num_rows + row)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
@@ -141,14 +165,20 @@ def _measure(
     x = tl.div_rn(x, unit)
     least = top + tl.load(floats_ptr + slot * num_floats + LOG_MIN_P).to(tl.float32)
     weight = tl.where(x >= least, _weight(x, top), 0)
+    top_k = tl.load(ints_ptr + slot * num_ints + TOP_K)
+    top_p = tl.load(floats_ptr + slot * num_floats + TOP_P)
+    if (top_k == 0) & (top_p >= 1.0):
+        raced = _raced(weight, ids, _draw_key(ints_ptr + slot * num_ints))
+        tl.store(sums_ptr + row * CHUNKS + chunk, tl.max(raced, 0))
+        return
     tl.store(sums_ptr + row * CHUNKS + chunk, tl.sum(weight, 0))
     cells = (row * CHUNKS + chunk) * RUNGS
-    if tl.load(ints_ptr + slot * num_ints + TOP_K) > 0:
+    if top_k > 0:
         for i in tl.static_range(RUNGS):
             tl.store(
                 counts_ptr + cells + i, tl.sum((x >= top - RUNG * ((i + 1) * (i + 1))).to(tl.int32), 0).to(tl.int64)
             )
-    elif tl.load(floats_ptr + slot * num_floats + TOP_P) < 1.0:
+    else:
         for i in tl.static_range(RUNGS):
             is_in = x >= top - RUNG * ((i + 1) * (i + 1))
             tl.store(masses_ptr + cells + i, tl.sum(tl.where(is_in, weight, 0), 0))
@@ -217,21 +247,19 @@ def _candidates(
 
 @triton.jit
 def _total(
-    key, ids, weight, least_key, last_id,
+    key, weight, least_key,
     found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
     IS_COUNT: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, HAS_EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Return count or weight of candidates from `least_key` up, with ids up to `last_id`. The first CHUNK are given."""
-    kept = (key >= least_key) & (ids <= last_id)
-    total = tl.sum(tl.where(kept, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
+    """Return count or weight of the candidates from `least_key` up. The first CHUNK are given."""
+    total = tl.sum(tl.where(key >= least_key, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
     end = tl.where(found > CAPACITY, vocab, found)
     for start in range(CHUNK, end, CHUNK):
-        key, ids, weight = _candidates(
+        key, _, weight = _candidates(
             start, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
             CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
-        kept = (key >= least_key) & (ids <= last_id)
-        total += tl.sum(tl.where(kept, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
+        total += tl.sum(tl.where(key >= least_key, 1 if IS_COUNT else weight, 0).to(tl.int64), 0)
     return total
 
 
@@ -253,21 +281,14 @@ def _finish(
     ints_ptr += slot * num_ints
     top = _top(best, unit)
     top_k, top_p = tl.load(ints_ptr + TOP_K), tl.load(floats_ptr + TOP_P)
-    c = tl.arange(0, CHUNKS_PAD)
-    sums = tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0)
-    total = tl.sum(sums, 0)
+    draw = _draw_key(ints_ptr)
+    tl.store(ints_ptr + POSITION, tl.load(ints_ptr + POSITION) + 1)
     if (top_k == 0) & (top_p >= 1.0):
-        # Find the chunk that the draw falls into, then the token in it.
-        target = _target(ints_ptr, total)
-        chunk = tl.sum(((tl.cumsum(sums, 0) <= target) & (c < CHUNKS - 1)).to(tl.int32), 0)
-        before = tl.sum(tl.where(c < chunk, sums, 0), 0)
-        ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.div_rn(_logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED), unit)
-        least = top + tl.load(floats_ptr + LOG_MIN_P).to(tl.float32)
-        reached = before + tl.cumsum(tl.where(x >= least, _weight(x, top), 0), 0)
-        passed = tl.sum((reached <= target).to(tl.int32), 0)
-        tl.store(tokens_ptr + row, tl.minimum(chunk * CHUNK + passed, vocab - 1).to(tl.int64))
+        winner = _best(sums_ptr, row, CHUNKS, CHUNKS_PAD)
+        tl.store(tokens_ptr + row, (winner & LARGEST_KEY) ^ LARGEST_KEY)
         return
+    c = tl.arange(0, CHUNKS_PAD)
+    total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
     found = tl.load(found_ptr + row)
     key, ids, weight = _candidates(
         0, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
@@ -280,14 +301,14 @@ def _finish(
         while least < high:
             middle = (least + high + 1) >> 1
             reaching = _total(
-                key, ids, weight, middle.to(tl.int32), vocab,
+                key, weight, middle.to(tl.int32),
                 found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
                 True, CAPACITY, CHUNK, HAS_EDITED,
             )  # fmt: skip
             least = tl.where(reaching >= top_k, middle, least)
             high = tl.where(reaching >= top_k, high, middle - 1)
         total = _total(
-            key, ids, weight, least.to(tl.int32), vocab,
+            key, weight, least.to(tl.int32),
             found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
             False, CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
@@ -298,30 +319,20 @@ def _finish(
         while least < high:
             middle = (least + high) >> 1
             above = _total(
-                key, ids, weight, (middle + 1).to(tl.int32), vocab,
+                key, weight, (middle + 1).to(tl.int32),
                 found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
                 False, CAPACITY, CHUNK, HAS_EDITED,
             )  # fmt: skip
             high = tl.where(above.to(tl.float64) < allowed, middle, high)
             least = tl.where(above.to(tl.float64) < allowed, least, middle + 1)
-        total = _total(
-            key, ids, weight, least.to(tl.int32), vocab,
-            found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
-            False, CAPACITY, CHUNK, HAS_EDITED,
+    winner = tl.max(_raced(tl.where(key >= least, weight, 0), ids, draw), 0)
+    for start in range(CHUNK, tl.where(found > CAPACITY, vocab, found), CHUNK):
+        key, ids, weight = _candidates(
+            start, found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
+            CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
-    # Find the first id at which the cumulative weight exceeds the target.
-    target = _target(ints_ptr, total)
-    first, last = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32) + vocab - 1
-    while first < last:
-        middle = (first + last) >> 1
-        reached = _total(
-            key, ids, weight, least.to(tl.int32), middle,
-            found, list_ptr, logits_ptr, row_stride, edited_ptr, row, source, unit, top, vocab,
-            False, CAPACITY, CHUNK, HAS_EDITED,
-        )  # fmt: skip
-        first = tl.where(reached > target, first, middle + 1)
-        last = tl.where(reached > target, middle, last)
-    tl.store(tokens_ptr + row, first.to(tl.int64))
+        winner = tl.maximum(winner, tl.max(_raced(tl.where(key >= least, weight, 0), ids, draw), 0))
+    tl.store(tokens_ptr + row, (winner & LARGEST_KEY) ^ LARGEST_KEY)
 
 
 class SamplingKernels:
