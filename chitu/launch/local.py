@@ -120,8 +120,8 @@ class LocalCluster:
         Raise StartFailed if a process ended before it was ever ready.
         """
         self._supervisor.poll()
-        if not self.ports and (ports := self._supervisor.router_ports()) is not None:
-            self.ports = ports
+        if not self.ports and (ports := self.members[ROUTER].progress.ports):
+            self.ports = dict(ports)
             self._supervisor.run_dir.keep_key(ports["port"], cluster_key_of(self.topology))
             for name in self.members:
                 if name != ROUTER:
@@ -235,9 +235,7 @@ class LocalCluster:
             self._write_config()
         overrides = port_overrides(self.ports)
         if name == ROUTER:
-            # A router that starts again reports nothing new, and the disk may be full.
-            ready_file = None if self.ports else str(self._supervisor.ready_file)
-            return router_spec(self.topology, self._config, overrides, ready_file, self._entries)
+            return router_spec(self.topology, self._config, overrides, self._entries)
         instance = self._instance(name)
         return instance_spec(self.topology, instance, self._config, overrides, self._cores, self._entries, self.node)
 

@@ -219,8 +219,6 @@ class Node:
 
     def _spec(self, name: str) -> ProcessSpec:
         spec = self._specs[name]
-        if name == ROUTER:
-            return replace(spec, argv=(*spec.argv, "--ready-file", str(self.supervisor.ready_file)))
         return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
 

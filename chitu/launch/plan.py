@@ -55,15 +55,12 @@ class Entries:
         return self.torchrun or instance.config.tp_size > 1
 
 
-def router_spec(
-    topology: Topology, config: str, overrides: Sequence[str], ready_file: str | None, entries: Entries
-) -> ProcessSpec:
-    """Return the router process. It writes its actual ports to `ready_file` once it listens."""
-    ready = ("--ready-file", ready_file) if ready_file else ()
+def router_spec(topology: Topology, config: str, overrides: Sequence[str], entries: Entries) -> ProcessSpec:
+    """Return the router process."""
     return ProcessSpec(
         name=ROUTER,
         host=topology.dp_config.router.host,
-        argv=(entries.python, "-m", entries.router, "--config", config, *ready, *overrides),
+        argv=(entries.python, "-m", entries.router, "--config", config, *overrides),
         env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
 
@@ -118,13 +115,13 @@ def plan(
     entries = entries or Entries()
     members = instances(topology)
     return (
-        router_spec(topology, config, overrides, None, entries),
+        router_spec(topology, config, overrides, entries),
         *(instance_spec(topology, member, config, overrides, cores, entries, node) for member in members),
     )
 
 
 def port_overrides(ports: dict[str, int]) -> list[str]:
-    """Return overrides that set the router's ports (by short name, as in its ready file) for the other processes."""
+    """Return overrides that set the router's ports (by short name, as it reports them) for the other processes."""
     keys = {key.rsplit(".", 1)[1]: key for key in router_ports_keys()}
     return [f"{keys[name]}={port}" for name, port in ports.items() if name in keys]
 

@@ -1,20 +1,22 @@
-"""Start progress of a scheduler process, reported to the supervisor through a file of JSON lines.
+"""Start progress of a process, reported to the supervisor through a file of JSON lines.
 
-The supervisor names the file in `CHITU_PROGRESS_FILE`; the process appends `{"state": "warmup"}`, `{"state": "ready",
+The supervisor names the file in `CHITU_PROGRESS_FILE`; an instance appends `{"state": "warmup"}`, `{"state": "ready",
 "incarnation": ...}` (so that the router's reports on an instance can be matched to this process, not an earlier one),
 at its end `{"state": "drained"}` if an operator drained it, `{"state": "taken"}` if another process has its rank, and
-while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. It is a file, not a pipe, so that it works
-through torchrun, and a process started by hand needs none. Written by the main thread of the scheduler process, read by
-the supervisor.
+while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. The router appends `{"state": "ready",
+"ports": ...}`. It is a file, not a pipe, so that it works through torchrun, and a process started by hand needs none.
+Written by the main thread of the process, read by the supervisor.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from chitu.config.load import progress_file
 
@@ -26,8 +28,7 @@ TAKEN = "taken"
 """State of a process that the router refused, since another process has its rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Progress of a process. `state` is `starting`, `loading`, `warmup`, `ready`, `drained` or `taken`; `done` and
     `total` are bytes while loading."""
 
@@ -36,6 +37,8 @@ class Progress:
     total: int = 0
     incarnation: int = 0
     """Incarnation of a ready instance."""
+    ports: Mapping[str, int] = {}
+    """Actual ports of a ready router, by short key name."""
 
 
 class ProgressWriter:
@@ -46,10 +49,10 @@ class ProgressWriter:
         self._last_s = 0.0
 
     def state(self, state: str) -> None:
-        self._write({"state": state})
+        self._write(Progress(state))
 
-    def ready(self, incarnation: int) -> None:
-        self._write({"state": "ready", "incarnation": incarnation})
+    def ready(self, incarnation: int = 0, ports: Mapping[str, int] = {}) -> None:
+        self._write(Progress("ready", incarnation=incarnation, ports=ports))
 
     def loading(self, done: int, total: int) -> None:
         """Report the bytes of weights read so far. It may be called often: it writes at most every MIN_INTERVAL_S."""
@@ -57,14 +60,14 @@ class ProgressWriter:
         if done < total and now_s - self._last_s < MIN_INTERVAL_S:
             return
         self._last_s = now_s
-        self._write({"state": "loading", "done": done, "total": total})
+        self._write(Progress("loading", done, total))
 
-    def _write(self, record: dict[str, str | int]) -> None:
+    def _write(self, record: Progress) -> None:
         if self._path is None:
             return
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(record) + b"\n")
         except OSError as error:  # such as a full disk: the process can still serve
             logger.warning("cannot report %s to the launcher: %s", record, error)
 
@@ -72,14 +75,10 @@ class ProgressWriter:
 def read_progress(path: Path) -> Progress:
     """Return the last complete record, or `starting` if there is none yet."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        lines = path.read_bytes().split(b"\n")[:-1]
     except OSError:
         return Progress()
     for line in reversed(lines):
-        try:
-            record = json.loads(line)
-            numbers = (int(record.get(name, 0)) for name in ("done", "total", "incarnation"))
-            return Progress(str(record["state"]), *numbers)
-        except (ValueError, TypeError, KeyError):
-            continue
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(line, type=Progress)
     return Progress()

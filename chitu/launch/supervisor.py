@@ -10,7 +10,6 @@ event.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import subprocess
 import time
@@ -58,8 +57,7 @@ class Member:
 
 
 class Supervisor:
-    """Supervisor of processes. Every start calls `spec_of` for the command; a router must write `ready_file` at
-    its first start."""
+    """Supervisor of processes. Every start calls `spec_of` for the command."""
 
     def __init__(
         self,
@@ -80,7 +78,6 @@ class Supervisor:
         self.members = {name: Member(name) for name in names}
         self.log_dir = log_dir or self.run_dir.path
         self._has_logs = log_dir is not None
-        self.ready_file = self.log_dir / "router.ready.json"
         self._spec_of = spec_of
         self._restart = restart
         self._on_event = on_event
@@ -96,8 +93,6 @@ class Supervisor:
         """Start a process that is not running."""
         member = self.member(name)
         spec = self._spec_of(name)
-        if name == ROUTER and not member.was_ready:
-            self.ready_file.unlink(missing_ok=True)
         progress = self._progress_path(name)
         progress.unlink(missing_ok=True)
         # Not beside the logs, since a network file system may lack the locks of torch's file store.
@@ -137,10 +132,6 @@ class Supervisor:
                 member.child.bound_log(self._max_log_bytes)
                 if member.progress.state != "ready":
                     self._look_at_progress(member)
-
-    def router_ports(self) -> dict[str, int] | None:
-        """Return the router's actual ports by short key name, or None before it listens."""
-        return read_ready_file(self.ready_file)
 
     def dead(self) -> list[Member]:
         """Return members that ended without being drained and will not be restarted."""
@@ -221,10 +212,7 @@ class Supervisor:
         return self.log_dir / f"{name}.progress"
 
     def _look_at_progress(self, member: Member) -> None:
-        if member.name != ROUTER:
-            member.progress = read_progress(self._progress_path(member.name))
-        elif self.router_ports() is not None:
-            member.progress = Progress("ready")
+        member.progress = read_progress(self._progress_path(member.name))
         if member.progress.state in ("ready", DRAINED, TAKEN):
             member.was_ready = True
 
@@ -272,15 +260,3 @@ class Supervisor:
                 member.failures = 0
             report += f"\n{member.name} starts again in {self._restart_later(member, now_s):g} s"
         self._on_event(report)
-
-
-def read_ready_file(path: Path) -> dict[str, int] | None:
-    """Return the router's actual ports by short key name, or None while the file is missing or incomplete."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    ports = {name: value for name, value in record.items() if isinstance(value, int) and name.endswith("port")}
-    return ports if "port" in ports else None

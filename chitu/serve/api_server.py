@@ -1,4 +1,4 @@
-"""The router process: `python -m chitu.serve.api_server --config FILE.yaml [--ready-file PATH] [a.b=c ...]`.
+"""The router process: `python -m chitu.serve.api_server --config FILE.yaml [a.b=c ...]`.
 
 Composition root: one asyncio loop (uvloop) with the cluster membership and the HTTP API. It holds no policy and imports
 no torch. `router.workers` is the number of API processes: this one and its replicas, which it starts (`replicas.py`).
@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 import uvloop
@@ -31,6 +30,7 @@ from chitu.errors import ChituError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, listen_together
+from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
 from chitu.pd_request_router import PDRequestRouter
@@ -117,32 +117,24 @@ class RouterProcess:
         self._siblings.on_view(self._membership.coordination.view)
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    os.replace(partial, path)
-
-
-async def _serve(topology: Topology, ready_file: str | None, flush_log: Callable[[], None]) -> None:
+async def _serve(topology: Topology, flush_log: Callable[[], None]) -> None:
     router = RouterProcess(topology, ServedModel.load(topology.model, int(time.time())), flush_log)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.on_signal)
     await router.start()
     freeze_gc()
-    # The content of `--ready-file`.
-    facts = {"pid": os.getpid(), "host": topology.dp_config.router.host, **router.port_table()}
+    ports = router.port_table()
+    facts = {"pid": os.getpid(), "host": topology.dp_config.router.host, **ports}
     log.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
     flush_log()
-    if ready_file is not None:
-        _write_atomically(Path(ready_file), msgspec.json.encode(facts))
+    ProgressWriter().ready(ports=ports)
     await router.run_until_signal()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chitu.serve.api_server", description="The router process.")
     parser.add_argument("--config", help="topology file (YAML)")
-    parser.add_argument("--ready-file", help="written (JSON with the actual ports) once everything listens")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys of the topology to set")
     args = parser.parse_intermixed_args(argv)
     try:
@@ -151,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn_of_faults(topology)
         warn_without_key(topology)
         warn_of_open_api(topology)
-        uvloop.run(_serve(topology, args.ready_file, handler.flush))
+        uvloop.run(_serve(topology, handler.flush))
     except ChituError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from chitu.launch.progress import read_progress
+
 POLL_S = 0.03
 START_S = 120.0
 """Timeout of a process's start, on a busy machine."""
@@ -44,7 +46,7 @@ class RouterUnderTest:
     """`with RouterUnderTest(folder, model) as router: router.start_workers(...)`. The OS picks the ports."""
 
     folder: Path
-    """Folder for the ready file, logs and traces."""
+    """Folder for the progress, logs and traces."""
     model: Path
     overrides: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
@@ -83,17 +85,18 @@ class RouterUnderTest:
     def start(self) -> None:
         """Start the router and wait until it is ready. A second start takes the ports of the first, as a restarted
         router does."""
-        ready = self.folder / "ready.json"
-        ready.unlink(missing_ok=True)
-        argv = [sys.executable, "-m", "chitu.serve.api_server", "--ready-file", str(ready), *self._port_overrides()]
+        progress = self.folder / "router.progress"
+        progress.unlink(missing_ok=True)
+        argv = [sys.executable, "-m", "chitu.serve.api_server", *self._port_overrides()]
         argv += [f"model.path={self.model}", *self.overrides]
         with (self.folder / "router.log").open("ab") as log:
-            self.process = self.popen(argv, stderr=log, env=self._environment())
+            environment = {**self._environment(), "CHITU_PROGRESS_FILE": str(progress)}
+            self.process = self.popen(argv, stderr=log, env=environment)
         process = self.process
-        wait_until(lambda: ready.exists() or process.poll() is not None, START_S, "the router's ready file")
-        if not ready.exists():
+        wait_until(lambda: read_progress(progress).ports or process.poll() is not None, START_S, "the router's ports")
+        self.ports = dict(read_progress(progress).ports)
+        if not self.ports:
             raise RuntimeError(f"the router ended with {process.returncode}: {self.log[-2000:]}")
-        self.ports = json.loads(ready.read_text())
 
     def _port_overrides(self) -> list[str]:
         router, pd = "dp_config.router.", "dp_config.router.pd_disaggregation."

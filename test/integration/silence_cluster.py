@@ -75,8 +75,6 @@ class SilenceCluster:
         specs = {spec.name: spec for spec in plan(topology, "pd_disagg_2p2d_multi_node", overrides, 1, ENTRIES)}
         logs = self._folder / "logs"
         logs.mkdir()
-        ready_file = logs / "router.ready.json"
-        specs[ROUTER] = replace(specs[ROUTER], argv=(*specs[ROUTER].argv, "--ready-file", str(ready_file)))
         specs = {name: replace(spec, argv=tuple(net.argv(name, spec.argv))) for name, spec in specs.items()}
         self.processes = Supervisor(
             list(specs),

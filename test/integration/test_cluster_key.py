@@ -74,7 +74,7 @@ def test_the_holders_of_two_api_keys_share_no_cached_pages(cluster: LocalCluster
 def test_the_key_is_in_no_log_no_file_no_answer_and_no_command_line(cluster: LocalCluster) -> None:
     complete(cluster)
     seen = {path.name: path.read_bytes() for path in cluster.log_dir.iterdir() if path.is_file()}
-    assert {"topology.yaml", "router.log", "P0.log", "D0.log", "router.ready.json"} <= seen.keys()
+    assert {"topology.yaml", "router.log", "P0.log", "D0.log", "router.progress"} <= seen.keys()
     for path in ("/cluster", "/health", "/metrics", "/openapi.json", "/v1/models", "/"):
         seen[path] = ask(cluster, "GET", path, API_KEY).content
     pids = [pid for member in cluster.members.values() if member.child for pid in processes_marked(member.child.mark)]

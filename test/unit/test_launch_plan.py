@@ -8,7 +8,6 @@ from chitu.config.load import load_topology
 from chitu.config.topology import router_ports
 from chitu.launch.plan import Entries, plan, port_overrides
 from chitu.launch.progress import Progress, ProgressWriter, read_progress
-from chitu.launch.supervisor import read_ready_file
 
 
 def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None:
@@ -47,14 +46,15 @@ def test_actual_ports_become_overrides_that_load_back() -> None:
     assert list(router_ports(topology.dp_config.router).values()) == [1001, 1002, 1003, 1004, 1005, 1006]
 
 
-def test_a_ready_file_counts_only_when_it_is_complete(tmp_path: Path) -> None:
-    path = tmp_path / "ready.json"
-    assert read_ready_file(path) is None
-    for text in ("", '{"port": 21', "[]", '{"pid": 5}'):
-        path.write_text(text)
-        assert read_ready_file(path) is None
-    path.write_text('{"pid": 5, "host": "127.0.0.1", "port": 21003, "stats_port": 4}')
-    assert read_ready_file(path) == {"port": 21003, "stats_port": 4}
+def test_the_ports_of_a_router_count_only_when_the_line_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "router.progress"
+    ProgressWriter(path).ready(ports={"port": 21003, "stats_port": 4})
+    whole = path.read_bytes()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        assert read_progress(path) == Progress("starting")
+    path.write_bytes(b"[]\n" + whole)
+    assert read_progress(path).ports == {"port": 21003, "stats_port": 4}
 
 
 def test_progress_is_the_last_complete_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Stand-in router for tests of the supervisor: ports, ready file, `/health` (all instances are up); routes nothing."""
+"""Stand-in router for tests of the supervisor: ports, `/health` (all instances are up); routes nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import http.server
 import json
 import signal
 import sys
-from pathlib import Path
 
 from chitu.config.load import load_topology
+from chitu.launch.progress import ProgressWriter
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -29,7 +29,6 @@ class Health(http.server.BaseHTTPRequestHandler):
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--config")
-parser.add_argument("--ready-file")
 parser.add_argument("overrides", nargs="*")
 arguments = parser.parse_args()
 topology = load_topology(arguments.config, arguments.overrides)
@@ -37,10 +36,6 @@ router = topology.dp_config.router
 server = http.server.ThreadingHTTPServer(("127.0.0.1", router.port), Health)
 server.daemon_threads = True
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-if arguments.ready_file:
-    ready = Path(arguments.ready_file)
-    partial = ready.with_suffix(".partial")
-    partial.write_text(json.dumps({"port": server.server_port, "stats_port": 1, "bootstrap_port": 2}))
-    partial.rename(ready)
+ProgressWriter().ready(ports={"port": server.server_port, "stats_port": 1, "bootstrap_port": 2})
 print("router listens", flush=True)
 server.serve_forever()
