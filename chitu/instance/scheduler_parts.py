@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -13,9 +15,9 @@ from chitu.engine.executor import Executor
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
 from chitu.instance.page_sums import FinishedPages
-from chitu.instance.scheduling.resources import AuxSlots, NoAuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
 from chitu.tracing.tracer import Tracer
@@ -37,7 +39,8 @@ class PDSchedulerParts:
     name: str = "this instance"
     """Name of the instance in errors."""
     request_timeout_s: float = math.inf
-    aux: AuxSlots = field(default_factory=NoAuxSlots)
+    aux: MetadataBuffers = field(default_factory=lambda: MetadataBuffers(np.zeros((0, 128), np.uint8), 64))
+    """Aux slots; by default none, with which no logits can be handed over."""
     sender: PrefillSender | None = None
     receiver: DecodeReceiver | None = None
     tiers: PrefixTiers | None = None

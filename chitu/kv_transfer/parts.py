@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.kv_transfer.transports.transport import Transport
@@ -25,14 +26,6 @@ from chitu.tracing.tracer import Tracer
 
 TICK_INTERVAL_S = 0.02
 """Shortest time between two checks of a role's deadlines, however often the comm thread calls `tick`."""
-
-
-class AuxRows(Protocol):
-    """The part of `MetadataBuffers` that the roles need."""
-
-    def seal(self, slot: int, room: bytes, cached_tokens: int = 0) -> None: ...
-
-    def verify(self, slot: int, room: bytes) -> int: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,7 +59,7 @@ class RoleParts:
     """What is injected into a role: memory, transports and outgoing channels."""
 
     memory: PagedMemory
-    aux: AuxRows
+    aux: MetadataBuffers
     transports: list[Transport]
     """Transports in order of preference."""
     link: PeerLink

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from hypothesis import strategies as st
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -15,10 +16,10 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.grammars import GrammarStore
-from chitu.instance.scheduling.resources import NoAuxSlots
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import (
     Finish,
@@ -36,23 +37,9 @@ PAGE_SIZE = 4
 INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=2, eos_token_ids=(2,))
 
 
-class Slots:
-    """Aux slots; the other parts of `MetadataBuffers` are left out."""
-
-    def __init__(self, count: int) -> None:
-        self.num_slots = count
-        self._free = list(range(count))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self) -> int | None:
-        return self._free.pop() if self._free else None
-
-    def free(self, slot: int) -> None:
-        assert slot not in self._free
-        self._free.append(slot)
+def make_aux(count: int) -> MetadataBuffers:
+    """Return aux slots without room for real logits."""
+    return MetadataBuffers(np.zeros((count, 128), np.uint8), 64)
 
 
 class Instance:
@@ -70,7 +57,6 @@ class Instance:
         overlap: bool = False,
         executor: type[FakeExecutor] = FakeExecutor,
         late: type[LateExecutor] = LateExecutor,
-        with_aux: bool = False,
         grammars: GrammarStore | None = None,
         request_timeout_s: float = math.inf,
     ) -> None:
@@ -88,7 +74,7 @@ class Instance:
         """Rooms of the messages that went to the token port of each API process."""
         self.open_ports: list[int] = []
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model")
-        self.aux = Slots(aux_slots)
+        self.aux = make_aux(aux_slots)
         self.executor = executor(INFO, num_pages, PAGE_SIZE, aux_slots)
         self.late = late(self.executor)
         self.scheduler = PDScheduler(
@@ -104,7 +90,7 @@ class Instance:
                 report_failure=self.failures.__setitem__,
                 clock=self.clock,
                 request_timeout_s=request_timeout_s,
-                aux=self.aux if sender or receiver or with_aux else NoAuxSlots(),
+                aux=self.aux,
                 sender=sender,
                 receiver=receiver,
                 tiers=self.make_tiers(),

@@ -73,7 +73,7 @@ def check_group(instance: Instance, index: int, group: tuple[int, int, int, bool
 def test_choices_on_a_unified_instance_are_those_of_single_requests(
     load: list[tuple[int, int, int, bool]], num_pages: int, chunk: int, overlap: bool, rng: random.Random
 ) -> None:
-    instance = Instance(num_pages, chunk=chunk, overlap=overlap, with_aux=True)
+    instance = Instance(num_pages, chunk=chunk, overlap=overlap)
     over: set[bytes] = set()
     for index, (length, max_tokens, count, is_cached) in enumerate(load):
         message = UnifiedRequest(
@@ -162,7 +162,7 @@ def test_a_group_that_can_never_start_together_is_refused_and_one_that_can_waits
         (INFO.num_slots + 1, 60, "capacity"),
         (MAX_FORKS + 1, 60, "invalid_request"),
     ):
-        instance = Instance(pages, with_aux=True)
+        instance = Instance(pages)
         first = UnifiedRequest(room_of(1), "first", pack_i32(prompt_of(2, 5)), SamplingParams(3, temperature=0.0))
         forks = tuple(Fork(room_of(2000 + i), "r", i) for i in range(count))
         instance.scheduler.submit(first)
@@ -179,7 +179,7 @@ def test_a_group_that_can_never_start_together_is_refused_and_one_that_can_waits
 
 def test_a_page_is_copied_only_where_the_prompt_ends_within_it() -> None:
     for length, num_pages in ((2 * PAGE_SIZE, 2), (2 * PAGE_SIZE + 1, 2 + 3), (PAGE_SIZE - 1, 3)):
-        instance = Instance(40, with_aux=True)
+        instance = Instance(40)
         prompt = pack_i32(prompt_of(1, length))
         sampling = SamplingParams(20, temperature=1.0)
         instance.scheduler.submit(UnifiedRequest(room_of(1), "r", prompt, sampling, forks=forks_of(1, 3)))

@@ -115,7 +115,7 @@ def test_one_that_is_cancelled_or_whose_router_is_gone_meanwhile_does_not_come()
 
 def test_a_fork_that_is_cancelled_meanwhile_does_not_come_and_the_others_do() -> None:
     store = Store()
-    instance = Instance(32, grammars=cast(GrammarStore, store), with_aux=True)
+    instance = Instance(32, grammars=cast(GrammarStore, store))
     sampling = SamplingParams(4, temperature=0.0, grammar=GRAMMAR, ignore_eos=True)
     forks = tuple(Fork(room_of(index), f"r{index}", index) for index in (1, 2, 3))
     instance.scheduler.submit(UnifiedRequest(room_of(9), "prompt", pack_i32(prompt_of(1, 6)), sampling, forks=forks))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from scheduler_world import make_aux
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.instance.scheduling.resources import NoAuxSlots, Resources
+from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.protocol import SamplingParams, pack_i32
@@ -40,7 +41,7 @@ def one(number: int, forks: int = 0) -> Sequence:
 
 
 def in_state(state: S) -> tuple[Sequences, Sequence]:
-    sequences = Sequences(Resources(PagedKVCacheManager(8, 4), 4, NoAuxSlots()))
+    sequences = Sequences(Resources(PagedKVCacheManager(8, 4), 4, make_aux(0)))
     is_fork = state in (S.FORK_WAITING, S.FORK_HELD)
     first = one(1, forks=int(is_fork))
     sequences.add(first)
@@ -109,7 +110,7 @@ def test_while_a_step_is_unread_what_is_freed_is_still_here() -> None:
 
 
 def test_forks_are_counted_one_by_one_and_a_prompt_with_forks_is_not_open_itself() -> None:
-    sequences = Sequences(Resources(PagedKVCacheManager(8, 4), 4, NoAuxSlots()))
+    sequences = Sequences(Resources(PagedKVCacheManager(8, 4), 4, make_aux(0)))
     source = one(1, forks=3)
     sequences.add(source)
     sequences.add(one(2))

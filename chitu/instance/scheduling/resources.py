@@ -11,45 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.slots import SlotPool
-
-
-class AuxSlots(Protocol):
-    """The part of `MetadataBuffers` that scheduling needs."""
-
-    @property
-    def num_slots(self) -> int: ...
-
-    @property
-    def num_free(self) -> int: ...
-
-    def allocate(self) -> int | None: ...
-
-    def free(self, slot: int) -> None: ...
-
-
-class NoAuxSlots:
-    """The aux slots of an instance that hands over no logits: none."""
-
-    num_slots = num_free = 0
-
-    def allocate(self) -> int | None:
-        return None
-
-    def free(self, slot: int) -> None:
-        raise Internal(f"aux slot {slot} came back to an instance that has none")
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 
 
 class Resources:
     """The pages, slots and aux slots of an instance. `sync_step`, set by the scheduler, reads the step in flight, so
     that none is. Requests may end in it, and what they held becomes free."""
 
-    def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: AuxSlots) -> None:
+    def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers) -> None:
         self.cache = cache
         self.slots = SlotPool(num_slots)
         self.aux = aux
