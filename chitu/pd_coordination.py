@@ -1,7 +1,7 @@
 """Membership of the cluster: which instances are alive, in which incarnation, until when.
 
-The pure core: messages and a clock in, replies and a view out. `serve/coordination_ports.py` is its shell on the
-router's loop thread, and its only caller.
+The pure core: messages and a clock in, replies and a view out. `serve/membership.py` is its shell on the router's
+loop thread, and its only caller.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank). A process that joins for the first time
 replaces another one, unless it yields. A replaced one is refused from then on, as is one that returns to find its place

@@ -1,6 +1,6 @@
 """Deaths of processes of this machine, detected at once: a pidfd per process, watched by the event loop.
 
-Owned by `CoordinationPorts`; loop thread. A pid alone proves nothing: it may be a process of another machine or of
+Owned by `Membership`; loop thread. A pid alone proves nothing: it may be a process of another machine or of
 another pid namespace (a container behind the same address), or it may be reused. So a process reports the namespace of
 its pid (`pid_namespace`) and its start time (`start_ticks`), and is watched only if both match what is found here.
 Everything else is left to the leases, and so is a process that is only stopped.

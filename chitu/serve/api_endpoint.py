@@ -2,7 +2,7 @@
 
 One per process: in the router process itself, and in each of its other API processes (`router.workers`). It sees the
 cluster only through a `ClusterSource`. Everything runs on the loop thread. Its holder passes membership events to its
-`router` (`MembershipListener`), calls `tick`, and at the end `drain` and `close`.
+`router`, calls `tick`, and at the end `drain` and `close`.
 """
 
 from __future__ import annotations

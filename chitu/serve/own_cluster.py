@@ -74,7 +74,7 @@ def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
     info = _find(view, name)
     if not force:
         _require_others(view, info)
-    membership.ports.request_drain(info.role, info.engine_rank)
+    membership.request_drain(info.role, info.engine_rank)
     return Draining(info.name, info.incarnation)
 
 
