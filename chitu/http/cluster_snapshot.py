@@ -53,23 +53,25 @@ class SnapshotSource:
 
     async def fresh(self) -> bytes:
         """Return JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
-        return msgspec.json.encode(await self.snapshot())
+        return msgspec.json.encode(self._snapshot(await self._cluster.record()))
 
     async def shared(self) -> tuple[bytes, Change]:
         """Return JSON of a snapshot that is at most `MIN_AGE_S` old, and the `Change` that it includes."""
         now_s = self._clock.monotonic()
         if now_s - self._shared_at_s >= self.MIN_AGE_S:
-            change = await self.change()
-            self._shared = await self.fresh(), change
+            record = await self._cluster.record()
+            self._shared = msgspec.json.encode(self._snapshot(record)), self._change(record)
             self._shared_at_s = now_s
         return self._shared
 
     async def change(self) -> Change:
         """Return the `Change` of the cluster as of a moment ago."""
-        return await self._cluster.version(), self._cluster.view.version
+        return self._change(await self._cluster.record())
 
-    async def snapshot(self) -> ClusterSnapshot:
-        record = await self._cluster.record()
+    def _change(self, record: RouterRecord) -> Change:
+        return sum(worker.version for worker in record.workers), self._cluster.view.version
+
+    def _snapshot(self, record: RouterRecord) -> ClusterSnapshot:
         limits = self._model.limits(self._router.candidates)
         return ClusterSnapshot(
             model=self._model.name,

@@ -75,9 +75,6 @@ class ClusterSource(Protocol):
     def ports(self) -> Mapping[str, int]:
         """Return the ports of the membership and the token port, by short key name."""
 
-    async def version(self) -> int:
-        """Return a number that grows with every event of any request."""
-
     def own_report(self) -> WorkerReport:
         """Return this process's report on its own requests."""
 

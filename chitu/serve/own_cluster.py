@@ -48,9 +48,6 @@ class OwnCluster:
         metrics = add_up([own.metrics, self._ended])
         return msgspec.structs.replace(own, metrics=metrics, coordination=self._membership.metrics())
 
-    async def version(self) -> int:
-        return sum(worker.version for worker in (await self.record()).workers)
-
     async def record(self) -> RouterRecord:
         others = await self._siblings.reports(self.view)
         return RouterRecord((self.own_report(), *others))

@@ -83,9 +83,6 @@ class ReplicaCluster:
     def own_report(self) -> WorkerReport:
         return report_of(self._router, self._index, self.view)
 
-    async def version(self) -> int:
-        return sum(worker.version for worker in (await self.record()).workers)
-
     async def record(self) -> RouterRecord:
         others = await self._siblings.reports(self.view)
         return RouterRecord(tuple(sorted((self.own_report(), *others), key=lambda report: report.index)))
