@@ -29,7 +29,7 @@ from chitu.client.conversation import (
     shortened,
     verdict,
 )
-from chitu.client.trace import CLUSTER_COLUMNS, cluster_line, cluster_rows, find_trace, trace_lines
+from chitu.client.trace import CLUSTER_COLUMNS, cluster_line, cluster_rows, find_request, trace_lines
 from chitu.errors import ChituError, InvalidRequest
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.workloads.tiny import Example
@@ -193,8 +193,8 @@ class ChatTerminal:
         snapshot = self._snapshot()
         if snapshot is None:
             return
-        trace = find_trace(snapshot, answer.request_id)
-        for line in trace_lines(trace) if trace is not None else ():
+        request = find_request(snapshot, answer.request_id)
+        for line in trace_lines(request) if request is not None else ():
             self._note(line)
         self._note_cluster(snapshot)
 

@@ -6,92 +6,43 @@ Used by `chitu chat` below each answer and by the quickstart's first completion.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from chitu.protocol import LoadReport
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot, RequestState
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
 
 SEPARATOR = " · "
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """One request. Spans are in seconds; None if the request did not get so far, or has no such stage."""
-
-    pair: str
-    """Instances that served it: `P0 -> D1`, or `U0`."""
-    state: RequestState
-    error: str
-    """Error code, if it failed."""
-    prompt_tokens: int
-    cached_tokens: int
-    """Cached tokens of the prompt, and of output that was prefilled again after it."""
-    output_tokens: int
-    kv_bytes: int | None
-    queue_s: float | None
-    """Time in P's queue until its first chunk."""
-    prefill_s: float | None
-    transfer_s: float | None
-    """Part of the KV transfer that compute did not hide."""
-    first_token_s: float | None
-    """Time from the router's dispatch to token 1 at the router; `total_s` is the time to the end."""
-    total_s: float | None
-    tokens_per_s: float | None
-    """Rate of D after token 1, on D's clock, since several tokens may arrive at the router together."""
-
-
-def find_trace(snapshot: ClusterSnapshot, request_id: str) -> Trace | None:
+def find_request(snapshot: ClusterSnapshot, request_id: str) -> RequestSnapshot | None:
     """Return the newest request with that X-Request-Id, or None if the router no longer has it."""
-    for request in reversed(snapshot.requests):
-        if request.request_id == request_id:
-            return trace_of(request)
-    return None
+    return next((request for request in reversed(snapshot.requests) if request.request_id == request_id), None)
 
 
-def trace_of(request: RequestSnapshot) -> Trace:
-    stages = request.stages
-    is_pair = request.prefill is not None
-    first_s, end_s, start_s = request.first_token_at_s, request.ended_at_s, request.created_at_s
-    return Trace(
-        pair=f"{request.prefill} -> {request.decode}" if is_pair else request.decode,
-        state=request.state,
-        error=request.error,
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=request.cached_tokens,
-        output_tokens=request.output_tokens,
-        kv_bytes=request.kv_bytes if is_pair and stages is not None else None,
-        queue_s=stages.prefill.queue_s if stages is not None else None,
-        prefill_s=stages.prefill.compute_s if stages is not None else None,
-        transfer_s=stages.prefill.transfer_s if is_pair and stages is not None else None,
-        first_token_s=first_s - start_s if first_s is not None else None,
-        total_s=end_s - start_s if end_s is not None else None,
-        tokens_per_s=_rate(request.output_tokens - 1, stages.total_s - stages.first_token_s) if stages else None,
-    )
+def trace_lines(request: RequestSnapshot) -> list[str]:
+    """Return two lines: where it ran and what it moved; the times of the stages that it got to.
 
-
-def _rate(tokens: int, span_s: float) -> float | None:
-    return tokens / span_s if tokens > 0 and span_s > 0 else None
-
-
-def trace_lines(trace: Trace) -> list[str]:
-    """Return two lines: where it ran and what it moved; the times of its stages."""
-    run = [trace.pair, f"{trace.prompt_tokens} prompt + {trace.output_tokens} output tokens"]
-    if trace.cached_tokens:
-        run.append(f"{trace.cached_tokens} cached")
-    if trace.kv_bytes is not None:
-        run.append(f"{byte_text(trace.kv_bytes)} KV moved")
-    if trace.tokens_per_s is not None:
-        run.append(f"{trace.tokens_per_s:.{0 if trace.tokens_per_s >= 10 else 1}f} tokens/s")
-    if trace.state != "finished":
-        run.append(trace.error or trace.state)
-    spans = (
-        ("queue", trace.queue_s),
-        ("prefill", trace.prefill_s),
-        ("transfer", trace.transfer_s),
-        ("first token", trace.first_token_s),
-        ("total", trace.total_s),
-    )
-    times = [f"{name} {span_text(span_s)}" for name, span_s in spans if span_s is not None]
+    `transfer` is the part of the KV transfer that compute did not hide. `first token` and `total` run from the
+    router's dispatch. The tokens per second are those of D after token 1, on D's clock, since several tokens may
+    arrive at the router together.
+    """
+    stages, is_pair, spans = request.stages, request.prefill is not None, []
+    run = [f"{request.prefill} -> {request.decode}" if is_pair else request.decode]
+    run.append(f"{request.prompt_tokens} prompt + {request.output_tokens} output tokens")
+    if request.cached_tokens:
+        run.append(f"{request.cached_tokens} cached")
+    if stages is not None:
+        spans = [("queue", stages.prefill.queue_s), ("prefill", stages.prefill.compute_s)]
+        if is_pair:
+            run.append(f"{byte_text(request.kv_bytes)} KV moved")
+            spans.append(("transfer", stages.prefill.transfer_s))
+        tokens, decode_s = request.output_tokens - 1, stages.total_s - stages.first_token_s
+        if tokens > 0 and decode_s > 0:
+            run.append(f"{tokens / decode_s:.{0 if tokens / decode_s >= 10 else 1}f} tokens/s")
+    if request.state != "finished":
+        run.append(request.error or request.state)
+    for name, at_s in (("first token", request.first_token_at_s), ("total", request.ended_at_s)):
+        if at_s is not None:
+            spans.append((name, at_s - request.created_at_s))
+    times = [f"{name} {span_text(span_s)}" for name, span_s in spans]
     return [SEPARATOR.join(part) for part in (run, times) if part]
 
 

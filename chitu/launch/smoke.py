@@ -14,7 +14,7 @@ from chitu.assets import TINY_MODEL_NAME
 from chitu.client.answer import Answer
 from chitu.client.client import RouterClient
 from chitu.client.conversation import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
-from chitu.client.trace import find_trace, trace_lines
+from chitu.client.trace import find_request, trace_lines
 from chitu.errors import ChituError, Internal
 from chitu.launch.local import LocalCluster
 
@@ -70,10 +70,10 @@ def _ask(client: RouterClient, path: str, model: str, body: dict[str, Any]) -> A
 
 
 def _tell_trace(client: RouterClient, answer: Answer) -> None:
-    trace = find_trace(client.cluster(), answer.request_id)
-    if trace is None:
+    request = find_request(client.cluster(), answer.request_id)
+    if request is None:
         raise Internal(f"the router does not remember the request {answer.request_id}")
-    for name, line in zip(("served by", ""), trace_lines(trace), strict=False):
+    for name, line in zip(("served by", ""), trace_lines(request), strict=False):
         _tell(name, line)
 
 

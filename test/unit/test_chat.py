@@ -27,7 +27,7 @@ from chitu.client.trace import (
     byte_text,
     cluster_line,
     cluster_rows,
-    find_trace,
+    find_request,
     span_text,
     trace_lines,
 )
@@ -145,9 +145,9 @@ def snapshot(*requests: RequestSnapshot) -> ClusterSnapshot:
 
 
 def lines_of(shown: RequestSnapshot) -> list[str]:
-    trace = find_trace(snapshot(request(request_id="other"), shown, request(request_id="later")), "mine")
-    assert trace is not None
-    return trace_lines(trace)
+    found = find_request(snapshot(request(request_id="other"), shown, request(request_id="later")), "mine")
+    assert found is not None
+    return trace_lines(found)
 
 
 def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None:
@@ -185,11 +185,11 @@ def test_a_request_without_an_end_shows_what_is_known() -> None:
     ]
 
 
-def test_the_newest_request_of_an_id_counts_and_an_unknown_one_has_no_trace() -> None:
-    trace = find_trace(snapshot(request(decode="D0"), request(decode="D1")), "mine")
-    assert trace is not None
-    assert trace.pair == "P0 -> D1"
-    assert find_trace(snapshot(request()), "somebody else") is None
+def test_the_newest_request_of_an_id_counts_and_an_unknown_one_is_not_found() -> None:
+    found = find_request(snapshot(request(decode="D0"), request(decode="D1")), "mine")
+    assert found is not None
+    assert found.decode == "D1"
+    assert find_request(snapshot(request()), "somebody else") is None
 
 
 def test_the_cluster_fits_a_line_and_a_table() -> None:
