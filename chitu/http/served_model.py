@@ -16,11 +16,11 @@ from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes
 from chitu.http.request_bodies import MAX_TOKENS, ChatBody
 from chitu.http.token_logprobs import (
     ChatLogprobs,
-    ChatTexts,
     ChoiceLogprobs,
     CompletionLogprobs,
-    CompletionTexts,
     PromptLogprobs,
+    chat_texts,
+    completion_texts,
 )
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.protocol import MAX_BAD_WORD_TOKENS, KVLayout, SamplingParams
@@ -48,8 +48,8 @@ class ServedModel:
         """Tokens that end a text unless `ignore_eos`: eos of tokenizer, generation_config.json and config.json."""
         self.tokenizer_eos = tuple(token for token in known if token not in spec.eos_token_ids)
         """Eos ids that only the tokenizer has. D cannot find them by itself, as it reads no tokenizer."""
-        self._completion_texts = CompletionTexts(tokenizer.token_bytes)
-        self._chat_texts = ChatTexts(tokenizer.token_bytes)
+        self._completion_texts = completion_texts(tokenizer.token_bytes)
+        self._chat_texts = chat_texts(tokenizer.token_bytes)
         """Tables for logprobs; they fill as tokens occur."""
         self._spec_vocab_size = spec.vocab_size
         self.message_format = MessageFormat.of(tokenizer.template_source)

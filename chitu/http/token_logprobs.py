@@ -7,6 +7,7 @@ text is sent, so an answer with many tokens and candidates does not block the ev
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -17,6 +18,9 @@ from chitu.tokenizer import Detokenizer
 
 LOWEST = -9999.0
 """Logprob of an impossible token; JSON has no infinity."""
+TokenTexts = Callable[[int], bytes]
+"""Token id -> JSON about it. Made when the token first occurs."""
+
 _json = msgspec.json.Encoder().encode
 
 
@@ -30,30 +34,20 @@ def _shown(data: bytes | None, token_id: int, prefix: str) -> str:
         return prefix + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in data)
 
 
-class CompletionTexts(dict[int, bytes]):
-    """Token id -> its text as a JSON string."""
-
-    def __init__(self, bytes_of: Callable[[int], bytes | None]) -> None:
-        super().__init__()
-        self._bytes_of = bytes_of
-
-    def __missing__(self, token_id: int) -> bytes:
-        value = self[token_id] = _json(_shown(self._bytes_of(token_id), token_id, "bytes:"))
-        return value
+def completion_texts(bytes_of: Callable[[int], bytes | None]) -> TokenTexts:
+    """Return a function that gives a token's text as a JSON string."""
+    return functools.cache(lambda token_id: _json(_shown(bytes_of(token_id), token_id, "bytes:")))
 
 
-class ChatTexts(dict[int, bytes]):
-    """Token id -> the fields `token` and `bytes` as JSON, followed by a comma."""
+def chat_texts(bytes_of: Callable[[int], bytes | None]) -> TokenTexts:
+    """Return a function that gives the fields `token` and `bytes` of a token as JSON, followed by a comma."""
 
-    def __init__(self, bytes_of: Callable[[int], bytes | None]) -> None:
-        super().__init__()
-        self._bytes_of = bytes_of
-
-    def __missing__(self, token_id: int) -> bytes:
-        data = self._bytes_of(token_id)
+    def fields(token_id: int) -> bytes:
+        data = bytes_of(token_id)
         shown = _json({"token": _shown(data, token_id, ""), "bytes": None if data is None else list(data)})
-        value = self[token_id] = shown[:-1] + b","
-        return value
+        return shown[:-1] + b","
+
+    return functools.cache(fields)
 
 
 def _number(logprob: float) -> bytes:
@@ -107,13 +101,13 @@ class ChoiceLogprobs(abc.ABC):
 
 
 class ChatLogprobs(ChoiceLogprobs):
-    def __init__(self, texts: ChatTexts) -> None:
+    def __init__(self, texts: TokenTexts) -> None:
         super().__init__()
         self._texts = texts
         self._content: list[bytes] = []
 
     def _entry(self, token_id: int, logprob: float) -> bytes:
-        return self._texts[token_id] + b'"logprob":' + _number(logprob)
+        return self._texts(token_id) + b'"logprob":' + _number(logprob)
 
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
         others = b"},".join([self._entry(other, logprob) for other, logprob in top])
@@ -127,7 +121,7 @@ class ChatLogprobs(ChoiceLogprobs):
 class CompletionLogprobs(ChoiceLogprobs):
     """Logprobs of a completion. `detokenizer`: a fresh one for the choice's text, for `text_offset`."""
 
-    def __init__(self, texts: CompletionTexts, detokenizer: Detokenizer) -> None:
+    def __init__(self, texts: TokenTexts, detokenizer: Detokenizer) -> None:
         super().__init__()
         self._texts = texts
         self._detokenizer = detokenizer
@@ -156,14 +150,14 @@ class CompletionLogprobs(ChoiceLogprobs):
 
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
         # Always include the token itself. If two tokens have the same text, the likelier one counts.
-        top_of = {self._texts[other]: logprob for other, logprob in reversed([*top, (token_id, own)])}
+        top_of = {self._texts(other): logprob for other, logprob in reversed([*top, (token_id, own)])}
         ordered = sorted(top_of.items(), key=lambda item: -item[1])
         top_json = b"{" + b",".join([name + b":" + _number(logprob) for name, logprob in ordered]) + b"}"
         self._append(token_id, _number(own), top_json)
 
     def _append(self, token_id: int, number: bytes, top: bytes) -> None:
         tokens, numbers, tops, offsets = self._columns
-        tokens.append(self._texts[token_id])
+        tokens.append(self._texts(token_id))
         numbers.append(number)
         tops.append(top)
         offsets.append(b"%d" % self._offset)
@@ -182,7 +176,7 @@ class PromptLogprobs:
     """The field `prompt_logprobs` in vLLM's form: for each prompt token an object by token id, null for the first.
     `rank` is the rank among the candidates, null for a token that is none of them."""
 
-    def __init__(self, texts: CompletionTexts, count: int) -> None:
+    def __init__(self, texts: TokenTexts, count: int) -> None:
         self._texts = texts
         self._count = count
         self._entries: list[bytes] = []
@@ -202,7 +196,7 @@ class PromptLogprobs:
     def _entry(self, token_id: int, logprob: float, rank: bytes) -> bytes:
         return b'"%d":{"logprob":%b,"rank":%b,"decoded_token":%b}' % (
             *(token_id, _number(logprob), rank),
-            self._texts[token_id],
+            self._texts(token_id),
         )
 
     def take(self) -> bytes:

@@ -14,10 +14,10 @@ from chitu.errors import BadFrame, Internal
 from chitu.http.token_logprobs import (
     LOWEST,
     ChatLogprobs,
-    ChatTexts,
     ChoiceLogprobs,
     CompletionLogprobs,
-    CompletionTexts,
+    chat_texts,
+    completion_texts,
 )
 from chitu.protocol import pack_logprobs, prompt_lines, prompt_logprobs_bytes, unpack_logprobs
 
@@ -33,11 +33,11 @@ def packed(tokens: list[int]) -> list[bytes]:
 
 
 def completion() -> CompletionLogprobs:
-    return CompletionLogprobs(CompletionTexts(bytes_of), ByteDetokenizer())
+    return CompletionLogprobs(completion_texts(bytes_of), ByteDetokenizer())
 
 
 def chat() -> ChatLogprobs:
-    return ChatLogprobs(ChatTexts(bytes_of))
+    return ChatLogprobs(chat_texts(bytes_of))
 
 
 @given(
