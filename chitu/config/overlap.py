@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chitu.config.devices import is_gpu
 from chitu.config.schema import InstanceConfig, SchedulerConfig
 
 
@@ -11,4 +12,4 @@ def overlaps_steps(scheduler: SchedulerConfig, instance: InstanceConfig) -> bool
     followers."""
     if instance.tp_size > 1 or scheduler.overlap == "off":
         return False
-    return scheduler.overlap == "on" or instance.devices[0].startswith("cuda")
+    return scheduler.overlap == "on" or is_gpu(instance.devices[0])

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from chitu.config.devices import is_gpu
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
+from chitu.config.topology import is_loopback
 from chitu.types import Role
 
 PREFIX = "dp_config.router.pd_disaggregation"
@@ -43,7 +45,7 @@ def plan_staging(router: RouterConfig, role: Role, instance: InstanceConfig) -> 
     needs none if only shm and cuda_ipc can be used, which gather directly into D's segments.
     """
     pd = router.pd_disaggregation
-    is_cuda = any(device.startswith("cuda") for device in instance.devices)
+    is_cuda = any(map(is_gpu, instance.devices))
     if role is Role.UNIFIED or instance.tp_size != 1 or pd.transfer == "direct" or not _num_peers(router):
         return None
     if pd.transfer == "auto" and (not is_cuda or pd.transport == "cuda_ipc"):
@@ -71,8 +73,7 @@ def protocol_of(pd: PDDisaggregationConfig) -> str:
 
 def has_transfer_library(pd: PDDisaggregationConfig, host: str) -> bool:
     """Return whether a library may carry the writes: not between processes of one machine, unless configured."""
-    is_local = host == "localhost" or host.startswith("127.")
-    return pd.transport in ("mooncake", "nixl") or (pd.transport == "auto" and not is_local)
+    return pd.transport in ("mooncake", "nixl") or (pd.transport == "auto" and not is_loopback(host))
 
 
 def goes_through_the_host(pd: PDDisaggregationConfig, has_library: bool) -> bool:
@@ -90,7 +91,7 @@ def staging_problems(router: RouterConfig) -> Iterator[str]:
     pd = router.pd_disaggregation
     paired = [(Role.PREFILL, config) for config in router.prefill_schedulers]
     paired += [(Role.DECODE, config) for config in router.decode_schedulers]
-    is_cuda = any(device.startswith("cuda") for _, config in paired for device in config.devices)
+    is_cuda = any(is_gpu(device) for _, config in paired for device in config.devices)
     if pd.transport == "shm" and is_cuda:
         if pd.transfer == "direct":
             yield (

@@ -11,7 +11,8 @@ from collections.abc import Collection
 
 import msgspec
 
-from chitu.config.schema import InstanceConfig, SchedulerConfig, Topology
+from chitu.config.devices import is_gpu
+from chitu.config.schema import SchedulerConfig, Topology
 
 PREFILL_TOKENS = 8192
 UNIFIED_TOKENS = 2048
@@ -22,7 +23,7 @@ def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:
     """Return the topology with `max_batched_tokens` and `chunk_size` for GPUs, except those that are `given`."""
     router = topology.dp_config.router
     computing = (*router.prefill_schedulers, *router.unified_schedulers)
-    if not computing or not all(map(_is_on_gpus, computing)):
+    if not computing or not all(is_gpu(device) for instance in computing for device in instance.devices):
         return topology
     tokens = UNIFIED_TOKENS if router.unified_schedulers else PREFILL_TOKENS
     scheduler = topology.scheduler
@@ -32,7 +33,3 @@ def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:
         batched = max(batched, chunk)
     sizes: SchedulerConfig = msgspec.structs.replace(scheduler, max_batched_tokens=batched, chunk_size=chunk)
     return msgspec.structs.replace(topology, scheduler=sizes)
-
-
-def _is_on_gpus(instance: InstanceConfig) -> bool:
-    return all(device.startswith("cuda") for device in instance.devices)

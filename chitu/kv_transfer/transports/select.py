@@ -11,6 +11,7 @@ import logging
 
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.config.staging import goes_through_the_host, has_transfer_library, protocol_of
+from chitu.config.topology import is_loopback
 from chitu.errors import ConfigError, MissingDependency
 from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.transports.cuda_ipc.transfer_engine import CudaIpcTransport
@@ -51,7 +52,7 @@ def _open(config: PDDisaggregationConfig, host: str, device: str) -> list[Transp
     if config.transport == "mooncake":
         return [MooncakeTransport(host, protocol_of(config), config.ib_device)]
     transports: list[Transport] = [ShmTransport()] if device == "cpu" else _open_on_gpu(config, host, device)
-    if host == "localhost" or host.startswith("127."):
+    if is_loopback(host):
         return transports
     try:
         transports.append(MooncakeTransport(host, protocol_of(config), config.ib_device))

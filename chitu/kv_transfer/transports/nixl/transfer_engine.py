@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from chitu.config.topology import is_loopback
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
@@ -101,7 +102,7 @@ class NixlTransport:
     name = NAME
 
     def __init__(self, host: str, device: str = "cpu") -> None:
-        if host == "localhost" or host.startswith("127."):
+        if is_loopback(host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         module = _import_nixl()
         kind, _, index = device.partition(":")

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+from chitu.config.devices import gpu_index, is_gpu
 from chitu.config.schema import InstanceConfig, RouterConfig
 from chitu.config.staging import StagingPlan, plan_staging, protocol_of, staging_prefills
 from chitu.errors import ConfigError
@@ -56,8 +57,8 @@ def wrap_transports(
         _check(plan, pool)
     arena: HostArena | None = None
     copier: PieceCopier = HostCopier()
-    if device.startswith("cuda"):
-        index = int(device.partition(":")[2] or 0)
+    if is_gpu(device):
+        index = gpu_index(device)
         if plan is not None and plan.place == "host":
             arena = HostArena(plan.nbytes, CudaDriver(index))
         from chitu.ops.kernels.blocks import BlockCopier  # Triton: only with a GPU

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from chitu.config.devices import is_gpu
+
 KIB = 1 << 10
 
 
@@ -46,5 +48,5 @@ OTHERS = StagedFrom(40, 1024 * KIB)
 
 def staged_from(transport: str, device: str, protocol: str = "tcp") -> StagedFrom:
     """Return the threshold of a transport. `device`: of the pools, `cpu` or `cuda:N`; `protocol`: Mooncake's."""
-    kind = "cuda" if device.startswith("cuda") else "cpu"
+    kind = "cuda" if is_gpu(device) else "cpu"
     return STAGED_FROM.get((transport, protocol if transport == "mooncake" else "", kind), OTHERS)
