@@ -16,7 +16,6 @@ Parts of it are used by test/integration/test_recall.py.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import random
 import sys
@@ -30,6 +29,7 @@ from typing import Any
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
@@ -150,9 +150,9 @@ def by_cluster(
     settings = [f"model.path={model}", "model.served_name=m", "model.dtype=float32", *PATIENCE, *overrides]
     with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=entries) as cluster:
         cluster.wait_ready()
-        start_s = time.perf_counter()
+        client, start_s = RouterClient(cluster.url), time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
-            answers = list(pool.map(lambda prompt: _complete(cluster, prompt.token_ids), prompts))
+            answers = list(pool.map(lambda prompt: _complete(client, prompt.token_ids), prompts))
         seconds = time.perf_counter() - start_s
     logs = {name: cluster.logs(name) for name in cluster.members}
     created = [line for line in logs["router"].splitlines() if "created pd request: " in line]
@@ -170,19 +170,10 @@ def broken_page(page: int, max_tokens: int) -> list[str]:
     ]
 
 
-def _complete(cluster: LocalCluster, prompt: list[int]) -> list[int]:
+def _complete(client: RouterClient, prompt: list[int]) -> list[int]:
     """Return the token ids of the greedy answer."""
-    connection = http.client.HTTPConnection(cluster.host, cluster.ports["port"], timeout=600)
     body = {"model": "m", "prompt": prompt, "max_tokens": MAX_OUTPUT_TOKENS, "temperature": 0, "return_token_ids": True}
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read().decode()
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise RuntimeError(f"{response.status}: {text}")
-    answer: list[int] = json.loads(text)["choices"][0]["token_ids"]
+    answer: list[int] = json.loads(client.post("/v1/completions", body, 600)[1])["choices"][0]["token_ids"]
     return answer
 
 

@@ -1,15 +1,20 @@
 """Messages of a staged transport between the two processes of a transfer benchmark, as lines on their pipes.
 
-The parent writes with the engine's own `StagedTransport`; the child has the other end, and scatters.
+The parent writes with the engine's own `StagedTransport`; the child has the other end, scatters, and answers a list of
+pages by their checksums.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO
 
+import msgspec
+
+from chitu.kv_cache.checksum import page_sums_of
+from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import MessagingTransport, Transport
 
@@ -43,6 +48,11 @@ class PipeMessages:
     def line(self) -> str:
         return self._lines.get()
 
+    def page_sums(self, pages: Sequence[int]) -> list[int]:
+        """Return the checksum of each of these pages of the child."""
+        self.say(msgspec.json.encode(list(pages)).decode())
+        return msgspec.json.decode(self.line(), type=list[int])
+
     def close(self) -> None:
         """Close the pipes. The child ends at the end of its input."""
         self._to_child.close()
@@ -55,6 +65,17 @@ class PipeMessages:
                 self._transport.on_message(RANK, INCARNATION, bytes.fromhex(line.removeprefix(PREFIX)))
             else:
                 self._lines.put(line)
+
+
+def page_sums(pool: KVPool, pages: Sequence[int]) -> list[int]:
+    """Return the checksum of each page, over K and V of all layers."""
+    sums: list[int] = page_sums_of(pool, 0).sums(range(pool.layout.num_layers), pages).tolist()
+    return sums
+
+
+def answer_page_sums(pool: KVPool, lines: Iterable[str]) -> None:
+    for line in lines:
+        print(msgspec.json.encode(page_sums(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
 
 
 def lines_of(transport: StagedTransport, source: IO[str]) -> Iterator[str]:

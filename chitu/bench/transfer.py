@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from chitu.bench.report import DEFAULT_DIR, publish
+from chitu.bench.staged_link import page_sums
 from chitu.bench.transfer_link import (
     KINDS,
     LAYOUT,
@@ -32,7 +33,6 @@ from chitu.bench.transfer_link import (
     BenchLink,
     Case,
     new_pool,
-    page_crcs,
     randomise,
     receive,
 )
@@ -134,7 +134,7 @@ def copy_in_memory(case: Case, pool: KVPool, other: KVPool) -> None:
 
 def check_pages(link: BenchLink, case: Case, pool: KVPool) -> None:
     """Raise RuntimeError if the child's pages are not the parent's. The last write was staged or direct."""
-    if case.num_layers == LAYOUT.num_layers and link.crcs(case.theirs) != page_crcs(pool, case.own):
+    if case.num_layers == LAYOUT.num_layers and link.messages.page_sums(case.theirs) != page_sums(pool, case.own):
         raise RuntimeError(f"{link.kind}: the peer found other bytes in {len(case.own)} pages than were written")
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
-import zlib
 from collections.abc import Sequence
 
 import msgspec
 
-from chitu.bench.staged_link import INCARNATION, PipeMessages, lines_of
+from chitu.bench.staged_link import INCARNATION, PipeMessages, answer_page_sums, lines_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
@@ -72,22 +71,12 @@ def new_transport(kind: str, pool: KVPool, is_receiver: bool) -> StagedTransport
     return transport
 
 
-def page_crcs(pool: KVPool, pages: Sequence[int]) -> list[int]:
-    """Return the CRC-32 of each page, over K and V of all layers."""
-    whole = [pool.regions[region][list(pages)] for region in range(len(pool.regions))]
-    crcs = [0] * len(pages)
-    for region in whole:
-        crcs = [zlib.crc32(page.numpy().data, crc) for page, crc in zip(region, crcs, strict=True)]
-    return crcs
-
-
 def receive(kind: str) -> None:
-    """Run the child with a registered pool and segments. It scatters, and answers a list of pages by their CRCs."""
+    """Run the child with a registered pool and segments: scatter, and answer lists of pages by their checksums."""
     pool = new_pool()
     transport = new_transport(kind, pool, is_receiver=True)
     print(encode(rank_memory(pool, 0, [transport.local_session()])).hex(), flush=True)
-    for line in lines_of(transport, sys.stdin):
-        print(msgspec.json.encode(page_crcs(pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
+    answer_page_sums(pool, lines_of(transport, sys.stdin))
     transport.close()
 
 
@@ -105,7 +94,7 @@ class BenchLink:
         )
         assert self._child.stdin is not None and self._child.stdout is not None
         self.memory = msgspec.msgpack.decode(bytes.fromhex(self._child.stdout.readline()), type=RankMemory)
-        self._messages = PipeMessages(self.transport, self._child.stdin, self._child.stdout)
+        self.messages = PipeMessages(self.transport, self._child.stdin, self._child.stdout)
         self.peer = self.transport.connect(self.memory, self.memory.sessions[0])
         self.transport.bind(self.peer, INCARNATION)
         whole = CopyList([pool.arena_base], [self.memory.arena_base], [pool.arena_bytes])
@@ -131,13 +120,8 @@ class BenchLink:
         assert case.raw is not None
         self.transport.inner.write(self.peer.inner, case.raw, TIMEOUT_S)
 
-    def crcs(self, pages: Sequence[int]) -> list[int]:
-        """Return the CRC-32 of each of these pages of the child."""
-        self._messages.say(msgspec.json.encode(list(pages)).decode())
-        return msgspec.json.decode(self._messages.line(), type=list[int])
-
     def close(self) -> None:
         self.transport.disconnect(self.peer)
         self.transport.close()
-        self._messages.close()
+        self.messages.close()
         self._child.wait()

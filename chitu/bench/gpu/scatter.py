@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import IO
 
 import msgspec
-import torch
 
 from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least
-from chitu.bench.staged_link import INCARNATION, PipeMessages, lines_of
+from chitu.bench.staged_link import INCARNATION, PipeMessages, answer_page_sums, lines_of, page_sums
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig
 from chitu.config.staging import plan_staging
 from chitu.errors import ChituError, MissingDependency
@@ -81,23 +80,12 @@ def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
     return LinkEnd(pool, register_memory(pool, transports), transports[0])
 
 
-def page_sums(pool: KVPool, pages: list[int]) -> list[int]:
-    """Return one number for each page, over K and V of all layers, which also depends on the order of the regions."""
-    index = torch.tensor(pages, device=pool.device)
-    total = torch.zeros(len(pages), dtype=torch.int64, device=pool.device)
-    for number, region in enumerate(region for pair in zip(pool.k, pool.v, strict=True) for region in pair):
-        total += (2 * number + 1) * region[index].flatten(1).view(torch.int32).sum(1)
-    sums: list[int] = total.tolist()
-    return sums
-
-
 def receive(card: Card, kind: str) -> None:
     """Run the child: register a pool, and answer each line of page numbers with their sums."""
     end = open_end(card, kind, Role.DECODE)
     print(encode(rank_memory(end.pool, 0, end.sessions)).hex(), flush=True)
     lines = lines_of(end.transport, sys.stdin) if isinstance(end.transport, StagedTransport) else iter(sys.stdin)
-    for line in lines:
-        print(msgspec.json.encode(page_sums(end.pool, msgspec.json.decode(line, type=list[int]))).decode(), flush=True)
+    answer_page_sums(end.pool, lines)
     end.close()
 
 
@@ -187,8 +175,7 @@ def _rate_of_one_piece(transport: Transport, peer: PeerHandle, pool: KVPool, rep
 
 
 def _check(end: LinkEnd, own: list[int], theirs: list[int], pipe: PipeMessages) -> None:
-    pipe.say(msgspec.json.encode(theirs).decode())
-    if msgspec.json.decode(pipe.line()) != page_sums(end.pool, own):
+    if pipe.page_sums(theirs) != page_sums(end.pool, own):
         raise RuntimeError(f"{end.transport.name}: the peer found other bytes in {len(own)} pages than were written")
     # Change the bytes, so that the next check cannot pass with those of this write.
     for region in end.pool.regions:

@@ -7,7 +7,6 @@ import http.client
 import json
 import math
 import random
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from chitu.bench import ttft
 from chitu.bench.gpu.card import Card, Row
 from chitu.bench.token_times import token_times_s
 from chitu.config.load import load_topology
@@ -59,17 +59,10 @@ def rows(card: Card, model: Path) -> Iterator[Row]:
 
 
 def _first_tokens(length: int, rounds: int, unified_url: str, divided_url: str) -> Iterator[Row]:
-    rng = random.Random(length)
-    times: dict[str, list[float]] = {unified_url: [], divided_url: []}
-    for number in range(rounds + 2):
-        prompt = [rng.randrange(*PROMPT_IDS) for _ in range(length)]
-        for url in (unified_url, divided_url) if number % 2 else (divided_url, unified_url):
-            times[url].append(token_times_s(url, prompt, 2)[0])
-    alone, pair = times[unified_url][2:], times[divided_url][2:]  # the first rounds are the warm-up
-    ratio = statistics.median(p / a for a, p in zip(alone, pair, strict=True))
-    yield Row(f"first token, {length} tokens, unified", statistics.median(alone) * 1e3, "ms")
-    what, measured = f"first token, {length} tokens, 1P1D", statistics.median(pair) * 1e3
-    yield Row(what, measured, "ms", ratio, "unified", f"<= {TTFT_AIM}", ratio <= TTFT_AIM)
+    _, alone_ms, pair_ms, ratio, _ = ttft.measure(length, rounds, unified_url, divided_url)
+    yield Row(f"first token, {length} tokens, unified", alone_ms, "ms")
+    what = f"first token, {length} tokens, 1P1D"
+    yield Row(what, pair_ms, "ms", ratio, "unified", f"<= {TTFT_AIM}", ratio <= TTFT_AIM)
 
 
 def _pauses(card: Card, unified_url: str, divided_url: str) -> Iterator[Row]:
