@@ -35,13 +35,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def steps(part: Any) -> list[dict[str, Any]]:
-    """Return a normalizer or pre-tokenizer as the flat list of its steps."""
+def steps_of(part: Any) -> list[dict[str, Any]]:
+    """Return a normalizer, pre-tokenizer or decoder as the flat list of its steps; empty if there is none."""
 
     def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
         if step["type"] != "Sequence":
             return [step]
-        return [leaf for inner in step.get("pretokenizers") or step["normalizers"] for leaf in flatten(inner)]
+        (inner,) = step.keys() - {"type"}  # `normalizers`, `pretokenizers` or `decoders`
+        return [leaf for part in step[inner] for leaf in flatten(part)]
 
     return [] if part is None else flatten(json.loads(part.__getstate__()))
 
@@ -123,7 +124,7 @@ def _require_same_prefix_space(backend: Backend, folder: Path, config: Mapping[s
     wanted = config.get("add_prefix_space")
     if not isinstance(wanted, bool) or config.get("tokenizer_class", GENERIC_CLASSES[0]) in GENERIC_CLASSES:
         return
-    for step in [*steps(backend.normalizer), *steps(backend.pre_tokenizer)]:
+    for step in [*steps_of(backend.normalizer), *steps_of(backend.pre_tokenizer)]:
         kind = step["type"]
         has = step.get("prepend_scheme", "always") != "never" if kind == "Metaspace" else step.get("add_prefix_space")
         if kind == "Prepend":

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from chitu.errors import ConfigError, MissingDependency
-from chitu.tokenizer.added_tokens import SPECIAL_TOKENS, follow_config, read_json, steps
+from chitu.tokenizer.added_tokens import SPECIAL_TOKENS, follow_config, read_json, steps_of
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.detokenizer import Detokenizer, detokenizer_factory, token_bytes
 from chitu.tokenizer.words import WordEncoder
@@ -150,12 +150,12 @@ class Tokenizer:
 def _longest_chars(backend: Backend) -> int | None:
     """Return the most characters of a text that one token stands for, or None if there is no bound (unknown characters,
     tokens that strip spaces around them, a normalizer that drops characters)."""
-    is_complete = "ByteLevel" in {step["type"] for step in steps(backend.pre_tokenizer)}
+    is_complete = "ByteLevel" in {step["type"] for step in steps_of(backend.pre_tokenizer)}
     is_complete = is_complete or getattr(backend.model, "byte_fallback", False)
     if not is_complete or any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None
     factor = 1
-    for step in steps(backend.normalizer):
+    for step in steps_of(backend.normalizer):
         pattern = step.get("pattern", {}).get("String")
         if step["type"] == "NFC":
             factor = MOST_COMPOSED

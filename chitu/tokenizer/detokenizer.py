@@ -10,10 +10,11 @@ Mistral, Gemma) look up each token in a table that fills as ids occur; any other
 
 from __future__ import annotations
 
-import json
 from codecs import utf_8_decode
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+from chitu.tokenizer.added_tokens import steps_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -33,7 +34,7 @@ class Detokenizer(Protocol):
 
 def detokenizer_factory(backend: Backend, skip_special_tokens: bool) -> Callable[[], Detokenizer]:
     """Return a function that makes detokenizers for this tokenizer. They all share its tables."""
-    steps = _decoder_steps(backend)
+    steps = steps_of(backend.decoder)
     kinds = [step["type"] for step in steps]
     skipped = (
         frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
@@ -53,7 +54,7 @@ def detokenizer_factory(backend: Backend, skip_special_tokens: bool) -> Callable
 def token_bytes(backend: Backend) -> Callable[[int], bytes | None]:
     """Return a function from a token id to the bytes that the token adds to a text (a token may have part of a
     character), or to None if no token has that id. Special tokens add their text."""
-    steps = _decoder_steps(backend)
+    steps = steps_of(backend.decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         bytes_of = _ByteLevelTable(backend, frozenset())
         return lambda token_id: None if backend.id_to_token(token_id) is None else bytes_of[token_id]
@@ -69,20 +70,7 @@ def token_bytes(backend: Backend) -> Callable[[int], bytes | None]:
     return of_piece
 
 
-def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
-    """Return the decoder's description as a flat list of steps; empty if there is no decoder."""
-    if backend.decoder is None:
-        return []
-
-    def flatten(step: dict[str, Any]) -> list[dict[str, Any]]:
-        if step["type"] == "Sequence":
-            return [leaf for part in step["decoders"] for leaf in flatten(part)]
-        return [step]
-
-    return flatten(json.loads(backend.decoder.__getstate__()))
-
-
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Return GPT-2's alphabet: printable bytes are themselves, other bytes are the characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -96,7 +84,7 @@ class _ByteLevelTable(dict[int, bytes]):
         super().__init__()
         self._id_to_token = backend.id_to_token
         self._skipped = skipped
-        self._alphabet = _byte_of_character()
+        self._alphabet = byte_of_character()
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._skipped else self._id_to_token(token_id)

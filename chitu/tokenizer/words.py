@@ -17,6 +17,8 @@ from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+from chitu.tokenizer.detokenizer import byte_of_character
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
@@ -128,7 +130,8 @@ class WordEncoder:
         surroundings = _surroundings(backend)
         if surroundings is None:
             return None
-        return cls(split, _WordPieces(model.tokenize, _byte_characters()), plain, odd, surroundings)
+        characters = {byte: character for character, byte in byte_of_character().items()}
+        return cls(split, _WordPieces(model.tokenize, characters), plain, odd, surroundings)
 
     @property
     def num_pieces(self) -> int:
@@ -165,9 +168,3 @@ def _surroundings(backend: Backend) -> tuple[list[int], list[int]] | None:
 def _alternatives(texts: list[str]) -> re.Pattern[str] | None:
     """Return a pattern that matches leftmost, then longest, as the library does for added tokens; None for no texts."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True)))) if texts else None
-
-
-def _byte_characters() -> dict[int, str]:
-    """Return ASCII in GPT-2's alphabet: non-printing characters are those from U+0100 on, in order."""
-    hidden = [*range(0x21), 0x7F]
-    return {byte: chr(0x100 + n) for n, byte in enumerate(hidden)}
