@@ -18,7 +18,7 @@ from chitu.config.staging import pool_bytes_of
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, find_instance, instances_on, threads_of
 from chitu.engine.kv_format import kv_dtype_of
-from chitu.engine.loader import TORCH_DTYPES, load_model, resolve_dtype
+from chitu.engine.loader import load_model, resolve_dtype
 from chitu.engine.memory_budget import (
     DeviceMemory,
     available_cpu_bytes,
@@ -40,7 +40,7 @@ from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.errors import ConfigError
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
-from chitu.kv_cache.pool import KVPool
+from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
 from chitu.models.config import model_hash, read_model_spec, weights_digest
 from chitu.net.control_groups import usable_cores
 from chitu.tokenizer import Tokenizer

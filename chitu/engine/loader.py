@@ -9,6 +9,7 @@ import torch
 
 from chitu.config.devices import dtype_on
 from chitu.errors import ConfigError
+from chitu.kv_cache.pool import TORCH_DTYPES
 from chitu.layers.decoder import DecoderModel
 from chitu.layers.shard import Shard
 from chitu.models.common import build_decoder
@@ -17,8 +18,6 @@ from chitu.models.registry import traits_of
 from chitu.models.weights import WeightSource
 from chitu.ops.interface import Ops
 from chitu.ops.select import select_ops
-
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> str:

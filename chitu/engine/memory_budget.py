@@ -191,8 +191,6 @@ def num_pages_for(
     `bytes_per_page`: K and V of one page over all layers. `max_pages_useful`: more can never be in use at once.
     Raises ConfigError if no page fits. The caller checks whether a request of full length fits.
     """
-    if config.num_pages is not None:
-        return config.num_pages
     fraction = config.memory_fraction or CPU_FRACTION
     budget = min(int(free_bytes * fraction) // max(1, instances_here), CPU_POOL_LIMIT_BYTES)
     pages = min(budget // bytes_per_page, max_pages_useful)

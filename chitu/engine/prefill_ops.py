@@ -10,8 +10,8 @@ import torch
 
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance
-from chitu.engine.loader import TORCH_DTYPES
 from chitu.errors import ConfigError
+from chitu.kv_cache.pool import TORCH_DTYPES
 from chitu.models.config import ModelSpec
 from chitu.ops.flashinfer_library import PrefillShape
 from chitu.ops.fp8_pages import E4M3

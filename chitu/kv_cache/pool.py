@@ -29,7 +29,7 @@ from chitu.ops import fp8_pages
 from chitu.protocol import FP8_E4M3, KVLayout
 
 ALIGNMENT_BYTES = 4096
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _aligned(nbytes: int) -> int:
@@ -81,7 +81,7 @@ class KVPool:
             pages = [fp8_pages.values_of(region, layout.page_size, layout.head_dim) for region in self.regions]
         else:
             shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
-            self.regions = pages = [region.view(DTYPES[layout.dtype]).view(shape) for region in raw]
+            self.regions = pages = [region.view(TORCH_DTYPES[layout.dtype]).view(shape) for region in raw]
         self.k = pages[:: layout.regions_per_layer]
         self.v = pages[layout.regions_per_layer - 1 :: layout.regions_per_layer]
         aux_start = self.aux_base - self.arena_base

@@ -39,7 +39,6 @@ def test_on_cpu_a_fraction_of_free_memory_is_shared_by_the_instances_of_the_host
     assert num_pages_for(CacheConfig(memory_fraction=0.5), PAGE, 8 * GIB, 2, 10**6) == 1024
     assert num_pages_for(CacheConfig(), PAGE, 1 << 50, 1, 10**6) == CPU_POOL_LIMIT_BYTES // PAGE
     assert num_pages_for(CacheConfig(), PAGE, 8 * GIB, 1, 7) == 7, "more could never be in use"
-    assert num_pages_for(CacheConfig(num_pages=3), PAGE, 0, 1, 7) == 3
     with pytest.raises(ConfigError, match="holds no page"):
         num_pages_for(CacheConfig(), PAGE, 100, 1, 7)
 

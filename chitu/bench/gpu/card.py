@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from chitu.engine.step_graphs import CudaRecorder, EagerRecorder, Recorder
+from chitu.kv_cache.pool import TORCH_DTYPES
 from chitu.launch.make_model import ModelShape
 from chitu.ops.flashinfer_prefill import FlashInferPrefill
 from chitu.ops.interface import Batch, HeadSpec, Ops
@@ -204,7 +205,7 @@ class Card:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[self.sizes.dtype]
+        return TORCH_DTYPES[self.sizes.dtype]
 
     def ops(self, whole_prompt_tokens: int | None = None, flashinfer: FlashInferPrefill | None = None) -> Ops:
         """Return the ops. Torch computes prompts of at least `whole_prompt_tokens`; the default is an instance's."""
