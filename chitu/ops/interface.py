@@ -151,11 +151,11 @@ class Ops(Protocol):
 
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         """Return `linear(rms_norm(x))`. One launch on a device on which launches are costly."""
-        ...
+        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
 
     def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         """Return `gate_up(rms_norm(x))`."""
-        ...
+        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
 
     def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
         """Convert the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` to the form that `mixture` needs."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from chitu.ops.fp8_pages import is_fp8
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable, Routes
 from chitu.ops.routing import rows_by_expert, weighted_sum
 from chitu.ops.torch_ops import TorchOps
 
@@ -152,7 +152,7 @@ def packed(weight: LinearWeight) -> PackedWeight:
     return weight
 
 
-class NativeOps:
+class NativeOps(Ops):
     """An `Ops`. Head sizes that the kernels do not support, pages of e4m3 and latent attention go through
     `TorchOps`."""
 
@@ -212,12 +212,6 @@ class NativeOps:
             torch.get_num_threads(),
         )
         return result
-
-    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
-
-    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
 
     def rms_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x_TD.shape

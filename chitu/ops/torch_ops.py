@@ -7,12 +7,13 @@ computed in one call.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from chitu.ops.fp8_pages import put_rows, take_pages
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable, Routes
 from chitu.ops.routing import rows_by_expert, weighted_sum
 
 
@@ -59,10 +60,8 @@ def stacked(experts: ExpertWeights) -> StackedExperts:
     return experts
 
 
-class TorchOps:
-    """An `Ops` for any device and dtype."""
-
-    name = "torch"
+class PlainOps(Ops, Protocol):
+    """An `Ops` with weights as in the checkpoint."""
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight, bias)
@@ -70,25 +69,25 @@ class TorchOps:
     def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         return PlainWeight(weight, bias)
 
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+        return residual_TD.add_(self.linear(x_TI, weight))
+
+    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+        return StackedExperts(gate_up_EGD, down_EDI)
+
+
+class TorchOps(PlainOps):
+    """An `Ops` for any device and dtype."""
+
+    name = "torch"
+
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         w = plain(weight)
         return F.linear(x_TI, w.weight, w.bias)
 
-    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
-        return residual_TD.add_(self.linear(x_TI, weight))
-
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         gate, up = self.linear(x_TD, weight).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
-
-    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
-
-    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
-
-    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
-        return StackedExperts(gate_up_EGD, down_EDI)
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         own, per_row = stacked(experts), routes.experts_TA.shape[1]

@@ -9,7 +9,7 @@ import torch
 
 from chitu.ops.fp8_pages import is_fp8, quantised, scales_of
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
-from chitu.ops.torch_ops import PlainWeight, StackedExperts, plain, stacked
+from chitu.ops.torch_ops import PlainOps, plain, stacked
 
 
 def rotate(x_THN: torch.Tensor, cos_TN: torch.Tensor, sin_TN: torch.Tensor) -> torch.Tensor:
@@ -38,37 +38,19 @@ def take(x_PKSN: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     return torch.stack([x_PKSN[page].float() * scales_of(x_PKSN)[page].unsqueeze(-1) for page in pages.tolist()])
 
 
-class ReferenceOps:
+class ReferenceOps(PlainOps):
     """Implements `Ops`."""
 
     name = "reference"
-
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(weight, bias)
-
-    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(weight, bias)
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         w = plain(weight)
         y = x_TI.float() @ w.weight.float().T
         return (y if w.bias is None else y + w.bias.float()).to(x_TI.dtype)
 
-    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
-        return residual_TD.add_(self.linear(x_TI, weight))
-
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         gate, up = self.linear(x_TD, weight).float().chunk(2, dim=-1)
         return (gate * torch.sigmoid(gate) * up).to(x_TD.dtype)
-
-    def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)
-
-    def norm_gate_up(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
-        return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
-
-    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
-        return StackedExperts(gate_up_EGD, down_EDI)
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         own = stacked(experts)
