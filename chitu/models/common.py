@@ -14,11 +14,11 @@ import torch
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP
-from chitu.layers.rotary import Scaling, inverse_frequencies, rotary_table
 from chitu.layers.shard import Shard
 from chitu.models.config import ModelSpec
 from chitu.models.experts import build_mixture
 from chitu.models.latent import build_latent
+from chitu.models.rotary import rotary_table
 from chitu.models.weights import Rows, WeightSource
 from chitu.ops.interface import HeadSpec, LinearWeight, Ops
 
@@ -98,26 +98,14 @@ def build_decoder(
     if spec.num_extra_layers:  # for multi-token prediction; the model is complete without them
         weights.ignore_layers(range(spec.num_layers, spec.num_layers + spec.num_extra_layers))
     weights.finish()
-    rope = spec.rope
-    scaling = Scaling(
-        rope.type,
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_max_position_embeddings,
-        rope.beta_fast,
-        rope.beta_slow,
-        rope.is_truncated,
-    )
     rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
-    frequencies = inverse_frequencies(rotated, rope.theta, scaling)
     return DecoderModel(
         ops=ops,
         embedding_VD=embedding_VD,
         layers=layers,
         final_norm_D=final_norm_D,
         head=ops.prepare(head_VD, None),
-        rotary=rotary_table(frequencies, num_positions, device, rope.attention_factor),
+        rotary=rotary_table(rotated, spec.rope, num_positions, device),
         eps=spec.rms_norm_eps,
         shard=shard,
         vocabulary=part.vocabulary,
