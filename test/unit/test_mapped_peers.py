@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.kv_transfer.transports.mapped_peers import MappedPeers
+from chitu.kv_transfer.transports.mapped_peers import MappedPeer, MappedPeers
 from chitu.kv_transfer.transports.transport import WriteError
 
 
 class Process:
     def __init__(self) -> None:
         self.is_running = True
+        self.num_closed = 0
 
     def is_alive(self) -> bool:
         return self.is_running
 
-
-class Peer:
-    session_id = "host/1/2"
-
-    def __init__(self) -> None:
-        self.process = Process()
+    def close(self) -> None:
+        self.num_closed += 1
 
 
 class Ledger:
     def __init__(self) -> None:
-        self.unmapped: list[Peer] = []
-        self.peers: MappedPeers[Peer] = MappedPeers("shm", self.unmapped.append)  # type: ignore[type-var]
-        self.peer = Peer()
+        self.unmapped: list[MappedPeer] = []
+        self.peers = MappedPeers("shm")
+        self.process = Process()
+        self.peer = MappedPeer("host/1/2", 0, 0, self.process, 0, self._unmap)  # type: ignore[arg-type]
         self.peers.add(self.peer)
+
+    def _unmap(self) -> None:
+        assert self.process.num_closed == 1
+        self.unmapped.append(self.peer)
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def test_nothing_is_written_to_a_peer_that_was_removed(ledger: Ledger) -> None:
 
 def test_a_write_whose_reader_died_is_an_error(ledger: Ledger) -> None:
     with pytest.raises(WriteError, match="has ended"), ledger.peers.writing(ledger.peer):
-        ledger.peer.process.is_running = False
+        ledger.process.is_running = False
     with pytest.raises(WriteError, match="has ended"), ledger.peers.writing(ledger.peer):
         pass
     assert not ledger.unmapped

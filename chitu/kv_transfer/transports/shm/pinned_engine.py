@@ -11,57 +11,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import replace
+from functools import partial
 
 from chitu.errors import ChituError, TransferFailed
 from chitu.kv_transfer.transports.arenas import MEMORY, NOTHING, STAGING, writable_arenas
-from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.cuda_ipc.driver import PinDriver
-from chitu.kv_transfer.transports.mapped_peers import MappedPeers
-from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
-from chitu.kv_transfer.transports.shm.transfer_engine import NAME, SharedFile, ShmPeer, find_range, open_peer, unmap
-from chitu.kv_transfer.transports.transport import CopyList, LaunchedCopies, PeerHandle, WriteError
+from chitu.kv_transfer.transports.mapped_peers import LaunchingTransport, MappedPeer
+from chitu.kv_transfer.transports.shm.transfer_engine import NAME, SharedFile, find_range, open_peer
+from chitu.kv_transfer.transports.transport import LaunchedCopies
 from chitu.protocol import RankMemory, TransportSession
-from chitu.types import Ready
 
 
-@dataclass(slots=True, eq=False)
-class PinnedPeer:
-    """A mapped and pinned staging arena of another process."""
-
-    mapped: ShmPeer
-    device_base: int
-    """Address of its arena on our device."""
-    reaches_pages: bool = False
-    """See `transports/transport.py`, also for `reaches_host_segments`."""
-    reaches_host_segments: bool = True
-
-    @property
-    def session_id(self) -> str:
-        return self.mapped.session_id
-
-    @property
-    def process(self) -> PeerProcess:
-        return self.mapped.process
-
-
-class PinnedShmTransport:
+class PinnedShmTransport(LaunchingTransport):
     """Implements `Transport` and `OrderedTransport` of `kv_transfer.transports.transport`."""
 
-    name = NAME
-    gathers = True
-
     def __init__(self, driver: PinDriver, copier: LaunchedCopies) -> None:
+        super().__init__(NAME, copier)
         self._driver = driver
-        self._copier = copier
-        self._host_id = host_id()
-        self._sources: list[tuple[int, int]] = []
-        """Base and bytes of registered device memory."""
         self._files: list[SharedFile] = []
-        self._peers = MappedPeers(NAME, self._unmap)
 
     def register(self, base: int, nbytes: int) -> None:
         """Register device memory as a source, or a shared file as memory that peers may write."""
@@ -78,21 +46,14 @@ class PinnedShmTransport:
         self._files.append(found)
 
     def local_session(self) -> TransportSession:
-        attributes = {"host_id": self._host_id, "pid": str(os.getpid()), "start_time": own_start_time()}
         if not self._files:
-            return TransportSession(NAME, f"{self._host_id}/{os.getpid()}/", {**attributes, MEMORY: NOTHING})
-        return TransportSession(
-            NAME,
-            f"{self._host_id}/{os.getpid()}/{self._files[0].fd}",
-            {**attributes, **self._files[0].attributes(), MEMORY: STAGING},
-        )
+            return self.session_of("", {MEMORY: NOTHING})
+        return self.session_of(self._files[0].fd, {**self._files[0].attributes(), MEMORY: STAGING})
 
     def can_reach(self, session: TransportSession) -> bool:
-        attributes = session.attributes
-        is_here = self._host_id != "" and attributes.get("host_id") == self._host_id
-        return session.transport == NAME and is_here and attributes.get(MEMORY) == STAGING
+        return self.is_here(session) and session.attributes.get(MEMORY) == STAGING
 
-    def connect(self, memory: RankMemory, session: TransportSession) -> PinnedPeer:
+    def connect(self, memory: RankMemory, session: TransportSession) -> MappedPeer:
         if not self.can_reach(session):
             raise TransferFailed(f"shm: {session.session_id} has no staging memory for a process of this host and user")
         arenas = writable_arenas(memory, session)
@@ -102,43 +63,20 @@ class PinnedShmTransport:
         try:
             device_base = self._driver.pin(mapped.local_base, mapped.arena_bytes)
         except ChituError:
-            unmap(mapped)
+            mapped.close()
             raise
-        peer = PinnedPeer(mapped, device_base)
+        unmap = partial(self._unpin, mapped)
+        peer = replace(mapped, local_base=device_base, unmap=unmap, reaches_pages=False, reaches_host_segments=True)
         self._peers.add(peer)
         return peer
 
-    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
-        self.write_after(peer, copies, (), timeout_s)
-
-    def write_after(self, peer: PeerHandle, copies: CopyList, after: Sequence[Ready], timeout_s: float) -> None:
-        """Implement `OrderedTransport`. `timeout_s` bounds nothing: a launch ends by itself and cannot be cancelled."""
-        assert isinstance(peer, PinnedPeer)
-        mapped = peer.mapped
-        src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
-        require_inside(NAME, (src_N, dst_N, length_N), (mapped.arena_base, mapped.arena_bytes), self._sources)
-        try:
-            with self._peers.writing(peer):
-                self._copier.copy(src_N, dst_N + (peer.device_base - mapped.arena_base), length_N, after)
-        except RuntimeError as error:  # what torch and Triton raise for a device that fails
-            raise WriteError(f"shm: gathering for {peer.session_id}: {error}", settled=True) from error
-
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """Return True always: a copy is over when `write` returns."""
-        return True
-
-    def disconnect(self, peer: PeerHandle) -> None:
-        assert isinstance(peer, PinnedPeer)
-        self._peers.remove(peer)
-
     def close(self) -> None:
-        self._peers.remove_all()
+        super().close()
         for known in self._files:
             os.close(known.fd)
         self._files.clear()
-        self._sources.clear()
 
-    def _unmap(self, peer: PinnedPeer) -> None:
+    def _unpin(self, mapped: MappedPeer) -> None:
         with contextlib.suppress(TransferFailed):  # a device that failed unpins nothing; the mapping goes in any case
-            self._driver.unpin(peer.mapped.local_base)
-        unmap(peer.mapped)
+            self._driver.unpin(mapped.local_base)
+        mapped.unmap()

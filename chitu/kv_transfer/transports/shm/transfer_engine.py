@@ -13,17 +13,13 @@ import ctypes
 import mmap
 import os
 import time
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.transports.arenas import MEMORY
-from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.host_memory import mapping_of
-from chitu.kv_transfer.transports.mapped_peers import MappedPeers
-from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
+from chitu.kv_transfer.transports.mapped_peers import MappedPeer, MappedTransport
+from chitu.kv_transfer.transports.peer_process import PeerProcess
 from chitu.kv_transfer.transports.shm.copy_engine import CopyEngine, CopyFault, CopyTimeout
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
 from chitu.protocol import RankMemory, TransportSession
@@ -46,32 +42,13 @@ class SharedFile(NamedTuple):
         return {"fd": str(self.fd), "inode": str(os.fstat(self.fd).st_ino), "offset": str(self.offset)}
 
 
-@dataclass(slots=True, eq=False)
-class ShmPeer:
-    """A mapped arena of another process."""
-
-    session_id: str
-    arena_base: int
-    """Address of the arena in the peer's address space."""
-    arena_bytes: int
-    process: PeerProcess
-    mapping: mmap.mmap
-    local_base: int
-    """Address of the arena in our address space."""
-
-
-class ShmTransport:
+class ShmTransport(MappedTransport):
     """Implements `kv_transfer.transports.transport.Transport`."""
 
-    name = NAME
-    gathers = True
-    """True, because a piece costs next to nothing (see `transports/transport.py`)."""
-
     def __init__(self) -> None:
-        self._host_id = host_id()
+        super().__init__(NAME)
         self._engine = CopyEngine()
         self._ranges: list[SharedFile] = []
-        self._peers = MappedPeers(NAME, unmap)
 
     def register(self, base: int, nbytes: int) -> None:
         if any((known.base, known.nbytes) == (base, nbytes) for known in self._ranges):
@@ -81,24 +58,13 @@ class ShmTransport:
     def local_session(self) -> TransportSession:
         for known in self._ranges:
             if known.fd >= 0:
-                return TransportSession(
-                    transport=NAME,
-                    session_id=f"{self._host_id}/{os.getpid()}/{known.fd}",
-                    attributes={
-                        "host_id": self._host_id,
-                        "pid": str(os.getpid()),
-                        "start_time": own_start_time(),
-                        **known.attributes(),
-                    },
-                )
+                return self.session_of(known.fd, known.attributes())
         raise TransferFailed("shm: no registered memory is a shared file, so no process can map it")
 
     def can_reach(self, session: TransportSession) -> bool:
-        attributes = session.attributes
-        is_here = self._host_id != "" and attributes.get("host_id") == self._host_id
-        return session.transport == NAME and is_here and MEMORY not in attributes
+        return self.is_here(session) and MEMORY not in session.attributes
 
-    def connect(self, memory: RankMemory, session: TransportSession) -> ShmPeer:
+    def connect(self, memory: RankMemory, session: TransportSession) -> MappedPeer:
         if not self.can_reach(session):
             raise TransferFailed(f"shm: {session.session_id} is not a process of this host and user")
         peer = open_peer(session, memory.arena_base, memory.arena_bytes)
@@ -106,45 +72,26 @@ class ShmTransport:
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
-        assert isinstance(peer, ShmPeer)
+        assert isinstance(peer, MappedPeer)
         deadline_s = time.monotonic() + timeout_s
-        src_N = np.asarray(copies.src, dtype=np.int64)
-        dst_N = np.asarray(copies.dst, dtype=np.int64)
-        length_N = np.asarray(copies.length, dtype=np.int64)
-        columns = src_N, dst_N, length_N
-        require_inside(
-            NAME, columns, (peer.arena_base, peer.arena_bytes), [(known.base, known.nbytes) for known in self._ranges]
-        )
+        columns = self.placed(peer, copies, [(known.base, known.nbytes) for known in self._ranges])
         try:
             with self._peers.writing(peer):
-                self._engine.copy(src_N, dst_N + (peer.local_base - peer.arena_base), length_N, deadline_s)
+                self._engine.copy(*columns, deadline_s)
         except CopyFault as error:
             raise WriteError(f"shm: writing to {peer.session_id}: {error}", settled=True) from error
         except CopyTimeout as error:
             raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", settled=True) from error
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """Return True always: a copy is over when `write` returns."""
-        return True
-
-    def disconnect(self, peer: PeerHandle) -> None:
-        assert isinstance(peer, ShmPeer)
-        self._peers.remove(peer)
-
     def close(self) -> None:
-        self._peers.remove_all()
+        super().close()
         for known in self._ranges:
             if known.fd >= 0:
                 os.close(known.fd)
         self._ranges.clear()
 
 
-def unmap(peer: ShmPeer) -> None:
-    peer.process.close()
-    peer.mapping.close()
-
-
-def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> ShmPeer:
+def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> MappedPeer:
     """Map the file that a session of this host describes. Raises TransferFailed if the file is not as described."""
     try:
         numbers = [int(session.attributes[name]) for name in ("pid", "fd", "inode", "offset")]
@@ -160,7 +107,7 @@ def open_peer(session: TransportSession, arena_base: int, arena_bytes: int) -> S
 
 def _map_file(
     session: TransportSession, arena_base: int, arena_bytes: int, pid: int, fd: int, inode: int, offset: int
-) -> ShmPeer:
+) -> MappedPeer:
     with PeerProcess.entered(pid, session.attributes.get("start_time", "")) as (process, folder):
         file = os.open(f"fd/{fd}", os.O_RDWR | os.O_CLOEXEC, dir_fd=folder)
         try:
@@ -178,14 +125,8 @@ def _map_file(
             mapping = mmap.mmap(file, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         finally:
             os.close(file)
-    return ShmPeer(
-        session_id=session.session_id,
-        arena_base=arena_base,
-        arena_bytes=arena_bytes,
-        process=process,
-        mapping=mapping,
-        local_base=ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset,
-    )
+    local_base = ctypes.addressof(ctypes.c_char.from_buffer(mapping)) + offset
+    return MappedPeer(session.session_id, arena_base, arena_bytes, process, local_base, mapping.close)
 
 
 def find_range(base: int, nbytes: int) -> SharedFile:
