@@ -37,15 +37,18 @@ _HOLDING = (
 """States in which a sequence holds pages and decodes, or will decode, here."""
 
 
-def admission(sequence: Sequence, cache: PagedKVCacheManager) -> Admit:
-    """Return the plan record that puts the sequence into its slot, with its pages and the KV that they hold."""
-    return Admit(
-        sequence.slot,
-        sequence.token_ids(),
-        sequence.client_prompt_len,
-        sequence.kv_len,
-        tuple(cache.get_page_indices(sequence.room)),
-        sequence.sampling,
+def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> None:
+    """Put the sequence into its slot, with its pages and the KV that they hold."""
+    sequence.admitted = True
+    plan.admit.append(
+        Admit(
+            sequence.slot,
+            sequence.token_ids(),
+            sequence.client_prompt_len,
+            sequence.kv_len,
+            tuple(cache.get_page_indices(sequence.room)),
+            sequence.sampling,
+        )
     )
 
 
@@ -155,7 +158,7 @@ class DecodeManager:
                 return
             self._slots.take(sequence)
             self._reserve(sequence, sequence.kv_len + 1)
-            self._admit(sequence, plan)
+            admit(sequence, self._cache, plan)
             plan.restore.append(Restore(sequence.slot, sequence.offload_key))
             self._sequences.take(sequence, SequenceEvent.RESUME)
 
@@ -203,7 +206,7 @@ class DecodeManager:
         for sequence in ready:
             source = sequence.source or sequence
             sequence.kv_len = sequence.prompt_len
-            self._admit(sequence, plan)
+            admit(sequence, self._cache, plan)
             if source is not sequence and sequence.needs_kv and sequence.prompt_len % self._cache.page_size:
                 last = sequence.prompt_len // self._cache.page_size
                 pages = [self._cache.get_page_indices(each.room)[last] for each in (source, sequence)]
@@ -238,10 +241,6 @@ class DecodeManager:
     def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
         self._cache.reserve(sequence.room, num_tokens)
         sequence.capacity_tokens = len(self._cache.get_page_indices(sequence.room)) * self._cache.page_size
-
-    def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
-        sequence.admitted = True
-        plan.admit.append(admission(sequence, self._cache))
 
     # --------------------------------------------------------------------------------------------------------- events
 

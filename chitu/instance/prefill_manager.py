@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ChituError
-from chitu.instance.decode_manager import admission
+from chitu.instance.decode_manager import admit
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks
@@ -152,11 +152,7 @@ class PrefillManager:
             self._sequences.take(sequence, SequenceEvent.ADMIT)
             sequence.load = self._load(sequence)
             if sequence.load is None:
-                self._begin(sequence, plan)
-
-    def _begin(self, sequence: Sequence, plan: StepPlan) -> None:
-        sequence.admitted = True
-        plan.admit.append(admission(sequence, self._cache))
+                admit(sequence, self._cache, plan)
 
     # ---------------------------------------------------------------------------------------------------------- tiers
 
@@ -179,7 +175,7 @@ class PrefillManager:
                 sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
                 sequence.kv_len, sequence.load = sequence.cached_tokens, None
                 self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.kv_len)
-                self._begin(sequence, plan)
+                admit(sequence, self._cache, plan)
 
     def flush(self) -> None:
         """Flush the tiers and stop all loads from them; the rest of those prompts is computed."""

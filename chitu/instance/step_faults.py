@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
-from chitu.instance.decode_manager import DecodeManager, admission
+from chitu.instance.decode_manager import DecodeManager, admit
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduling.prefill import Chunk
@@ -131,8 +131,8 @@ class StepFaults:
                 return StepPlan()
             return parts.setdefault(slot, _Part(sequence)).plan
 
-        for admit in plan.admit:
-            part_of(admit.slot)
+        for record in plan.admit:
+            part_of(record.slot)
         for copy in plan.copy:
             part_of(copy.slot).copy.append(copy)
         for restore in plan.restore:
@@ -149,7 +149,7 @@ class StepFaults:
     def _run(self, parts: list[_Part], outcome: _Outcome) -> None:
         plan, saved = StepPlan(), self._executor.saved_keys
         for part in parts:
-            plan.admit.append(admission(part.sequence, self._resources.cache))
+            admit(part.sequence, self._resources.cache, plan)
             plan.restore.extend([restore for restore in part.plan.restore if restore.key in saved])
             plan.copy.extend(part.plan.copy)
             plan.first_tokens.extend(part.plan.first_tokens)
