@@ -16,19 +16,22 @@ checks are in `chitu/client/verify/`, and so is `chitu verify`, which checks mor
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 try:
     import msgspec
     from rich.console import Console
+    from rich.table import Table
 
     from chitu.client.client import RouterClient
-    from chitu.client.verify.probe import Prober
-    from chitu.client.verify.topology import MIN_ROUNDS, probe, show
+    from chitu.client.verify.probe import CheckedRequest, Impossible, Pair, Prober
+    from chitu.client.verify.topology import MIN_ROUNDS, TopologyVerdict, judge
     from chitu.config.load import api_key
     from chitu.errors import ChituError
 except ImportError as missing:  # not the project's Python
@@ -64,6 +67,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         show(verdict, Console(width=None if sys.stdout.isatty() else 120))
     return 0 if verdict.ok else 1
+
+
+def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> TopologyVerdict:
+    """Send requests until every pair was hit, and judge. Raise Impossible without pairs, ChituError without a
+    router."""
+    before = prober.client.cluster()
+    roles = {role: [i for i in before.instances if i.role == role] for role in ("prefill", "decode", "unified")}
+    if not roles["prefill"] and not roles["decode"]:
+        names = ", ".join(i.name for i in roles["unified"])
+        raise Impossible(f"this cluster has no pairs of P and D to check, only unified instances: {names or 'none'}")
+    up = {role: [i.name for i in found if i.status == "up"] for role, found in roles.items()}
+    wanted: set[Pair] = set(itertools.product(up["prefill"], up["decode"]))
+    asked: list[CheckedRequest] = []
+    if wanted and before.max_model_len is not None:
+        with ThreadPoolExecutor(concurrency) as pool:
+            for number in range(max_rounds):
+                prompt = prober.fitting_prompt(number, before.max_model_len)
+                copies = max(2, len(wanted))
+                asked += pool.map(prober.ask, [number] * copies, [prompt] * copies, [stream] * copies)
+                if number + 1 >= MIN_ROUNDS and wanted <= {one.pair for one in asked}:
+                    break
+    return judge(before, prober.client.cluster(), asked)
+
+
+def show(verdict: TopologyVerdict, console: Console) -> None:
+    table = Table(title=f"{verdict.model}: {verdict.requests} requests, {verdict.prompts} prompts")
+    for name in ("pair", "requests", "prompt tokens", "bytes moved", "formula", "tokens", "TTFT ms"):
+        table.add_column(name, justify="left" if name == "pair" else "right")
+    for pair in verdict.pairs:
+        name, tokens = f"{pair.prefill}-{pair.decode}", "equal" if pair.tokens_equal else "DIFFERENT"
+        if pair.requests:
+            row = (pair.requests, pair.prompt_tokens, pair.kv_bytes, pair.expected_bytes, tokens, pair.ttft_ms)
+            table.add_row(name, *map(str, row))
+        else:
+            table.add_row(name, "0", *["-"] * 5)
+    console.print(table)
+    console.print("requests by instance: " + ", ".join(f"{name} {n}" for name, n in verdict.instances.items()))
+    hit = sum(pair.requests > 0 for pair in verdict.pairs)
+    if verdict.ok:
+        console.print(f"ok: {hit} of {len(verdict.pairs)} pairs took part, bytes and tokens are right")
+    for reason in verdict.reasons:
+        console.print(f"FAILED: {reason}", markup=False, soft_wrap=True)
 
 
 def _refuse(as_json: bool, reason: str) -> int:

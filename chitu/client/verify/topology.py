@@ -1,8 +1,7 @@
 """Check that every P, every D and every pair of a running cluster takes part, and moves the right bytes.
 
-`judge` is pure and takes cluster snapshots around some requests, and their results. `probe` sends requests until every
-pair was hit, which `round_robin` does in the first round and other policies in some more. `chitu verify` uses the same
-reasons.
+Pure: `judge` takes cluster snapshots around some requests, and their results. Used by `chitu verify` and by
+`test/verify_xpyd_topology.py`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
-from chitu.client.verify.probe import CheckedRequest, Impossible, Pair, Prober, Served
+from chitu.client.verify.probe import CheckedRequest, Served
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
@@ -155,45 +151,3 @@ def _request_reasons(asked: Sequence[CheckedRequest], layouts: dict[str, KVLayou
     lines = [f"{count} of {len(asked)} requests {reason}" for reason, count in reasons.items()]
     twice = [name for name, count in Counter(one.request_id for one in asked if one.request_id).items() if count > 1]
     return lines + [f"the request id {name} was given more than once" for name in twice]
-
-
-def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> TopologyVerdict:
-    """Send requests until every pair was hit, and judge. Raise Impossible without pairs, ChituError without a
-    router."""
-    before = prober.client.cluster()
-    roles = {role: [i for i in before.instances if i.role == role] for role in ("prefill", "decode", "unified")}
-    if not roles["prefill"] and not roles["decode"]:
-        names = ", ".join(i.name for i in roles["unified"])
-        raise Impossible(f"this cluster has no pairs of P and D to check, only unified instances: {names or 'none'}")
-    up = {role: [i.name for i in found if i.status == "up"] for role, found in roles.items()}
-    wanted: set[Pair] = set(itertools.product(up["prefill"], up["decode"]))
-    asked: list[CheckedRequest] = []
-    if wanted and before.max_model_len is not None:
-        with ThreadPoolExecutor(concurrency) as pool:
-            for number in range(max_rounds):
-                prompt = prober.fitting_prompt(number, before.max_model_len)
-                copies = max(2, len(wanted))
-                asked += pool.map(prober.ask, [number] * copies, [prompt] * copies, [stream] * copies)
-                if number + 1 >= MIN_ROUNDS and wanted <= {one.pair for one in asked}:
-                    break
-    return judge(before, prober.client.cluster(), asked)
-
-
-def show(verdict: TopologyVerdict, console: Console) -> None:
-    table = Table(title=f"{verdict.model}: {verdict.requests} requests, {verdict.prompts} prompts")
-    for name in ("pair", "requests", "prompt tokens", "bytes moved", "formula", "tokens", "TTFT ms"):
-        table.add_column(name, justify="left" if name == "pair" else "right")
-    for pair in verdict.pairs:
-        name, tokens = f"{pair.prefill}-{pair.decode}", "equal" if pair.tokens_equal else "DIFFERENT"
-        if pair.requests:
-            row = (pair.requests, pair.prompt_tokens, pair.kv_bytes, pair.expected_bytes, tokens, pair.ttft_ms)
-            table.add_row(name, *map(str, row))
-        else:
-            table.add_row(name, "0", *["-"] * 5)
-    console.print(table)
-    console.print("requests by instance: " + ", ".join(f"{name} {n}" for name, n in verdict.instances.items()))
-    hit = sum(pair.requests > 0 for pair in verdict.pairs)
-    if verdict.ok:
-        console.print(f"ok: {hit} of {len(verdict.pairs)} pairs took part, bytes and tokens are right")
-    for reason in verdict.reasons:
-        console.print(f"FAILED: {reason}", markup=False, soft_wrap=True)
