@@ -63,13 +63,10 @@ class BodyBudget:
 
 
 def within_descriptors(limits: HTTPLimits) -> HTTPLimits:
-    """Return limits with at most as many connections as leave descriptors for the process. Raises the process's soft
-    limit of descriptors, up to the hard one, if needed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    others = PROBE_CONNECTIONS + SPARE_DESCRIPTORS
-    wanted = limits.max_connections + others
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return replace(limits, max_connections=max(1, min(limits.max_connections, soft - others)))
-    return limits
+    """Return limits with at most as many connections as leave descriptors for the process, which has asked for all that
+    it may have (`make_context` of net/curve.py)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits
+    left = soft - PROBE_CONNECTIONS - SPARE_DESCRIPTORS
+    return replace(limits, max_connections=max(1, min(limits.max_connections, left)))
