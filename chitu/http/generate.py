@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from chitu.clock import Clock
@@ -76,22 +76,7 @@ class GenerationRoutes:
         self.draining = False
         """Whether the process is ending and rejects new requests."""
 
-    def answer_completion(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, "completion")
-
-    def answer_chat(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, "chat")
-
-    def answer_responses(self, exchange: Exchange, scope: Scope, request_id: str) -> Awaitable[None]:
-        return self._answer(exchange, scope, request_id, "responses")
-
-    async def _answer(
-        self,
-        exchange: Exchange,
-        scope: Scope,
-        request_id: str,
-        route: BodyRoute,
-    ) -> None:
+    async def answer(self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute) -> None:
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
         self.running.add(request_id, running)
         failed: type[ChituError] | None = None

@@ -12,6 +12,7 @@ import gc
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -103,9 +104,9 @@ class ApiEndpoint:
         spans = self._spans.record if self._spans is not None else None
         self._routes = GenerationRoutes(model, self.router, bodies, config, clock, access.cache_salt, spans)
         hot = {
-            "/v1/completions": self._routes.answer_completion,
-            "/v1/chat/completions": self._routes.answer_chat,
-            "/v1/responses": self._routes.answer_responses,
+            "/v1/completions": partial(self._routes.answer, route="completion"),
+            "/v1/chat/completions": partial(self._routes.answer, route="chat"),
+            "/v1/responses": partial(self._routes.answer, route="responses"),
         }
         self._kept, kept_route = None, None
         if (keep := config.kept_requests).dir is not None:
