@@ -1,18 +1,22 @@
-"""Ends the ranks of an instance together: each rank watches the other processes and exits at once when one has died.
+"""Ends the ranks of an instance together: the main rank exits at once when a follower has died, and with the main rank
+the kernel kills the followers.
 
-torchrun does that too, but gracefully and later; meanwhile the main rank would accept more work, and a follower could
-still write. Runs a thread that sleeps in `poll` on pidfds, started before the engine serves.
+torchrun ends them too, but gracefully and later: it gives a rank that hangs or is stopped 30 s. Meanwhile the main rank
+would accept more work, and a follower could still write. The main rank's watch is a thread that sleeps in `poll` on
+pidfds, started before the engine serves.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from chitu.net.threads import EXIT_DEAD_THREAD, ServiceThread
 
@@ -22,8 +26,42 @@ NOTICE_S = 0.5
 """Time for the watch to notice a death: a connection of a dying rank can break before its process is gone."""
 
 
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Delay errors of this block. If another rank's death caused one, the main rank's watch has time to log it and to
+    end the instance; else the error propagates."""
+    try:
+        yield
+    except Exception:
+        time.sleep(NOTICE_S)
+        raise
+
+
+def open_lifelines(num_followers: int) -> tuple[int, ...]:
+    """Return a descriptor for the `Lifeline` of each follower; all of them close with this process, the main rank."""
+    return tuple(os.pipe()[1] for _ in range(num_followers))
+
+
+class Lifeline:
+    """Has the kernel kill this process, even if it is stopped, when the process `pid` with that `descriptor` ends."""
+
+    def __init__(self, pid: int, descriptor: int) -> None:
+        """Take effect at once: if the process has just ended, this one ends too."""
+        self._pipe = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK)
+        fcntl.fcntl(self._pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(self._pipe, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(self._pipe, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+        with suppress(BlockingIOError):  # raised while the other end is open
+            os.read(self._pipe, 1)
+            os._exit(EXIT_DEAD_THREAD)
+
+    def close(self) -> None:
+        """Survive that process from now on: it is about to shut down in order."""
+        os.close(self._pipe)
+
+
 class ProcessWatch:
-    """The watch of one rank. `pids`: processes of the other ranks; one that is already gone ends this process too."""
+    """The main rank's watch. `pids`: processes of its followers; one that is already gone ends this process too."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._disarmed = threading.Event()
@@ -31,18 +69,8 @@ class ProcessWatch:
         ServiceThread("watch", self._run).start()
 
     def disarm(self) -> None:
-        """Ignore deaths from now on: the other ranks are about to shut down in order."""
+        """Ignore deaths from now on: the followers are about to shut down in order."""
         self._disarmed.set()
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Delay errors of this block. If another rank's death caused one, the watch has time to log it and to end this
-        process; else the error propagates."""
-        try:
-            yield
-        except Exception:
-            time.sleep(NOTICE_S)
-            raise
 
     def _run(self) -> None:
         poll = select.poll()

@@ -14,7 +14,7 @@ import msgspec
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.parallel import RankGroup
-from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.process_watch import ProcessWatch, explaining
 from chitu.engine.warmup import run_warmup
 from chitu.errors import Internal
 
@@ -67,7 +67,7 @@ class TensorParallelExecutor:
         return self._last
 
     def forget(self, slots: Collection[int]) -> None:
-        with self._watch.explaining():
+        with explaining():
             raise Internal("a step raised on the main rank, and the other ranks are in the middle of it")
 
     @property

@@ -14,11 +14,12 @@ import signal
 import msgspec
 
 from chitu.config.schema import Topology
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
 from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.follower import run_follower
 from chitu.engine.parallel import RankGroup
-from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.process_watch import Lifeline, explaining
 from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
@@ -46,16 +47,13 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     num_lanes: int = 0
     tier_file: int = -1
     """File descriptor of the tiers' memory in the main rank's process; set by a main rank with tiers."""
+    lifelines: tuple[int, ...] = ()
+    """Descriptors in the main rank's process, one for each follower (`Lifeline`); set by the main rank."""
 
 
 def exchange_hellos(group: RankGroup, mine: RankHello) -> list[RankHello]:
     """Exchange greetings; return those of all ranks, by rank. A collective operation."""
     return [msgspec.msgpack.decode(each, type=RankHello) for each in group.collect(msgspec.msgpack.encode(mine))]
-
-
-def watch_others(greetings: list[RankHello]) -> ProcessWatch:
-    """Watch the other ranks' processes: from now on this process ends as soon as one of them dies."""
-    return ProcessWatch([each.pid for each in greetings if each.pid != os.getpid()])
 
 
 class _Silent:
@@ -79,14 +77,14 @@ def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
         transports = open_transports(pd, config.host, config.devices[tp_rank])
         memory = rank_memory(engine.pool, tp_rank, register_memory(engine.pool, transports))
     greetings = exchange_hellos(engine.group, RankHello(os.getpid(), memory))
-    watch = watch_others(greetings)
-    # The main rank drains before it ends and needs its followers for that. If it dies, the watch ends this process.
+    lifeline = Lifeline(greetings[MAIN_RANK].pid, greetings[MAIN_RANK].lifelines[tp_rank - 1])
+    # The main rank drains before it ends and needs its followers for that. If it dies, the kernel ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    writer = _start_writer(topology, engine, tp_rank, transports, greetings[0])
-    logger.info("follows rank 0 (pid %d)", greetings[0].pid)
-    with watch.explaining():
-        run_follower(engine.runner, engine.group, watch)
+    writer = _start_writer(topology, engine, tp_rank, transports, greetings[MAIN_RANK])
+    logger.info("follows rank 0 (pid %d)", greetings[MAIN_RANK].pid)
+    with explaining():
+        run_follower(engine.runner, engine.group, lifeline)
     if writer is not None:
         writer.close()
     # Transports and pool end with the process, right now: closing a Mooncake engine would take another second.

@@ -185,15 +185,18 @@ def build_engine(
     greetings: list[RankHello] = []
     if engine.group is not None:
         from chitu.engine.model_runner import ModelRunner
+        from chitu.engine.process_watch import ProcessWatch, open_lifelines
         from chitu.engine.tp_executor import TensorParallelExecutor
-        from chitu.instance.ranks import RankHello, exchange_hellos, watch_others
+        from chitu.instance.ranks import RankHello, exchange_hellos
 
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
-        greetings = exchange_hellos(engine.group, RankHello(os.getpid(), None, *lanes, tier_file))
+        lifelines = open_lifelines(instance.config.tp_size - 1)
+        greetings = exchange_hellos(engine.group, RankHello(os.getpid(), None, *lanes, tier_file, lifelines))
         if fan_out is not None:
             fan_out.wait_connected()
         assert isinstance(engine.runner, ModelRunner)
-        executor = TensorParallelExecutor(engine.runner, engine.group, watch_others(greetings))
+        watch = ProcessWatch([greeting.pid for greeting in greetings[1:]])
+        executor = TensorParallelExecutor(engine.runner, engine.group, watch)
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
     aux = MetadataBuffers(engine.pool.aux_rows, 4 * engine.pool.layout.vocab_size)
     tracer = comm.tracer = _tracer(topology, identity, comm, engine.pool)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,6 +32,34 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def name_of(child: subprocess.Popen[bytes]) -> ProcessName:
     return ProcessName(pid_namespace(), child.pid, start_ticks(child.pid))
+
+
+def test_a_follower_dies_with_its_main_rank_even_if_it_is_stopped() -> None:
+    imports = "import os; from chitu.engine.process_watch import Lifeline, open_lifelines;"
+    pipe = subprocess.PIPE
+
+    def process(script: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", imports + script, *arguments], stdin=pipe, stdout=pipe, text=True
+        )
+
+    with process("print(*open_lifelines(3), flush=True); input()") as main:
+        assert main.stdout is not None
+        ends = main.stdout.readline().split()
+        follow = "import sys; line = Lifeline(*map(int, sys.argv[1:])); print('follows', flush=True); input();"
+        follow += "line.close(); print('closed', flush=True); input()"
+        followers = [process(follow, str(main.pid), end) for end in ends]
+        for follower in followers:
+            assert follower.stdout is not None and follower.stdin is not None
+            assert follower.stdout.readline() == "follows\n"
+        _, stopped, closed = followers
+        stopped.send_signal(signal.SIGSTOP)
+        print(file=closed.stdin, flush=True)
+        assert closed.stdout is not None and closed.stdout.readline() == "closed\n"
+        main.kill()
+    assert [follower.wait(PATIENCE_S) for follower in followers[:2]] == [-signal.SIGKILL] * 2
+    closed.communicate("\n", PATIENCE_S)
+    assert closed.returncode == 0, "it has closed its lifeline and ends by itself"
 
 
 Act = Callable[[ProcessDeaths[str]], None]

@@ -80,6 +80,10 @@ class ThreadRank:
     def close(self) -> None: ...
 
 
+class NoLifeline:
+    def close(self) -> None: ...
+
+
 class Ranks:
     """An instance of `size` ranks: the main rank's executor for the caller, its followers in threads."""
 
@@ -89,11 +93,10 @@ class Ranks:
         meeting = Meeting(size)
         ranks = [ThreadRank(meeting, rank) for rank in range(size)]
         runners = [self._runner(path, rank, num_pages) for rank in ranks]
-        watch = ProcessWatch([])
-        self.runner = TensorParallelExecutor(runners[0], ranks[0], watch)
+        self.runner = TensorParallelExecutor(runners[0], ranks[0], ProcessWatch([]))
         self._pool = ThreadPoolExecutor(size)
         self._followers = [
-            self._pool.submit(run_follower, *pair, watch) for pair in zip(runners[1:], ranks[1:], strict=True)
+            self._pool.submit(run_follower, *pair, NoLifeline()) for pair in zip(runners[1:], ranks[1:], strict=True)
         ]
         self._free = list(range(num_pages))[::-1]
 

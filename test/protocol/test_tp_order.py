@@ -66,7 +66,11 @@ class Group:
 
 
 class NoWatch:
+    """The `ProcessWatch` and `Lifeline` of ranks that are threads."""
+
     def disarm(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def test_pages_that_a_slow_follower_still_copies_are_not_free_yet() -> None:
