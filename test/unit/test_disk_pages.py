@@ -7,6 +7,8 @@ import errno
 import os
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +141,31 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cache\.disk\.path"):
         DiskPages(tmp_path / "file", 1000)
+
+
+def test_while_its_disk_is_not_mounted_nothing_is_written_below_or_forgotten(tmp_path: Path) -> None:
+    """The scenario runs in a mount namespace of its own."""
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces")
+    script = "import sys, pathlib, test_disk_pages; test_disk_pages.unmount_and_mount(pathlib.Path(sys.argv[1]))"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [*unshare, sys.executable, "-c", script, tmp_path]
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
+
+
+def unmount_and_mount(root: Path) -> None:
+    disk_of, place = root / "disk", root / "place"
+    for folder in (disk_of, place):
+        folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", disk_of], check=True)
+    subprocess.run(["mount", "--bind", disk_of, place], check=True)
+    disk = DiskPages(place / "P0", 1000, place)
+    put(disk, 1, 2)
+    subprocess.run(["umount", place], check=True)
+    for call in (put, got):
+        with pytest.raises(OSError, match="nothing is mounted there any more"):
+            call(disk, 1, 3)
+    assert not list(place.iterdir()), "below it"
+    subprocess.run(["mount", "--bind", disk_of, place], check=True)
+    assert got(disk, 1, 2, 3) == 2 and disk.num_bytes == 200

@@ -4,7 +4,8 @@ Called by the thread `tier-disk` alone, except `may_have`. It writes to its own 
 that do not hold the page that their name says. A file is named by its page's key. It is written under another name and
 then renamed, so a process that is killed leaves no partial record under a key. After a power cut a file may have lost
 its content, so readers verify it. A file deleted by another process is a miss. Other kinds of files are left alone.
-After a restart, a file counts as last used when it was written.
+After a restart, a file counts as last used when it was written. While the disk of the start is not mounted, every call
+fails: pages would fill the disk below it, and files that come back with it would not be counted.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class DiskPages:
         self.num_bytes = 0
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            path = folder.resolve()
+            self._mount = next(place for place in (path, *path.parents) if place.is_mount())
             self._find()
         except OSError as error:
             raise ConfigError(f"cache.disk.path: {folder} cannot be used: {error.strerror}") from error
@@ -57,6 +60,7 @@ class DiskPages:
         return key in self._sizes or self._shared is not None
 
     def store_put(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> None:
+        self._require_mount()
         self._folder.mkdir(parents=True, exist_ok=True)  # unless it was deleted, with all files
         for key, record in zip(keys, records, strict=True):
             if key in self._sizes or len(record) > self._max_bytes:
@@ -73,6 +77,7 @@ class DiskPages:
             self.num_bytes += len(record)
 
     def store_get(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
+        self._require_mount()
         self._look_for_others()
         for count, (key, record) in enumerate(zip(keys, records, strict=True)):
             if key in self._sizes:
@@ -108,6 +113,10 @@ class DiskPages:
 
     def close(self) -> None:
         """Do nothing: the files stay for the next process."""
+
+    def _require_mount(self) -> None:
+        if not self._mount.is_mount():
+            raise OSError(errno.ENODEV, "nothing is mounted there any more", str(self._mount))
 
     def _path(self, key: bytes) -> Path:
         return self._folder / _name(key)
