@@ -1,20 +1,26 @@
 """Log set-up and the anchors: lines that tests, operators and the topology check search for.
 
-Invariant: a log that cannot be written (a full disk, a reader that is gone) never harms the code that logs. The line is
-lost, and the next one is tried again.
+Invariant: a log that cannot be written (a full disk, a reader that is gone or reads nothing) never harms the code that
+logs. The line is lost, and the next one is tried again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import os
+import select
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 PACKAGE = Path(__file__).parent
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -108,6 +114,27 @@ class _LeanRecord(logging.LogRecord):
         self.msecs = int((self.created % 1) * 1000) + 0.0
 
 
+class _Output(io.RawIOBase):
+    """A descriptor. What a pipe or a terminal has no room for is lost: writing it would block until a reader reads."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data)
+        for start in range(0, len(view), select.PIPE_BUF):  # with room for anything, a pipe has room for this
+            if not self._poll.poll(0):
+                break
+            os.write(self._descriptor, view[start : start + select.PIPE_BUF])
+        return len(view)
+
+
 class LogHandler(logging.StreamHandler[TextIO]):
     """Writes each line at once. Neither a line nor `flush` raises if the stream cannot be written."""
 
@@ -164,15 +191,11 @@ def setup_logging(
     # Do not collect what no line here shows: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
-    handler: LogHandler
+    output = io.BufferedWriter(_Output(sys.stderr.fileno()), 1 << 16)
+    stream = io.TextIOWrapper(output, sys.stderr.encoding, "backslashreplace")
+    handler = DeferredHandler(stream) if deferred else LogHandler(stream)
     if deferred:
-        stream = open(  # noqa: SIM115 - as long as the process
-            sys.stderr.fileno(), "w", 1 << 16, sys.stderr.encoding, "backslashreplace", closefd=False
-        )
-        handler = DeferredHandler(stream)
         logging.setLogRecordFactory(_LeanRecord)
-    else:
-        handler = LogHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(process) if form == "json" else _Formatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, module_level in module_levels(modules).items():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
+import select
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,7 +35,16 @@ def fill(router: RouterUnderTest, folder: Path) -> None:
 Break = Callable[[RouterUnderTest, Path], None]
 
 
-@pytest.fixture(params=["full disk", "reader gone"])
+def stall(router: RouterUnderTest, folder: Path) -> None:
+    """Fill the pipe, whose reader reads nothing."""
+    pipe = os.open(folder / "router.log", os.O_WRONLY | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(pipe, bytes(select.PIPE_BUF))
+    os.close(pipe)
+
+
+@pytest.fixture(params=["full disk", "reader gone", "reader asleep"])
 def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Break]]:
     """Yield a folder for the router, and a function that makes its log fail permanently."""
     if request.param == "full disk":
@@ -41,7 +52,11 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pat
         return
     os.mkfifo(tmp_path / "router.log")
     reader = os.open(tmp_path / "router.log", os.O_RDONLY | os.O_NONBLOCK)
-    yield tmp_path, lambda router, folder: os.close(reader)
+    if request.param == "reader asleep":
+        yield tmp_path, stall
+        os.close(reader)
+    else:
+        yield tmp_path, lambda router, folder: os.close(reader)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import re
 import sys
 import time
@@ -14,7 +15,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from chitu.log import DeferredHandler, LogHandler, _Formatter, _JsonFormatter, module_levels
+from chitu.log import DeferredHandler, LogHandler, _Formatter, _JsonFormatter, _Output, module_levels
 from chitu.types import new_room, room_text
 
 
@@ -108,6 +109,20 @@ def test_a_line_that_cannot_be_written_is_lost_and_hurts_nobody(
     assert capsys.readouterr().err == ""
     handler.handle(record(logging.INFO, "%d", "not a number"))
     assert "TypeError" in capsys.readouterr().err, "a mistake of ours is told"
+
+
+def test_a_pipe_that_is_not_read_loses_lines_until_it_is_read_again() -> None:
+    reader, writer = os.pipe()
+    handler = LogHandler(io.TextIOWrapper(io.BufferedWriter(_Output(writer))))
+    for _ in range(1000):  # more than a pipe holds
+        handler.handle(record(logging.INFO, "x" * 100))
+    handler.handle(record(logging.ERROR, "a long text: " + "y" * 100_000))
+    assert len(os.read(reader, 1 << 20)) >= 60_000
+    handler.handle(record(logging.INFO, "again"))
+    assert os.read(reader, 1 << 20) == b"again\n"
+    os.close(reader)
+    handler.handle(record(logging.INFO, "nobody reads this"))
+    os.close(writer)
 
 
 def test_rooms_are_random_version_4_uuids_and_printed_as_such() -> None:
