@@ -156,8 +156,13 @@ class PDScheduler:
     @property
     def is_idle(self) -> bool:
         """Whether no request is left, not even one that only waits for a peer to release its pages."""
-        is_empty = not (self._inbox or len(self._arrivals) or len(self._sequences))
-        return is_empty and self._pending is None
+        return self.is_done and not len(self._sequences)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do here: a request that is left is over and waits for a peer."""
+        over = len(self._sequences.of(SequenceState.CLOSING)) + len(self._sequences.of(SequenceState.LEAVING))
+        return not (self._inbox or len(self._arrivals)) and len(self._sequences) == over and self._pending is None
 
     def _check_idle(self) -> None:
         """Check that every page is free or cached. A leak is a bug, but it is only logged: the instance still works."""

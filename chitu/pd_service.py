@@ -242,7 +242,7 @@ class PDSchedulerService:
 
     def _finish_running(self) -> None:
         """Finish what runs and take nothing new: within `drain_s` after a signal, without a limit if an operator drains
-        the instance (each request has its own deadlines)."""
+        the instance (each request has its own deadlines). A silent peer delays the end by `transfer_s`."""
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
         logger.info("draining, because %s", "of a signal" if self._signalled.is_set() else "an operator asked for it")
@@ -256,9 +256,13 @@ class PDSchedulerService:
             is_signalled = self._signalled.is_set()
             if is_signalled:
                 end_s = min(end_s, now_s + self._deadlines.drain_s)
-            if not self._scheduler.is_idle:
+            if not self._scheduler.is_done:
                 busy_s = now_s
-            elif now_s - busy_s >= (SIGNAL_QUIET_S if is_signalled else QUIET_S):
+            elif self._scheduler.is_idle:
+                if now_s - busy_s >= (SIGNAL_QUIET_S if is_signalled else QUIET_S):
+                    return
+            elif now_s - busy_s >= self._deadlines.transfer_s:
+                logger.warning("leaving without an answer from a peer that may still access pages of this instance")
                 return
 
     def _leave(self) -> None:

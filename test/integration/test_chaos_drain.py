@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster
+from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask
 
 from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import RIGHT, Ask, CheckedAnswer, count_outcomes
@@ -73,6 +73,14 @@ def finish(cluster: ChaosCluster, sent: list[Future[CheckedAnswer]]) -> None:
     assert len(answers) >= len(sent)
 
 
+def drain(cluster: ChaosCluster, name: str) -> None:
+    argv = [sys.executable, "-m", "chitu.cli", "drain", name, "--url", cluster.processes.url]
+    drained = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert drained.returncode == 0 and f"{name} has left" in drained.stdout, drained.stderr
+    cluster.processes.wait_exit(name, 20.0)
+    assert cluster.processes.members[name].exit_code == 0
+
+
 def come_back(cluster: ChaosCluster) -> None:
     """Restart ended processes and wait until the cluster is as before."""
     for name in cluster.processes.members:
@@ -89,11 +97,26 @@ def test_chitu_drain_under_load_costs_no_request(cluster: ChaosCluster, name: st
     cluster.load.resume()
     sent = send_long(cluster)
     wait_decoding_on(cluster, name)
-    argv = [sys.executable, "-m", "chitu.cli", "drain", name, "--url", cluster.processes.url]
-    drained = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
-    assert drained.returncode == 0 and f"{name} has left" in drained.stdout, drained.stderr
-    cluster.processes.wait_exit(name, 20.0)
-    assert cluster.processes.members[name].exit_code == 0
+    drain(cluster, name)
+    finish(cluster, sent)
+
+
+def test_a_drain_ends_though_a_peer_that_was_writing_is_stopped(cluster: ChaosCluster) -> None:
+    cluster.hold("transfer")
+    sent = cluster.load.send([short_ask(random.Random(n)) for n in range(8)])
+
+    def is_writing() -> bool:
+        pairs = [(r.prefill, r.decode) for r in cluster.snapshot().requests if r.state == "prefill"]
+        return ("P0", "D0") in pairs and bool(cluster.loads()["D0"].transferring)
+
+    wait_until(is_writing, 15, lambda: str(cluster.loads()))
+    cluster.strike("SIGSTOP", "P0")
+    try:
+        cluster.release()
+        drain(cluster, "D0")
+        assert "leaving without an answer from a peer" in cluster.processes.logs("D0")
+    finally:
+        cluster.processes.kill("P0", signal.SIGCONT)
     finish(cluster, sent)
 
 
