@@ -143,12 +143,13 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         DiskPages(tmp_path / "file", 1000)
 
 
-def test_while_its_disk_is_not_mounted_nothing_is_written_below_or_forgotten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scenario", ["unmount_and_mount", "start_on_a_faulty_disk"])
+def test_while_its_disk_is_away_nothing_is_written_below_or_forgotten(scenario: str, tmp_path: Path) -> None:
     """The scenario runs in a mount namespace of its own."""
     unshare = ["unshare", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
         pytest.skip("no mount namespaces")
-    script = "import sys, pathlib, test_disk_pages; test_disk_pages.unmount_and_mount(pathlib.Path(sys.argv[1]))"
+    script = f"import sys, pathlib, test_disk_pages; test_disk_pages.{scenario}(pathlib.Path(sys.argv[1]))"
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     command = [*unshare, sys.executable, "-c", script, tmp_path]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
@@ -169,3 +170,22 @@ def unmount_and_mount(root: Path) -> None:
     assert not list(place.iterdir()), "below it"
     subprocess.run(["mount", "--bind", disk_of, place], check=True)
     assert got(disk, 1, 2, 3) == 2 and disk.num_bytes == 200
+    subprocess.run(["umount", place], check=True)
+    with pytest.raises(OSError, match="nothing is mounted there any more"):
+        disk.clear()
+    subprocess.run(["mount", "--bind", disk_of, place], check=True)
+    assert got(disk, 1) == 0 and not list((place / "P0").iterdir()), "it was told to forget them"
+
+
+def start_on_a_faulty_disk(root: Path) -> None:
+    """Start on a disk that an error has made read-only."""
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+    put(DiskPages(root / "P0", 1000, root), 1, 2)
+    subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+    again, new = DiskPages(root / "P0", 1000, root), DiskPages(root / "P1", 1000, root)
+    for disk in (again, new):
+        with pytest.raises(OSError):
+            put(disk, 3)
+    subprocess.run(["mount", "-o", "remount,rw", root], check=True)
+    put(again, 3)
+    assert got(again, 1, 2, 3) == 3 and again.num_bytes == 300 and got(new, 1, 2) == 2

@@ -4,13 +4,14 @@ Called by the thread `tier-disk` alone, except `may_have`. It writes to its own 
 that do not hold the page that their name says. A file is named by its page's key. It is written under another name and
 then renamed, so a process that is killed leaves no partial record under a key. After a power cut a file may have lost
 its content, so readers verify it. A file deleted by another process is a miss. Other kinds of files are left alone.
-After a restart, a file counts as last used when it was written. While the disk of the start is not mounted, every call
-fails: pages would fill the disk below it, and files that come back with it would not be counted.
+After a restart, a file counts as last used when it was written. While the disk has a fault, or is not mounted any more,
+puts and gets fail: pages would fill the disk below it, and files that come back with it would not be counted.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections import OrderedDict
@@ -21,9 +22,13 @@ from pathlib import Path
 from chitu.errors import ConfigError
 from chitu.kv_cache.page_keys import KEY_BYTES
 
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(rf"([0-9a-f]{{{2 * KEY_BYTES}}})\.kv")
 _UNFINISHED = ".kv.tmp"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FAULTS = (*_FULL, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENOTCONN, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk, also one that is elsewhere. Any other error at the start is one of the configuration."""
 PARTS = 16
 """On a full disk one of so many parts of the files is deleted at once: other files need some of the room, too."""
 
@@ -31,7 +36,8 @@ PARTS = 16
 class DiskPages:
     """The pages in `folder`, at most `max_bytes` of files, and no more than the disk has room for. It makes the folder,
     or finds what an earlier process left there. `shared` is its parent, in which the folders of other instances are
-    read, too. Raises ConfigError if the folder cannot be written to."""
+    read, too. Raises ConfigError if the folder cannot be written to, unless the disk has a fault: then each later call
+    tries again."""
 
     def __init__(self, folder: Path, max_bytes: int, shared: Path | None = None) -> None:
         self._folder = folder
@@ -42,16 +48,15 @@ class DiskPages:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()
         """File sizes in bytes by key, the least recently used first."""
         self.num_bytes = 0
+        self._mount: Path | None = None
+        """Mount point of the folder; None until the disk could be used."""
+        self._must_clear = False
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder.resolve()
-            self._mount = next(place for place in (path, *path.parents) if place.is_mount())
-            self._find()
+            self._require_disk()
         except OSError as error:
-            raise ConfigError(f"cache.disk.path: {folder} cannot be used: {error.strerror}") from error
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise ConfigError(f"cache.disk.path: {folder} cannot be written to")
-        self._make_room(0, max_bytes)
+            if error.errno not in _FAULTS:
+                raise ConfigError(f"cache.disk.path: {folder} cannot be used: {error.strerror}") from error
+            logger.warning("the prefix cache starts without its disk: %s", error)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -60,7 +65,7 @@ class DiskPages:
         return key in self._sizes or self._shared is not None
 
     def store_put(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> None:
-        self._require_mount()
+        self._require_disk()
         self._folder.mkdir(parents=True, exist_ok=True)  # unless it was deleted, with all files
         for key, record in zip(keys, records, strict=True):
             if key in self._sizes or len(record) > self._max_bytes:
@@ -77,7 +82,7 @@ class DiskPages:
             self.num_bytes += len(record)
 
     def store_get(self, keys: Sequence[bytes], records: Sequence[memoryview]) -> int:
-        self._require_mount()
+        self._require_disk()
         self._look_for_others()
         for count, (key, record) in enumerate(zip(keys, records, strict=True)):
             if key in self._sizes:
@@ -108,15 +113,34 @@ class DiskPages:
                 self._sizes.move_to_end(key)
 
     def clear(self) -> None:
-        for key in list(self._sizes):
-            self._delete(key)
+        """Delete all pages; if the disk is away, before its next use."""
+        self._must_clear = True
+        self._require_disk()
 
     def close(self) -> None:
         """Do nothing: the files stay for the next process."""
 
-    def _require_mount(self) -> None:
-        if not self._mount.is_mount():
+    def _require_disk(self) -> None:
+        """Raise OSError if the disk cannot be used now."""
+        if self._mount is None:
+            self._mount = self._open()
+            self._make_room(0, self._max_bytes)
+        elif not self._mount.is_mount():
             raise OSError(errno.ENODEV, "nothing is mounted there any more", str(self._mount))
+        if self._must_clear:
+            self._make_room(0, 0)
+            self._must_clear = False
+
+    def _open(self) -> Path:
+        """Make the folder, or find what is in it. Return its mount point."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(self._folder, os.R_OK | os.W_OK | os.X_OK):
+            is_read_only = os.statvfs(self._folder).f_flag & os.ST_RDONLY
+            raise OSError(errno.EROFS if is_read_only else errno.EACCES, "it cannot be written to", str(self._folder))
+        path = self._folder.resolve()
+        mount = next(place for place in (path, *path.parents) if place.is_mount())
+        self._find()
+        return mount
 
     def _path(self, key: bytes) -> Path:
         return self._folder / _name(key)
