@@ -45,7 +45,8 @@ if ! [[ ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
     command -v srun >/dev/null || fail "there is no srun here; without Slurm: script/start_pd_separation.sh"
     if [ -n "${SLURM_JOB_ID:-}" ]; then nodes=$SLURM_JOB_NUM_NODES srun_options=(); fi
     make_key "$topology"
-    exec srun "${srun_options[@]}" --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
+    # The key and PYTHON reach the nodes even if the job has SLURM_EXPORT_ENV=NONE (sbatch --export=NONE).
+    exec srun "${srun_options[@]}" --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
         bash "$here/srun_pd_disagg.sh" "${all[@]}"
 fi
 

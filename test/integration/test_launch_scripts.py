@@ -90,7 +90,9 @@ def test_srun_takes_the_key_along_in_the_environment(tmp_path: Path, key: str | 
     run(["script/srun_pd_disagg_1p1d_two_nodes.sh"], {"PATH": path, "PYTHON": sys.executable}, key)
     shared = (tmp_path / "key").read_text().strip()
     assert shared == key if key else len(shared) == 64
-    assert shared not in (tmp_path / "command").read_text()
+    command = (tmp_path / "command").read_text()
+    # Without the option srun takes nothing along in a job of `sbatch --export=NONE`, not even PATH.
+    assert shared not in command and "--export=ALL" in command
 
 
 @pytest.mark.parametrize(
