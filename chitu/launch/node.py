@@ -13,9 +13,9 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -34,6 +34,7 @@ from chitu.launch.placement import place
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
+from chitu.launch.stop_signals import SIGNALS, stop_on_signals
 from chitu.launch.supervisor import StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
 from chitu.net.process_deaths import pid_namespace
@@ -43,7 +44,6 @@ POLL_S = 0.1
 READY_POLL_S = 0.25
 ON_FAILURE_S = 10.0
 READY_TIMEOUT_S = 600.0
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,74 +225,58 @@ class Node:
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
     """Run this node's processes until a signal (return 0) or a failure (return 1). Raise ConfigError before anything
     starts, RankTaken if the router has given the rank of `only` to another process."""
-    display = make_display()
-    try:
-        node = Node(config, overrides, options, display.say)
-    except NodeUnfit as error:
-        display.close()
-        tell(f"chitu: {error.message}")
-        for number in SIGNALS:  # `on_failure` may signal this process, too
-            signal.signal(number, signal.SIG_IGN)
-        _tell_others(options.on_failure)
-        return 2
-    stop = threading.Event()
-
-    def handle(number: int, _frame: object) -> None:
-        if stop.is_set():
-            raise SystemExit(128 + number)  # the supervisor kills what is left at exit
-        stop.set()
-
-    previous = {number: signal.signal(number, handle) for number in SIGNALS}
-    try:
-        display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
-        own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
-        for note in (*node.device_notes, describe(own, node.devices)):
-            display.say(f"{node.label} devices: {note}")
-        if node.ways:
-            display.say(f"{node.label} transfers: {node.ways}")
-        if node.has_router and (warning := open_api(node.topology)):
-            display.say(warning)
-        node.start()
-        end_s = time.monotonic() + options.ready_timeout_s
-        while not stop.is_set() and (words := node.missing()):
-            if time.monotonic() > end_s:
-                raise StartFailed(f"not ready after {options.ready_timeout_s:g} s: {'; '.join(words)}")
+    with stop_on_signals() as stop, closing(make_display()) as display:
+        try:
+            node = Node(config, overrides, options, display.say)
+        except NodeUnfit as error:
+            display.close()
+            tell(f"chitu: {error.message}")
+            _tell_others(options.on_failure)
+            return 2
+        try:
+            display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
+            own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
+            for note in (*node.device_notes, describe(own, node.devices)):
+                display.say(f"{node.label} devices: {note}")
+            if node.ways:
+                display.say(f"{node.label} transfers: {node.ways}")
+            if node.has_router and (warning := open_api(node.topology)):
+                display.say(warning)
+            node.start()
+            end_s = time.monotonic() + options.ready_timeout_s
+            while not stop.is_set() and (words := node.missing()):
+                if time.monotonic() > end_s:
+                    raise StartFailed(f"not ready after {options.ready_timeout_s:g} s: {'; '.join(words)}")
+                display.update(node.states())
+                stop.wait(READY_POLL_S)
             display.update(node.states())
-            stop.wait(READY_POLL_S)
-        display.update(node.states())
-        display.close()
-        node.note_pids()
-        if not stop.is_set():
-            _say_ready(node)
-        while not stop.wait(POLL_S):
-            node.supervisor.poll()
-            if dead := node.supervisor.dead():
-                node.report_deaths()
-                raise StartFailed(f"{node.label} ends because {dead[0].name} ended")
-            if options.only is not None and node.supervisor.member(options.only).has_left:
+            display.close()
+            node.note_pids()
+            if not stop.is_set():
+                _say_ready(node)
+            while not stop.wait(POLL_S):
+                node.supervisor.poll()
+                if dead := node.supervisor.dead():
+                    node.report_deaths()
+                    raise StartFailed(f"{node.label} ends because {dead[0].name} ended")
+                if options.only is not None and node.supervisor.member(options.only).has_left:
+                    return 0
+            tell(f"{node.label} ends: running requests finish first")
+            return 0
+        except RankTaken:
+            if stop.is_set():
                 return 0
-        tell(f"{node.label} ends: running requests finish first")
-        return 0
-    except RankTaken:
-        if stop.is_set():
-            return 0
-        raise
-    except StartFailed as error:
-        display.close()
-        if stop.is_set():
-            return 0
-        node.removes_logs = False  # they may have the reason
-        # From here on ignore signals, such as that of `on_failure`, so that this node ends with its own exit code.
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
-        tell(f"chitu node: {error.message}")
-        _tell_others(options.on_failure)
-        return 1
-    finally:
-        node.stop()
-        display.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            raise
+        except StartFailed as error:
+            display.close()
+            if stop.is_set():
+                return 0
+            node.removes_logs = False  # they may have the reason
+            tell(f"chitu node: {error.message}")
+            _tell_others(options.on_failure)
+            return 1
+        finally:
+            node.stop()
 
 
 def _taken(name: str) -> RankTaken:
@@ -308,7 +292,10 @@ def _say_ready(node: Node) -> None:
 
 
 def _tell_others(command: str | None) -> None:
-    """Run the `on_failure` command. Best effort: the exit code reports the failure as well."""
+    """Run the `on_failure` command. Best effort: the exit code reports the failure, too. From here on ignore signals,
+    such as that of the command, so that this node ends with its own exit code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     if command:
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(shlex.split(command), stdin=subprocess.DEVNULL, timeout=ON_FAILURE_S, check=False)

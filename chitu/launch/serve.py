@@ -8,12 +8,9 @@ configuration.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
 
 import msgspec
 
@@ -26,6 +23,7 @@ from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.node_devices import NodeDevices
 from chitu.launch.plan import ROUTER, Entries
+from chitu.launch.stop_signals import stop_on_signals
 
 POLL_S = 0.1
 
@@ -48,10 +46,7 @@ class ServeOptions:
 def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
     """Serve until a signal and return the exit code. `on_ready` is called once the cluster serves; if it returns True,
     the cluster ends again (quickstart --once)."""
-    stop = threading.Event()
-    previous = _stop_on_signals(stop)
-    display = make_display()
-    try:
+    with stop_on_signals() as stop, closing(make_display()) as display:
         here = host_names(on_one_host(topology))
         if moved := [host for host in host_names(topology) if host not in here]:
             display.say(f"all processes are started on this machine, not on {', '.join(moved)}")
@@ -102,21 +97,6 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             cluster.stop()
             if not (options.log_dir or topology.log.dir) and not cluster.remove_logs():
                 tell(f"the logs stay in {cluster.log_dir}")
-    finally:
-        display.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _stop_on_signals(stop: threading.Event) -> dict[signal.Signals, Any]:
-    """Install the handlers and return the previous ones."""
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise SystemExit(128 + number)  # `serve` kills what is left at exit
-        stop.set()
-
-    return {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
 
 
 def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:

@@ -1,0 +1,45 @@
+"""The signals that end a launcher, sent to this process."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from chitu.launch.stop_signals import SIGNALS, stop_on_signals
+
+
+@pytest.fixture(autouse=True)
+def _unharmed() -> Iterator[None]:
+    """Ignore the signals before and after a test, so that a wrong handler does not end the tests."""
+    previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_asks_for_the_end_and_the_second_one_ends_at_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, stop_on_signals() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGTERM)
+    assert (ended.value.code, signal.getsignal(number)) == (128 + signal.SIGTERM, before)
+
+
+def test_a_terminal_that_closes_sends_sighup_twice_and_running_requests_still_finish() -> None:
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.is_set()
+
+
+def test_nohup_outlives_the_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.is_set()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
