@@ -43,6 +43,8 @@ from chitu.protocol import Leave
 POLL_S = 0.1
 READY_POLL_S = 0.25
 ON_FAILURE_S = 10.0
+SAME_ERROR_S = 1.0
+"""Time in which other nodes report the same wrong configuration themselves, before `on_failure` ends them."""
 READY_TIMEOUT_S = 600.0
 
 
@@ -61,17 +63,13 @@ class NodeOptions:
     cluster_key: str = ""
     """Cluster key that overrides the topology's and the environment's; empty: theirs."""
     on_failure: str | None = None
-    """Command that is run once when a process of this node dies, to notify the other nodes."""
+    """Command that is run once when this node fails, to notify the other nodes."""
     entries: Entries | None = None
 
 
 def node_command(config: str, overrides: Sequence[str], hosts: str | None) -> list[str]:
     """Return the command line of a node without its index, as `chitu plan` prints it."""
     return ["chitu", "node", config, *overrides, *(["--hosts", hosts] if hosts else [])]
-
-
-class NodeUnfit(ConfigError):
-    """This node cannot run its part; the other nodes must be notified."""
 
 
 class Node:
@@ -88,17 +86,18 @@ class Node:
         topology = load_topology(config, overrides)
         host = host_at(topology, options.index)
         self.label = options.only or f"node {options.index}"
-        check(topology, pd_master_addr())
         for problem in chain(launch_problems(topology), open_ports(topology)):
             raise ConfigError(problem)
         try:
+            check(topology, pd_master_addr())
             placement = place(config, overrides, lambda found: instances_on(found, host))
             check(placement.topology, pd_master_addr())
             reads_model = (options.entries or Entries()).reads_model
             names = None if options.only is None else (options.only,)
             require_preflight(placement.topology, host, reads_model, on_event, placement.node.cards, names)
+            self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
         except ConfigError as error:
-            raise NodeUnfit(f"{self.label} ({host}): {error.message}") from error
+            raise ConfigError(f"{self.label} ({host}): {error.message}") from error
         topology, overrides, self.devices = placement.topology, placement.overrides, placement.node
         self.device_notes, self.ways = placement.notes, placement.ways
         if options.cluster_key:
@@ -111,7 +110,6 @@ class Node:
             topology = with_own_key(topology)
         self.topology = topology
         self.host = host
-        self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
         self.removes_logs = not (options.log_dir or topology.log.dir)
         """Whether `stop` removes the logs, unless a process died."""
         self.supervisor = Supervisor(
@@ -223,14 +221,16 @@ class Node:
 
 
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
-    """Run this node's processes until a signal (return 0) or a failure (return 1). Raise ConfigError before anything
-    starts, RankTaken if the router has given the rank of `only` to another process."""
+    """Run this node's processes until a signal (return 0) or a failure (return 1). Return 2 if this node cannot run its
+    part, before anything starts. Raise RankTaken if the router has given the rank of `only` to another process."""
     with stop_on_signals() as stop, closing(make_display()) as display:
         try:
             node = Node(config, overrides, options, display.say)
-        except NodeUnfit as error:
+        except ConfigError as error:
             display.close()
             tell(f"chitu: {error.message}")
+            if options.on_failure is not None:
+                stop.wait(SAME_ERROR_S)
             _tell_others(options.on_failure)
             return 2
         try:

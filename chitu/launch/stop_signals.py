@@ -31,4 +31,5 @@ def stop_on_signals() -> Iterator[threading.Event]:
         yield stop
     finally:
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == handle:  # else the launcher ignores it from now on
+                signal.signal(number, handler)

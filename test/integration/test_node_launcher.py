@@ -126,6 +126,14 @@ def test_a_start_that_takes_too_long_names_what_is_missing(start: Start, tmp_pat
     wait_until(lambda: node.offspring() == {}, 5, f"nobody left, but {node.offspring()}")
 
 
+def test_a_node_that_lacks_the_model_says_which_it_is_and_tells_the_others(start: Start, tmp_path: Path) -> None:
+    """Nodes with the model would wait for its instances until the timeout."""
+    node = start("good", 90.0, "model.path=/nowhere")
+    node.wait_line("chitu: node 0 .127.0.0.1.: model.path is '/nowhere', but there is no such folder")
+    assert node.process.wait(10) == 2
+    assert (tmp_path / "told").exists() and not (tmp_path / "logs").exists()
+
+
 def test_a_port_that_only_the_router_would_know_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     argv = [sys.executable, "-m", "chitu.cli", "node", "--node-index", "0", "--model", str(tmp_path)]

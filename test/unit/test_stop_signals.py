@@ -37,6 +37,12 @@ def test_a_terminal_that_closes_sends_sighup_twice_and_running_requests_still_fi
         assert stop.is_set()
 
 
+def test_a_signal_that_the_launcher_ignores_stays_ignored() -> None:
+    with stop_on_signals():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
 def test_nohup_outlives_the_terminal() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_on_signals() as stop:
