@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from chitu.cli import main
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_plan_prints_every_process_and_the_ports(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -75,9 +80,20 @@ def test_what_the_system_does_to_a_command_is_no_traceback(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("chitu.cli.load_topology", fail)
+    monkeypatch.setattr("chitu.commands.load_topology", fail)
     assert main(["plan"]) == code
     assert capsys.readouterr().err.strip() == (f"chitu: {says}" if says else "")
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "yaml.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")  # the moment of the Ctrl-C
+    ended = subprocess.run(
+        [sys.executable, "-m", "chitu.cli", "plan"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize(

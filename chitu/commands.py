@@ -1,0 +1,366 @@
+"""The commands of `chitu`: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
+bench, doctor.
+
+Called by `cli.py`. This module only calls; `cli_arguments.py` parses. Each command imports what it needs inside its
+function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2; any
+other known failure, including an OS error, prints one sentence and exits with 1; Ctrl-C exits with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import io
+import os
+import re
+import runpy
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from chitu.cli_arguments import make_parser
+from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr
+from chitu.errors import ChituError, ConfigError
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Run a command line and return the exit code."""
+    try:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 costs no answer
+        arguments = _parsed(argv)
+        result = RUNS[arguments.command](arguments)
+        sys.stdout.flush()  # so that a write error raises here, not when the interpreter ends
+        return result
+    except ConfigError as error:
+        print(f"chitu: {error.message}", file=sys.stderr)
+        return 2
+    except ChituError as error:
+        print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # `chitu plan | head`
+        _forget_output()
+        return 128 + signal.SIGPIPE
+    except UnicodeEncodeError as error:  # the locale has another encoding
+        text = error.object[error.start : error.end]
+        print(f"chitu: {text!a} cannot be written in {error.encoding}: use UTF-8 for names", file=sys.stderr)
+        return 2
+    except OSError as error:  # for example a folder that cannot be made, or a full disk
+        _forget_output()
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"chitu: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes positional arguments after an option for unknown ones; here they are overrides like those before.
+    if rest and (not hasattr(arguments, "topology") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.topology += rest
+    return arguments
+
+
+def _forget_output() -> None:
+    """Redirect stdout to /dev/null, so that the interpreter does not try to write it again at exit and fail."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _split(arguments: argparse.Namespace, may_download: bool = False) -> tuple[str | None, list[str]]:
+    """Split the positional arguments into the topology's name, if one is given, and the overrides. `may_download`
+    allows to download a model that is not here."""
+    overrides = [word for word in arguments.topology if "=" in word]
+    files = [word for word in arguments.topology if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"one topology at a time: {' and '.join(files)} were given (overrides look like a.b=c)")
+    name = files[0] if files else None
+    if arguments.model is not None:
+        from chitu.launch.model_source import find_model
+
+        source = find_model(arguments.model, may_download, functools.partial(print, file=sys.stderr, flush=True))
+        if source.repository is not None and load_topology(name, overrides).model.served_name is None:
+            overrides.append(f"model.served_name={_as_yaml(source.repository)}")
+        overrides.append(f"model.path={_as_yaml(source.path)}")
+    return name, overrides
+
+
+def _as_yaml(text: str) -> str:
+    """Return the text for YAML, quoted if YAML could read it as anything but a string."""
+    return text if re.fullmatch(r"[A-Za-z/][\w./+-]*[/][\w./+-]*", text) else msgspec.json.encode(text).decode()
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from chitu.config.topology import instances, on_one_host
+    from chitu.launch.local import LocalCluster
+    from chitu.launch.placement import on_cpus, place
+    from chitu.launch.serve import ServeOptions, serve
+    from chitu.launch.smoke import first_completion
+
+    name, overrides = _split(arguments, may_download=True)
+    if arguments.host is not None:
+        overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")
+    topology = load_topology(name, overrides)
+    if not topology.model.path:
+        overrides += on_cpus(topology)  # the embedded model gains nothing by a GPU
+    placement = place(name, overrides, lambda topology: instances(on_one_host(topology)))
+    options = ServeOptions(
+        port=arguments.port,
+        log_dir=arguments.log_dir,
+        restart=not arguments.no_restart,
+        node=placement.node,
+        notes=placement.notes,
+        ways=placement.ways,
+    )
+
+    def on_ready(cluster: LocalCluster) -> bool:
+        if arguments.first_completion or arguments.once:
+            first_completion(cluster, must_be_right=arguments.once)
+        return bool(arguments.once)
+
+    return serve(placement.topology, options, on_ready)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from chitu.client.conversation import ChatOptions
+    from chitu.client.terminal import chat
+
+    question = " ".join(arguments.question) if arguments.question else None
+    options = ChatOptions(arguments.model, arguments.system, arguments.max_tokens, arguments.temperature)
+    return chat(arguments.url, api_key(), question, options)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from chitu.client.explain import explain_cluster
+
+    return explain_cluster(arguments.source, api_key(), arguments.seconds, arguments.save, arguments.json)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from chitu.client.client import RouterClient
+    from chitu.client.show_trace import show_trace
+    from chitu.launch.drain import credential
+
+    source: RouterClient | Path
+    if arguments.dir is None:
+        source = RouterClient(arguments.url, credential(arguments.url))
+    else:
+        source = Path(arguments.dir)
+    return show_trace(arguments.request_id, source, arguments.json, arguments.frames)
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from chitu.client.client import RouterClient
+    from chitu.launch.drain import credential
+    from chitu.protocol.kept_request import unpack
+
+    data = RouterClient(arguments.url, credential(arguments.url)).snapshot(arguments.request_id)
+    record = unpack(data)
+    # The file gets its name when it is complete. Only its owner may read it: it contains the prompt.
+    partial = f"{arguments.file}.partial"
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    os.replace(partial, arguments.file)
+    print(f"{arguments.file}: {len(record.prompt_token_ids)} prompt tokens, {len(record.token_ids)} of the answer")
+    return 0
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    from chitu.launch.join import JoinOptions, join
+    from chitu.types import Role
+
+    name, overrides = _split(arguments)
+    if name is not None:
+        raise ConfigError(f"{name!r} is no override (a.b=c); the topology is that of the cluster at {arguments.url}")
+    options = JoinOptions(
+        arguments.url,
+        Role(arguments.role),
+        rank=arguments.rank,
+        devices=tuple(arguments.devices.split(",")) if arguments.devices else (),
+        log_dir=arguments.log_dir,
+        ready_timeout_s=arguments.ready_timeout,
+    )
+    return join(options, overrides)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from chitu.client.client import RouterClient
+    from chitu.launch.drain import credential, drain
+
+    client = RouterClient(arguments.url, credential(arguments.url))
+    say = functools.partial(print, flush=True)
+    drain(client, arguments.instance, force=arguments.force, wait=not arguments.no_wait, say=say)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from chitu.client.verify.report import EXIT_CODES, show
+    from chitu.launch.model_source import find_model
+    from chitu.launch.reference import VerifyOptions
+    from chitu.launch.verify import verify
+
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    try:
+        options = VerifyOptions(
+            url=arguments.url,
+            model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
+            reference=arguments.reference,
+            device=arguments.device,
+            has_transformers=not arguments.no_transformers,
+            max_rounds=arguments.rounds,
+            concurrency=arguments.concurrency,
+            max_tokens=arguments.max_tokens,
+            timeout_s=arguments.timeout,
+        )
+        report = verify(options, say)
+    except ChituError as error:  # exit code 1 would mean that answers are wrong
+        print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
+        return EXIT_CODES["unjudged"]
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        show(report, Console(width=None if sys.stdout.isatty() else 120))
+    return EXIT_CODES[report.verdict]
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from chitu.client.verify.receipts import EXIT_CODES, read_receipts
+    from chitu.launch.model_source import find_model
+    from chitu.launch.replay import ReplayOptions, replay_receipts
+
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    try:
+        texts = [(name, sys.stdin.read() if name == "-" else _read_text(name)) for name in arguments.files]
+        receipts = [receipt for name, text in texts for receipt in read_receipts(name, text)]
+        options = ReplayOptions(
+            url=arguments.url if arguments.model is None else None,
+            model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
+            device=arguments.device,
+            concurrency=arguments.concurrency,
+            timeout_s=arguments.timeout,
+        )
+        results = replay_receipts(options, receipts, say)
+    except ChituError as error:  # exit code 1 would mean that tokens differ
+        print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
+        return EXIT_CODES["unjudged"]
+    for one in results:
+        if arguments.json:
+            print(msgspec.json.encode(one).decode())
+        elif one.verdict != "same" or one.says:
+            print(f"{one.request_id}: {one.verdict}: {one.says}")
+    counts = {verdict: sum(one.verdict == verdict for one in results) for verdict in EXIT_CODES}
+    if not arguments.json:
+        print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+    return EXIT_CODES["different" if counts["different"] else "unjudged" if counts["unjudged"] else "same"]
+
+
+def _read_text(name: str) -> str:
+    """Read a text file; raise ConfigError if that fails."""
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{name} cannot be read: {reason}") from error
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from chitu.config.topology_checks import problems
+    from chitu.launch.node import node_command
+    from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
+    from chitu.launch.placement import place_like_here
+    from chitu.launch.plan import plan
+    from chitu.launch.plan_text import plan_text
+    from chitu.net.control_groups import usable_cores
+
+    name, overrides = _split(arguments)
+    topology = load_topology(name, overrides)
+    node_argv = node_command(name or DEFAULT_TOPOLOGY, overrides, arguments.hosts)
+    if arguments.hosts is not None:
+        overrides += host_overrides(topology, split_hosts(arguments.hosts))
+    placement, found = place_like_here(name, overrides)
+    topology, cores = placement.topology, usable_cores()
+    specs = plan(topology, name or DEFAULT_TOPOLOGY, placement.overrides, cores, node=placement.node)
+    notes = [f"devices: {note}" for note in placement.notes]
+    notes += [f"transfers: {placement.ways}"] if placement.ways else []
+    print(plan_text(topology, specs, cores, node_argv, notes))
+    found += problems(topology, pd_master_addr(), need_model=bool(topology.model.path))
+    found += launch_problems(topology)
+    for problem in found:
+        print(f"chitu: {problem}", file=sys.stderr)
+    return 2 if found else 0
+
+
+def _node(arguments: argparse.Namespace) -> int:
+    from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, run_node
+    from chitu.launch.nodes import split_hosts
+
+    name, overrides = _split(arguments, may_download=True)
+    options = NodeOptions(
+        hosts=tuple(split_hosts(arguments.hosts)) if arguments.hosts is not None else None,
+        index=arguments.node_index,
+        threads_per_rank=arguments.cpus_per_gpu,
+        ready_timeout_s=READY_TIMEOUT_S if arguments.ready_timeout is None else arguments.ready_timeout,
+        log_dir=arguments.log_dir,
+        on_failure=arguments.on_failure,
+    )
+    return run_node(name or DEFAULT_TOPOLOGY, overrides, options)
+
+
+def _make_model(arguments: argparse.Namespace) -> int:
+    from chitu.launch.make_model import ModelShape, make_model
+
+    sizes = {name: value for name, value in vars(arguments).items() if value is not None}
+    for name in ("directory", "family", "seed", "command"):
+        del sizes[name]
+    print(make_model(arguments.directory, arguments.family, ModelShape(**sizes), seed=arguments.seed))
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    sys.argv = [f"chitu bench {arguments.name}", *arguments.arguments]
+    try:
+        runpy.run_module(f"chitu.bench.{arguments.name}", run_name="__main__")
+    except ModuleNotFoundError as error:  # of an extra
+        raise ConfigError(
+            f"chitu bench {arguments.name} needs {error.name}, which is not installed; the extra dev has it: "
+            "pip install -e '.[dev]' in the project's folder"
+        ) from error
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from chitu.launch.doctor import doctor
+    from chitu.launch.nodes import split_hosts
+
+    name, overrides = _split(arguments)
+    return doctor(name, overrides, split_hosts(arguments.hosts) if arguments.hosts else None, arguments.node_index)
+
+
+RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
+    "serve": _serve,
+    "chat": _chat,
+    "explain": _explain,
+    "trace": _trace,
+    "join": _join,
+    "drain": _drain,
+    "verify": _verify,
+    "snapshot": _snapshot,
+    "replay": _replay,
+    "plan": _plan,
+    "node": _node,
+    "make-model": _make_model,
+    "bench": _bench,
+    "doctor": _doctor,
+}
