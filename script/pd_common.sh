@@ -25,7 +25,9 @@ make_key() { # TOPOLOGY: a cluster key for all nodes that inherit this environme
 from chitu.config.load import load_topology; from chitu.errors import ConfigError
 try: print(cluster_key_of(with_own_key(load_topology(sys.argv[1]))))
 except ConfigError as error: print(f'chitu: {error.message}', file=sys.stderr); sys.exit(2)"
-    key=${CHITU_CLUSTER_KEY:-$("$PYTHON" -c "$code" "$1")} || exit 2
+    trap 'exit 130' INT # and no traceback of Python
+    key=${CHITU_CLUSTER_KEY:-$(trap '' INT; "$PYTHON" -c "$code" "$1")} || exit 2
+    trap - INT
     export CHITU_CLUSTER_KEY=$key
 }
 

@@ -6,8 +6,9 @@
 #
 # The hosts replace those of the topology (default pd_disagg_1p1d_multi_node), the router's first. With --ssh this
 # checkout must be at the same path on every machine; when the processes of one machine end, or on Ctrl-C, those of all
-# machines are ended. PD_SSH is the ssh command (default: ssh -tt), PYTHON the interpreter. Other options are
-# those of `chitu node`. With --ssh all machines get the cluster key of CHITU_CLUSTER_KEY, of the topology, or a new one.
+# machines are ended. A machine that is silent for 20 s counts as ended. PD_SSH is the ssh command (default: ssh -tt with
+# timeouts), PYTHON the interpreter. Other options are those of `chitu node`. With --ssh all machines get the cluster key
+# of CHITU_CLUSTER_KEY, of the topology, or a new one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/pd_common.sh"
@@ -36,16 +37,18 @@ addresses=$(addresses_of "${machines[@]}")
 command=(env PYTHON="$PYTHON" bash "$here/start_pd_separation.sh" --topology "$topology" --hosts "$addresses" "${arguments[@]}")
 children=() interrupted="" ending="" code=0
 end_all() { ending=1; kill -TERM "${children[@]}" 2>/dev/null || true; }
-trap 'interrupted=1; end_all' TERM INT HUP
 make_key "$topology"
+trap 'interrupted=1; end_all' TERM HUP
+trap '[ -n "$ending" ] || code=130; interrupted=1; end_all' INT
+ssh="ssh -o ConnectTimeout=10 -o ServerAliveInterval=5"
 # The key goes by stdin into a file that only its user reads: no command line, local or remote, shows it.
 keep='IFS= read -r key; umask 077; file=$(mktemp) && printf %s "$key" >"$file" && echo "$file"'
 for index in "${!machines[@]}"; do
-    file=$(${PD_SSH:-ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r') || file=""
+    file=$(${PD_SSH:-$ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r') || file=""
     [ -n "$file$ending" ] || { say "${machines[index]} did not take the cluster key"; code=2; end_all; }
     [ -z "$ending" ] || break
     # ssh ends on the signal; the remote terminal of -tt then sends SIGHUP to the node's processes.
-    ${PD_SSH:-ssh -tt} "${machines[index]}" \
+    ${PD_SSH:-$ssh -tt} "${machines[index]}" \
         "export CHITU_CLUSTER_KEY=\$(cat $(printf %q "$file")); rm -f $(printf %q "$file"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \
         </dev/null &
     children+=($!)

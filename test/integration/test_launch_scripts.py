@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,8 @@ def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str
     assert {path.name for path in tmp_path.iterdir()} == {"python", "ssh", "nodes", "commands"}
 
 
-@pytest.mark.parametrize("how", ["refused", "interrupted"])
-def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "code"), [("refused", 2), ("TERM", 0), ("INT", 130)])
+def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path, how: str, code: int) -> None:
     python = executable(
         tmp_path / "python",
         f'[ "$1" != -c ] || exec {sys.executable} "$@"',
@@ -66,21 +67,37 @@ def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path,
     ssh = executable(
         tmp_path / "ssh",
         f'[ "$1" = 127.0.0.1 ] || until [ -s {tmp_path}/nodes ]; do sleep 0.05; done',
-        f'[ "$1" = 127.0.0.1 ] || {"exit 255" if how == "refused" else "kill -TERM $(ps -o ppid= $PPID)"}',
+        f'[ "$1" = 127.0.0.1 ] || {"exit 255" if how == "refused" else f"kill -{how} $(ps -o ppid= $PPID)"}',
         f'TMPDIR={tmp_path} exec bash -c "$2"',
     )
     result = subprocess.run(
         ["bash", "script/start_pd_separation.sh", "--hosts", "127.0.0.1,127.0.0.2", "--ssh", "--model", "/models/m"],
         cwd=ROOT,
         env={"PATH": os.environ["PATH"], "PYTHON": python, "PD_SSH": ssh, "CHITU_CLUSTER_KEY": OWN_KEY},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # bash traps no signal that was ignored
         capture_output=True,
         text=True,
         timeout=60,
     )
     (first,) = (tmp_path / "nodes").read_text().split()
     assert not Path("/proc", first).exists()
-    if how == "refused":
-        assert (result.returncode, "127.0.0.2 did not take the cluster key" in result.stderr) == (2, True)
+    says = "127.0.0.2 did not take the cluster key" in result.stderr
+    assert (result.returncode, says) == (code, how == "refused"), result.stderr
+
+
+def test_ssh_gives_up_a_machine_that_is_silent(tmp_path: Path) -> None:
+    """Without these options the script would not end for hours after a machine has lost its power."""
+    python = executable(tmp_path / "python")
+    executable(tmp_path / "ssh", f'echo "$@" >>{tmp_path}/commands; echo file')
+    result = subprocess.run(
+        ["bash", "script/start_pd_separation.sh", "--hosts", "127.0.0.1", "--ssh", "--model", "/models/m"],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": python, "CHITU_CLUSTER_KEY": OWN_KEY},
+        timeout=60,
+    )
+    key, node = (tmp_path / "commands").read_text().splitlines()
+    options = "-o ConnectTimeout=10 -o ServerAliveInterval=5"
+    assert key.startswith(f"{options} 127") and node.startswith(f"{options} -tt 127") and result.returncode == 0
 
 
 @pytest.mark.parametrize("key", [None, OWN_KEY])
