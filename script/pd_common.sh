@@ -6,7 +6,8 @@ case " $* " in *' --help '* | *' -h '*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; 
 
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=$root/.venv/bin/python
-    [ -x "$PYTHON" ] || PYTHON=$(command -v python3) || fail "there is no $root/.venv and no python3: script/setup.sh"
+    [ -x "$PYTHON" ] || { PYTHON=$(command -v python3) && "$PYTHON" -c 'import msgspec' 2>/dev/null; } ||
+        fail "there is no $root/.venv, and no python3 with the packages of chitu: script/setup.sh"
 fi
 export PYTHON PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 

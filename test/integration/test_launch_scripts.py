@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -137,6 +138,20 @@ def test_every_task_of_a_step_with_several_a_node_is_refused(tmp_path: Path, tas
     )
     assert result.returncode == 2 and not (tmp_path / "started").exists()
     assert "this step has 4 tasks on 2 nodes: srun with --ntasks-per-node=1" in result.stderr
+
+
+def test_a_checkout_without_its_venv_names_the_script_that_makes_it(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "script", tmp_path / "script")
+    executable(tmp_path / "python3", f'exec {sys.executable} -I -S "$@"')  # has none of the packages
+    result = subprocess.run(
+        ["bash", "script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", "/models/m"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1) and "script/setup.sh" in result.stderr
 
 
 SCRIPTS = sorted(path.name for path in (ROOT / "script").glob("*.sh") if path.name not in ("pd_common.sh", "test.sh"))
