@@ -25,6 +25,8 @@ from chitu.launch.log_files import cut, last_text, open_private
 PR_SET_PDEATHSIG = 1
 MARK = "CHITU_PROCESS"
 KILL_S = 2.0
+REPORT = re.compile(r"[A-Z]\d{4} .*torch/distributed/elastic/")
+"""First line of torchrun's report. A traceback of its own names these files, too."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -142,9 +144,9 @@ class ChildProcess:
             self._log_start = 0
 
     def tail(self, lines: int = 15) -> list[str]:
-        """Return its last log lines, without torchrun's report."""
+        """Return its last log lines, without torchrun's report on a rank that failed."""
         text = self._text().splitlines()
-        first_noise = next((i for i, line in enumerate(text) if "torch/distributed/elastic/" in line), len(text))
+        first_noise = next((i for i, line in enumerate(text) if REPORT.match(line)), len(text))
         return (text[:first_noise] or text)[-lines:]
 
     def describe_end(self, code: int) -> str:

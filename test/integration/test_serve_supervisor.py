@@ -339,3 +339,21 @@ def test_a_log_that_was_deleted_stays_bounded(tmp_path: Path) -> None:
     size = output.stat().st_size
     child.kill_tree()
     assert (size, (tmp_path / "P0.log.1").read_bytes()) == (0, b"x" * 200)
+
+
+REPORT = "E1125 18:36:45.001000 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 3)"
+FRAME = '  File "/x/torch/distributed/elastic/utils/distributed.py", line 170, in get_socket_with_port'
+
+
+@pytest.mark.parametrize(
+    ("log", "tail"),
+    [
+        (["of the rank", REPORT, "Traceback", FRAME, "ChildFailedError"], ["of the rank"]),
+        (["Traceback", FRAME, "socket.gaierror: Name or service not known"], None),
+    ],
+    ids=["a rank", "torchrun itself"],
+)
+def test_the_last_lines_are_those_of_what_failed(tmp_path: Path, log: list[str], tail: list[str] | None) -> None:
+    child = ChildProcess("D0", ["printf", "%s\\n", *log], {}, tmp_path / "log", "mark")
+    wait_until(lambda: child.exit_code() == 0, 20, "its end")
+    assert child.tail() == (tail or log)
