@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder's description of its model, without torch and without reading weights.
+"""Reads a checkpoint folder's description of its model, without torch and without loading weights.
 
 Owns the translation of Hugging Face's config.json into one frozen `ModelSpec`; `config_keys.py` lists the known keys.
 Called by the engine's loader, and by the router, which needs limits, eos ids and the model hash but no tensors. What
@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,9 @@ from chitu.models.rope_spec import RopeSpec, read_rope
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8
 MAX_HEADER_BYTES = 100 << 20
+SAMPLES = 64
+"""Samples of the weights in a model's hash: 4 KiB each, at least one of each file."""
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +221,10 @@ def weight_files(path: str | Path) -> list[Path]:
 
 
 def model_hash(path: str | Path) -> str:
-    """Return 32 hex digits that are equal for two folders exactly if config and weight layout are equal.
+    """Return 32 hex digits that are equal for two folders if they hold the same model.
 
-    Covers config.json and each weight file's name, size and header (names, shapes, dtypes, offsets), not the weights.
+    Covers config.json, each weight file's name, size and header (names, shapes, dtypes, offsets), and samples of the
+    weights: another training of the same architecture differs in them.
     """
     folder = Path(path)
     digest = hashlib.sha256()
@@ -226,10 +232,22 @@ def model_hash(path: str | Path) -> str:
     config.pop("transformers_version", None)
     config.pop("_name_or_path", None)
     digest.update(json.dumps(config, sort_keys=True).encode())
-    for file in weight_files(folder):
+    files = weight_files(folder)
+    for file in files:
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())
         digest.update(_header(file))
+        for piece in _samples(file, math.ceil(SAMPLES / len(files))):
+            digest.update(piece)
     return digest.hexdigest()[:32]
+
+
+def _samples(file: Path, count: int) -> Iterator[bytes]:
+    """Yield pieces of a file, evenly spread."""
+    with file.open("rb", buffering=0) as stream:
+        size = stream.seek(0, os.SEEK_END)
+        for k in range(count):
+            stream.seek(size * (2 * k + 1) // (2 * count))
+            yield stream.read(SAMPLE_BYTES)
 
 
 def weights_digest(path: str | Path) -> bytes:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from chitu.errors import ConfigError, UnsupportedModel
@@ -134,6 +135,20 @@ def test_the_hash_covers_config_and_weight_layout_but_not_the_library_version(tm
     header["a"]["shape"] = [1, 2]
     write_weights(tmp_path / "model.safetensors", header, bytes(8))
     assert first != model_hash(tmp_path)
+
+
+def test_another_training_of_the_same_architecture_has_another_hash(tmp_path):
+    header = {"a": {"dtype": "BF16", "shape": [1 << 20], "data_offsets": [0, 2 << 20]}}
+    weights = np.arange(1 << 20, dtype=np.uint16)
+    write_weights(tmp_path / "model.safetensors", header, weights.tobytes())
+    first = model_hash(write(tmp_path))
+    for part in (slice(0, 1 << 17), slice(7 << 17, None)):  # an eighth of the weights, as a tensor or two has
+        trained = weights.copy()
+        trained[part] ^= 1
+        write_weights(tmp_path / "model.safetensors", header, trained.tobytes())
+        assert first != model_hash(tmp_path)
+    write_weights(tmp_path / "model.safetensors", header, weights.tobytes())
+    assert first == model_hash(tmp_path)
 
 
 def test_an_index_names_the_files_and_every_one_must_be_there(tmp_path):
