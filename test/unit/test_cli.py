@@ -96,6 +96,11 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 
+def test_closed_standard_streams_are_no_error() -> None:
+    command = ["bash", "-c", 'exec "$0" -m chitu.cli plan <&- >&- 2>&-', sys.executable]
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode == 0
+
+
 @pytest.mark.parametrize(
     "words",
     [
