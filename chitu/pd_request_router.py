@@ -78,6 +78,7 @@ class PDRequestRouter:
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
         self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines, trace)
+        self._links = self._dispatcher.by_id
         self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
         self.trace = trace
         self._framed = trace.framed
@@ -257,18 +258,22 @@ class PDRequestRouter:
             log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
             return
         if batch.number:
-            is_next, broken = self._dispatcher.take_tokens(batch)
-            if broken is not None:
-                self._attempts.on_lost_tokens(broken.key, broken.receiver.given_up)
-                broken.receiver.given_up = 0
+            link = self._links.get(batch.link)
+            if link is None:
+                return  # it answers another router
+            receiver = link.receiver
+            is_next = receiver.take(batch.number, batch.num_kept)
+            if receiver.is_gap_new:
+                self._dispatcher.report_gap(link)
+            if receiver.given_up:
+                self._attempts.on_lost_tokens(link.key, receiver.given_up)
+                receiver.given_up = 0
             if not is_next:
                 return
         counters, attempt_of = self.counters, self._attempts.rooms.get
         counters.tokens += len(rooms)
-        for room, cached_tokens in batch.cached:
-            attempt = attempt_of(room)
-            if attempt is not None:
-                attempt.note_cached(cached_tokens)
+        if logprobs or batch.cached or batch.prompt_logprobs:
+            self._take_more(batch)
         for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
             attempt = attempt_of(room)
             if attempt is None:
@@ -278,17 +283,24 @@ class PDRequestRouter:
             generation.tokens.append(token)
             if not generation.noted:
                 self._note(attempt, generation)
-        for room, lines in batch.prompt_logprobs:
-            for attempt in self._attempts.of(room):
-                attempt.generation.prompt_logprobs = lines
-        for place, packed in logprobs:
-            attempt = attempt_of(rooms[place])
-            if attempt is not None and not (attempt.generation.is_checked and attempt.generation.logprobs):
-                attempt.generation.logprobs.append(packed)
         for finish in batch.finished:
             attempt = attempt_of(finish.room)
             if attempt is not None:
                 self._attempts.on_finish(attempt, finish)
+
+    def _take_more(self, batch: TokenBatch) -> None:
+        """Take what few messages have beside tokens, ahead of these."""
+        attempt_of = self._attempts.rooms.get
+        for room, cached_tokens in batch.cached:
+            if (attempt := attempt_of(room)) is not None:
+                attempt.note_cached(cached_tokens)
+        for room, lines in batch.prompt_logprobs:
+            for attempt in self._attempts.of(room):
+                attempt.generation.prompt_logprobs = lines
+        for place, packed in batch.logprobs:
+            attempt = attempt_of(batch.rooms[place])
+            if attempt is not None and not (attempt.generation.is_checked and attempt.generation.logprobs):
+                attempt.generation.logprobs.append(packed)
 
     def flush(self) -> None:
         """Wake the readers of all generations that changed."""

@@ -29,7 +29,6 @@ from chitu.protocol import (
     LinkAck,
     PrefillRequest,
     SchedulerMessage,
-    TokenBatch,
     UnifiedRequest,
     encode,
 )
@@ -109,7 +108,7 @@ class Dispatcher:
         self._deadlines = deadlines
         self._links: dict[InstanceKey, InstanceLink] = {}
         """Links with the instances that are members."""
-        self._by_id: dict[int, InstanceLink] = {}
+        self.by_id: dict[int, InstanceLink] = {}
         """The same links by their id in messages."""
 
     def open(self, key: InstanceKey, host: str, port: int) -> None:
@@ -118,14 +117,14 @@ class Dispatcher:
         if key not in self._links:
             number = 1 + secrets.randbelow((1 << 63) - 1)
             sender = LinkSender[Dispatched](number, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s)
-            self._links[key] = self._by_id[number] = InstanceLink(key, sender)
+            self._links[key] = self.by_id[number] = InstanceLink(key, sender)
 
     def close(self, key: InstanceKey) -> None:
         """Close the link with an instance that is gone, and drop what was sent to it."""
         self._outbox.close_peer(key)
         link = self._links.pop(key, None)
         if link is not None:
-            del self._by_id[link.sender.link]
+            del self.by_id[link.sender.link]
 
     def is_open(self, key: InstanceKey) -> bool:
         """Return whether the instance is a member."""
@@ -206,19 +205,11 @@ class Dispatcher:
         if attempt.prefill is not None and (group is None or group.attempts == [attempt]):
             self._cancel(attempt.prefill, attempt.room if group is None else group.room)
 
-    def take_tokens(self, batch: TokenBatch) -> tuple[bool, InstanceLink | None]:
-        """Return whether a message is the next one of its link, and the link if its instance gave up messages before
-        it. A message that was taken before, comes after a gap, or answers another router is not the next one."""
-        link = self._by_id.get(batch.link)
-        if link is None:
-            return False, None
-        receiver = link.receiver
-        is_next = receiver.take(batch.number, batch.num_kept)
-        if receiver.is_gap_new:
-            receiver.is_gap_new = False
-            log.warning("a token message of %s was lost: it is sent again", link.name)
-            self._say(link)
-        return is_next, link if receiver.given_up else None
+    def report_gap(self, link: InstanceLink) -> None:
+        """Tell an instance at once that a token message was lost."""
+        link.receiver.is_gap_new = False
+        log.warning("a token message of %s was lost: it is sent again", link.name)
+        self._say(link)
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
         """Send again what was lost, and return the requests that will not reach this instance."""
