@@ -7,7 +7,9 @@ and stop strings. `token_ids` are exactly the tokens up to and including the one
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageParser
@@ -21,7 +23,7 @@ class Scanner(Protocol):
     def finish(self) -> str: ...
 
 
-class Delta(NamedTuple):
+class Delta(msgspec.Struct, frozen=True):
     text: str | MessageDelta
     """Plain text is content."""
     token_ids: list[int]
@@ -117,7 +119,8 @@ class ChoiceDecoder:
         """Return the deltas after the parser. Tokens that show nothing join the next delta that shows something.
         `has_hidden`: the last of all tokens is not part of the text."""
         deltas: list[Delta] = []
-        for place, (text, token_ids) in enumerate(found, 1):
+        for place, delta in enumerate(found, 1):
+            text, token_ids = delta.text, delta.token_ids
             assert isinstance(text, str)
             was_reasoning = parser.is_reasoning
             shown = parser.push(text)

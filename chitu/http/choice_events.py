@@ -24,7 +24,7 @@ def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerF
     if not deltas:
         return False
     with_ids, first = options.return_token_ids, len(events)
-    sizes = [len(token_ids) for _, token_ids in deltas] if options.continuous_usage else []
+    sizes = [len(delta.token_ids) for delta in deltas] if options.continuous_usage else []
     if not choice.is_open:
         choice.is_open = True
         events.append(form.opening(index))
@@ -32,9 +32,9 @@ def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerF
             echoed = None if logprobs is None else logprobs.take()
             events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
     ending = deltas.pop() if decoder.finish_reason is not None else None
-    for text, token_ids in deltas:
-        numbers = None if logprobs is None else logprobs.of(token_ids)
-        events.append(form.delta(index, text, token_ids if with_ids else None, numbers))
+    for delta in deltas:
+        numbers = None if logprobs is None else logprobs.of(delta.token_ids)
+        events.append(form.delta(index, delta.text, delta.token_ids if with_ids else None, numbers))
     if ending is not None and decoder.finish_reason is not None:
         ids = ending.token_ids if with_ids else None
         numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -48,8 +47,7 @@ from chitu.protocol import (
 )
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct):
     token_ids: bytes
     """Packed little-endian int32."""
     num_tokens: int
@@ -59,8 +57,7 @@ class Prompt:
     """Tokens before `echo` that the tokenizer added; None if `echo` was decoded from tokens."""
 
 
-@dataclass(slots=True)
-class Job:
+class Job(msgspec.Struct):
     """A parsed request: prompts times n choices."""
 
     prompts: list[Prompt]
@@ -75,9 +72,9 @@ class Job:
     plan: MessagePlan | None = None
     """How the text of a chat's choices is parsed; None: all of it is content."""
     is_chat: bool = True
-    echo: dict[str, Any] = field(default_factory=dict)
+    echo: dict[str, Any] = {}
     """Request fields that an answer of `/v1/responses` repeats."""
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str] = []
     """Warnings for the client about fields that had no effect."""
     grammar_param: str | None = None
     """Name of the field that the samplings' grammar comes from."""
@@ -112,7 +109,7 @@ def client_timeout_s(scope: Scope) -> float | None:
     return timeout_s
 
 
-class ClusterFacts(NamedTuple):
+class ClusterFacts(msgspec.Struct, frozen=True):
     """State of the cluster at the time when a body is parsed."""
 
     limits: ModelLimits | None
@@ -123,7 +120,7 @@ class ClusterFacts(NamedTuple):
     """Vocabulary size of the instances that serve; the checkpoint's while none serves."""
 
 
-class ParseContext(NamedTuple):
+class ParseContext(msgspec.Struct, frozen=True):
     """Context in which a body is parsed."""
 
     facts: ClusterFacts

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.body_work import BodyRoute
@@ -42,8 +43,7 @@ class Wakeup:
         self._is_set = False
 
 
-@dataclass(slots=True)
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     generation: Generation
     decoder: ChoiceDecoder
     prompt: Prompt
@@ -69,16 +69,15 @@ class Origin(NamedTuple):
     created_s: int
 
 
-@dataclass(slots=True, eq=False)
-class RunningAnswer:
+class RunningAnswer(msgspec.Struct, eq=False):
     tenant: str
     arrived_s: float
     """Time when the request's head was complete, on the router's clock."""
     received_s: float = 0.0
     """Time when the request's body was complete, on the router's clock."""
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[Choice] = []
     """Choices that were sent to instances."""
-    wakeup: Wakeup = field(default_factory=Wakeup)
+    wakeup: Wakeup = msgspec.field(default_factory=Wakeup)
     is_aborted: bool = False
     trace: TraceLevel = ""
     origin: Origin | None = None

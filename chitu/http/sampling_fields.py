@@ -6,7 +6,6 @@ Called by `jobs.py`, as part of `BodyWork`, once per request. Every error names 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import msgspec
 
@@ -21,8 +20,7 @@ MAX_ID_DIGITS = 20
 """A token id that is given as text has fewer digits than this."""
 
 
-@dataclass(slots=True)
-class OutputOptions:
+class OutputOptions(msgspec.Struct):
     """Options for what the HTTP layer does with the tokens."""
 
     n: int

@@ -19,7 +19,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+import msgspec
 
 from chitu.net.sockets import SEND_HIGH_WATER_MARK
 from chitu.protocol import LinkAck
@@ -36,7 +38,7 @@ has reached."""
 T = TypeVar("T")
 
 
-class Sent(NamedTuple, Generic[T]):
+class Sent(msgspec.Struct, Generic[T], frozen=True):
     frame: bytes
     sent_s: float
     about: T

@@ -8,7 +8,6 @@ which its reader does not see.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 from collections import deque
@@ -66,7 +65,7 @@ class CrossChecks:
         if len(self._candidates().prefill) < 2:
             return None
         sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS)
-        return dataclasses.replace(request, sampling=sampling)
+        return msgspec.structs.replace(request, sampling=sampling)
 
     def on_end(self, generation: Generation) -> None:
         """Queue a checked request that is over, however it ended, if it has logprobs."""

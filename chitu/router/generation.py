@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -20,8 +21,7 @@ from chitu.router.routing import InstanceKey, Target
 from chitu.types import room_text
 
 
-@dataclass(slots=True)
-class GenerateRequest:
+class GenerateRequest(msgspec.Struct):
     """What one choice of one prompt asks for, with every default resolved."""
 
     request_id: str
@@ -46,18 +46,22 @@ class GenerateRequest:
     """Whether P and D record what they do for it."""
 
 
-@dataclass(slots=True, eq=False)
-class PromptGroup:
+class PromptGroup(msgspec.Struct, eq=False):
     """Choices of one prompt that are sent as one request: the prompt is computed once and moved once."""
 
     room: bytes
     """Room of the prompt. P sees no other, and D reports on the prompt by it."""
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[Attempt] = []
     """Attempts of the group that are not over."""
 
+    @property
+    def forks(self) -> tuple[Fork, ...]:
+        """The choices as D receives them."""
+        requests = [(attempt.room, attempt.generation.request) for attempt in self.attempts]
+        return tuple(Fork(room, request.request_id, request.sampling.seed) for room, request in requests)
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+
+class Attempt(msgspec.Struct, eq=False):
     """One attempt of a generation on one pair."""
 
     room: bytes
@@ -91,13 +95,6 @@ class Attempt:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
-
-    @property
-    def forks(self) -> tuple[Fork, ...]:
-        """The choices of its group as D receives them; empty if the attempt was sent alone."""
-        attempts = self.group.attempts if self.group is not None else ()
-        requests = [(attempt.room, attempt.generation.request) for attempt in attempts]
-        return tuple(Fork(room, request.request_id, request.sampling.seed) for room, request in requests)
 
     @property
     def pair(self) -> str:
@@ -138,7 +135,8 @@ class Attempt:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One request's output as it comes in. The HTTP layer reads it after each `wake`."""
+    """One request's output as it comes in. The HTTP layer reads it after each `wake`. Not a struct, as the other
+    records of a request are: it is written eight times a token, and a struct's field takes twice as long to write."""
 
     request: GenerateRequest
     wake: Callable[[], None]
@@ -164,7 +162,7 @@ class Generation:
     first_prefill: InstanceKey | None = None
     """P whose logits the first token was drawn from."""
     num_taken: int = 0
-    taken: array[int] = field(default_factory=lambda: array("i"))
+    taken: array[int] = field(default_factory=partial(array, "i"))
     """Tokens that the reader has taken: another D may have to continue after them."""
     cached_tokens: int = 0
     """Prompt tokens that the newest attempt with a token did not have to compute."""

@@ -15,6 +15,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestLost
@@ -52,7 +54,7 @@ class ReplyAddress(NamedTuple):
 THE_ROUTER = ReplyAddress()
 
 
-class Dispatched(NamedTuple):
+class Dispatched(msgspec.Struct, frozen=True):
     """What a message in flight is: the half of a request (or the whole), or its cancellation."""
 
     room: bytes
@@ -133,7 +135,8 @@ class Dispatcher:
     def send(self, attempt: Attempt) -> InstanceKey | None:
         """Send an attempt, or its whole group. D's half goes first, so that D can announce while P's half is in flight.
         Nothing is waited for. Return None, or the instance that is gone or whose queue is full."""
-        room, forks = attempt.room if attempt.group is None else attempt.group.room, attempt.forks
+        group = attempt.group
+        room, forks = (attempt.room, ()) if group is None else (group.room, group.forks)
         request, prefill = attempt.generation.request, attempt.target.prefill
         decode, (worker, token_port) = attempt.target.decode, self._reply
         to_decode = self._links.get(attempt.decode)

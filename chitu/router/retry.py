@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from chitu.config.schema import RetryConfig
 from chitu.errors import (
     BootstrapTimeout,
@@ -72,8 +74,7 @@ class Failure:
         return isinstance(self.error, CUTS)
 
 
-@dataclass(slots=True)
-class FailureHistory:
+class FailureHistory(msgspec.Struct):
     """Account of a request's failed attempts."""
 
     avoid: frozenset[InstanceKey] = frozenset()

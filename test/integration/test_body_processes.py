@@ -11,7 +11,6 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,8 @@ def shown(found: object) -> str:
     if isinstance(found, InvalidRequest):
         return f"{type(found).__name__} {found.message!r} {found.param}"
     if isinstance(found, Job):
-        found = replace(found, samplings=[msgspec.structs.replace(s, seed=s.seed & 1) for s in found.samplings])
+        samplings = [msgspec.structs.replace(s, seed=s.seed & 1) for s in found.samplings]
+        found = msgspec.structs.replace(found, samplings=samplings)
         found = re.sub(r"seed=\d+", "seed", repr(found))
     return repr(found)
 

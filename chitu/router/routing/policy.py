@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
+import msgspec
+
 from chitu.protocol import ClusterView, InstanceInfo
 from chitu.types import Role, instance_name
 
@@ -35,9 +37,8 @@ def instance_key(instance: InstanceInfo) -> InstanceKey:
 _NO_MATCHES: Mapping[InstanceKey, int] = MappingProxyType({})
 
 
-class RoutingRequest(NamedTuple):
-    """What a policy knows of the request, for one of its halves. It is a tuple, as `Target` is, since every request
-    makes some: a frozen dataclass takes three times as long."""
+class RoutingRequest(msgspec.Struct, frozen=True):
+    """What a policy knows of the request, for one of its halves."""
 
     turn: int
     """Number of the request in the order of round robin for this half."""
