@@ -78,4 +78,4 @@ def room_text(room: bytes) -> str:
 
 def instance_name(role: Role, engine_rank: int) -> str:
     """Return the name of an instance: `P0`, `D2`, `U0`."""
-    return f"{role.letter}{engine_rank}"
+    return f"{role[0].upper()}{engine_rank}"

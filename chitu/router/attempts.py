@@ -85,7 +85,7 @@ class Attempts:
         takes them. Raises NoInstance if there is none. Instances in `avoid` are chosen only if there are no others."""
         request = generations[0].request
         blocked = self._breakers.blocked(self._clock.monotonic())
-        token_ids = request.token_ids + generations[0].output.tobytes()  # output of an earlier router, if any
+        token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
         target = self._selector.select(token_ids, avoid, blocked, cache_salt=request.cache_salt)
         count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
         together = generations[:count]
@@ -189,17 +189,18 @@ class Attempts:
     def _begin(self, attempt: Attempt) -> events.Event | None:
         """Count an attempt, and send it, unless it goes out with its group."""
         now_s, target, request_id = attempt.created_s, attempt.target, attempt.generation.request.request_id
+        num_tokens, is_leader = attempt.num_tokens, attempt.is_group_leader
         self.rooms[attempt.room] = attempt
-        self.num_tokens += attempt.num_tokens
+        self.num_tokens += num_tokens
         if attempt.prefill is not None:  # a unified instance has no such deadline
             self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
-            if key is not None and (attempt.is_group_leader or key is attempt.decode):
-                self._selector.count(key, 1, attempt.num_tokens)
-                self._admission.on_sent(key, attempt.num_tokens if attempt.is_group_leader else 0)
+            if key is not None and (is_leader or key is attempt.decode):
+                self._selector.count(key, 1, num_tokens)
+                self._admission.on_sent(key, num_tokens if is_leader else 0)
                 self._breakers.on_sent(key, now_s)
-        if target.prefill is not None and attempt.is_group_leader:  # once per message, as P logs its arrival
+        if target.prefill is not None and is_leader:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         return self._dispatch(attempt) if attempt.group is None else None
@@ -276,18 +277,19 @@ class Attempts:
 
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
+        num_tokens = attempt.num_tokens
         del self.rooms[attempt.room]
         self._dispatcher.trace.framed.pop(attempt.room, None)
-        self.num_tokens -= attempt.num_tokens
+        self.num_tokens -= num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)
         if attempt.prefill is not None and attempt.is_group_leader and attempt.first_token_s is None:
-            self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
+            self._selector.count(attempt.prefill, -1, -num_tokens)
         if (group := attempt.group) is not None:
             group.attempts.remove(attempt)
             if not group.attempts:
                 del self.groups[group.room]
-        self._selector.count(attempt.decode, -1, -attempt.num_tokens)
+        self._selector.count(attempt.decode, -1, -num_tokens)
         generation, error = attempt.generation, attempt.error
         if error is not None:
             self._note_failure(attempt, error, record)

@@ -18,19 +18,16 @@ class TimerWheel(Generic[T]):
     def __init__(self, step_s: float, now_s: float) -> None:
         self._step_s = step_s
         self._buckets: dict[int, set[T]] = {}
-        self._done = self._bucket(now_s) - 1
+        self._done = int(now_s // step_s) - 1
         """Newest bucket that `expired` has emptied."""
-
-    def _bucket(self, moment_s: float) -> int:
-        return int(moment_s // self._step_s)
 
     def add(self, item: T, deadline_s: float) -> None:
         """Add an item whose deadline is in the future."""
-        self._buckets.setdefault(self._bucket(deadline_s) + 1, set()).add(item)
+        self._buckets.setdefault(int(deadline_s // self._step_s) + 1, set()).add(item)
 
     def discard(self, item: T, deadline_s: float) -> None:
         """Remove an item that was added with this deadline. Does nothing if it has already expired."""
-        number = self._bucket(deadline_s) + 1
+        number = int(deadline_s // self._step_s) + 1
         bucket = self._buckets.get(number)
         if bucket is not None:
             bucket.discard(item)
@@ -40,7 +37,7 @@ class TimerWheel(Generic[T]):
     def expired(self, now_s: float) -> list[T]:
         """Remove and return every item whose deadline has passed."""
         found: list[T] = []
-        newest = self._bucket(now_s)
+        newest = int(now_s // self._step_s)
         for number in range(self._done + 1, newest + 1):
             found.extend(self._buckets.pop(number, ()))
         self._done = max(self._done, newest)

@@ -78,11 +78,11 @@ def test_a_prompt_counts_once_where_prompts_are_counted_and_choices_where_these_
     world = pair()
     generations = world.add_choices(4, num_tokens=10)
     loads = {key.role: load for key, load in world.router._selector._loads._loads.items()}
-    assert (loads[Role.PREFILL].requests, loads[Role.PREFILL].prompt_tokens) == (1, 10)
-    assert loads[Role.DECODE].requests == 4
+    assert loads[Role.PREFILL].own == 10, "prompt tokens"
+    assert loads[Role.DECODE].own == 4, "requests"
     for generation in generations:
         world.emit(world.room(generation), 5, finish="length")
-    assert [load.requests for load in loads.values()] == [load.prompt_tokens for load in loads.values()] == [0, 0]
+    assert [load.own for load in loads.values()] == [0, 0]
 
 
 def test_of_more_choices_than_d_can_start_together_several_messages_are_made() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Set
 from math import lcm
 
 from chitu.errors import NoInstance
-from chitu.protocol import ClusterView, LoadReport
+from chitu.protocol import ClusterView
 from chitu.router.routing.breaker import NO_INSTANCES
 from chitu.router.routing.loads import LoadTable
 from chitu.router.routing.policy import (
@@ -47,6 +47,7 @@ class PairSelector:
         self._random_bits = random_bits
         self._prefixes = PrefixHistory() if prefill is prefix_affinity else None
         self._loads = LoadTable()
+        self.count, self.on_report = self._loads.count, self._loads.report
         self._silent: dict[InstanceKey, frozenset[int]] = {}
         """Incarnations of the P that a D receives nothing from, by D."""
         self._requests = first_turn
@@ -68,15 +69,6 @@ class PairSelector:
     def on_lost(self, key: InstanceKey) -> None:
         self._loads.remove(key)
         self._silent.pop(key, None)
-
-    # -------------------------------------------------------------------------------------------------------- loads
-
-    def count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
-        """Count requests that were sent to an instance or (negative) are over there."""
-        self._loads.count(key, requests, prompt_tokens)
-
-    def on_report(self, key: InstanceKey, report: LoadReport) -> None:
-        self._loads.report(key, report)
 
     # ------------------------------------------------------------------------------------------------- links of P and D
 
