@@ -21,6 +21,7 @@ from chitu.http.token_counts import TokensAnswer
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
+from chitu.router.routing import Candidates
 
 MAX_VERDICTS = 64
 """Verdicts on grammars that are kept for later requests with the same grammar."""
@@ -41,6 +42,7 @@ class BodyReader:
         self._router = router
         self._work = BodyWork(model, takes_unknown)
         self._executor = executor
+        self._known: tuple[Candidates, ClusterFacts] | None = None
         self._verdicts: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
         self._judging: dict[Grammar, asyncio.Future[InvalidRequest | None]] = {}
 
@@ -72,10 +74,13 @@ class BodyReader:
         return answer
 
     def _facts(self) -> ClusterFacts:
+        """Return what holds for bodies now; computed once per view."""
         candidates = self._router.candidates
-        limits = self._model.limits(candidates)
-        why_unusable = candidates.why_unusable() if limits is None else ""
-        return ClusterFacts(limits, why_unusable, self._model.vocab_size(candidates))
+        if self._known is None or self._known[0] is not candidates:
+            limits = self._model.limits(candidates)
+            why_unusable = candidates.why_unusable() if limits is None else ""
+            self._known = candidates, ClusterFacts(limits, why_unusable, self._model.vocab_size(candidates))
+        return self._known[1]
 
     async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:
         if _is_small(raw):

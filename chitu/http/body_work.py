@@ -11,6 +11,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
 from chitu.http.jobs import ClusterFacts, Job, JobParser, ParseContext
@@ -26,7 +28,7 @@ GRAMMAR_S = 3.0
 """Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
 
 
-class ReadBody(NamedTuple):
+class ReadBody(msgspec.Struct, frozen=True):
     route: BodyRoute
     facts: ClusterFacts
     limit_s: float = BODY_S
@@ -42,17 +44,10 @@ BodyTask = ReadBody | JudgeGrammar
 
 
 class BodyWork:
-    """Work on bodies and grammars. `limited(seconds)`: a context that ends the process if its block takes more
-    processor time."""
+    """Work on bodies and grammars."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        takes_unknown: bool,
-        limited: Callable[[float], AbstractContextManager[object]] = nullcontext,
-    ) -> None:
+    def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
         self._model = model
-        self._limited = limited
         jobs, counts = JobParser(model, takes_unknown), TokenCounts(model, takes_unknown)
         self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], Job | TokensAnswer]] = {
             "completion": jobs.completion,
@@ -66,15 +61,17 @@ class BodyWork:
     def read(self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]) -> Job | TokensAnswer:
         """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
         longer waits for them. All other errors are for the client."""
-        with self._limited(task.limit_s):
-            return self._readers[task.route](raw, ParseContext(task.facts, require_client))
+        return self._readers[task.route](raw, ParseContext(task.facts, require_client))
 
-    def judge(self, task: JudgeGrammar) -> None:
-        """Raise InvalidRequest if D could not compile the grammar."""
+    def judge(
+        self, task: JudgeGrammar, limited: Callable[[float], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Raise InvalidRequest if D could not compile the grammar. `limited(seconds)`: a context that ends the process
+        if the compilation takes more processor time."""
         try:
             if self._compiler is None or self._compiler[0] != task.vocab_size:
                 self._compiler = task.vocab_size, GrammarCompiler(self._model.tokenizer, task.vocab_size)
-            with self._limited(task.limit_s):
+            with limited(task.limit_s):
                 self._compiler[1].compile(task.grammar)
         except InvalidRequest:
             raise

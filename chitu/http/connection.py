@@ -33,7 +33,7 @@ from chitu.http.limits import (
     BodyBudget,
     HTTPLimits,
 )
-from chitu.http.parser import Head, RequestParser
+from chitu.http.parser import RequestParser
 from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers
 
 log = logging.getLogger(__name__)
@@ -191,14 +191,14 @@ class Connection(asyncio.Protocol):
         self.update_reading()
         self._rearm()
 
-    def _on_head(self, head: Head) -> None:
-        scope, server = head.scope, self._server
+    def _on_head(self, scope: Scope, may_follow: bool, expects_continue: bool) -> None:
+        server = self._server
         is_late = self in server.late
         if is_late and scope["path"] not in PROBE_PATHS:
             raise self._no_room()
         scope["client"], scope["server"] = self._addresses
-        keeps_alive = head.keeps_alive and not is_late and not server.is_ending
-        exchange = scope[EXCHANGE] = Exchange(self, scope, server.bodies, keeps_alive, head.expects_continue)
+        keeps_alive = may_follow and not is_late and not server.is_ending
+        exchange = scope[EXCHANGE] = Exchange(self, scope, server.bodies, keeps_alive, expects_continue)
         self._reading, self._dropped_bytes = exchange, 0
         if self._running is None:
             self._start(exchange)
@@ -262,9 +262,13 @@ class Connection(asyncio.Protocol):
 
     def _seconds(self, phase: _Phase) -> float:
         limits = self._limits
-        if phase in (_Phase.NEW, _Phase.HEAD):
-            return min(PROBE_HEAD_S, limits.head_s) if self in self._server.late else limits.head_s
-        return {_Phase.IDLE: limits.keep_alive_s, _Phase.BODY: limits.body_s, _Phase.LINGER: limits.linger_s}[phase]
+        if phase is _Phase.IDLE:
+            return limits.keep_alive_s
+        if phase is _Phase.BODY:
+            return limits.body_s
+        if phase is _Phase.LINGER:
+            return limits.linger_s
+        return min(PROBE_HEAD_S, limits.head_s) if self in self._server.late else limits.head_s
 
     def _too_slow(self, phase: _Phase, seconds: float) -> None:
         self._timed = self._deadline = None

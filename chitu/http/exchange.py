@@ -160,8 +160,9 @@ class Exchange:
         """Free the body, with which its reader is done, and discard what still arrives of it."""
         self._takes_body = False
         self._body = bytearray()
-        self._budget.give(self._held_bytes)
-        self._held_bytes = 0
+        if self._held_bytes:
+            self._budget.give(self._held_bytes)
+            self._held_bytes = 0
 
     async def receive(self) -> Message:
         """Receive a message, as ASGI defines it."""

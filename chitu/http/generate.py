@@ -242,12 +242,10 @@ class GenerationRoutes:
 
     # ------------------------------------------------------------------------------------------------------- answering
 
-    async def write_answer(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
+    def write_answer(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> Awaitable[None]:
         """Write the answer of choices that were sent. Raises errors that the client gets as an HTTP error."""
-        if job.options.stream:
-            await self._stream(exchange, job, running, form)
-        else:
-            await self._collect(exchange, job, running, form)
+        write = self._stream if job.options.stream else self._collect
+        return write(exchange, job, running, form)
 
     def format_of(self, route: BodyRoute, job: Job, request_id: str, created_s: int) -> AnswerFormat:
         if route == "responses":

@@ -7,7 +7,6 @@ protocol is supported, and the upgrade is ignored (RFC 9110, 7.8): the head is p
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,24 +17,15 @@ from chitu.http.limits import HTTPLimits
 from chitu.net.http import Headers, Scope
 
 
-@dataclass(slots=True)
-class Head:
-    """A request without its body. `scope`: the ASGI scope without the addresses."""
-
-    scope: Scope
-    keeps_alive: bool
-    """Whether more requests may follow."""
-    expects_continue: bool
-
-
 class RequestParser:
     """Parser of one connection. `feed` raises the ChituError that `on_head` raises. `on_end` follows every `on_head`
-    once."""
+    once. `on_head` gets the ASGI scope without the addresses, whether more requests may follow, and whether the client
+    expects `100 Continue`."""
 
     def __init__(
         self,
         limits: HTTPLimits,
-        on_head: Callable[[Head], None],
+        on_head: Callable[[Scope, bool, bool], None],
         on_body: Callable[[bytes], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -136,10 +126,10 @@ class RequestParser:
             "state": {},
         }
         is_new = version == "1.1"
-        expects = is_new and any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
+        expects = is_new and dict(headers).get(b"expect", b"").lower() == b"100-continue"
         self.is_in_head, self._is_in_body = False, True
         try:
-            self._on_head(Head(scope, is_new and parser.should_keep_alive(), expects))
+            self._on_head(scope, is_new and parser.should_keep_alive(), expects)
         except ChituError as error:
             raise self._refuse(error) from None
 

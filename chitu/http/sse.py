@@ -7,7 +7,8 @@ dict is built per token.
 from __future__ import annotations
 
 import abc
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 import msgspec
 
@@ -20,7 +21,7 @@ DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
 
 
-class UsageCount(NamedTuple):
+class UsageCount(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -38,7 +39,7 @@ class UsageCount(NamedTuple):
         }
 
 
-class FinishedChoice(NamedTuple):
+class FinishedChoice(msgspec.Struct, frozen=True):
     text: str | MessageDelta
     finish_reason: str
     token_ids: list[int] | None
@@ -117,12 +118,17 @@ class _Format(abc.ABC):
 
     def __init__(self, response_id: str, created_s: int, model: str, include_usage: bool) -> None:
         self._head = {"id": self.id_prefix + response_id, "object": "", "created": created_s, "model": model}
-        start = _json({**self._head, "object": self.chunk_name})[:-1]
-        self._start = b"data: " + start + b',"choices":['
         # With include_usage every chunk except the last has `usage: null` (OpenAI).
         self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._delta_end = self._end(b"null", None, b"null")
         self._openings: dict[int, bytes] = {}
+
+    @cached_property
+    def _start(self) -> bytes:
+        return b"data: " + _json({**self._head, "object": self.chunk_name})[:-1] + b',"choices":['
+
+    @cached_property
+    def _delta_end(self) -> bytes:
+        return self._end(b"null", None, b"null")
 
     def _end(self, reason: bytes, token_ids: list[int] | None, logprobs: bytes) -> bytes:
         """Return the part of an event after its text."""

@@ -75,9 +75,10 @@ def serve(connection: socket.socket, work: BodyWork) -> None:
         found: object = None
         try:
             if isinstance(task, JudgeGrammar):
-                work.judge(task)
+                work.judge(task, limited)
             else:
-                found = work.read(task, raw, require_client)
+                with limited(task.limit_s):
+                    found = work.read(task, raw, require_client)
         except (ChituError, ClientGone) as error:
             found = error.with_traceback(None)
         except Exception as error:
@@ -97,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         model: ModelConfig
         model, takes_unknown = pickle.loads(receive(connection, *ANSWER.unpack(receive(connection, ANSWER.size))))
-        serve(connection, BodyWork(ServedModel.load(model, 0), takes_unknown, limited))
+        serve(connection, BodyWork(ServedModel.load(model, 0), takes_unknown))
     except (EOFError, ConnectionError):
         pass
     return 0
