@@ -47,7 +47,7 @@ from chitu.router.cross_check import CheckResult
 from chitu.router.cross_checks import CrossChecks
 from chitu.router.generation import Attempt, GenerateRequest, Generation
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
-from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, ReplyAddress
+from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, InstanceLink, ReplyAddress
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.router.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
 from chitu.tracing.router_trace import RouterTrace
@@ -225,16 +225,17 @@ class PDRequestRouter:
     def on_token_frames(self, frames: list[bytes]) -> None:
         """Handle the token messages that are ready on the port, then wake each reader once. Bad messages are
         dropped."""
-        decode = _decode_tokens
+        decode, framed, batches = _decode_tokens, self._framed, []
         for frame in frames:
             try:
                 batch = decode(frame)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 self._on_bad_tokens(frame)
             else:
-                if self._framed:
+                batches.append(batch)
+                if framed:
                     self._note_frame(batch, frame)
-                self.on_tokens(batch)
+        self.on_tokens(*batches)
         if self._dirty:
             self.flush()
 
@@ -250,43 +251,49 @@ class PDRequestRouter:
         except ProtocolError as error:
             log.warning("ignored a bad token message: %s", error)
 
-    def on_tokens(self, batch: TokenBatch) -> None:
-        """Take one step's tokens of one instance. `flush` wakes the readers, once for all batches of a loop turn."""
-        rooms, tokens = batch.rooms, batch.tokens
-        logprobs = batch.logprobs
-        if len(rooms) != len(tokens) or (logprobs and not all([0 <= place < len(rooms) for place, _ in logprobs])):
-            log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
-            return
-        if batch.number:
-            link = self._links.get(batch.link)
-            if link is None:
-                return  # it answers another router
-            receiver = link.receiver
-            is_next = receiver.take(batch.number, batch.num_kept)
-            if receiver.is_gap_new:
-                self._dispatcher.report_gap(link)
-            if receiver.given_up:
-                self._attempts.on_lost_tokens(link.key, receiver.given_up)
-                receiver.given_up = 0
-            if not is_next:
-                return
-        counters, attempt_of = self.counters, self._attempts.rooms.get
-        counters.tokens += len(rooms)
-        if logprobs or batch.cached or batch.prompt_logprobs:
-            self._take_more(batch)
-        for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
-            attempt = attempt_of(room)
-            if attempt is None:
-                counters.stale_tokens += 1
+    def on_tokens(self, *batches: TokenBatch) -> None:
+        """Take the tokens of steps, in order. `flush` wakes the readers, once for all batches of a loop turn. Without a
+        pause between steps there is a batch for each token, so this does nothing per batch that it can do once."""
+        counters, link_of, attempt_of = self.counters, self._links.get, self._attempts.rooms.get
+        for batch in batches:
+            rooms, tokens, logprobs = batch.rooms, batch.tokens, batch.logprobs
+            if len(rooms) != len(tokens) or (logprobs and not _are_places(logprobs, len(rooms))):
+                log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
                 continue
-            generation = attempt.generation
-            generation.tokens.append(token)
-            if not generation.noted:
-                self._note(attempt, generation)
-        for finish in batch.finished:
-            attempt = attempt_of(finish.room)
-            if attempt is not None:
-                self._attempts.on_finish(attempt, finish)
+            if batch.number:
+                link = link_of(batch.link)
+                if link is None:
+                    continue  # it answers another router
+                is_next = link.receiver.take(batch.number, batch.num_kept)
+                if not is_next or link.receiver.given_up:
+                    self._on_loss(link)
+                    if not is_next:
+                        continue
+            if logprobs or batch.cached or batch.prompt_logprobs:
+                self._take_more(batch)
+            counters.tokens += len(rooms)
+            for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
+                attempt = attempt_of(room)
+                if attempt is None:
+                    counters.stale_tokens += 1
+                    continue
+                generation = attempt.generation
+                generation.tokens.append(token)
+                if not generation.noted:
+                    self._note(attempt, generation)
+            for finish in batch.finished:
+                attempt = attempt_of(finish.room)
+                if attempt is not None:
+                    self._attempts.on_finish(attempt, finish)
+
+    def _on_loss(self, link: InstanceLink) -> None:
+        """Handle what a link's receiver found missing before a message."""
+        receiver = link.receiver
+        if receiver.is_gap_new:
+            self._dispatcher.report_gap(link)
+        if receiver.given_up:
+            self._attempts.on_lost_tokens(link.key, receiver.given_up)
+            receiver.given_up = 0
 
     def _take_more(self, batch: TokenBatch) -> None:
         """Take what few messages have beside tokens, ahead of these."""
@@ -400,3 +407,7 @@ class PDRequestRouter:
             for waiter in waiters:
                 if not waiter.done():
                     waiter.set_result(None)
+
+
+def _are_places(logprobs: list[tuple[int, bytes]], num_tokens: int) -> bool:
+    return all(0 <= place < num_tokens for place, _ in logprobs)
