@@ -76,7 +76,7 @@ class ChoiceDecoder:
         empty."""
         deltas: list[Delta] = []
         held, push, scanner = self._held, self._detokenizer.push, self._scanner
-        hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
+        hidden = reason == "stop" and bool(tokens) and self._is_hidden(tokens[-1])
         before = self.num_tokens
         self.num_tokens += len(tokens)
         for place, token in enumerate(tokens[:-1] if hidden else tokens, 1):
@@ -107,7 +107,7 @@ class ChoiceDecoder:
             return joined([d.text for d in deltas]), [token for d in deltas for token in d.token_ids]
         self.num_tokens += len(tokens)
         self.finish_reason = reason
-        hidden = bool(tokens) and self._is_hidden(tokens[-1], reason)
+        hidden = reason == "stop" and bool(tokens) and self._is_hidden(tokens[-1])
         shown = tokens[:-1] if hidden else tokens
         text = self._detokenizer.push(shown) + self._detokenizer.finish()
         if self._parser is None:
@@ -144,8 +144,8 @@ class ChoiceDecoder:
                 self.finish_reason = "tool_calls"
         return deltas
 
-    def _is_hidden(self, token: int, reason: str | None) -> bool:
-        return reason == "stop" and token in self._stop_ids and not self._include_stop
+    def _is_hidden(self, last_token: int) -> bool:
+        return last_token in self._stop_ids and not self._include_stop
 
     def _end(self, deltas: list[Delta], reason: str) -> None:
         self.finish_reason = reason

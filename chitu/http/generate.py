@@ -311,6 +311,7 @@ class GenerationRoutes:
         while open_choices:
             await wakeup.wait()
             events: list[bytes] = []
+            has_ended = False
             failure = await running.shutdown_error if running.shutdown_error is not None else None
             for i, choice in open_choices if failure is None else ():
                 if choice.generation.error is not None:
@@ -319,13 +320,14 @@ class GenerationRoutes:
                 if choice.generation.prompt_logprobs is not None:
                     await self._write_prompt(choice, choice.generation.prompt_logprobs, job.options)
                 if append_events(events, i, choice, form, job.options):
+                    has_ended = True
                     self._router.cancel(choice.generation, is_complete=True)
             if failure is not None:
                 if not exchange.is_started:
                     raise failure
                 exchange.stream(form.error(failure), is_last=True)  # without a number: it is not an event of the answer
                 return
-            else:
+            if has_ended:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
                     usage = self._usage(job, choices) if job.options.include_usage else None
