@@ -15,10 +15,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # the starter has closed it; the next file would get its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - as long as the process
-    from chitu.commands import run
+    from chitu.cli.commands import run
 
     return run(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

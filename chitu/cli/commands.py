@@ -1,9 +1,9 @@
 """The commands of `chitu`: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
 bench, doctor.
 
-Called by `cli.py`. This module only calls; `cli_arguments.py` parses. Each command imports what it needs inside its
-function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2; any
-other known failure, including an OS error, prints one sentence and exits with 1; Ctrl-C exits with 130.
+Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs inside
+its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
+any other known failure, including an OS error, prints one sentence and exits with 1; Ctrl-C exits with 130.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.cli_arguments import make_parser
+from chitu.cli.arguments import make_parser
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr
 from chitu.errors import ChituError, ConfigError
 

@@ -1,4 +1,4 @@
-"""The arguments of the `chitu` commands: names, help texts and valid values. `cli.py` runs the commands."""
+"""The arguments of the `chitu` commands: names, help texts and valid values. `commands.py` runs them."""
 
 from __future__ import annotations
 
