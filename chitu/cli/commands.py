@@ -1,7 +1,7 @@
 """The commands of `chitu`: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
 bench, doctor.
 
-Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs inside
+Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
 any other known failure, including an OS error, prints one sentence and exits with 1; Ctrl-C exits with 130.
 """
