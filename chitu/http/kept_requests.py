@@ -97,7 +97,9 @@ class KeptRequests:
         self._taken: list[TakenUp] = []
         self._looking: asyncio.Task[None] | None = None
         self._next_look_s = 0.0
-        self._has_looked = self._is_ending = False
+        self._is_ending = False
+        self._has_all = False
+        """Whether no request waited in the folder after the last look."""
 
     # ------------------------------------------------------------------------------------------------ the router's end
 
@@ -220,13 +222,18 @@ class KeptRequests:
     async def _look(self, layout: KVLayout) -> None:
         try:
             found = await asyncio.to_thread(self._folder.found, time.time(), layout.model_hash, layout.dtype)
-            for name, record in found[: max(0, self._folder.config.max_requests - len(self._taken))]:
+            room = max(0, self._folder.config.max_requests - len(self._taken))
+            has_all = len(found) <= room
+            self._has_all = self._has_all and not found
+            for name, record in found[:room]:
                 if self._is_ending:
                     return
                 try:
                     each = await self._parsed(record)
                 except ChituError as error:
-                    if error.http_status not in BUSY:
+                    if error.http_status in BUSY:
+                        has_all = False
+                    else:
                         await asyncio.to_thread(self._folder.refuse, name, f"{record.request_id}: {error.message}")
                     continue
                 if await asyncio.to_thread(self._folder.take, name):
@@ -234,7 +241,7 @@ class KeptRequests:
                     self._running.add(record.request_id, each.answer)
                     log.info("kept request %s continues after %d tokens", record.request_id, len(record.token_ids))
                     self._resume(each)
-            self._has_looked = True
+            self._has_all = has_all
         except OSError as error:
             log.error("cannot look for kept requests in their folder: %s", error)
         finally:
@@ -338,13 +345,15 @@ class KeptRequests:
 
     def find(self, name: str, tenant: str) -> TakenUp:
         """Return the tenant's newest request with this id or answer id. UnknownRequest if there is none; NoInstance
-        before the first look."""
+        if it may be in the folder."""
         names = bare_names(name)
         known = [each for each in self._taken if each.record.request_id in names and each.record.tenant == tenant]
         if known:
             return max(known, key=lambda each: each.record.created_s)
-        if not self._has_looked:
-            raise NoInstance("kept requests are not loaded yet: instances are still starting; try again")
+        if self._is_ending:
+            raise NoInstance("the server is shutting down; the next one has the kept requests: try again")
+        if not self._has_all:
+            raise NoInstance("not all kept requests are loaded yet: instances are still starting; try again")
         raise UnknownRequest(f"no request {name!r} of an earlier router is kept here for you")
 
     def reader(self, each: TakenUp, wake: Callable[[], None]) -> Generation:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from chitu.config.schema import KeptRequestsConfig
-from chitu.errors import InvalidRequest
+from chitu.errors import InvalidRequest, NoInstance, UnknownRequest
 from chitu.http.event_numbers import EventNumbers, events_read
 from chitu.http.kept_folder import KeptFolder, NotKept
 from chitu.http.kept_requests import KeptRequests
@@ -200,3 +200,8 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     kept.tick()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
     assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["request" if leaves else "refused"]
+    with pytest.raises(NoInstance if leaves else UnknownRequest):
+        kept.find("r", "t")
+    await kept.write_all(1.0)
+    with pytest.raises(NoInstance, match="the next one has the kept requests"):
+        kept.find("another that it has written", "t")
