@@ -11,6 +11,7 @@ once, by one router; a request without a reader ends by its own limits, and is d
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -100,6 +101,7 @@ class KeptRequests:
         self._is_ending = False
         self._has_all = False
         """Whether no request waited in the folder after the last look."""
+        self._next_look_over = asyncio.Event()
 
     # ------------------------------------------------------------------------------------------------ the router's end
 
@@ -220,6 +222,7 @@ class KeptRequests:
             self._looking = asyncio.ensure_future(self._look(layout))
 
     async def _look(self, layout: KVLayout) -> None:
+        over, self._next_look_over = self._next_look_over, asyncio.Event()
         try:
             found = await asyncio.to_thread(self._folder.found, time.time(), layout.model_hash, layout.dtype)
             room = max(0, self._folder.config.max_requests - len(self._taken))
@@ -246,6 +249,7 @@ class KeptRequests:
             log.error("cannot look for kept requests in their folder: %s", error)
         finally:
             self._looking = None
+            over.set()
 
     async def _parsed(self, record: KeptRequest) -> TakenUp:
         """Return the recorded request, ready to go on. ChituError if this router cannot serve it."""
@@ -343,18 +347,26 @@ class KeptRequests:
 
     # ---------------------------------------------------------------------------------------------------------- readers
 
-    def find(self, name: str, tenant: str) -> TakenUp:
+    async def find(self, name: str, tenant: str) -> TakenUp:
         """Return the tenant's newest request with this id or answer id. UnknownRequest if there is none; NoInstance
-        if it may be in the folder."""
-        names = bare_names(name)
-        known = [each for each in self._taken if each.record.request_id in names and each.record.tenant == tenant]
-        if known:
-            return max(known, key=lambda each: each.record.created_s)
+        if it may be in the folder. An unknown request waits for the next look: it may have been written just now."""
+        each = self._known(name, tenant)
+        if each is None and self._has_all and not self._is_ending:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._next_look_over.wait(), 2 * LOOK_S)
+                each = self._known(name, tenant)
+                if each is None and self._has_all and not self._is_ending:
+                    raise UnknownRequest(f"no request {name!r} of an earlier router is kept here for you")
+        if each is not None:
+            return each
         if self._is_ending:
             raise NoInstance("the server is shutting down; the next one has the kept requests: try again")
-        if not self._has_all:
-            raise NoInstance("not all kept requests are loaded yet: instances are still starting; try again")
-        raise UnknownRequest(f"no request {name!r} of an earlier router is kept here for you")
+        raise NoInstance("not all kept requests are loaded yet: instances are still starting; try again")
+
+    def _known(self, name: str, tenant: str) -> TakenUp | None:
+        names = bare_names(name)
+        known = [each for each in self._taken if each.record.request_id in names and each.record.tenant == tenant]
+        return max(known, key=lambda each: each.record.created_s, default=None)
 
     def reader(self, each: TakenUp, wake: Callable[[], None]) -> Generation:
         """Return a reader of the output from its beginning on. Give it to `leave` at the end."""

@@ -31,7 +31,9 @@ class KeptRoute:
         """Send the answer of a kept request. `name`: id of the request or of its answer."""
         running = RunningAnswer(self._tenant_of(scope), self._clock.monotonic())
         running.numbers = EventNumbers(events_read(scope))
-        each = self._kept.find(name, running.tenant)
+        each = await self._kept.find(name, running.tenant)
+        if exchange.is_client_gone:
+            return
         record, job = each.record, each.job
         reader = self._kept.reader(each, running.wakeup.set)
         running.choices = [self._routes.choice_of(job, reader, job.prompts[0])]

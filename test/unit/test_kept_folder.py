@@ -17,7 +17,7 @@ from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import InvalidRequest, NoInstance, UnknownRequest
 from chitu.http.event_numbers import EventNumbers, events_read
 from chitu.http.kept_folder import KeptFolder, NotKept
-from chitu.http.kept_requests import KeptRequests
+from chitu.http.kept_requests import LOOK_S, KeptRequests
 from chitu.http.running_answers import RunningAnswers
 from chitu.http.served_model import ModelLimits
 from chitu.protocol import InstanceInfo, KVLayout
@@ -188,7 +188,7 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     """A request that this router will never serve is put aside. That no instance serves just now is no such reason."""
     of = folder(tmp_path, max_age_s=1e12)
     of.write(record(expires_s=1e12))
-    limits = [ModelLimits(2, 100), None if leaves else ModelLimits(2, 100)]
+    limits, clock = [ModelLimits(2, 100), None] if leaves else [ModelLimits(2, 100)] * 3, FakeClock()
     model = SimpleNamespace(layout=KVLayout("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0))
     router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
@@ -196,12 +196,21 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
         return SimpleNamespace(why_not_kept="")
 
-    kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, FakeClock())  # type: ignore[arg-type]
+    kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, clock)  # type: ignore[arg-type]
     kept.tick()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
     assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["request" if leaves else "refused"]
-    with pytest.raises(NoInstance if leaves else UnknownRequest):
-        kept.find("r", "t")
+    if leaves:
+        with pytest.raises(NoInstance):
+            await kept.find("r", "t")
+    else:
+        asked = asyncio.ensure_future(kept.find("r", "t"))
+        await asyncio.sleep(0)
+        assert not asked.done(), "it may have been written just now"
+        clock.advance(LOOK_S)
+        kept.tick()
+        with pytest.raises(UnknownRequest):
+            await asked
     await kept.write_all(1.0)
     with pytest.raises(NoInstance, match="the next one has the kept requests"):
-        kept.find("another that it has written", "t")
+        await kept.find("another that it has written", "t")
