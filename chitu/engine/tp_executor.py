@@ -7,6 +7,8 @@ the last call (`close`) comes from the main thread, after the step thread has en
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Collection
 
 import msgspec
@@ -17,6 +19,11 @@ from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch, explaining
 from chitu.engine.warmup import run_warmup
 from chitu.errors import Internal
+
+logger = logging.getLogger(__name__)
+
+END_TIMEOUT_S = 10.0
+"""Time for the followers to receive the last order. They are idle by then."""
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,10 +49,13 @@ def for_followers(plan: StepPlan) -> StepPlan:
 class TensorParallelExecutor:
     """An `Executor`. `watch` ends this process when a follower dies; `close` disarms it before the followers end."""
 
-    def __init__(self, runner: ModelRunner, group: RankGroup, watch: ProcessWatch) -> None:
+    def __init__(
+        self, runner: ModelRunner, group: RankGroup, watch: ProcessWatch, end_timeout_s: float = END_TIMEOUT_S
+    ) -> None:
         self._runner = runner
         self._group = group
         self._watch = watch
+        self._end_timeout_s = end_timeout_s
         self._last = StepResult([], [])
 
     @property
@@ -78,9 +88,18 @@ class TensorParallelExecutor:
         run_warmup(self, self._runner.shapes)
 
     def close(self) -> None:
-        """Shut down the followers and wait until they have received that order."""
+        """Shut down the followers and wait until they have received that order. One that hangs ends with this process,
+        whose end is near."""
         self._watch.disarm()
-        self._group.send(_encoder.encode(StepOrder([], [], None)))
-        self._group.barrier()
+        order = threading.Thread(target=self._order_end, daemon=True)
+        order.start()
+        order.join(self._end_timeout_s)
+        if order.is_alive():
+            logger.warning("ending without waiting any longer for a rank that hangs")
+            return
         self._runner.close()
         self._group.close()
+
+    def _order_end(self) -> None:
+        self._group.send(_encoder.encode(StepOrder([], [], None)))
+        self._group.barrier()

@@ -235,7 +235,7 @@ class Supervisor:
 
     def _died(self, member: Member, child: ChildProcess, code: int, now_s: float) -> None:
         self._look_at_progress(member)
-        member.has_left = code == 0 and member.progress.state == DRAINED
+        member.has_left = member.progress.state == DRAINED  # a follower that hung has another exit code
         member.lost_rank = member.progress.state == TAKEN
         child.kill_tree()
         member.child = None

@@ -141,9 +141,12 @@ def test_a_death_is_reported_and_the_instance_comes_back_on_request(model: Path)
         assert len(events) == 1
 
 
-def test_an_instance_that_was_drained_is_not_started_again_and_one_that_got_a_signal_is(model: Path) -> None:
+@pytest.mark.parametrize(("behaviour", "exit_code"), [("good", 0), ("hung_rank", 1)])
+def test_an_instance_that_was_drained_is_not_started_again_and_one_that_got_a_signal_is(
+    model: Path, behaviour: str, exit_code: int
+) -> None:
     events: list[str] = []
-    with cluster(model, events=events, restart=True, entries=WITHOUT_TORCHRUN) as started:
+    with cluster(model, behaviour, events, restart=True, entries=WITHOUT_TORCHRUN) as started:
         started.wait_ready(60)
         first = started.pid("P0")
         started.kill("P0", signal.SIGTERM)
@@ -157,7 +160,7 @@ def test_an_instance_that_was_drained_is_not_started_again_and_one_that_got_a_si
         started.wait_exit("P0", 60.0)
         assert events == ["P0 has left: it was drained, and is not started again"]
         member = started.members["P0"]
-        assert member.has_left and member.exit_code == 0 and member.restart_at_s is None
+        assert member.has_left and member.exit_code == exit_code and member.restart_at_s is None
         started.restart("P0")
         started.wait_ready(60)
         assert not member.has_left

@@ -104,3 +104,18 @@ def test_pages_that_a_slow_follower_still_copies_are_not_free_yet() -> None:
     follower.join(20)
     assert not follower.is_alive()
     assert (main.saved[1] == OLD).all() and (slow.saved[1] == OLD).all()
+
+
+def test_a_follower_that_hangs_does_not_hold_up_the_end() -> None:
+    answers = threading.Event()
+
+    class HangingGroup(Group):
+        def barrier(self) -> None:
+            assert answers.wait(20)
+
+        def close(self) -> None:
+            raise AssertionError("a rank may still use it")
+
+    executor = TensorParallelExecutor(Runner(lambda: None), HangingGroup(), NoWatch(), 0.01)  # type: ignore[arg-type]
+    executor.close()
+    answers.set()

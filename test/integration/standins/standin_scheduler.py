@@ -1,8 +1,8 @@
 """Stand-in scheduler for tests of the supervisor, with the flags and the progress file of the real one.
 
 `model.served_name` selects its behaviour: `die_at_start` (exit 3 before it is ready), `stubborn` (ignores SIGTERM),
-`talkative` (writes 100 kB at every SIGUSR2), `refused` (exit 1 as soon as it is ready), `slow` (never ready), anything
-else: ready at once, ends on SIGTERM. SIGUSR1 drains it.
+`talkative` (writes 100 kB at every SIGUSR2), `refused` (exit 1 as soon as it is ready), `slow` (never ready),
+`hung_rank` (exit 1 after a drain), anything else: ready at once, ends on SIGTERM. SIGUSR1 drains it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "stubborn" else lam
 
 def drained(*_: object) -> None:
     progress.state(DRAINED)
-    sys.exit(0)
+    sys.exit(1 if behaviour == "hung_rank" else 0)
 
 
 signal.signal(signal.SIGUSR1, drained)
