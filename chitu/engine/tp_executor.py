@@ -8,7 +8,6 @@ the last call (`close`) comes from the main thread, after the step thread has en
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection
 
 import msgspec
@@ -19,6 +18,7 @@ from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import ProcessWatch, explaining
 from chitu.engine.warmup import run_warmup
 from chitu.errors import Internal
+from chitu.net.threads import ServiceThread
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class TensorParallelExecutor:
         """Shut down the followers and wait until they have received that order. One that hangs ends with this process,
         whose end is near."""
         self._watch.disarm()
-        order = threading.Thread(target=self._order_end, daemon=True)
+        order = ServiceThread("tp-end", self._order_end)
         order.start()
         order.join(self._end_timeout_s)
         if order.is_alive():
