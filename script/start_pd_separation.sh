@@ -6,9 +6,9 @@
 #
 # The hosts replace those of the topology (default pd_disagg_1p1d_multi_node), the router's first. With --ssh this
 # checkout must be at the same path on every machine; when the processes of one machine end, or on Ctrl-C, those of all
-# machines are ended. A machine that is silent for 20 s counts as ended. PD_SSH is the ssh command (default: ssh -tt with
-# timeouts), PYTHON the interpreter. Other options are those of `chitu node`. With --ssh all machines get the cluster key
-# of CHITU_CLUSTER_KEY, of the topology, or a new one.
+# machines are ended. A machine that is silent for 20 s counts as ended. PD_SSH is the ssh command, such as `ssh -tt -p 2222`
+# (without -tt the nodes outlive the script); PYTHON is the interpreter. Other options are those of `chitu node`. With
+# --ssh all machines get the cluster key of CHITU_CLUSTER_KEY, of the topology, or a new one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 source "$here/pd_common.sh"

@@ -86,7 +86,6 @@ class LocalCluster:
         self.log_dir = make_log_dir(log_dir or topology.log.dir)
         self._cores = usable_cores()
         self._config = str(self.log_dir / "topology.yaml")
-        self._write_config()
         self._supervisor = Supervisor(
             [ROUTER, *(item.name for item in instances(topology))],
             self._spec,
@@ -98,6 +97,7 @@ class LocalCluster:
             popen=self._entries.popen,
         )
         self.members = self._supervisor.members
+        self._write_config()
 
     # ------------------------------------------------------------------------------------------------------- life
 

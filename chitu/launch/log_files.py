@@ -8,6 +8,7 @@ descriptors append, so the next line starts the file again.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -39,6 +40,23 @@ def open_private(path: Path, *, append: bool = True) -> BinaryIO:
     with contextlib.suppress(OSError):  # another user's file that we may write
         os.fchmod(descriptor, 0o600)
     return open(descriptor, "ab" if append else "wb", buffering=0)
+
+
+def claim_log(path: Path) -> BinaryIO | None:
+    """Lock a log until the returned file is closed. Raise ConfigError if another launcher has it: they would take each
+    other's ports and progress from the files beside it."""
+    try:
+        file = open_private(path)
+    except OSError:  # reported by the start of its process
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"another launcher writes {path}: give this one another --log-dir (log.dir)") from None
+    except OSError:  # a network file system without locks
+        pass
+    return file
 
 
 def cut(path: Path, kept: Path, max_bytes: int) -> bool:

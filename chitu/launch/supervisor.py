@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from chitu.errors import ConfigError, Internal
+from chitu.launch.log_files import claim_log
 from chitu.launch.plan import ROUTER, ProcessSpec
 from chitu.launch.process import ChildProcess
 from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress
@@ -78,6 +79,8 @@ class Supervisor:
         self.members = {name: Member(name) for name in names}
         self.log_dir = log_dir or self.run_dir.path
         self._has_logs = log_dir is not None
+        self._claims = [claim_log(self.log_path(name)) for name in names] if self._has_logs else []
+        """Locks on the logs, until the end."""
         self._spec_of = spec_of
         self._restart = restart
         self._on_event = on_event
@@ -172,6 +175,9 @@ class Supervisor:
             if self._run_dir is not None:
                 self._run_dir.remove()
                 self._run_dir = None
+            while self._claims:
+                if (claim := self._claims.pop()) is not None:
+                    claim.close()
         # One that was never ready may have ended by the signal itself, before it had a handler: that is no death.
         self._was_clean = self._was_clean and all(m.exit_code == 0 for m in self.members.values() if m.was_ready)
         return codes

@@ -316,6 +316,18 @@ def test_a_taken_port_is_told_before_anything_starts(model: Path) -> None:
     assert not (model / "logs").exists()
 
 
+def test_a_second_launcher_does_not_write_into_the_logs_of_the_first(model: Path) -> None:
+    """It would take the first one's ports for its own, and the first one would restart with its topology."""
+    topology = load_topology(None, [f"model.path={model}"])
+    first = LocalCluster(topology, log_dir=str(model / "logs"), entries=ENTRIES)
+    written = (model / "logs" / "topology.yaml").stat()
+    with pytest.raises(ConfigError, match=r"another launcher writes .*/logs/router\.log: give this one another"):
+        LocalCluster(topology, log_dir=str(model / "logs"), entries=ENTRIES)
+    assert (model / "logs" / "topology.yaml").stat() == written
+    first.stop()
+    LocalCluster(topology, log_dir=str(model / "logs"), entries=ENTRIES).stop()
+
+
 def test_an_instance_whose_port_is_taken_ends_with_one_sentence(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         key = "dp_config.router.decode_schedulers.0.port"
