@@ -97,7 +97,8 @@ class Supervisor:
         member = self.member(name)
         spec = self._spec_of(name)
         progress = self._progress_path(name)
-        progress.unlink(missing_ok=True)
+        if name != ROUTER or not member.was_ready:  # it starts again with the same ports, and the disk may be full
+            progress.unlink(missing_ok=True)
         # Not beside the logs, since a network file system may lack the locks of torch's file store.
         tmp = self.run_dir.make_empty(name)
         self._starts += 1

@@ -108,15 +108,17 @@ def test_workers_learn_the_ports_that_the_router_really_has(model: Path) -> None
     assert {member.exit_code for member in started.members.values()} == {0}
 
 
-def test_a_router_that_starts_again_has_no_file_to_write(model: Path) -> None:
+def test_a_router_that_starts_again_needs_no_file(model: Path) -> None:
     """The disk of the logs may be full."""
     with cluster(model, entries=WITHOUT_TORCHRUN) as started:
         started.wait_ready(60)
-        (model / "logs" / "router.ready.partial").mkdir()
+        progress = (model / "logs" / "router.progress").read_bytes()
+        (model / "logs" / "full").touch()
         started.kill(ROUTER)
         started.wait_exit(ROUTER)
         started.restart(ROUTER)
         started.wait_ready(20)
+        assert (model / "logs" / "router.progress").read_bytes() == progress
 
 
 def test_a_process_that_dies_before_it_is_ready_ends_the_start_with_its_last_words(model: Path) -> None:

@@ -1,15 +1,25 @@
-"""Stand-in router for tests of the supervisor: ports, `/health` (all instances are up); routes nothing."""
+"""Stand-in router for tests of the supervisor: ports, `/health` (all instances are up); routes nothing.
+
+If its folder has a file `full`, none of its files can grow, as on a full disk.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.server
 import json
+import resource
 import signal
 import sys
 
-from chitu.config.load import load_topology
+from chitu.config.load import load_topology, progress_file
 from chitu.launch.progress import ProgressWriter
+
+
+def say(*words: object) -> None:
+    with contextlib.suppress(OSError):
+        print(*words, flush=True)
 
 
 class Health(http.server.BaseHTTPRequestHandler):
@@ -24,7 +34,7 @@ class Health(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args: object) -> None:
-        print("asked for", self.path, flush=True)
+        say("asked for", self.path)
 
 
 parser = argparse.ArgumentParser()
@@ -36,6 +46,8 @@ router = topology.dp_config.router
 server = http.server.ThreadingHTTPServer(("127.0.0.1", router.port), Health)
 server.daemon_threads = True
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if (report := progress_file()) is not None and (report.parent / "full").exists():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
 ProgressWriter().ready(ports={"port": server.server_port, "stats_port": 1, "bootstrap_port": 2})
-print("router listens", flush=True)
+say("router listens")
 server.serve_forever()
