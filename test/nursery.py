@@ -9,11 +9,13 @@ imports, of interpreters or of how torchrun itself starts cannot use it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import gc
 import importlib
+import logging
 import os
 import runpy
 import select
@@ -49,6 +51,8 @@ IMPORTED = (
     "chitu.serve.api_server",
     "chitu.testing.checksum_scheduler",
     "chitu.testing.fake_worker",
+    "pydantic.v1",  # FastAPI imports it when it makes the router's routes
+    "tokenizers",
     TORCHRUN,
 )
 
@@ -300,7 +304,19 @@ def _become(request: _Request, given: Sequence[int]) -> None:
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
+def _leave(codes: Sequence[int]) -> None:
+    """End with the exit code of a router or worker that ended by itself. To take down torch, which it would not have
+    without the nursery, would take it a quarter second of a core."""
+    if codes:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(codes[0])
+
+
 if __name__ == "__main__":
+    exit_codes: list[int] = []
+    atexit.register(_leave, exit_codes)  # before all that is imported below, so it runs after their handlers
     for name in IMPORTED:
         importlib.import_module(name)
     import torch
@@ -310,4 +326,9 @@ if __name__ == "__main__":
     sys.path[:] = [*filter(None, wanted.env.get("PYTHONPATH", "").split(os.pathsep)), *wanted.path]
     sys.modules.pop(wanted.module, None)  # it runs as `__main__`
     sys.argv = [wanted.module, *wanted.arguments]
-    runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if wanted.module in IMPORTED and isinstance(end.code, int):
+            exit_codes.append(end.code)
+        raise
