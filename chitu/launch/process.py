@@ -52,19 +52,23 @@ def die_with_torchrun() -> None:
 
 def processes_marked(mark: str) -> list[int]:
     """Return the pids of live processes whose environment has `CHITU_PROCESS=<mark>`."""
-    wanted = f"{MARK}={mark}".encode()
+    wanted = f"\0{MARK}={mark}\0".encode()
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            # Processes of other users cannot be read, and any process may end meanwhile.
-            with contextlib.suppress(OSError):
-                if wanted in (entry / "environ").read_bytes().split(b"\0") and not _is_zombie(entry):
-                    found.append(int(entry.name))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        # Processes of other users cannot be read, and any process may end meanwhile.
+        with contextlib.suppress(OSError):
+            if wanted in b"\0%b\0" % _read(f"/proc/{name}/environ") and not _is_zombie(name):
+                found.append(int(name))
     return sorted(found)
 
 
-def _is_zombie(entry: Path) -> bool:
-    return (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+def _is_zombie(name: str) -> bool:
+    return _read(f"/proc/{name}/stat").rpartition(b")")[2].split()[0] == b"Z"
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()
 
 
 class ChildProcess:

@@ -374,3 +374,11 @@ def test_the_last_lines_are_those_of_what_failed(tmp_path: Path, log: list[str],
     child = ChildProcess("D0", ["printf", "%s\\n", *log], {}, tmp_path / "log", "mark")
     wait_until(lambda: child.exit_code() == 0, 20, "its end")
     assert child.tail() == (tail or log)
+
+
+def test_a_mark_is_found_whole_and_not_as_the_beginning_of_another(tmp_path: Path) -> None:
+    mark = f"{tmp_path}/P0/12"
+    child = ChildProcess("P0", ["sleep", "60"], {}, None, mark)
+    found = [processes_marked(each) for each in (mark, mark[:-1], mark[1:])]
+    child.kill_tree()
+    assert found == [[child.pid], [], []] and processes_marked(mark) == []
