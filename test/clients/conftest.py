@@ -50,7 +50,7 @@ def model(clients_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[LocalCluster]:
     settings = [f"model.path={model}", "model.served_name=tiny"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", settings)

@@ -1,7 +1,7 @@
-"""One 2P3D cluster for all tests of the web page, one browser per module, one fresh context per page.
+"""A 2P3D cluster and a browser per module of tests of the web page, a fresh context per page.
 
-The browser is per module, not per session: while playwright runs, its event loop owns the main thread, and other tests
-need `asyncio.run` there.
+Neither is per session: while playwright runs, its event loop owns the main thread, and other tests need `asyncio.run`
+there; and six processes would run beside all tests that come later.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "qwen3", family="qwen3")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(a_browser_starts: None, random_model: Path) -> Iterator[LocalCluster]:
     """Yield a 2P3D cluster on this machine. Dead processes restart in `cluster.poll()`, so a test sees the time in
     between."""
