@@ -261,6 +261,10 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
 
 # ------------------------------------------------------------------------------------------------------------ grammars
 
+ON_D = pytest.mark.parametrize("cluster", ["shm", "tp", "unified"], indirect=True, scope="module")
+"""A grammar is D's alone, and no transport knows of it: what Mooncake brings is in the tests above, and in the fifty
+seeds."""
+
 WORDS = {"guided_regex": "([a-f]{1,5} ){3,9}[a-f]{3}"}
 FOLLOWING: list[tuple[dict[str, Any], Grammar]] = [
     (WORDS, Grammar("regex", WORDS["guided_regex"])),
@@ -327,6 +331,7 @@ def test_fifty_seeds_have_the_tokens_of_a_plain_loop(cluster: LocalCluster, of_s
         assert answer.token_ids == right, (prompt, asked)
 
 
+@ON_D
 @pytest.mark.slow
 def test_what_follows_a_grammar_has_the_tokens_of_a_plain_loop_over_masked_logits(
     client: openai.OpenAI, reference: transformers.PreTrainedModel, model: Path
@@ -352,6 +357,7 @@ def test_what_follows_a_grammar_has_the_tokens_of_a_plain_loop_over_masked_logit
                 assert choice.finish_reason == ("stop" if ended else "length")
 
 
+@ON_D
 @pytest.mark.slow
 def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
     client: openai.OpenAI, reference: transformers.PreTrainedModel, model: Path
@@ -390,6 +396,7 @@ def of_schemas() -> list[str]:
     return []
 
 
+@ON_D
 @pytest.mark.slow
 async def test_every_answer_to_a_hundred_random_schemas_is_valid(
     cluster: LocalCluster, request: pytest.FixtureRequest, of_schemas: list[str]
@@ -425,6 +432,7 @@ class Weather(pydantic.BaseModel):
     days: Annotated[int, pydantic.Field(ge=1, le=9)]
 
 
+@ON_D
 @pytest.mark.slow
 def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_a_class(client: openai.OpenAI) -> None:
     names = ("weather", "forecast")
@@ -452,6 +460,7 @@ def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_
     assert isinstance(response.output_parsed, Weather), response
 
 
+@ON_D
 @pytest.mark.slow
 def test_a_request_whose_grammar_leaves_nothing_ends_alone(cluster: LocalCluster, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0}
