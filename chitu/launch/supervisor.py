@@ -32,6 +32,9 @@ GRACE_OVER_DRAIN_S = 0.5
 """Time beyond `deadlines.drain_s` after which a process is killed: 4.5 s with the default."""
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
+STALLED_S = 600.0
+"""Time without progress after which a process that starts again is killed: to read weights reports all the time, to
+compile kernels for one GPU takes minutes."""
 
 
 class StartFailed(Internal):
@@ -49,6 +52,8 @@ class Member:
     failures: int = 0
     """Number of deaths in a row; each doubles the wait before the next start."""
     restart_at_s: float | None = None
+    progressed_s: float = 0.0
+    """Time of its start, or of its newest progress."""
     exit_code: int | None = None
     """Exit code of the last incarnation, once its death was noticed."""
     has_left: bool = False
@@ -71,6 +76,7 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         max_log_bytes: int = 0,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        stalled_s: float = STALLED_S,
     ) -> None:
         """Make the members without starting them. With `log_dir` None the processes write to this one's output.
         `max_log_bytes` limits each process's log."""
@@ -87,6 +93,7 @@ class Supervisor:
         self._env = dict(env or {})
         self._max_log_bytes = max_log_bytes
         self._popen = popen
+        self._stalled_s = stalled_s
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
         self._was_clean = True
@@ -118,6 +125,7 @@ class Supervisor:
             self._popen,
         )
         member.progress = Progress()
+        member.progressed_s = time.monotonic()
         member.restart_at_s = None
         member.has_left = False
 
@@ -136,6 +144,7 @@ class Supervisor:
                 member.child.bound_log(self._max_log_bytes)
                 if member.progress.state != "ready":
                     self._look_at_progress(member)
+                    self._end_if_stalled(member, member.child, now_s)
 
     def dead(self) -> list[Member]:
         """Return members that ended without being drained and will not be restarted."""
@@ -219,9 +228,19 @@ class Supervisor:
         return self.log_dir / f"{name}.progress"
 
     def _look_at_progress(self, member: Member) -> None:
-        member.progress = read_progress(self._progress_path(member.name))
+        found = read_progress(self._progress_path(member.name))
+        if found != member.progress:
+            member.progress, member.progressed_s = found, time.monotonic()
         if member.progress.state in ("ready", DRAINED, TAKEN):
             member.was_ready = True
+
+    def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
+        """Kill a process that hangs while it starts again: it would stay away for ever. The first start has the bound
+        of its launcher."""
+        if self._restart and member.was_ready and now_s - member.progressed_s > self._stalled_s:
+            state, member.progressed_s = member.progress.state, now_s
+            self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
+            child.kill_tree()
 
     def _start_again(self, member: Member, now_s: float) -> None:
         """Restart a process. Retry later if the system has no process, descriptor or file for it now."""

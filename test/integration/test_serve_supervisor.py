@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -19,8 +20,9 @@ from serve_process import ServeProcess
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster, StartFailed
-from chitu.launch.plan import ROUTER, Entries
+from chitu.launch.plan import ROUTER, Entries, ProcessSpec
 from chitu.launch.process import ChildProcess, processes_marked
+from chitu.launch.supervisor import Supervisor
 from chitu.testing.router_process import wait_until
 
 STANDINS = Path(__file__).parent / "standins"
@@ -216,6 +218,37 @@ def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) 
         logs.unlink()  # the folder stays missing
         wait_until(lambda: looked("P0 is started again"), 30, "a start")
         wait_until(started.ready, 60, "P0 to be ready")
+
+
+def test_a_process_that_hangs_while_it_starts_again_is_started_once_more(tmp_path: Path) -> None:
+    """Its third start is like the first."""
+    code = (
+        "import signal; from chitu.launch.progress import ProgressWriter; progress = ProgressWriter()\n"
+        "progress.state('warmup')\n"
+        "if {start} != 2: progress.ready()\n"
+        "signal.pause()"
+    )
+    starts = itertools.count(1)
+
+    def spec_of(_name: str) -> ProcessSpec:
+        return ProcessSpec("P0", "127.0.0.1", (sys.executable, "-c", code.format(start=next(starts))))
+
+    events: list[str] = []
+    supervisor = Supervisor(["P0"], spec_of, tmp_path, restart=True, on_event=events.append, stalled_s=2.0)
+
+    def is_ready() -> bool:
+        supervisor.poll()
+        return supervisor.member("P0").progress.state == "ready"
+
+    try:
+        supervisor.start("P0")
+        wait_until(is_ready, 30, "the first start")
+        os.kill(supervisor.child("P0").pid, signal.SIGKILL)
+        wait_until(lambda: not is_ready(), 30, "the death")
+        wait_until(is_ready, 30, "the third start")
+    finally:
+        supervisor.stop(0.0)
+    assert "P0 hangs: still warmup after 2 s; it is killed" in events
 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
