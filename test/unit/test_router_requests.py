@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -65,6 +66,26 @@ def test_who_wants_no_tokens_is_woken_at_the_end_only() -> None:
     assert (world.wakes, generation.tokens) == (0, [1, 2])
     world.router.on_token_frames([encode(TokenBatch(1, [room], [3], [Finish(room, "length")]))])
     assert (world.wakes, generation.take(), generation.done) == (1, [1, 2, 3], True)
+
+
+def test_a_token_message_costs_the_router_one_call() -> None:
+    """A request has up to a message per token, so a call per message costs more than all others of a request."""
+    world = pair()
+    _, room = world.add(wake_per_token=False)
+    link, calls = world.link("D0"), 0
+    frames = [encode(TokenBatch(1, [room], [5], [], number, link)) for number in range(1, 101)]
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        world.router.on_token_frames(frames)
+    finally:
+        sys.setprofile(None)
+    assert world.router.counters.tokens == 100
+    assert calls < 100 + 50, "the link's, and what the first token and the turn take"
 
 
 def test_a_unified_instance_gets_the_whole_request() -> None:
