@@ -107,15 +107,15 @@ def test_tokens_and_ends_are_those_without_overlap(checkpoint, recording):
     greedy = SamplingParams(max_tokens=36, temperature=0.0, ignore_eos=True)
     prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9, 31, 12)]
     stop = expected_tokens(reference, prompts[2], 12)[11]
-    seeded = SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    seeded = SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=17, ignore_eos=True)
     params = [
         greedy,
         seeded,
         SamplingParams(max_tokens=36, temperature=0.0, stop_token_ids=(stop,)),
-        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, repetition_penalty=1.3, min_tokens=20, seed=3),
+        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, repetition_penalty=1.3, min_tokens=20, seed=13),
         greedy,
         SamplingParams(max_tokens=1, temperature=0.0),
-        SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.5, logit_bias={5: 2.0}, seed=11),
+        SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.5, logit_bias={5: 2.0}, seed=21),
         greedy,
     ]
     requests = list(zip(prompts, params, strict=True))
@@ -195,9 +195,9 @@ def test_a_request_that_raises_fails_alone_and_no_token_of_others_counts_twice(c
     folder, _ = checkpoint
     prompts = [make_prompt(length) for length in (3, 40, 16, 30, 25, 9)]
     params = [
-        SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.9, logit_bias={5: 2.0}, seed=11),
-        SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True),
-        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, repetition_penalty=1.3, min_tokens=20, seed=3),
+        SamplingParams(max_tokens=30, temperature=0.7, frequency_penalty=0.9, logit_bias={5: 2.0}, seed=21),
+        SamplingParams(max_tokens=33, temperature=1.0, top_p=0.9, seed=17, ignore_eos=True),
+        SamplingParams(max_tokens=36, temperature=1.0, top_k=9, repetition_penalty=1.3, min_tokens=20, seed=13),
         SamplingParams(max_tokens=36, temperature=0.0, presence_penalty=1.0, ignore_eos=True),
         SamplingParams(max_tokens=36, temperature=0.0, ignore_eos=True),
     ]

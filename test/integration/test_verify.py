@@ -259,7 +259,7 @@ def test_receipts_of_the_cluster_are_replayed_by_one_engine(
     tokens = [*drawn.token_ids[:3], drawn.token_ids[3] ^ 1, *drawn.token_ids[4:]]
     changed = [
         change(drawn, token_ids=tokens),
-        change(drawn, prompt_token_ids=[*drawn.prompt_token_ids[:-1], drawn.prompt_token_ids[-1] ^ 1]),
+        change(drawn, prompt_token_ids=[token ^ 1 for token in drawn.prompt_token_ids]),
         change(drawn, sampling=change(drawn.sampling, seed=drawn.sampling.seed ^ 1)),
         change(greedy, token_ids=greedy.token_ids[:-1]),
     ]

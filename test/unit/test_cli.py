@@ -87,8 +87,12 @@ def test_what_the_system_does_to_a_command_is_no_traceback(
 
 def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "yaml.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")  # the moment of the Ctrl-C
+    code = (  # a command in the background of a script ignores SIGINT
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "runpy.run_module('chitu.cli', run_name='__main__')"
+    )
     ended = subprocess.run(
-        [sys.executable, "-m", "chitu.cli", "plan"],
+        [sys.executable, "-c", code, "plan"],
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,
