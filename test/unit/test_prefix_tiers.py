@@ -265,3 +265,46 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     finish(1)
     instance.run()
     instance.check_empty()
+
+
+def test_speculation_that_gave_way_computed_and_ends_while_it_loads_releases_no_slot_twice() -> None:
+    """The executor knows nothing of a sequence that loads: its slot was released when it was computed before."""
+    wire = Wire()
+    side = PSide(wire)
+    instance = wire.prefill = Tiered(16, sender=side)
+
+    def ask(index: int, length: int, is_announced: bool) -> None:
+        if is_announced:
+            wire.announced[room_of(index)] = 0
+        tokens = pack_i32(prompt_of(index, length))
+        instance.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", tokens, 0, 1, cache_salt=""))
+        wire.requested.add(room_of(index))
+        instance.step()
+        if is_announced:
+            wire.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room_of(index)))
+
+    def compute(index: int) -> None:
+        while room_of(index) not in wire.computed:
+            instance.pump()
+            instance.step()
+
+    def finish(index: int) -> None:
+        side.abort(room_of(index), ConfigError("over"))
+        instance.step()
+
+    ask(1, 41, is_announced=False)
+    compute(1)
+    instance.pump()
+    ask(2, 50, is_announced=True)
+    compute(2)
+    assert room_of(1) in instance.scheduler._sequences.of(SequenceState.WAITING)
+    finish(2)
+    instance.step()
+    again = instance.scheduler._sequences.of(SequenceState.COMPUTING)[room_of(1)]
+    assert again.load is not None and again.slot >= 0
+    finish(1)
+    ask(3, 9, is_announced=True)
+    compute(3)
+    finish(3)
+    instance.run()
+    instance.check_empty()

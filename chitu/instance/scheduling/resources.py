@@ -81,8 +81,7 @@ class Resources:
         if self.num_unread:
             raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
         if sequence.slot >= 0:
-            self.slots.free(sequence, admitted=sequence.admitted and not is_offloaded)
-            sequence.admitted = False
+            self.slots.free(sequence, is_offloaded)
         self._free_aux(sequence)
         self.cache.remove_task(sequence.room)
 
@@ -94,7 +93,7 @@ class Resources:
 
     def _free_slot(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
-            self.slots.free(sequence, admitted=sequence.admitted)
+            self.slots.free(sequence)
 
     def _free_aux(self, sequence: Sequence) -> None:
         if sequence.aux_slot >= 0:

@@ -22,13 +22,14 @@ class SlotPool:
         sequence.slot = self._free.pop()
         self.owner[sequence.slot] = sequence
 
-    def free(self, sequence: Sequence, admitted: bool) -> None:
-        """Free the slot. `admitted`: the executor knows the sequence, so the next plan releases it there."""
-        slot = sequence.slot
-        sequence.slot = -1
+    def free(self, sequence: Sequence, is_offloaded: bool = False) -> None:
+        """Free the slot. The next plan releases it if the executor has admitted the sequence. `is_offloaded`: the
+        executor itself does, after it has saved its pages."""
+        slot, is_known = sequence.slot, sequence.admitted
+        sequence.slot, sequence.admitted = -1, False
         self.owner[slot] = None
         self._free.append(slot)
-        if admitted:
+        if is_known and not is_offloaded:
             self._to_release.append(slot)
 
     def take_releases(self) -> list[int]:
