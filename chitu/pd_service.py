@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -251,7 +252,8 @@ class PDSchedulerService:
         clock = RealClock()
         now_s = busy_s = clock.monotonic()
         end_s = math.inf
-        while now_s < end_s and not self._skip_drain.wait(0.02):
+        while now_s < end_s and not self._skip_drain.is_set():
+            time.sleep(0.02)  # a signal handler may not set what its own thread waits for: that holds the lock at times
             now_s = clock.monotonic()
             is_signalled = self._signalled.is_set()
             if is_signalled:

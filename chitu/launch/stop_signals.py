@@ -3,22 +3,45 @@ in the main thread."""
 
 from __future__ import annotations
 
+import queue
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+class StopRequest:
+    """A request to end, which a signal handler can set while its own thread waits for it: with `threading.Event` it
+    would wait for ever for the lock that its thread holds just then."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        self._is_set = True
+        self._wake.put(None)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is set, or for `timeout_s`. Return whether it is set."""
+        if not self._is_set:
+            with suppress(queue.Empty):
+                self._wake.get(timeout=timeout_s)
+        return self._is_set
+
+
 @contextmanager
-def stop_on_signals() -> Iterator[threading.Event]:
-    """Yield an event that the first signal sets; the second one raises SystemExit.
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Yield a request that the first signal sets; the second one raises SystemExit.
 
     A SIGHUP that is ignored stays so (nohup), and none is a second signal: the shell and the kernel send one each.
     """
-    stop = threading.Event()
+    stop = StopRequest()
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set() and number != signal.SIGHUP:

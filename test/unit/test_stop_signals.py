@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -49,3 +52,31 @@ def test_nohup_outlives_the_terminal() -> None:
         signal.raise_signal(signal.SIGHUP)
         assert not stop.is_set()
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_at_any_line_of_the_wait_ends_it() -> None:
+    """An Event's `set` in the handler would hang where `wait` holds its lock."""
+
+    def wait_with_a_signal_at(number: int) -> int:
+        """Raise SIGTERM before this line of `wait` (0: none). Return how many lines ran."""
+        count = 0
+
+        def trace(_frame: FrameType, event: str, _argument: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            if event == "line" and count == number:
+                signal.raise_signal(signal.SIGTERM)
+            return trace
+
+        with stop_on_signals() as stop:
+            sys.settrace(trace)
+            try:
+                stop.wait(0.01)
+            finally:
+                sys.settrace(None)
+            assert stop.is_set() == (number > 0)
+        return count
+
+    for number in range(1, wait_with_a_signal_at(0) + 1):
+        wait_with_a_signal_at(number)
