@@ -11,6 +11,7 @@ import io
 import logging
 import os
 import select
+import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -119,20 +120,32 @@ class _Output(io.RawIOBase):
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
-        self._descriptor = descriptor
+        self._descriptor = self._given = descriptor
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+            # Opened once more: other processes have the file that was given, and would not expect O_NONBLOCK.
+            with contextlib.suppress(OSError):  # such as another user's
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+                self._descriptor = os.open(f"/proc/self/fd/{descriptor}", flags)
         self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLOUT)
+        self._poll.register(self._descriptor, select.POLLOUT)
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data)
-        for start in range(0, len(view), select.PIPE_BUF):  # with room for anything, a pipe has room for this
-            if not self._poll.poll(0):
-                break
-            os.write(self._descriptor, view[start : start + select.PIPE_BUF])
+        with contextlib.suppress(BlockingIOError):
+            for start in range(0, len(view), select.PIPE_BUF):  # with room for anything, a pipe has room for this
+                if not self._poll.poll(0):
+                    break
+                os.write(self._descriptor, view[start : start + select.PIPE_BUF])
         return len(view)
+
+    def close(self) -> None:
+        if not self.closed and self._descriptor != self._given:
+            os.close(self._descriptor)
+        super().close()
 
 
 class LogHandler(logging.StreamHandler[TextIO]):

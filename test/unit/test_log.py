@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -123,6 +124,25 @@ def test_a_pipe_that_is_not_read_loses_lines_until_it_is_read_again() -> None:
     os.close(reader)
     handler.handle(record(logging.INFO, "nobody reads this"))
     os.close(writer)
+
+
+def test_a_terminal_that_is_not_read_loses_lines_until_it_is_read_again() -> None:
+    """It has room for the beginning of a line, and would wait with the rest."""
+    terminal, own = os.openpty()
+    handler = LogHandler(io.TextIOWrapper(io.BufferedWriter(_Output(own))))
+    for _ in range(1000):
+        handler.handle(record(logging.INFO, "x" * 100))
+    os.set_blocking(terminal, False)
+    seen = b""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            seen += os.read(terminal, 1 << 16)
+    assert 4096 < len(seen) < 100_000
+    handler.handle(record(logging.INFO, "again"))
+    os.set_blocking(terminal, True)
+    assert os.read(terminal, 1 << 16).endswith(b"again\r\n")
+    for descriptor in (terminal, own):
+        os.close(descriptor)
 
 
 def test_rooms_are_random_version_4_uuids_and_printed_as_such() -> None:
