@@ -143,7 +143,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         DiskPages(tmp_path / "file", 1000)
 
 
-@pytest.mark.parametrize("scenario", ["unmount_and_mount", "start_on_a_faulty_disk"])
+@pytest.mark.parametrize("scenario", ["unmount_and_mount", "start_on_a_faulty_disk", "clear_a_faulty_disk"])
 def test_while_its_disk_is_away_nothing_is_written_below_or_forgotten(scenario: str, tmp_path: Path) -> None:
     """The scenario runs in a mount namespace of its own."""
     unshare = ["unshare", "--map-root-user", "--mount"]
@@ -189,3 +189,21 @@ def start_on_a_faulty_disk(root: Path) -> None:
     subprocess.run(["mount", "-o", "remount,rw", root], check=True)
     put(again, 3)
     assert got(again, 1, 2, 3) == 3 and again.num_bytes == 300 and got(new, 1, 2) == 2
+
+
+def clear_a_faulty_disk(root: Path) -> None:
+    """Flush while the disk is read-only: it is finished once it can be written, before another process reads them."""
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
+    disk = DiskPages(root / "P0", 1000, root)
+    put(disk, 1, 2)
+    (root / "P0" / f"{key_of(3).hex()}.kv").touch()  # a power cut has emptied it
+    subprocess.run(["mount", "-o", "remount,ro", root], check=True)
+    for _ in range(3):
+        with pytest.raises(OSError):
+            disk.clear()
+    subprocess.run(["mount", "-o", "remount,rw", root], check=True)
+    assert got(disk, 1) == 0 and len(disk) == disk.num_bytes == len(DiskPages(root / "P0", 1000, root)) == 0
+    put(disk, 1)
+    shutil.rmtree(root / "P0")
+    disk.clear()
+    assert got(disk, 1) == 0

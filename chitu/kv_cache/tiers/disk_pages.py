@@ -122,13 +122,11 @@ class DiskPages:
 
     def _require_disk(self) -> None:
         """Raise OSError if the disk cannot be used now."""
-        if self._mount is None:
-            self._mount = self._open()
-            self._make_room(0, self._max_bytes)
-        elif not self._mount.is_mount():
+        if self._mount is not None and not self._mount.is_mount():
             raise OSError(errno.ENODEV, "nothing is mounted there any more", str(self._mount))
-        if self._must_clear:
-            self._make_room(0, 0)
+        if self._mount is None or self._must_clear:  # to clear, find what an earlier try could not delete
+            self._mount = self._open()
+            self._make_room(*((1, 0) if self._must_clear else (0, self._max_bytes)))
             self._must_clear = False
 
     def _open(self) -> Path:
@@ -176,9 +174,8 @@ class DiskPages:
                 elif match := _NAME.fullmatch(entry.name):
                     status = entry.stat()
                     found.append((status.st_mtime_ns, bytes.fromhex(match[1]), status.st_size))
-        for _, key, size in sorted(found):
-            self._sizes[key] = size
-            self.num_bytes += size
+        self._sizes = OrderedDict((key, size) for _, key, size in sorted(found))
+        self.num_bytes = sum(self._sizes.values())
 
 
 def _name(key: bytes) -> str:
