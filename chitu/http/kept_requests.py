@@ -246,6 +246,7 @@ class KeptRequests:
                     self._resume(each)
             self._has_all = has_all
         except OSError as error:
+            self._has_all = False
             log.error("cannot look for kept requests in their folder: %s", error)
         finally:
             self._looking = None
@@ -361,7 +362,7 @@ class KeptRequests:
             return each
         if self._is_ending:
             raise NoInstance("the server is shutting down; the next one has the kept requests: try again")
-        raise NoInstance("not all kept requests are loaded yet: instances are still starting; try again")
+        raise NoInstance("not all kept requests are read yet (instances start, or their folder has a fault): try again")
 
     def _known(self, name: str, tenant: str) -> TakenUp | None:
         names = bare_names(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,18 +184,21 @@ def test_a_place_that_is_none_is_refused(query: bytes) -> None:
 
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_it_is_read(
-    tmp_path: Path, leaves: bool
+    tmp_path: Path, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that this router will never serve is put aside. That no instance serves just now is no such reason."""
     of = folder(tmp_path, max_age_s=1e12)
     of.write(record(expires_s=1e12))
-    limits, clock = [ModelLimits(2, 100), None] if leaves else [ModelLimits(2, 100)] * 3, FakeClock()
+    limits, clock = [ModelLimits(2, 100), None] if leaves else [ModelLimits(2, 100)] * 4, FakeClock()
     model = SimpleNamespace(layout=KVLayout("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0))
     router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
     async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
         return SimpleNamespace(why_not_kept="")
+
+    def stale_handle(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
 
     kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, clock)  # type: ignore[arg-type]
     kept.tick()
@@ -210,6 +214,12 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
         clock.advance(LOOK_S)
         kept.tick()
         with pytest.raises(UnknownRequest):
+            await asked
+        asked = asyncio.ensure_future(kept.find("r", "t"))
+        clock.advance(LOOK_S)
+        monkeypatch.setattr(of, "found", stale_handle)
+        kept.tick()
+        with pytest.raises(NoInstance, match="try again"):
             await asked
     await kept.write_all(1.0)
     with pytest.raises(NoInstance, match="the next one has the kept requests"):
