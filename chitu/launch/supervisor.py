@@ -266,7 +266,7 @@ class Supervisor:
         child.kill_tree()
         member.child = None
         member.exit_code = code
-        member.progress = Progress("dead")
+        member.progress = Progress("dead", ports=member.progress.ports)  # a router keeps them
         if member.has_left:
             self._on_event(f"{member.name} has left: it was drained, and is not started again")
             return

@@ -22,6 +22,7 @@ from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec
 from chitu.launch.process import ChildProcess, processes_marked
+from chitu.launch.progress import read_progress
 from chitu.launch.supervisor import Supervisor
 from chitu.testing.router_process import wait_until
 
@@ -121,6 +122,18 @@ def test_a_router_that_starts_again_needs_no_file(model: Path) -> None:
         started.restart(ROUTER)
         started.wait_ready(20)
         assert (model / "logs" / "router.progress").read_bytes() == progress
+
+
+def test_a_router_that_dies_as_soon_as_it_serves_comes_back_on_its_ports(model: Path) -> None:
+    """The launcher has not seen it alive."""
+    with cluster(model, restart=True, entries=WITHOUT_TORCHRUN) as started:
+        reported = model / "logs" / "router.progress"
+        wait_until(lambda: read_progress(reported).ports, 60, "the router")
+        ports = read_progress(reported).ports
+        started.kill(ROUTER)
+        wait_until(lambda: not started.alive(ROUTER), 20, "its end")
+        started.wait_ready(30)
+        assert started.ports == ports
 
 
 def test_a_process_that_dies_before_it_is_ready_ends_the_start_with_its_last_words(model: Path) -> None:
