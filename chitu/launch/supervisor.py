@@ -236,7 +236,7 @@ class Supervisor:
 
     def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
         """Kill a process that hangs while it starts again: it would stay away for ever. The first start has the bound
-        of its launcher."""
+        of its launcher, and a router counts as ready by its first report."""
         if self._restart and member.was_ready and now_s - member.progressed_s > self._stalled_s:
             state, member.progressed_s = member.progress.state, now_s
             self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
