@@ -43,10 +43,13 @@ def open_private(path: Path, *, append: bool = True) -> BinaryIO:
 
 
 def claim_log(path: Path) -> BinaryIO | None:
-    """Lock a log until the returned file is closed. Raise ConfigError if another launcher has it: they would take each
-    other's ports and progress from the files beside it."""
+    """Claim a log until the returned file is closed. Raise ConfigError if another launcher has it: they would take each
+    other's ports and progress from the files beside it.
+
+    The lock is on a file of its own, since on SMB no other descriptor can write to a locked file.
+    """
     try:
-        file = open_private(path)
+        file = open_private(path.with_suffix(".lock"))
     except OSError:  # reported by the start of its process
         return None
     try:

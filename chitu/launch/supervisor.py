@@ -86,7 +86,7 @@ class Supervisor:
         self.log_dir = log_dir or self.run_dir.path
         self._has_logs = log_dir is not None
         self._claims = [claim_log(self.log_path(name)) for name in names] if self._has_logs else []
-        """Locks on the logs, until the end."""
+        """Claims of the logs, until the end."""
         self._spec_of = spec_of
         self._restart = restart
         self._on_event = on_event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import signal
@@ -372,6 +373,8 @@ def test_a_second_launcher_does_not_write_into_the_logs_of_the_first(model: Path
     with pytest.raises(ConfigError, match=r"another launcher writes .*/logs/router\.log: give this one another"):
         LocalCluster(topology, log_dir=str(model / "logs"), entries=ENTRIES)
     assert (model / "logs" / "topology.yaml").stat() == written
+    with (model / "logs" / "router.log").open("ab") as log:  # on SMB its process could not write if it were locked
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     first.stop()
     LocalCluster(topology, log_dir=str(model / "logs"), entries=ENTRIES).stop()
 
