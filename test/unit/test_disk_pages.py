@@ -143,6 +143,26 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         DiskPages(tmp_path / "file", 1000)
 
 
+def test_a_disk_that_autofs_unmounts_while_it_is_idle_is_mounted_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autofs mounts what a path leads through (stat(2): AT_NO_AUTOMOUNT is implied for its last part)."""
+    place, stat = tmp_path / "disk", os.stat
+    mounted = {place}
+
+    def mounting(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{place}/"):
+            mounted.add(place)
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "is_mount", lambda path: path in mounted)
+    monkeypatch.setattr(os, "stat", mounting)
+    disk = DiskPages(place / "P0", 1000)
+    put(disk, 1)
+    mounted.clear()
+    assert got(disk, 1) == 1
+
+
 @pytest.mark.parametrize("scenario", ["unmount_and_mount", "start_on_a_faulty_disk", "clear_a_faulty_disk"])
 def test_while_its_disk_is_away_nothing_is_written_below_or_forgotten(scenario: str, tmp_path: Path) -> None:
     """The scenario runs in a mount namespace of its own."""

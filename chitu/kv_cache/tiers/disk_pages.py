@@ -122,8 +122,10 @@ class DiskPages:
 
     def _require_disk(self) -> None:
         """Raise OSError if the disk cannot be used now."""
-        if self._mount is not None and not self._mount.is_mount():
-            raise OSError(errno.ENODEV, "nothing is mounted there any more", str(self._mount))
+        if self._mount is not None:
+            os.stat(f"{self._mount}/.")  # what autofs has unmounted meanwhile, this mounts again; `is_mount` does not
+            if not self._mount.is_mount():
+                raise OSError(errno.ENODEV, "nothing is mounted there any more", str(self._mount))
         if self._mount is None or self._must_clear:  # to clear, find what an earlier try could not delete
             self._mount = self._open()
             self._make_room(*((1, 0) if self._must_clear else (0, self._max_bytes)))
