@@ -143,6 +143,10 @@ class LocalCluster:
         started = len(live) == len(self.members) or any(member.was_ready for member in live if member.name != ROUTER)
         return started and all(member.progress.state == "ready" for member in live) and self._all_joined(live)
 
+    def dead(self) -> list[Member]:
+        """Return members that ended without being drained and will not be restarted."""
+        return self._supervisor.dead()
+
     def healthy(self) -> bool:
         """Return whether `GET /health` answers 200 within a second: at least one pair can serve."""
         health = self._health()

@@ -71,6 +71,8 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
         try:
             cluster.start()
             while not stop.is_set() and not cluster.ready():
+                if dead := cluster.dead():
+                    raise StartFailed(f"{dead[0].name} ended before the cluster served, and is not started again")
                 display.update({name: member.progress for name, member in cluster.members.items()})
                 stop.wait(POLL_S)
             display.update({name: member.progress for name, member in cluster.members.items()})

@@ -86,16 +86,19 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
     """Yield `chitu serve` with stand-ins until the test ends; under torchrun unless a parameter says False."""
-    torchrun = getattr(request, "param", True)
+    with serve_process(model, getattr(request, "param", True)) as process:
+        yield process
+
+
+def serve_process(model: Path, torchrun: bool, behaviour: str = "good", restart: bool = True) -> ServeProcess:
     code = (
         "import sys; from chitu.config.load import load_topology; from chitu.launch.plan import Entries\n"
         "from chitu.launch.serve import ServeOptions, serve\n"
         f"topology = load_topology(None, ['model.path={model}', 'model.served_name='+sys.argv[1]])\n"
         f"sys.exit(serve(topology, ServeOptions(port=0, log_dir={str(model / 'logs')!r},"
-        f" entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
+        f" restart={restart}, entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
     )
-    with ServeProcess([sys.executable, "-c", code, "good"], env=ENVIRONMENT) as process:
-        yield process
+    return ServeProcess([sys.executable, "-c", code, behaviour], env=ENVIRONMENT)
 
 
 def test_workers_learn_the_ports_that_the_router_really_has(model: Path) -> None:
@@ -263,6 +266,15 @@ def test_a_process_that_hangs_while_it_starts_again_is_started_once_more(tmp_pat
     finally:
         supervisor.stop(0.0)
     assert "P0 hangs: still warmup after 2 s; it is killed" in events
+
+
+def test_without_restarts_a_router_that_dies_while_instances_load_ends_the_start(model: Path) -> None:
+    with serve_process(model, False, "slow", restart=False) as process:
+        process.wait_line("D0: warmup")
+        (router,) = [pid for pid, words in process.offspring().items() if "standin_router" in words]
+        os.kill(router, signal.SIGKILL)
+        process.wait_line("router ended before the cluster served, and is not started again", 20)
+        assert process.process.wait(20) == 1
 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
