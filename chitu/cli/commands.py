@@ -303,10 +303,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _node(arguments: argparse.Namespace) -> int:
-    from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, run_node
+    from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, give_up, run_node
     from chitu.launch.nodes import split_hosts
 
-    name, overrides = _split(arguments, may_download=True)
+    try:
+        name, overrides = _split(arguments, may_download=True)
+    except ConfigError as error:  # such as a model that only this node cannot find
+        message = f"node {arguments.node_index}: {error.message}"
+        return give_up(ConfigError(message), arguments.on_failure)
     options = NodeOptions(
         hosts=tuple(split_hosts(arguments.hosts)) if arguments.hosts is not None else None,
         index=arguments.node_index,

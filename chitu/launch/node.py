@@ -228,11 +228,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             node = Node(config, overrides, options, display.say)
         except ConfigError as error:
             display.close()
-            tell(f"chitu: {error.message}")
-            if options.on_failure is not None:
-                stop.wait(SAME_ERROR_S)
-            _tell_others(options.on_failure)
-            return 2
+            return give_up(error, options.on_failure)
         try:
             display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
             own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
@@ -277,6 +273,16 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             return 1
         finally:
             node.stop()
+
+
+def give_up(error: ConfigError, on_failure: str | None) -> int:
+    """Report why this node cannot run its part, notify the other nodes, and return the exit code."""
+    tell(f"chitu: {error.message}")
+    with stop_on_signals() as stop:
+        if on_failure is not None:
+            stop.wait(SAME_ERROR_S)
+        _tell_others(on_failure)
+    return 2
 
 
 def _taken(name: str) -> RankTaken:

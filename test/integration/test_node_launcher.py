@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -132,6 +133,15 @@ def test_a_node_that_lacks_the_model_says_which_it_is_and_tells_the_others(start
     node.wait_line("chitu: node 0 .127.0.0.1.: model.path is '/nowhere', but there is no such folder")
     assert node.process.wait(10) == 2
     assert (tmp_path / "told").exists() and not (tmp_path / "logs").exists()
+
+
+def test_a_node_that_cannot_find_the_model_at_all_tells_the_others_too(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "chitu.cli", "node", "--node-index", "1", "--model", "a-name/of-the-hub"]
+    argv += ["--on-failure", f"touch {tmp_path / 'told'}"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    assert ended.returncode == 2 and "chitu: node 1: --model a-name/of-the-hub: there is no such folder" in ended.stderr
+    assert (tmp_path / "told").exists()
 
 
 def test_a_port_that_only_the_router_would_know_is_refused(tmp_path: Path) -> None:
