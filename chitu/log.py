@@ -204,6 +204,8 @@ def setup_logging(
     # Do not collect what no line here shows: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
+    if sys.stderr is None:  # the starter has closed it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     output = io.BufferedWriter(_Output(sys.stderr.fileno()), 1 << 16)
     stream = io.TextIOWrapper(output, sys.stderr.encoding, "backslashreplace")
     handler = DeferredHandler(stream) if deferred else LogHandler(stream)

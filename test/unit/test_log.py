@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 import uuid
@@ -124,6 +125,12 @@ def test_a_pipe_that_is_not_read_loses_lines_until_it_is_read_again() -> None:
     os.close(reader)
     handler.handle(record(logging.INFO, "nobody reads this"))
     os.close(writer)
+
+
+def test_a_process_without_stderr_logs_nothing_and_works() -> None:
+    script = "import logging; from chitu.log import setup_logging; setup_logging('P0'); logging.warning('lost')"
+    ended = subprocess.run(["sh", "-c", f'exec "$0" -c "{script}" 2>&-', sys.executable], check=False)
+    assert ended.returncode == 0
 
 
 def test_a_terminal_that_is_not_read_loses_lines_until_it_is_read_again() -> None:
