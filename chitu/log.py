@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PACKAGE = Path(__file__).parent
+ROOM_S = 0.05
+"""Time in which a reader makes room: a terminal takes a long traceback piece by piece."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 CREATED_PD_REQUEST = "created pd request: %s -> P%d-D%d"
@@ -116,7 +118,8 @@ class _LeanRecord(logging.LogRecord):
 
 
 class _Output(io.RawIOBase):
-    """A descriptor. What a pipe or a terminal has no room for is lost: writing it would block until a reader reads."""
+    """A descriptor. What a pipe or a terminal has no room for within `ROOM_S` is lost, and until its reader reads again
+    at once: writing it would block."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -129,18 +132,29 @@ class _Output(io.RawIOBase):
                 self._descriptor = os.open(f"/proc/self/fd/{descriptor}", flags)
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLOUT)
+        self._is_read = True
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: ReadableBuffer, /) -> int:
-        view = memoryview(data)
-        with contextlib.suppress(BlockingIOError):
-            for start in range(0, len(view), select.PIPE_BUF):  # with room for anything, a pipe has room for this
-                if not self._poll.poll(0):
-                    break
-                os.write(self._descriptor, view[start : start + select.PIPE_BUF])
+        view = rest = memoryview(data)
+        end_s = time.monotonic() + (ROOM_S if self._is_read else 0.0)
+        while rest:
+            if count := self._write_some(rest):
+                rest, self._is_read = rest[count:], True
+            elif time.monotonic() < end_s:
+                time.sleep(0.001)
+            else:
+                self._is_read = False
+                break
         return len(view)
+
+    def _write_some(self, view: memoryview) -> int:
+        with contextlib.suppress(BlockingIOError):
+            if self._poll.poll(0):
+                return os.write(self._descriptor, view[: select.PIPE_BUF])  # a pipe with any room has room for this
+        return 0
 
     def close(self) -> None:
         if not self.closed and self._descriptor != self._given:

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from datetime import datetime, timedelta
@@ -131,6 +132,22 @@ def test_a_process_without_stderr_logs_nothing_and_works() -> None:
     script = "import logging; from chitu.log import setup_logging; setup_logging('P0'); logging.warning('lost')"
     ended = subprocess.run(["sh", "-c", f'exec "$0" -c "{script}" 2>&-', sys.executable], check=False)
     assert ended.returncode == 0
+
+
+def test_a_terminal_that_is_read_gets_a_long_text_whole() -> None:
+    """It takes a part of it at a time."""
+    terminal, own = os.openpty()
+    handler = LogHandler(io.TextIOWrapper(io.BufferedWriter(_Output(own), 1 << 16)))
+    text = "\n".join(["x" * 99] * 600)
+    writing = threading.Thread(target=handler.handle, args=(record(logging.ERROR, text),))
+    writing.start()
+    seen = b""
+    while not seen.endswith(b"x\r\n") or seen.count(b"\n") < 600:
+        seen += os.read(terminal, 1 << 16)
+    writing.join()
+    assert seen.count(b"x") == 600 * 99
+    for descriptor in (terminal, own):
+        os.close(descriptor)
 
 
 def test_a_terminal_that_is_not_read_loses_lines_until_it_is_read_again() -> None:
