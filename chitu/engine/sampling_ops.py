@@ -29,6 +29,9 @@ from chitu.ops import sampling_numbers as numbers
 
 NARROW_SEARCH = 1024
 """Candidates that a CPU sorts first for top-p. If they are too few, it sorts the whole vocabulary."""
+LARGEST_LOGIT = 1e27
+"""Bound of logits after penalties, so that a tiny repetition penalty, divided by the lowest temperature, does not
+overflow float32. A tenth of what forbids a token (`restrictions.NEVER`)."""
 IN_PROMPT = 1 << 30
 """Flag in a row of token counts: the token occurs in the prompt. The bits below count its emissions."""
 
@@ -105,7 +108,8 @@ def penalised(
     factor_ML = torch.where(logits_ML > 0, 1.0 / repetition_M[:, None], repetition_M[:, None])
     logits_ML = logits_ML * factor_ML.masked_fill_(counts_ML == 0, 1.0)
     emitted_ML = counts_ML & (IN_PROMPT - 1)
-    return logits_ML - frequency_M[:, None] * emitted_ML - presence_M[:, None] * (emitted_ML > 0)
+    logits_ML = logits_ML - frequency_M[:, None] * emitted_ML - presence_M[:, None] * (emitted_ML > 0)
+    return logits_ML.clamp_(max=LARGEST_LOGIT)
 
 
 def unit_of(temperature: float) -> float:

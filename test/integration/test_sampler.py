@@ -266,6 +266,18 @@ def test_what_is_not_allowed_is_never_drawn_also_where_bad_words_leave_nothing()
                 assert found in (4, 8) and plain == int(rows[1].argmax())
 
 
+@pytest.mark.parametrize("penalty", [1e-300, 1e-38, 1e-30, 0.01])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0])
+def test_no_repetition_penalty_is_too_small_for_what_else_is_forbidden(penalty: float, temperature: float) -> None:
+    """A prompt's tokens become so likely that their logits left float32, or what forbids a token had no effect."""
+    p = SamplingParams(100, temperature=temperature, repetition_penalty=penalty, allowed_token_ids=(7, 8, 9))
+    sampler = Sampler(2, VOCAB, CPU, EOS)
+    sampler.admit(0, ids([7]), 1, p)
+    sampler.admit(1, ids([7, 9]), 2, msgspec.structs.replace(p, bad_words=((7,),)))
+    for step in range(9):
+        assert run(sampler, [0, 1], logits_of(2, seed=step, std=0.1).add_(5.0)) == [7, 9]
+
+
 def num_kept(sampler: Sampler) -> int:
     """Count the numbers on the device, in whatever structure, except those of penalties."""
     found, seen = [sampler], set()
