@@ -27,8 +27,6 @@ MAX_STOP_CHARS = 256
 """Characters of one stop string."""
 MAX_STOP_TOKEN_IDS = 256
 """Stop token ids that a client may give. An instance may get eos ids in addition."""
-MAX_WORDS = MAX_BAD_WORDS // 2
-"""Entries of `bad_words`. Each counts twice, because it is also banned with a space ahead."""
 MAX_WORD_CHARS = 64
 MAX_CHOICES = 1024
 """Entries of `guided_choice`."""
@@ -162,7 +160,7 @@ class GenerationBody(Body, kw_only=True):
     guided_regex: _GrammarText | None = None
     guided_choice: _Choices | None = None
     guided_grammar: _GrammarText | None = None
-    bad_words: Annotated[list[_BadWord | _BadTokens], msgspec.Meta(max_length=MAX_WORDS)] | None = None
+    bad_words: Annotated[list[_BadWord | _BadTokens], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

@@ -156,8 +156,9 @@ FIELDS: tuple[Field, ...] = (
         ("allowed_token_ids", "1 to 1024: no other token is drawn, not even eos"),
         (
             "bad_words",
-            "up to 128 texts of up to 64 characters and 16 tokens, or lists of 1 to 16 token ids. The answer has none "
-            "of their token sequences, texts also not after a space (another sequence may give the same text)",
+            "texts of up to 64 characters and 16 tokens, or lists of 1 to 16 token ids. The answer has none of their "
+            "token sequences, of which there are up to 256: a text is two, also after a space (another sequence may "
+            "give the same text)",
         ),
         ("include_stop_str_in_output", ""),
         ("skip_special_tokens", "default true"),

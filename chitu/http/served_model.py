@@ -23,7 +23,7 @@ from chitu.http.token_logprobs import (
     completion_texts,
 )
 from chitu.models.config import ModelSpec, read_model_spec
-from chitu.protocol import MAX_BAD_WORD_TOKENS, KVLayout, SamplingParams
+from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, KVLayout, SamplingParams
 from chitu.router.routing import Candidates
 from chitu.tokenizer import Tokenizer
 
@@ -118,7 +118,8 @@ class ServedModel:
 
     def bad_words(self, words: Sequence[str | list[int]], limits: ModelLimits) -> tuple[tuple[int, ...], ...]:
         """Return each word as its tokens at the beginning of a text and after a space; token lists stay as they are.
-        InvalidRequest if a word is only spaces, or more than `MAX_BAD_WORD_TOKENS` tokens."""
+        InvalidRequest if a word is only spaces, or more than `MAX_BAD_WORD_TOKENS` tokens, and for more than
+        `MAX_BAD_WORDS` sequences."""
         found: dict[tuple[int, ...], None] = {}
         for i, word in enumerate(words):
             param = f"bad_words[{i}]"
@@ -136,6 +137,11 @@ class ServedModel:
                 if ids:
                     self.require_known(ids, limits, param, is_text=True)
                     found[ids] = None
+        if len(found) > MAX_BAD_WORDS:
+            raise InvalidRequest(
+                f"bad_words: {len(found)} sequences of tokens, a text being two; at most {MAX_BAD_WORDS} are taken",
+                "bad_words",
+            )
         return tuple(found)
 
     def encode_to_cut(self, text: str, add_special_tokens: bool, limits: ModelLimits) -> list[int]:

@@ -24,7 +24,7 @@ from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS_BYTES, pack_logprobs, unpack_i32
+from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_PROMPT_LOGPROBS_BYTES, pack_logprobs, unpack_i32
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.testing.clock import FakeClock
 
@@ -334,6 +334,7 @@ def test_bad_words_are_tokens_with_and_without_a_space_and_something_allowed_mus
         ({"bad_words": ["a", " "]}, "bad_words[1]"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"bad_words": ["1" * (fits + 8)]}, "bad_words[0]"),
+        ({"bad_words": [f"{number}" for number in range(MAX_BAD_WORDS // 2 + 1)]}, "bad_words"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [100_000]}, "allowed_token_ids"),
         ({"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),

@@ -87,6 +87,7 @@ def test_whatever_is_changed_is_named() -> None:
         {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1, "logit_bias": {"40": 3}},
         {"min_tokens": 2, "stop_token_ids": [9, 11], "allowed_token_ids": [9, 12, 40]},
         {"ignore_eos": True, "bad_words": ["time", "a"]},
+        {"bad_words": [f"{number} " for number in range(128)]},
         {"guided_json": {"type": "object"}},
         {"guided_regex": "[ab]+"},
         {"guided_choice": ["yes", 'n"o']},

@@ -31,11 +31,10 @@ from chitu.http.request_bodies import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     MAX_WORD_CHARS,
-    MAX_WORDS,
 )
 from chitu.http.request_checks import chat_messages, completion_prompts
 from chitu.http.sampling_fields import output_options, sampling_params
-from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_LOGIT_BIAS
+from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from chitu.tokenizer import StopScanner
 
 USER = {"role": "user", "content": "a"}
@@ -84,7 +83,7 @@ BOUNDS = {
         MAX_ALLOWED_TOKEN_IDS,
         "allowed_token_ids",
     ),
-    "bad words": (chat_decoder, lambda n: {"messages": [USER], "bad_words": ["a"] * n}, MAX_WORDS, "bad_words"),
+    "bad words": (chat_decoder, lambda n: {"messages": [USER], "bad_words": ["a"] * n}, MAX_BAD_WORDS, "bad_words"),
     "a bad word": (completion_decoder, lambda n: completion(bad_words=["b", "a" * n]), MAX_WORD_CHARS, "bad_words[1]"),
     "choices": (completion_decoder, lambda n: completion(n=n), MAX_N, "n"),
     "texts": (completion_decoder, lambda n: {"prompt": ["a"] * n}, MAX_PROMPTS, "prompt"),
