@@ -121,7 +121,7 @@ FIELDS: tuple[Field, ...] = (
             "to a request with that seed. The prompt is computed and moved once",
         ),
         ("stop", "text or up to 16 texts of 1 to 256 characters"),
-        ("seed", "64 bits; default random"),
+        ("seed", "64 bits, without the sign; default random"),
         ("stream", "server-sent events"),
         ("stream_options", "with `stream` only"),
         ("stream_options.include_usage", "a last event with the usage"),
