@@ -86,7 +86,7 @@ def test_ids_stay_right_when_the_table_is_full() -> None:
         ]
         ids = encoder.encode("".join(pieces), False)
     assert ids == backend.encode("".join(pieces), add_special_tokens=False).ids
-    assert 0 < encoder.num_pieces <= words.MAX_PIECES
+    assert 0 < encoder.num_words <= words.MAX_PIECES
 
 
 def other_split() -> Backend:
