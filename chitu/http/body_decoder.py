@@ -53,6 +53,8 @@ _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _Outline = msgspec.json.Decoder[msgspec.Struct]
 _PARAM = re.compile(r"`\$\.?([^`]*)`")
 _TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
+_OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+)")
+_RANGES = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 _NOT_SERVED = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?\Z", re.DOTALL)
 _INDEX = re.compile(r"\[\d+\]")
@@ -190,6 +192,8 @@ def _invalid(text: str) -> InvalidRequest:
     if length := _TOO_LONG.match(what):
         unit = "characters" if length.group(1) == "str" else "entries"
         what = f"at most {length.group(2)} {unit} are taken"
+    elif bound := _OUT_OF_RANGE.match(what):
+        what = f"must be {_RANGES[bound.group(1)]} {bound.group(2).removesuffix('.0')}"
     elif value := _NOT_SERVED.match(what):
         what = f"{value.group(1)[:NAMED_CHARS]} is not supported"
     return InvalidRequest(f"{param or 'the body'}: {what}", param or None)

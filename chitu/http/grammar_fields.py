@@ -9,58 +9,71 @@ from __future__ import annotations
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.request_bodies import GenerationBody, StructuredOutputs
+from chitu.http.request_bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 
 def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -> tuple[Grammar, str] | None:
     """Return the grammar of the answer and the name of its field; None if the answer is free. `calls`: grammar and
     field of tool calls. Raise InvalidRequest for two grammars, and for one that cannot be served."""
-    found: list[tuple[Grammar, str]] = [] if calls is None else [calls]
-
-    def note(kind: GrammarKind, text: str, param: str) -> None:
-        if found:
-            raise InvalidRequest(f"{param} and {found[0][1]} both say what the answer looks like; give one", param)
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise InvalidRequest(f"{param}: {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param)
-        found.append((Grammar(kind, text), param))
-
-    def note_one_of(outputs: StructuredOutputs, name: str) -> None:
-        if not _is_left_out(outputs.json):
-            note("json_schema", _schema(outputs.json, f"{name}json"), f"{name}json")
-        if outputs.json_object:
-            note("json_object", "", f"{name}json_object")
-        if outputs.regex is not None:
-            note("regex", outputs.regex, f"{name}regex")
-        if outputs.choice is not None:
-            note("choice", msgspec.json.encode(outputs.choice).decode(), f"{name}choice")
-        if outputs.grammar is not None:
-            note("lark", outputs.grammar, f"{name}grammar")
-
-    wanted = body.response_format
-    if wanted is not None and wanted.type == "json_schema":
-        if wanted.json_schema is None:
-            raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
-        param = "response_format.json_schema.schema"
-        note("json_schema", _schema(wanted.json_schema.schema, param), param)
-    elif wanted is not None and wanted.type == "json_object":
-        note("json_object", "", "response_format")
+    found = [] if calls is None else [calls]
+    if body.response_format is not None:
+        found += _of_format(body.response_format)
     if body.structured_outputs is not None:
-        note_one_of(body.structured_outputs, "structured_outputs.")
-        if not found:
+        outputs = _of_outputs(body.structured_outputs, "structured_outputs.")
+        if not outputs:
             raise InvalidRequest(
                 "structured_outputs must have one of json, json_object, regex, choice and grammar",
                 "structured_outputs",
             )
-    guided = StructuredOutputs(
-        json=body.guided_json, regex=body.guided_regex, choice=body.guided_choice, grammar=body.guided_grammar
-    )
-    note_one_of(guided, "guided_")
-    if found and body.ignore_eos:
-        raise InvalidRequest(
-            f"ignore_eos does not go with {found[0][1]}, which says where the answer ends", "ignore_eos"
-        )
-    return found[0] if found else None
+        found += outputs
+    guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    if guided != _NOT_GUIDED:
+        json, regex, choice, grammar = guided
+        found += _of_outputs(StructuredOutputs(json=json, regex=regex, choice=choice, grammar=grammar), "guided_")
+    if not found:
+        return None
+    param = found[0][1]
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[1][1]} and {param} both say what the answer looks like; give one", found[1][1])
+    if body.ignore_eos:
+        raise InvalidRequest(f"ignore_eos does not go with {param}, which says where the answer ends", "ignore_eos")
+    return found[0]
+
+
+_NOT_GUIDED = (msgspec.UNSET, None, None, None)
+
+
+def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:
+    if wanted.type == "json_object":
+        return [_grammar("json_object", "", "response_format")]
+    if wanted.type == "text":
+        return []
+    if wanted.json_schema is None:
+        raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
+    param = "response_format.json_schema.schema"
+    return [_grammar("json_schema", _schema(wanted.json_schema.schema, param), param)]
+
+
+def _of_outputs(outputs: StructuredOutputs, name: str) -> list[tuple[Grammar, str]]:
+    found = []
+    if not _is_left_out(outputs.json):
+        found.append(_grammar("json_schema", _schema(outputs.json, f"{name}json"), f"{name}json"))
+    if outputs.json_object:
+        found.append(_grammar("json_object", "", f"{name}json_object"))
+    if outputs.regex is not None:
+        found.append(_grammar("regex", outputs.regex, f"{name}regex"))
+    if outputs.choice is not None:
+        found.append(_grammar("choice", msgspec.json.encode(outputs.choice).decode(), f"{name}choice"))
+    if outputs.grammar is not None:
+        found.append(_grammar("lark", outputs.grammar, f"{name}grammar"))
+    return found
+
+
+def _grammar(kind: GrammarKind, text: str, param: str) -> tuple[Grammar, str]:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{param}: {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param)
+    return Grammar(kind, text), param
 
 
 def _is_left_out(value: msgspec.Raw | msgspec.UnsetType) -> bool:

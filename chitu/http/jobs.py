@@ -19,7 +19,6 @@ from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
 from chitu.http.request_checks import (
     chat_messages,
-    check_completion,
     chosen_tools,
     completion_prompts,
     reasoning_variables,
@@ -33,7 +32,6 @@ from chitu.http.sampling_fields import (
     output_options,
     require_a_token,
     sampling_params,
-    wanted_tokens,
 )
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.net.http import Scope, header
@@ -145,7 +143,6 @@ class JobParser:
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
-        check_completion(body)
         given = completion_prompts(body)
         return self._job(
             body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
@@ -215,11 +212,12 @@ class JobParser:
         reasoning: Reasoning | None = None,
     ) -> Job:
         options = output_options(body)
-        wanted = wanted_tokens(body)
+        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         limits = context.require_limits()
-        if len(given) * options.n > MAX_PROMPTS:
+        num_choices = len(given) * options.n
+        if num_choices > MAX_PROMPTS:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
-        if options.return_receipt and len(given) * options.n > 1:
+        if num_choices > 1 and options.return_receipt:
             raise InvalidRequest("return_receipt is available for one choice of one prompt", "return_receipt")
         # The prompt of a chat is rendered from its messages.
         param = "messages" if default_tokens is None else "prompt"
@@ -233,49 +231,66 @@ class JobParser:
         shared: SamplingParams | None = None
         for entry in given:
             context.require_client()
-            text = entry if isinstance(entry, str) else None
-            if not isinstance(entry, str):
-                ids = entry
-            elif most is None:
-                ids = self._model.encode(entry, add_special_tokens, limits)
-            else:
-                ids = self._model.encode_to_cut(entry, add_special_tokens, limits)
-            if not ids:
-                raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
-            if most is not None and len(ids) > most:
-                ids = self._model.last_tokens(ids, most, text is not None and add_special_tokens)
-                text = None
-            max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
-            self._model.require_known(ids, limits, param, isinstance(entry, str))
+            prompt = self._prompt(entry, add_special_tokens, limits, most, options, param)
+            max_tokens = output_limit(prompt.num_tokens, wanted, default_tokens, limits.max_model_len)
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(
                     body, options, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
                 )
                 require_a_token(shared, self._model.eos_ids)
-            if (asked := shared.prompt_logprobs) is not None:
-                num_bytes = prompt_logprobs_bytes(len(ids), asked)
-                if num_bytes > MAX_PROMPT_LOGPROBS_BYTES:
-                    raise InvalidRequest(
-                        f"logprobs of {len(ids)} prompt tokens with {asked} candidates each are {num_bytes} bytes; at "
-                        f"most {MAX_PROMPT_LOGPROBS_BYTES} are given: ask for fewer",
-                        "prompt_logprobs" if options.prompt_logprobs is not None else "logprobs",
-                    )
-            samplings.append(shared)
-            prompt = Prompt(pack_i32(ids), len(ids), "")
-            if options.echo and text is not None:
-                prompt.echo = text
-                prompt.num_added = self._model.num_added_tokens(ids) if add_special_tokens else 0
-            elif options.echo:
-                prompt.echo = self._model.tokenizer.decode(ids, options.skip_special_tokens)
+            if shared.prompt_logprobs is not None:
+                _require_room_for_logprobs(prompt.num_tokens, shared.prompt_logprobs, options)
             prompts.append(prompt)
-        cache_salt = None if body.cache_prompt is False else body.cache_salt or ""
+            samplings.append(shared)
         return Job(
             prompts,
             samplings,
             options,
-            cache_salt=cache_salt,
+            cache_salt=None if body.cache_prompt is False else body.cache_salt or "",
             priority=body.priority or 0,
-            is_chat=isinstance(body, ChatBody),
+            is_chat=default_tokens is None,
             warnings=warnings,
             grammar_param=grammar_param,
+        )
+
+    def _prompt(
+        self,
+        given: str | list[int],
+        add_special_tokens: bool,
+        limits: ModelLimits,
+        most: int | None,
+        options: OutputOptions,
+        param: str,
+    ) -> Prompt:
+        """Return a prompt, cut to its last `most` tokens. Raise InvalidRequest if it has none, or unknown ones."""
+        text: str | None = None
+        if not isinstance(given, str):
+            ids = given
+        elif most is None:
+            text, ids = given, self._model.encode(given, add_special_tokens, limits)
+        else:
+            text, ids = given, self._model.encode_to_cut(given, add_special_tokens, limits)
+        if not ids:
+            raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
+        if most is not None and len(ids) > most:
+            ids = self._model.last_tokens(ids, most, text is not None and add_special_tokens)
+            text = None
+        self._model.require_known(ids, limits, param, isinstance(given, str))
+        prompt = Prompt(pack_i32(ids), len(ids), "")
+        if options.echo and text is not None:
+            prompt.echo = text
+            prompt.num_added = self._model.num_added_tokens(ids) if add_special_tokens else 0
+        elif options.echo:
+            prompt.echo = self._model.tokenizer.decode(ids, options.skip_special_tokens)
+        return prompt
+
+
+def _require_room_for_logprobs(num_tokens: int, count: int, options: OutputOptions) -> None:
+    """Raise InvalidRequest if the logprobs of a prompt, with `count` candidates for each token, are too large."""
+    num_bytes = prompt_logprobs_bytes(num_tokens, count)
+    if num_bytes > MAX_PROMPT_LOGPROBS_BYTES:
+        raise InvalidRequest(
+            f"logprobs of {num_tokens} prompt tokens with {count} candidates each are {num_bytes} bytes; at most "
+            f"{MAX_PROMPT_LOGPROBS_BYTES} are given: ask for fewer",
+            "prompt_logprobs" if options.prompt_logprobs is not None else "logprobs",
         )

@@ -70,13 +70,16 @@ Unread = msgspec.Raw | msgspec.UnsetType
 
 
 def documented(**schema: Any) -> msgspec.Meta:
-    """Return metadata for the OpenAPI document only. msgspec rejects a wrong type, the request checks a wrong value."""
+    """Return metadata for the OpenAPI document only: the request checks the value."""
     return msgspec.Meta(extra_json_schema=schema)
 
 
-_Count = Annotated[int, documented(minimum=1)]
-_Penalty = Annotated[float, documented(minimum=-2, maximum=2)]
-_Share = Annotated[float, documented(minimum=0, maximum=1)]
+TokenCount = Annotated[int, msgspec.Meta(ge=1)]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
+_NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 _StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
 _BadTokens = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
@@ -131,13 +134,13 @@ class GenerationBody(Body, kw_only=True):
     """Fields that completions and chats share."""
 
     # OpenAI
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
-    temperature: Annotated[float, documented(minimum=0, maximum=2)] | None = None
-    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] | None = None
-    n: Annotated[int, documented(minimum=1, maximum=MAX_N)] | None = None
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    n: _NumChoices | None = None
     stop: _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, documented(minimum=-(1 << 63), maximum=(1 << 63) - 1)] | None = None
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: _Penalty | None = None
@@ -145,10 +148,11 @@ class GenerationBody(Body, kw_only=True):
     response_format: ResponseFormat | None = None
     logit_bias: Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     # extensions (names as vLLM and SGLang have them, `cache_prompt` as llama.cpp)
-    top_k: Annotated[int, documented(minimum=-1)] | None = None
-    min_p: _Share | None = None
-    repetition_penalty: Annotated[float, documented(exclusiveMinimum=0, maximum=10)] | None = None
-    min_tokens: Annotated[int, documented(minimum=0)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    """-1 and 0: off."""
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     allowed_token_ids: (
@@ -164,13 +168,13 @@ class GenerationBody(Body, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, documented(minimum=-1)] | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     return_token_ids: bool | None = None
     return_proof: bool | None = None
     return_page_sums: bool | None = None
     return_receipt: bool | None = None
     priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    prompt_logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
+    prompt_logprobs: _NumLogprobs | bool | None = None
     cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
     cache_prompt: bool | None = None
 
@@ -189,9 +193,9 @@ class CompletionBody(GenerationBody, kw_only=True):
     """A text, a list of texts, a list of token ids or a list of such lists; see `completion_prompts`. Undecoded JSON,
     because it can be as large as the body, and its first characters decide how it is decoded."""
     echo: bool | None = None
-    logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | bool | None = None
+    logprobs: _NumLogprobs | bool | None = None
     """Number of most likely tokens returned with each token; `false`: no logprobs, as in a chat body."""
-    best_of: int | None = None
+    best_of: _NumChoices | None = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -268,7 +272,7 @@ TemplateKwargs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_
 class ChatBody(GenerationBody, kw_only=True):
     messages: _Messages | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, documented(minimum=0, maximum=MAX_LOGPROBS)] | None = None
+    top_logprobs: _NumLogprobs | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: _Tools | None = None
     tool_choice: ChosenTool | Annotated[str, documented(enum=list(TOOL_CHOICES))] | None = None

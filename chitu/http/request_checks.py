@@ -23,15 +23,6 @@ from chitu.http.request_bodies import (
     Tool,
 )
 
-
-def check_completion(body: CompletionBody) -> None:
-    """Raise InvalidRequest if fields contradict each other."""
-    if body.best_of is None:
-        return
-    if body.best_of < (body.n or 1):
-        raise InvalidRequest(f"best_of ({body.best_of}) must not be below n ({body.n or 1})", "best_of")
-
-
 # -------------------------------------------------------------------------------------------------------------- prompts
 
 
@@ -42,6 +33,7 @@ _text = msgspec.json.Decoder(str)
 _texts: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(Annotated[list[str], _Several])
 _ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(_Ids)
 _ids_of_several: msgspec.json.Decoder[list[list[int]]] = msgspec.json.Decoder(Annotated[list[_Ids], _Several])
+_BRACKET = ord("[")
 _TEXTS = re.compile(rb'\[\s*"')
 _LISTS = re.compile(rb"\[\s*\[")
 
@@ -50,10 +42,10 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     """Return the prompts of a body, all texts or all token ids. Raise InvalidRequest for any other shape. Decodes in
     place, because no other request has a turn while a large body is copied."""
     given = memoryview(body.prompt)
-    if bytes(given[:5]) in (b"", b"null"):
+    if not given or bytes(given[:5]) == b"null":
         raise InvalidRequest("prompt is required", "prompt")
     try:
-        if bytes(given[:1]) != b"[":
+        if given[0] != _BRACKET:
             return [_text.decode(given)]
         if _TEXTS.match(given):
             return _texts.decode(given)

@@ -1,6 +1,7 @@
-"""Sampling parameters and output options from the fields of a body: defaults and ranges. Pure.
+"""Sampling parameters and output options from the fields of a body: defaults, and what fields rule out. Pure.
 
-Called by `jobs.py`, as part of `BodyWork`, once per request. Every error names its field.
+Called by `jobs.py`, as part of `BodyWork`, once per request. Ranges are checked as the body is decoded, except those
+that depend on the model or on other fields. Every error names its field.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import random
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.request_bodies import MAX_N, ChatBody, CompletionBody, GenerationBody
+from chitu.http.request_bodies import ChatBody, CompletionBody, GenerationBody
 from chitu.protocol import MAX_LOGPROBS, Grammar, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -46,68 +47,89 @@ class OutputOptions(msgspec.Struct):
     """The proof contains the receipt of the only choice."""
 
 
-def _ranged(value: float | None, default: float, low: float, high: float, name: str, open_low: bool = False) -> float:
-    if value is None:
-        return default
-    if not (low < value <= high if open_low else low <= value <= high):
-        bounds = f"{'above' if open_low else 'from'} {low:g} {'and at most' if open_low else 'to'} {high:g}"
-        raise InvalidRequest(f"{name} must be {bounds}, not {value:g}", name)
-    return value
-
-
-def _token_ids(values: list[int] | None, vocab_size: int, name: str) -> tuple[int, ...]:
-    if not values:
-        return ()
+def _token_ids(values: list[int], vocab_size: int, name: str) -> tuple[int, ...]:
     for token in values:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(f"{name}: {token} is no token id (0 to {vocab_size - 1})", name)
     return tuple(dict.fromkeys(values))
 
 
-def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     result: dict[int, float] = {}
-    for key, value in (bias or {}).items():
+    for key, value in bias.items():
         # Check the length first: Python does not parse integers of thousands of digits.
         if not (len(key) < MAX_ID_DIGITS and key.isascii() and key.isdigit() and int(key) < vocab_size):
             raise InvalidRequest(
                 f"logit_bias: {key[:MAX_ID_DIGITS]!r} is no token id (0 to {vocab_size - 1})", "logit_bias"
             )
-        result[int(key)] = _ranged(value, 0.0, -100, 100, "logit_bias")
+        if not -100 <= value <= 100:
+            raise InvalidRequest(f"logit_bias must be from -100 to 100, not {value:g}", "logit_bias")
+        result[int(key)] = value
     return result
 
 
 def output_options(body: GenerationBody) -> OutputOptions:
-    """Return the output options of a body. Raise InvalidRequest if one of them is out of range."""
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= MAX_N:
-        raise InvalidRequest(f"n must be from 1 to {MAX_N}, not {n}", "n")
-    stream = bool(body.stream)
-    if body.stream_options is not None and not stream:
+    """Return the output options of a body. Raise InvalidRequest if fields contradict each other."""
+    n, stream, given = body.n or 1, body.stream is True, body.stream_options
+    if given is not None and not stream:
         raise InvalidRequest("stream_options is allowed only with stream: true", "stream_options")
-    stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    stops = () if body.stop is None else (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if "" in stops:
         raise InvalidRequest("stop must not hold an empty string", "stop")
-    best_of = body.best_of or n if isinstance(body, CompletionBody) else n
-    if best_of > MAX_N:
-        raise InvalidRequest(f"best_of must be from 1 to {MAX_N}, not {best_of}", "best_of")
-    if best_of > n and stream:
-        raise InvalidRequest("best_of above n is not available with stream: true", "best_of")
+    if body.return_proof is not True:
+        for name in ("return_receipt", "return_page_sums"):
+            if getattr(body, name):
+                raise InvalidRequest(f"{name} is allowed only with return_proof: true", name)
+    if isinstance(body, CompletionBody):
+        total, logprobs, echo = _best_of(body, n), _num_logprobs("logprobs", body.logprobs), body.echo is True
+    else:
+        assert isinstance(body, ChatBody)
+        total, logprobs, echo = n, _num_chat_logprobs(body), False
+    prompt_logprobs = _num_logprobs("prompt_logprobs", body.prompt_logprobs)
+    if prompt_logprobs is not None and stream:  # events have no place for them
+        raise InvalidRequest("prompt_logprobs is not available with stream: true", "prompt_logprobs")
     return OutputOptions(
-        n=best_of,
-        num_returned=n if best_of > n else 0,
+        n=total,
+        num_returned=n if total > n else 0,
         stream=stream,
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
-        continuous_usage=bool(body.stream_options and body.stream_options.continuous_usage_stats),
+        include_usage=given is not None and given.include_usage is True,
+        continuous_usage=given is not None and given.continuous_usage_stats is True,
         stops=stops,
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=body.include_stop_str_in_output is True,
         skip_special_tokens=body.skip_special_tokens is not False,
-        return_token_ids=bool(body.return_token_ids),
-        return_proof=bool(body.return_proof),
-        return_receipt=_asks_receipt(body),
-        logprobs=_num_logprobs(body),
-        prompt_logprobs=_num_prompt_logprobs(body),
-        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        return_token_ids=body.return_token_ids is True,
+        return_proof=body.return_proof is True,
+        return_receipt=body.return_receipt is True,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        echo=echo,
     )
+
+
+def _best_of(body: CompletionBody, n: int) -> int:
+    """Return how many choices are generated for a prompt."""
+    if body.best_of is None:
+        return n
+    if body.best_of < n:
+        raise InvalidRequest(f"best_of ({body.best_of}) must not be below n ({n})", "best_of")
+    if body.best_of > n and body.stream:
+        raise InvalidRequest("best_of above n is not available with stream: true", "best_of")
+    return body.best_of
+
+
+def _num_logprobs(name: str, count: int | bool | None) -> int | None:
+    """Return the number of most likely tokens per token; None if no logprobs are requested."""
+    if count is True:
+        raise InvalidRequest(f"{name} must be an integer from 0 to {MAX_LOGPROBS}", name)
+    return None if count is False else count
+
+
+def _num_chat_logprobs(body: ChatBody) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequest("top_logprobs is allowed only with logprobs: true", "top_logprobs")
+    return None
 
 
 def sampling_params(
@@ -119,66 +141,47 @@ def sampling_params(
     bad_words: tuple[tuple[int, ...], ...] = (),
     grammar: Grammar | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters, with every default resolved and every range checked. `options` are those of the
-    same body. `max_tokens` is already capped by the context. `more_eos` are ids that end a text in addition to D's own
-    eos ids. `bad_words` are token sequences."""
+    """Return the sampling parameters, with every default resolved and every id checked. `options` are those of the same
+    body. `max_tokens` is already capped by the context. `more_eos` are ids that end a text in addition to D's own eos
+    ids. `bad_words` are token sequences."""
     if body.allowed_token_ids == []:
         raise InvalidRequest("allowed_token_ids must not be empty; left out, any may come", "allowed_token_ids")
-    min_tokens = body.min_tokens or 0
-    if not 0 <= min_tokens <= max_tokens:
+    min_tokens, top_k, seed, stop_ids = body.min_tokens or 0, body.top_k or 0, body.seed, body.stop_token_ids
+    if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")
-    top_k = body.top_k or 0
-    if top_k < -1:
-        raise InvalidRequest(f"top_k must be at least 1, or 0 or -1 for off, not {top_k}", "top_k")
-    seed = body.seed
-    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-        raise InvalidRequest("seed must fit in 64 bits", "seed")
+    if more_eos and not body.ignore_eos:
+        stop_ids = [*(stop_ids or ()), *more_eos]
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_ranged(body.temperature, 1.0, 0, 2, "temperature"),
-        top_k=min(max(top_k, 0), vocab_size),
-        top_p=_ranged(body.top_p, 1.0, 0, 1, "top_p", open_low=True),
-        min_p=_ranged(body.min_p, 0.0, 0, 1, "min_p"),
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=0 if top_k < 0 else min(top_k, vocab_size),
+        top_p=body.top_p or 1.0,
+        min_p=body.min_p or 0.0,
         seed=random.getrandbits(63) if seed is None else seed & SEED_MASK,
-        presence_penalty=_ranged(body.presence_penalty, 0.0, -2, 2, "presence_penalty"),
-        frequency_penalty=_ranged(body.frequency_penalty, 0.0, -2, 2, "frequency_penalty"),
-        repetition_penalty=_ranged(body.repetition_penalty, 1.0, 0, 10, "repetition_penalty", open_low=True),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=_logit_bias(body.logit_bias, vocab_size) if body.logit_bias else {},
-        stop_token_ids=_token_ids(
-            [*(body.stop_token_ids or ()), *(() if body.ignore_eos else more_eos)], vocab_size, "stop_token_ids"
-        ),
-        ignore_eos=bool(body.ignore_eos),
-        allowed_token_ids=_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids"),
+        stop_token_ids=_token_ids(stop_ids, vocab_size, "stop_token_ids") if stop_ids else (),
+        ignore_eos=body.ignore_eos is True,
+        allowed_token_ids=_token_ids(body.allowed_token_ids, vocab_size, "allowed_token_ids")
+        if body.allowed_token_ids
+        else (),
         bad_words=bad_words,
-        logprobs=_sampled_logprobs(options),
-        prompt_logprobs=_prompt_logprobs(options),
+        # `best_of` ranks by logprobs, even if the client does not want them.
+        logprobs=0 if options.logprobs is None and options.num_returned else options.logprobs,
+        prompt_logprobs=_asked_prompt_logprobs(options),
         grammar=grammar,
-        page_sums=_asks_page_sums(body),
+        page_sums=body.return_page_sums is True,
     )
 
 
-def _asks_receipt(body: GenerationBody) -> bool:
-    if body.return_receipt and not body.return_proof:
-        raise InvalidRequest("return_receipt is allowed only with return_proof: true", "return_receipt")
-    return bool(body.return_receipt)
-
-
-def _asks_page_sums(body: GenerationBody) -> bool:
-    if body.return_page_sums and not body.return_proof:
-        raise InvalidRequest("return_page_sums is allowed only with return_proof: true", "return_page_sums")
-    return bool(body.return_page_sums)
-
-
-def _sampled_logprobs(options: OutputOptions) -> int | None:
-    """Return the `logprobs` to request from D: `best_of` ranks by them, even if the client does not want them."""
-    return 0 if options.logprobs is None and options.num_returned else options.logprobs
-
-
-def _prompt_logprobs(options: OutputOptions) -> int | None:
+def _asked_prompt_logprobs(options: OutputOptions) -> int | None:
     """Return the `prompt_logprobs` to request from P: for the field, or for a completion that echoes with logprobs."""
-    echoed = options.logprobs if options.echo else None
-    return options.prompt_logprobs if echoed is None else max(echoed, options.prompt_logprobs or 0)
+    if options.logprobs is None or not options.echo:
+        return options.prompt_logprobs
+    return max(options.logprobs, options.prompt_logprobs or 0)
 
 
 def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
@@ -194,50 +197,6 @@ def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
             "allowed_token_ids: bad_words, and the ends that min_tokens holds back, leave none of them",
             "allowed_token_ids",
         )
-
-
-def _num_prompt_logprobs(body: GenerationBody) -> int | None:
-    """Return `prompt_logprobs`. Raise InvalidRequest if it is out of range, and with `stream`: events have no place for
-    it."""
-    count = body.prompt_logprobs
-    if count is None or count is False:
-        return None
-    if count is True or not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequest(f"prompt_logprobs must be an integer from 0 to {MAX_LOGPROBS}", "prompt_logprobs")
-    if body.stream:
-        raise InvalidRequest("prompt_logprobs is not available with stream: true", "prompt_logprobs")
-    return count
-
-
-def _num_logprobs(body: GenerationBody) -> int | None:
-    """Return the number of most likely tokens per token; None if no logprobs are requested. Raise InvalidRequest if it
-    is out of range, and for `top_logprobs` without `logprobs`."""
-    if isinstance(body, CompletionBody):
-        name, count = "logprobs", body.logprobs
-        if count is None or count is False:
-            return None
-        if count is True:
-            raise InvalidRequest(f"logprobs must be an integer from 0 to {MAX_LOGPROBS}", "logprobs")
-    else:
-        assert isinstance(body, ChatBody)
-        name, count = "top_logprobs", body.top_logprobs or 0
-        if not body.logprobs:
-            if count:
-                raise InvalidRequest("top_logprobs is allowed only with logprobs: true", "top_logprobs")
-            return None
-    if not 0 <= count <= MAX_LOGPROBS:
-        raise InvalidRequest(f"{name} must be from 0 to {MAX_LOGPROBS}, not {count}", name)
-    return count
-
-
-def wanted_tokens(body: GenerationBody) -> int | None:
-    """Return `max_completion_tokens`, else `max_tokens`, as the client gave it. Raise InvalidRequest below 1."""
-    name, value = "max_tokens", body.max_tokens
-    if body.max_completion_tokens is not None:
-        name, value = "max_completion_tokens", body.max_completion_tokens
-    if value is not None and value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, not {value}", name)
-    return value
 
 
 def kept_tokens(body: GenerationBody, to_emit: int, max_model_len: int) -> int | None:

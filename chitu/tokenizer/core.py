@@ -26,6 +26,8 @@ SURE_BYTES = 4
 """UTF-8 bytes a token: about what English and Chinese have."""
 SURVEY_CHARS = 32_768
 """Size of the pieces in which a long text is tokenised to count its tokens."""
+SHORT_CHARS = 2048
+"""Longest text of which `Tokenizer.exceeds` judges nothing."""
 SURVEY_SLACK = 64
 """Extra tokens that such a piece may have because of its cuts."""
 MOST_COMPOSED = 4
@@ -84,9 +86,11 @@ class Tokenizer:
         return self.encode_batch([text], add_special_tokens)[0] if ids is None else ids
 
     def exceeds(self, text: str, max_tokens: int, bytes_per_token: int = SURE_BYTES) -> bool:
-        """Return whether the text certainly has more than `max_tokens` tokens. Tokenises at most about that many, and
-        none for a text of up to `bytes_per_token` bytes for each of them. Tokenising takes some hundred bytes of memory
-        a token and cannot be stopped."""
+        """Return whether the text certainly has more than `max_tokens` tokens. False for a short text. Tokenises at
+        most about that many, and none for a text of up to `bytes_per_token` bytes for each of them. Tokenising takes
+        some hundred bytes of memory a token and cannot be stopped."""
+        if len(text) <= SHORT_CHARS:
+            return False
         if self._longest_chars is not None and len(text) > max_tokens * self._longest_chars:
             return True
         num_bytes = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))

@@ -175,7 +175,7 @@ def test_what_the_router_refuses_is_one_sentence_and_exit_code_1(cluster: LocalC
         (["x"], "", "an API key is required"),
         (["x", "--model", "nope"], KEY, "model_not_found"),
         (["x", "--max-tokens", "99999"], KEY, "context_length_exceeded"),
-        (["x", "--temperature", "9"], KEY, "temperature must be from 0 to 2"),
+        (["x", "--temperature", "9"], KEY, "temperature: must be at most 2"),
         ([" "], KEY, "the question is empty"),
     ):
         done = run_chat(cluster.url, *words, key=key)

@@ -18,8 +18,11 @@ from chitu.http.request_bodies import (
     TOOL_CHOICES,
     Body,
     CallId,
+    Temperature,
     TemplateKwargs,
+    TokenCount,
     ToolName,
+    TopP,
     Unread,
     documented,
 )
@@ -98,9 +101,9 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesBody(Body, kw_only=True):
     input: str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)] | None = None
     instructions: str | None = None
-    max_output_tokens: Annotated[int, documented(minimum=1)] | None = None
-    temperature: Annotated[float, documented(minimum=0, maximum=2)] | None = None
-    top_p: Annotated[float, documented(exclusiveMinimum=0, maximum=1)] | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     stream: bool | None = None
     tools: Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ResponsesToolChoice | Annotated[str, documented(enum=list(TOOL_CHOICES))] | None = None
