@@ -146,7 +146,7 @@ class PDCoordination:
             for member in self._members.values():
                 member.lease_end_s += stall_s
         for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
-            self._metrics.count(self._metrics.expired_leases, member.info.name)
+            self._metrics.expired_leases[member.info.name] += 1
             self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
         if self._ended and self._ended[0][0] <= now_s:
             dead = [incarnation for due_s, incarnation in self._ended if due_s <= now_s]
@@ -158,7 +158,7 @@ class PDCoordination:
         """Remove an instance whose process has ended, without waiting for its lease."""
         member = self._live(role, engine_rank, incarnation)
         if member is not None:
-            self._metrics.count(self._metrics.deaths, member.info.name)
+            self._metrics.deaths[member.info.name] += 1
             if not member.info.follower_pids:  # followers write, too, and end a little later
                 self._note_ended(member.info)
             self._remove(member, f"its process (pid {member.info.pid}) has ended", has_died=True)

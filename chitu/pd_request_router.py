@@ -117,7 +117,7 @@ class PDRequestRouter:
 
     def rejected(self, error: ChituError, count: int = 1) -> ChituError:
         """Count this many requests as refused on arrival and return the error; the caller raises it."""
-        self.counters.count(self.counters.rejected, error.code, count)
+        self.counters.rejected[error.code] += count
         return error
 
     def require_admission(self) -> None:

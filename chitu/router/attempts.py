@@ -248,7 +248,7 @@ class Attempts:
             if self._breakers.on_failure(key, now_s):
                 name, code = key.name, failure.error.code
                 log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
-                self.counters.count(self.counters.breaker_openings, name)
+                self.counters.breaker_openings[name] += 1
 
     def _note_started(self, attempt: Attempt, is_first: bool) -> None:
         if is_first and attempt.first_token_s is not None:
@@ -259,7 +259,7 @@ class Attempts:
 
     def _note_served(self, attempt: Attempt, reason: str, stages: StageTimes | None) -> None:
         """Count a request that was answered to its end."""
-        self.counters.count(self.counters.finished, reason)
+        self.counters.finished[reason] += 1
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
             if key is not None:
@@ -270,10 +270,10 @@ class Attempts:
         decode = prefill = attempt.decode.name
         if attempt.prefill is not None:
             prefill = attempt.prefill.name
-            counters.observe(counters.admission, decode, stages.admission_s)
-            counters.observe(counters.transfer, prefill, stages.prefill.transfer_s)
-        counters.observe(counters.queue, prefill, stages.prefill.queue_s)
-        counters.observe(counters.prefill, prefill, stages.prefill.compute_s)
+            counters.admission[decode].observe(stages.admission_s)
+            counters.transfer[prefill].observe(stages.prefill.transfer_s)
+        counters.queue[prefill].observe(stages.prefill.queue_s)
+        counters.prefill[prefill].observe(stages.prefill.compute_s)
 
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
@@ -303,11 +303,11 @@ class Attempts:
         """Count and log a failed attempt."""
         counters, request_id, num_emitted = self.counters, record.request_id, record.output_tokens
         if record.state != "retried":
-            counters.count(counters.failed, error.code)
+            counters.failed[error.code] += 1
             text = "request %s (room %s) failed: %s: %s"
             log.warning(text, request_id, record.room, error.code, error.message, extra=about(request_id))
             return
-        counters.count(counters.retries, error.code)
+        counters.retries[error.code] += 1
         if num_emitted:
             counters.continuations += 1
             counters.recomputed_tokens += record.prompt_tokens + num_emitted

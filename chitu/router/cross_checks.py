@@ -114,7 +114,7 @@ class CrossChecks:
             return None
 
     def _judge(self, result: CheckResult) -> None:
-        self._counters.count(self._counters.cross_checks, result.outcome)
+        self._counters.cross_checks[result.outcome] += 1
         if result.says:
             log.error("cross-check: %s", result.says, extra=about(self._checked_id))
             self._on_wrong(result)

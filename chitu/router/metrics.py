@@ -12,7 +12,9 @@ come from closed lists (error codes, finish reasons) or are names of instances, 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -49,28 +51,19 @@ class TimeHistogram(msgspec.Struct):
 Histograms = dict[str, TimeHistogram]
 
 
-def _dict() -> Any:
-    return msgspec.field(default_factory=dict)
+def _counts() -> Any:
+    return msgspec.field(default_factory=partial(defaultdict, int))
+
+
+def _histograms() -> Any:
+    return msgspec.field(default_factory=partial(defaultdict, TimeHistogram))
 
 
 def _histogram() -> Any:
     return msgspec.field(default_factory=TimeHistogram)
 
 
-class _Metrics(msgspec.Struct):
-    def count(self, counts: Counts, key: str, times: int = 1) -> None:
-        """Add `times` to `key` in one of the dicts."""
-        counts[key] = counts.get(key, 0) + times
-
-    def observe(self, histograms: Histograms, instance: str, span_s: float) -> None:
-        """Add a span to the histogram of an instance."""
-        histogram = histograms.get(instance)
-        if histogram is None:
-            histogram = histograms[instance] = TimeHistogram()
-        histogram.observe(span_s)
-
-
-class RouterMetrics(_Metrics):
+class RouterMetrics(msgspec.Struct):
     """Metrics of one API process since its start. A request is one choice of one prompt; an attempt is one try of it on
     a pair."""
 
@@ -78,25 +71,25 @@ class RouterMetrics(_Metrics):
     """Accepted requests."""
     prompt_tokens: int = 0
     """Prompt tokens of accepted requests."""
-    finished: Counts = _dict()
+    finished: Counts = _counts()
     """Finished requests by finish reason, `stop` or `length`; a stop string is `stop`."""
-    failed: Counts = _dict()
+    failed: Counts = _counts()
     """Accepted requests that ended with an error, by its code."""
     cancelled: int = 0
     """Requests whose client left."""
-    rejected: Counts = _dict()
+    rejected: Counts = _counts()
     """Requests that were not accepted, by the code of the error."""
     attempts: int = 0
     """Attempts sent to a pair."""
-    retries: Counts = _dict()
+    retries: Counts = _counts()
     """Attempts that failed and were followed by another, by the code of the failure."""
     continuations: int = 0
     """Retries that had to prefill emitted tokens again."""
     recomputed_tokens: int = 0
     """Prompt and emitted tokens that continuations prefilled again."""
-    breaker_openings: Counts = _dict()
+    breaker_openings: Counts = _counts()
     """Openings of circuit breakers by name of the instance."""
-    cross_checks: Counts = _dict()
+    cross_checks: Counts = _counts()
     """Cross-checks by outcome (`router/cross_check.py`)."""
     tokens: int = 0
     """Tokens received from decode instances, stale ones included."""
@@ -110,37 +103,37 @@ class RouterMetrics(_Metrics):
     """Time between two tokens of a request as its reader sees them; see `PDRequestRouter.flush`."""
     e2e: TimeHistogram = _histogram()
     """Time from acceptance to the end of finished requests."""
-    queue: Histograms = _dict()
+    queue: Histograms = _histograms()
     """Time from arrival to the first chunk, by P (or unified instance), which reports it with the end of a request."""
-    prefill: Histograms = _dict()
+    prefill: Histograms = _histograms()
     """Time from the first chunk to the logits, by P."""
-    transfer: Histograms = _dict()
+    transfer: Histograms = _histograms()
     """Time from the logits to the last byte in D's memory (the part that compute did not hide), by P."""
-    admission: Histograms = _dict()
+    admission: Histograms = _histograms()
     """Time from arrival to the announcement of its pages, by D."""
     loop_lag: TimeHistogram = _histogram()
     """Delay of the event loop's timers."""
 
-    in_flight: Counts = _dict()
+    in_flight: Counts = _counts()
     """Requests in flight now, by state: `prefill` until the first token, then `decode`."""
-    breakers: dict[str, Counts] = _dict()
+    breakers: dict[str, Counts] = {}
     """Present breaker states by name of the instance, each with count 1; summed, how many API processes see it so."""
 
 
-class CoordinationMetrics(_Metrics):
+class CoordinationMetrics(msgspec.Struct):
     """What the process that keeps the membership counts beyond the cluster view. Keys are names of instances."""
 
-    expired_leases: Counts = _dict()
+    expired_leases: Counts = _counts()
     """Leases that ended because no heartbeat came."""
-    deaths: Counts = _dict()
+    deaths: Counts = _counts()
     """Processes that ended without a Leave."""
     unknown_heartbeats: int = 0
     """Heartbeats of incarnations that are not members."""
-    bad_frames: Counts = _dict()
+    bad_frames: Counts = _counts()
     """Messages that could not be read, by port."""
-    ages_s: dict[str, float] = _dict()
+    ages_s: dict[str, float] = {}
     """Seconds since the member joined."""
-    heartbeat_ages_s: dict[str, float] = _dict()
+    heartbeat_ages_s: dict[str, float] = {}
     """Seconds since the member's last heartbeat."""
 
 
