@@ -100,20 +100,19 @@ class ChoiceDecoder:
                 self._end(deltas, reason)
         return deltas if self._parser is None else self._parsed(self._parser, deltas, hidden)
 
-    def whole(self, tokens: list[int], reason: str) -> tuple[str | MessageDelta, list[int]]:
+    def whole(self, tokens: list[int], reason: str) -> Delta:
         """Decode all tokens of a finished choice at once. Return its text and the tokens up to its end."""
         if self._scanner is not None or (self._parser is not None and self._parser.may_reason):
             deltas = self.feed(tokens, reason)
-            return joined([d.text for d in deltas]), [token for d in deltas for token in d.token_ids]
+            return Delta(joined([d.text for d in deltas]), [token for d in deltas for token in d.token_ids])
         self.num_tokens += len(tokens)
         self.finish_reason = reason
         hidden = reason == "stop" and bool(tokens) and self._is_hidden(tokens[-1])
         shown = tokens[:-1] if hidden else tokens
-        text = self._detokenizer.push(shown) + self._detokenizer.finish()
+        whole = Delta(self._detokenizer.push(shown) + self._detokenizer.finish(), tokens)
         if self._parser is None:
-            return text, tokens
-        deltas = self._parsed(self._parser, [Delta(text, tokens)], hidden)
-        return deltas[-1].text, tokens
+            return whole
+        return Delta(self._parsed(self._parser, [whole], hidden)[-1].text, tokens)
 
     def _parsed(self, parser: MessageParser, found: list[Delta], has_hidden: bool) -> list[Delta]:
         """Return the deltas after the parser. Tokens that show nothing join the next delta that shows something.

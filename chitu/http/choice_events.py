@@ -1,7 +1,8 @@
-"""Events of a choice's stream: its opening, its deltas, its end, and the usage of each.
+"""A choice's tokens as they come: as events of a stream (its opening, its deltas, its end, and the usage of each), or
+as parts of a whole answer.
 
-Called by the writer of a stream (`generate.py`), on the loop thread. Invariant: every token taken from the generation
-is in one event, or held by the choice's decoder until its text is known.
+Called by the writers of answers (`generate.py`), on the loop thread. Invariant: every token taken from the generation
+is in one event or part, or held by the choice's decoder until its text is known.
 """
 
 from __future__ import annotations
@@ -48,3 +49,23 @@ def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerF
                 usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens, reasoning)
                 events[at] = form.with_usage(events[at], usage)
     return ending is not None
+
+
+def read_tokens(choice: Choice) -> bool:
+    """Decode what came for a choice of a whole answer. Return whether it is complete."""
+    generation, decoder, logprobs = choice.generation, choice.decoder, choice.logprobs
+    reason = generation.finish.reason if generation.finish is not None else None
+    if logprobs is not None:
+        logprobs.push(generation.take_logprobs())
+    if reason is not None and not decoder.num_tokens:
+        deltas = [decoder.whole(generation.take(), reason)]
+    elif generation.tokens or reason is not None:
+        deltas = decoder.feed(generation.take(), reason)
+    else:
+        return False
+    for delta in deltas:
+        choice.texts.append(delta.text)
+        choice.token_ids += delta.token_ids
+        if logprobs is not None:
+            logprobs.write(delta.token_ids)
+    return decoder.finish_reason is not None

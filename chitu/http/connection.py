@@ -90,7 +90,7 @@ class Connection(asyncio.Protocol):
         self.default_headers = server.default_headers
         self.is_gone = False
         self.on_gone: Callable[[], None] | None = None
-        """Callback of the running request for a client that leaves."""
+        """Callback of the running request for a client that leaves before its answer is complete."""
         self._reading: Exchange | None = None
         """Request whose body is not complete."""
         self._running: Exchange | None = None
@@ -320,7 +320,7 @@ class Connection(asyncio.Protocol):
 
     def on_answered(self, exchange: Exchange) -> None:
         """Go on after the answer of the running request was written."""
-        self._running = None
+        self._running = self.on_gone = None
         if not exchange.keep_alive:
             self._end()
         elif self._waiting:

@@ -19,11 +19,11 @@ from chitu.http.body_decoder import warning_header
 from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
-from chitu.http.choice_events import append_events
+from chitu.http.choice_events import append_events, read_tokens
 from chitu.http.event_numbers import EventNumbers
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
-from chitu.http.messages.delta import MessageDelta, joined
+from chitu.http.messages.delta import joined
 from chitu.http.proof import Moments, Proof, headers_of, proof_of
 from chitu.http.receipts import receipt_of
 from chitu.http.request_spans import RequestSpan, request_span
@@ -113,8 +113,6 @@ class GenerationRoutes:
             if not (exchange.is_client_gone and isinstance(error, RequestCancelled)):
                 exchange.fail(error)
         finally:
-            exchange.call_when_gone(None)
-            exchange.release_body()
             self.running.remove(request_id, running)
             if running.trace:
                 self._note_request(scope, request_id, running, failed)
@@ -221,12 +219,11 @@ class GenerationRoutes:
         prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
         # The choices of a prompt share it: it counts once, with the cached tokens of its first choice.
         cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
-        return UsageCount(
-            prompt_tokens,
-            sum([choice.decoder.num_tokens for choice in choices]),
-            cached_tokens,
-            sum([choice.decoder.num_reasoning_tokens for choice in choices]),
-        )
+        completion_tokens = reasoning_tokens = 0
+        for choice in choices:
+            completion_tokens += choice.decoder.num_tokens
+            reasoning_tokens += choice.decoder.num_reasoning_tokens
+        return UsageCount(prompt_tokens, completion_tokens, cached_tokens, reasoning_tokens)
 
     def _moments(self, running: RunningAnswer) -> Moments:
         return Moments(running.arrived_s, running.received_s, self._clock.monotonic())
@@ -255,15 +252,13 @@ class GenerationRoutes:
 
     async def _collect(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
         options, choices, wakeup = job.options, running.choices, running.wakeup
-        texts: list[list[str | MessageDelta]] = [[] for _ in choices]
-        ids: list[list[int]] = [[] for _ in choices]
-        open_choices, num_new = list(enumerate(choices)), 0
+        open_choices, num_new = choices, 0
         while open_choices:
             await wakeup.wait()
             if running.shutdown_error is not None:
                 raise await running.shutdown_error
-            for i, choice in open_choices:
-                generation, decoder = choice.generation, choice.decoder
+            for choice in open_choices:
+                generation = choice.generation
                 if num_new >= TOKENS_PER_TURN:
                     num_new = 0
                     await asyncio.sleep(0)
@@ -272,36 +267,12 @@ class GenerationRoutes:
                 num_new += len(generation.tokens)
                 if generation.prompt_logprobs is not None:
                     await self._write_prompt(choice, generation.prompt_logprobs, options)
-                reason = generation.finish.reason if generation.finish is not None else None
-                if choice.logprobs is not None:
-                    choice.logprobs.push(generation.take_logprobs())
-                if reason is not None and not decoder.num_tokens:
-                    text, ids[i] = decoder.whole(generation.take(), reason)
-                    texts[i].append(text)
-                    if choice.logprobs is not None:
-                        choice.logprobs.write(ids[i])
-                elif generation.tokens or reason is not None:
-                    for delta in decoder.feed(generation.take(), reason):
-                        texts[i].append(delta.text)
-                        ids[i] += delta.token_ids
-                        if choice.logprobs is not None:
-                            choice.logprobs.write(delta.token_ids)
-                    if decoder.finish_reason is not None:
-                        self._router.cancel(generation, is_complete=True)
-            open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
-        finished = [
-            FinishedChoice(
-                joined([choice.prompt.echo, *parts]),
-                choice.decoder.finish_reason or "stop",
-                token_ids if options.return_token_ids else None,
-                choice.logprobs.take() if choice.logprobs is not None and options.logprobs is not None else b"null",
-                choice.prompt_logprobs.take() if choice.prompt_logprobs is not None else None,
-            )
-            for choice, parts, token_ids in zip(choices, texts, ids, strict=True)
-        ]
+                if read_tokens(choice):
+                    self._router.cancel(generation, is_complete=True)
+            open_choices = [choice for choice in open_choices if choice.decoder.finish_reason is None]
         kept = _best(choices, options) if options.num_returned else range(len(choices))
         proof = self._proof(job, running, kept) if options.return_proof else None
-        body = form.full([finished[i] for i in kept], self._usage(job, choices), proof)
+        body = form.full([_finished(choices[i], options) for i in kept], self._usage(job, choices), proof)
         exchange.answer(200, body, headers_of(proof) if proof is not None else None)
 
     async def _stream(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
@@ -367,6 +338,17 @@ class GenerationRoutes:
             await asyncio.sleep(0)
         if echoed is not None:
             echoed.begin_output(len(prompt.echo), self._model.tokenizer.detokenizer(options.skip_special_tokens))
+
+
+def _finished(choice: Choice, options: OutputOptions) -> FinishedChoice:
+    logprobs = choice.logprobs if options.logprobs is not None else None
+    return FinishedChoice(
+        joined([choice.prompt.echo, *choice.texts]),
+        choice.decoder.finish_reason or "stop",
+        choice.token_ids if options.return_token_ids else None,
+        logprobs.take() if logprobs is not None else b"null",
+        choice.prompt_logprobs.take() if choice.prompt_logprobs is not None else None,
+    )
 
 
 def _best(choices: list[Choice], options: OutputOptions) -> list[int]:

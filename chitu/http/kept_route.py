@@ -52,5 +52,4 @@ class KeptRoute:
         except ChituError as error:
             exchange.fail(error)
         finally:
-            exchange.call_when_gone(None)
             self._kept.leave(each, reader, has_all)

@@ -14,6 +14,7 @@ from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.event_numbers import EventNumbers
 from chitu.http.jobs import Job, Prompt
+from chitu.http.messages.delta import MessageDelta
 from chitu.http.sse import ID_PREFIXES
 from chitu.http.token_logprobs import ChoiceLogprobs, PromptLogprobs
 from chitu.protocol import TraceLevel
@@ -51,6 +52,10 @@ class Choice(msgspec.Struct, eq=False):
     """Logprobs of the choice; None if they were not requested."""
     prompt_logprobs: PromptLogprobs | None = None
     """Logprobs for the field `prompt_logprobs`; None if they were not requested."""
+    texts: list[str | MessageDelta] = []
+    """Text of a whole answer, as far as it is decoded, in parts."""
+    token_ids: list[int] = []
+    """Tokens of these parts."""
     num_shown: int = 0
     """Tokens that its events have reported as usage, if they do so."""
     is_open: bool = False

@@ -54,7 +54,7 @@ def test_deltas_equal_the_whole_text_however_they_are_cut(
     text: str, stops: list[str], include_stop: bool, cuts: list[int], reason: str
 ) -> None:
     tokens = [*text.encode(), EOS] if reason == "stop" else list(text.encode())
-    whole_text, whole_ids = (whole := decoder(tuple(stops), include_stop)).whole(list(tokens), reason)
+    at_once = (whole := decoder(tuple(stops), include_stop)).whole(list(tokens), reason)
 
     def streamed(cuts: list[int]) -> tuple[ChoiceDecoder, list[Delta]]:
         streaming, deltas, at = decoder(tuple(stops), include_stop), [], 0
@@ -68,14 +68,14 @@ def test_deltas_equal_the_whole_text_however_they_are_cut(
     streaming, deltas = streamed(cuts * 4)
     assert deltas == streamed([1] * 160)[1], "a client goes on behind event n of a stream that was cut otherwise"
     ids = [token for delta in deltas for token in delta.token_ids]
-    assert "".join([str(delta.text) for delta in deltas]) == whole_text
-    assert ids == whole_ids and streaming.num_tokens == whole.num_tokens == len(ids)
+    assert "".join([str(delta.text) for delta in deltas]) == at_once.text
+    assert ids == at_once.token_ids and streaming.num_tokens == whole.num_tokens == len(ids)
     assert streaming.finish_reason == whole.finish_reason
     if not any(stop in text for stop in stops):
-        assert whole_text == text and len(ids) == len(tokens)
+        assert at_once.text == text and len(ids) == len(tokens)
     else:
-        assert whole.finish_reason == "stop" and len(whole_text) <= len(text)
-        assert include_stop or not any(stop in whole_text for stop in stops)
+        assert whole.finish_reason == "stop" and len(at_once.text) <= len(text)
+        assert include_stop or not any(stop in at_once.text for stop in stops)
 
 
 @given(st.text(max_size=20))

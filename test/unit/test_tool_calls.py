@@ -15,7 +15,7 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
 from chitu.http.body_decoder import chat_decoder
-from chitu.http.choice import ChoiceDecoder
+from chitu.http.choice import ChoiceDecoder, Delta
 from chitu.http.messages.call_grammar import grammar_of_calls
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
@@ -327,7 +327,7 @@ def test_a_choice_with_calls_ends_with_their_reason_and_all_its_tokens(at_once: 
     decoder, _, message = decode(plan(HermesParser), "no call", "stop", at_once)
     assert decoder.finish_reason == "stop" and message == "no call"
     whole = ChoiceDecoder(Letters(), None, OutputOptions(1, False, False, (), False, True, True), frozenset({0}))
-    assert whole.whole([*map(ord, ONE), 0], "stop") == (ONE, [*map(ord, ONE), 0])
+    assert whole.whole([*map(ord, ONE), 0], "stop") == Delta(ONE, [*map(ord, ONE), 0])
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1000])

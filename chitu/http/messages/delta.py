@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -25,18 +25,19 @@ class MessageDelta(NamedTuple):
     calls: tuple[CallDelta, ...] = ()
 
 
-def joined(parts: Iterable[str | MessageDelta | CallDelta]) -> str | MessageDelta:
+def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelta:
     """Return all parts as one: as text (which is content) unless a part is more than text."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
     content: list[str] = []
     reasoning: list[str] = []
     arguments: list[list[str]] = []
     calls: list[CallDelta] = []
-    is_text = True
     for part in parts:
         if isinstance(part, str):
             content.append(part)
             continue
-        is_text = False
         if isinstance(part, MessageDelta):
             content.append(part.content)
             reasoning.append(part.reasoning)
@@ -46,8 +47,5 @@ def joined(parts: Iterable[str | MessageDelta | CallDelta]) -> str | MessageDelt
             else:
                 calls.append(call)
                 arguments.append([call.arguments])
-    text = "".join(content)
-    if is_text:
-        return text
     whole = [call._replace(arguments="".join(pieces)) for call, pieces in zip(calls, arguments, strict=True)]
-    return MessageDelta(text, "".join(reasoning), tuple(whole))
+    return MessageDelta("".join(content), "".join(reasoning), tuple(whole))
