@@ -6,6 +6,7 @@ label and never a key. An *instance* is one torchrun; it is addressed as (role, 
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from enum import StrEnum
@@ -76,6 +77,7 @@ def room_text(room: bytes) -> str:
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:])) if len(room) == 16 else text
 
 
+@functools.cache
 def instance_name(role: Role, engine_rank: int) -> str:
     """Return the name of an instance: `P0`, `D2`, `U0`."""
     return f"{role[0].upper()}{engine_rank}"

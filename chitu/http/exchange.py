@@ -233,16 +233,16 @@ class Exchange:
         """Write a part of an event stream; its head leaves with the first part."""
         if self.connection.is_gone:
             return
-        if self.is_started:
-            parts: list[bytes] = []
-        else:
+        if not self.is_started:
             parts = self._head(200, [])
             parts.append(
                 b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
                 b"x-accel-buffering: no\r\n"
             )
             self._append_chunking(parts)
-        self._write(parts, data, is_last)
+            self._write(b"".join(parts), data, is_last)
+        else:
+            self._write(b"", data, is_last)
 
     async def send(self, message: Message) -> None:
         """Send a message, as ASGI defines it. Ignored once the body was refused and the refusal is written."""
@@ -254,7 +254,12 @@ class Exchange:
             raise RuntimeError(f"{message['type']} out of turn")
         if self.is_started:
             data = message.get("body", b"") if self.scope["method"] != "HEAD" else b""
-            self._write([], data, is_last=not message.get("more_body", False))
+            is_last = not message.get("more_body", False)
+            if self._left_bytes is not None:
+                self._left_bytes -= len(data)
+                if self._left_bytes < 0 or (is_last and self._left_bytes):
+                    raise RuntimeError("an answer has another length than it announced")
+            self._write(b"", data, is_last)
             return
         status, headers = message["status"], [*message.get("headers", [])]
         if any(b"\r" in text or b"\n" in text for pair in headers for text in pair):
@@ -286,19 +291,14 @@ class Exchange:
         self._is_chunked = self.scope["http_version"] == "1.1"
         lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
 
-    def _write(self, parts: list[bytes], data: bytes, is_last: bool) -> None:
-        if self._left_bytes is not None:
-            self._left_bytes -= len(data)
-            if self._left_bytes < 0 or (is_last and self._left_bytes):
-                raise RuntimeError("an answer has another length than it announced")
-        if not self._is_chunked:
-            parts.append(data)
-        else:
-            if data:
-                parts.append(b"%x\r\n%b\r\n" % (len(data), data))
+    def _write(self, head: bytes, data: bytes, is_last: bool) -> None:
+        if self._is_chunked:
+            data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if data else head
             if is_last:
-                parts.append(b"0\r\n\r\n")
-        self.connection.transport.write(b"".join(parts))
+                data += b"0\r\n\r\n"
+        elif head:
+            data = head + data
+        self.connection.transport.write(data)
         if is_last:
             self._complete()
 

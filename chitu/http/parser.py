@@ -7,6 +7,7 @@ protocol is supported, and the upgrade is ignored (RFC 9110, 7.8): the head is p
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,7 +15,7 @@ import httptools
 
 from chitu.errors import ChituError, HeadersTooLarge, InvalidRequest
 from chitu.http.limits import HTTPLimits
-from chitu.net.http import Headers, Scope
+from chitu.net.http import Headers, Scope, header
 
 
 class RequestParser:
@@ -39,8 +40,8 @@ class RequestParser:
         self.num_begun = 0
         """Requests whose first byte has arrived."""
         self.is_in_head = self._is_in_body = False
-        self._head_bytes = self._header_bytes = 0
-        """Bytes of an incomplete head, counted as they arrive, and of its headers, counted as they are parsed."""
+        self._head_bytes = self._trailer_bytes = 0
+        """Bytes of an incomplete head, and of the headers after the chunks of a body."""
         self._url = b""
         self._headers: Headers = []
         self._refusal: ChituError | None = None
@@ -89,18 +90,20 @@ class RequestParser:
         if self.is_over:
             raise InvalidRequest("behind the last request")
         self.num_begun += 1
-        self.is_in_head, self._head_bytes, self._header_bytes = True, 0, 0
+        self.is_in_head, self._head_bytes, self._trailer_bytes = True, 0, 0
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._header_bytes += len(name) + len(value)
-        if len(self._headers) >= self._limits.max_headers or self._header_bytes > self._limits.max_head_bytes:
+        headers = self._headers
+        if self.is_in_head and len(headers) < self._limits.max_headers:
+            headers.append((name.lower(), value))
+            return
+        self._trailer_bytes += len(name) + len(value)
+        if self.is_in_head or self._trailer_bytes > self._limits.max_head_bytes:
             raise self._refuse(self._too_large())
-        if self.is_in_head:  # else it is a trailer, after the chunks of a body
-            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
@@ -109,6 +112,8 @@ class RequestParser:
             raise InvalidRequest("no tunnels")
         if parser.should_upgrade():
             return
+        if sum(map(len, chain.from_iterable(headers))) > self._limits.max_head_bytes:
+            raise self._refuse(self._too_large())
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
         version = parser.get_http_version()
@@ -126,7 +131,7 @@ class RequestParser:
             "state": {},
         }
         is_new = version == "1.1"
-        expects = is_new and dict(headers).get(b"expect", b"").lower() == b"100-continue"
+        expects = is_new and (header(scope, b"expect") or b"").lower() == b"100-continue"
         self.is_in_head, self._is_in_body = False, True
         try:
             self._on_head(scope, is_new and parser.should_keep_alive(), expects)

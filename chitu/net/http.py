@@ -20,6 +20,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+_BY_NAME = "chitu.headers"
+"""Key, in a scope, of its headers by name: a route asks for several."""
 RETRY_AFTER_S = 1
 """`Retry-After` of an error that has no time of its own."""
 
@@ -30,10 +32,10 @@ class ClientGone(Exception):
 
 def header(scope: Scope, name: bytes) -> bytes | None:
     """Return the first header of that lower-case name; None if there is none."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None
+    by_name: dict[bytes, bytes] | None = scope.get(_BY_NAME)
+    if by_name is None:
+        by_name = scope[_BY_NAME] = dict(reversed(scope["headers"]))
+    return by_name.get(name)
 
 
 def query_value(scope: Scope, name: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -40,12 +40,8 @@ def unpack_i32(data: bytes) -> array[int]:
 
 
 T = TypeVar("T")
-_encoder = msgspec.msgpack.Encoder()
-
-
-def encode(message: Wire) -> bytes:
-    """Return a message as one MessagePack frame."""
-    return _encoder.encode(message)
+encode: Callable[[Wire], bytes] = msgspec.msgpack.Encoder().encode
+"""Returns a message as one MessagePack frame."""
 
 
 class Codec(Generic[T]):

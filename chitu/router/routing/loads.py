@@ -61,7 +61,7 @@ class LoadTable:
         load = self._loads.get(key)
         if load is not None:
             load.own += prompt_tokens if key.role is Role.PREFILL else requests
-            load.write()
+            load.costs[load.position] = load.own + load.from_others  # as `write` does, whose call costs as much
 
     def report(self, key: InstanceKey, report: LoadReport) -> None:
         """Take an instance's report of its own load, up to a heartbeat old."""
