@@ -32,28 +32,33 @@ class RequestParser:
     ) -> None:
         self._limits = limits
         self._on_head = on_head
+        self._on_body = on_body
         self._on_end = on_end
-        self.on_body = on_body  # called by the parser below
         self._parser: Any = httptools.HttpRequestParser(self)
         self.is_over = False
         """Whether no request follows: set by the owner, and once `feed` has raised."""
         self.num_begun = 0
         """Requests whose first byte has arrived."""
         self.is_in_head = self._is_in_body = False
-        self._head_bytes = self._trailer_bytes = 0
-        """Bytes of an incomplete head, and of the headers after the chunks of a body."""
+        self._has_news = False
+        self._held_bytes = 0
+        """Bytes since the parser last reported a head or a part of a body: it reports a header only when it is complete,
+        and keeps it till then. The same holds for a trailer, after the chunks of a body."""
         self._url = b""
         self._headers: Headers = []
         self._refusal: ChituError | None = None
 
     def feed(self, data: bytes) -> None:
         """Parse `data`. HeadersTooLarge or InvalidRequest if it is no valid request; then nothing more is taken."""
+        self._has_news = False
         self._parse(data)
-        if self.is_in_head:
-            self._head_bytes += len(data)  # the parser reports a header only when it is complete
-            if self._head_bytes > self._limits.max_head_bytes:
-                self.close()
-                raise self._too_large()
+        if self._has_news or not (self.is_in_head or self._is_in_body):
+            self._held_bytes = 0
+            return
+        self._held_bytes += len(data)
+        if self._held_bytes > self._limits.max_head_bytes:
+            self.close()
+            raise self._too_large()
 
     def close(self) -> None:
         """Take nothing more."""
@@ -90,20 +95,19 @@ class RequestParser:
         if self.is_over:
             raise InvalidRequest("behind the last request")
         self.num_begun += 1
-        self.is_in_head, self._head_bytes, self._trailer_bytes = True, 0, 0
+        self.is_in_head = True
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.is_in_head:
+            return  # a trailer
         headers = self._headers
-        if self.is_in_head and len(headers) < self._limits.max_headers:
-            headers.append((name.lower(), value))
-            return
-        self._trailer_bytes += len(name) + len(value)
-        if self.is_in_head or self._trailer_bytes > self._limits.max_head_bytes:
+        if len(headers) >= self._limits.max_headers:
             raise self._refuse(self._too_large())
+        headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
@@ -132,11 +136,15 @@ class RequestParser:
         }
         is_new = version == "1.1"
         expects = is_new and (header(scope, b"expect") or b"").lower() == b"100-continue"
-        self.is_in_head, self._is_in_body = False, True
+        self.is_in_head, self._is_in_body, self._has_news = False, True, True
         try:
             self._on_head(scope, is_new and parser.should_keep_alive(), expects)
         except ChituError as error:
             raise self._refuse(error) from None
+
+    def on_body(self, data: bytes) -> None:
+        self._has_news = True
+        self._on_body(data)
 
     def on_message_complete(self) -> None:
         if self._is_in_body:  # else: an upgrade

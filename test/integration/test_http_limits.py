@@ -35,6 +35,23 @@ async def test_a_large_head_is_refused_and_the_connection_closed(request_: bytes
         assert app.started == 0
 
 
+@pytest.mark.parametrize(
+    "rest", [b"0\r\nx: ", b"0\r\n" + b"x: y\r\n" * 500, b"1;x="], ids=["a trailer", "trailers", "chunk"]
+)
+async def test_what_stands_between_the_chunks_of_a_body_has_the_bound_of_a_head(rest: bytes) -> None:
+    """The parser keeps a trailer until it is complete."""
+    async with serving(Echo(), HTTPLimits(max_head_bytes=10_000)) as port:
+        client = await Client.connect(port)
+        client.send(b"POST / HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n" + rest)
+        status = asyncio.ensure_future(client.status())
+        while not status.done():
+            client.send(b"y" * 1000)
+            await asyncio.wait([status], timeout=0.02)
+        assert await status == 431
+        assert client.code == "headers_too_large"
+        assert await client.is_closed()
+
+
 async def test_a_head_that_trickles_is_ended_and_one_byte_more_does_not_help() -> None:
     app = Echo()
     async with serving(app, HTTPLimits(head_s=0.3, body_s=20)) as port:
