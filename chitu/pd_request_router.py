@@ -255,23 +255,24 @@ class PDRequestRouter:
         """Take the tokens of steps, in order. `flush` wakes the readers, once for all batches of a loop turn. Without a
         pause between steps there is a batch for each token, so this does nothing per batch that it can do once."""
         counters, link_of, attempt_of = self.counters, self._links.get, self._attempts.rooms.get
+        num_tokens = 0
         for batch in batches:
             rooms, tokens, logprobs = batch.rooms, batch.tokens, batch.logprobs
             if len(rooms) != len(tokens) or (logprobs and not _are_places(logprobs, len(rooms))):
                 log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
                 continue
-            if batch.number:
+            if number := batch.number:
                 link = link_of(batch.link)
                 if link is None:
                     continue  # it answers another router
-                is_next = link.receiver.take(batch.number, batch.num_kept)
-                if not is_next or link.receiver.given_up:
-                    self._on_loss(link)
-                    if not is_next:
-                        continue
+                receiver = link.receiver
+                if number == receiver.last + 1 and not receiver.has_gap:
+                    receiver.last = number  # as `take` does, whose call costs as much as a token
+                elif not self._is_next(link, batch):
+                    continue
             if logprobs or batch.cached or batch.prompt_logprobs:
                 self._take_more(batch)
-            counters.tokens += len(rooms)
+            num_tokens += len(rooms)
             for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
                 attempt = attempt_of(room)
                 if attempt is None:
@@ -285,15 +286,18 @@ class PDRequestRouter:
                 attempt = attempt_of(finish.room)
                 if attempt is not None:
                     self._attempts.on_finish(attempt, finish)
+        counters.tokens += num_tokens
 
-    def _on_loss(self, link: InstanceLink) -> None:
-        """Handle what a link's receiver found missing before a message."""
+    def _is_next(self, link: InstanceLink, batch: TokenBatch) -> bool:
+        """Return whether a message is the next one of its link. Handle what is missing before it."""
         receiver = link.receiver
+        is_next = receiver.take(batch.number, batch.num_kept)
         if receiver.is_gap_new:
             self._dispatcher.report_gap(link)
         if receiver.given_up:
             self._attempts.on_lost_tokens(link.key, receiver.given_up)
             receiver.given_up = 0
+        return is_next
 
     def _take_more(self, batch: TokenBatch) -> None:
         """Take what few messages have beside tokens, ahead of these."""

@@ -24,7 +24,7 @@ MAX_MESSAGES_PER_TURN = 256
 FEW_MESSAGES = 2
 """Usual number of messages at a time. Up to this number the reader checks after each whether there are more, which
 costs a third of the exception that reports none. With more messages the one exception is cheaper."""
-_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
 
 class FrameReader:
@@ -87,10 +87,11 @@ class BulkReader(FrameReader):
         if self._closed:
             return
         socket, frames = self._socket, []
+        receive = socket.recv
         try:
-            for number in range(1, MAX_MESSAGES_PER_TURN + 1):
-                frames.append(socket.recv(zmq.NOBLOCK))
-                if number <= FEW_MESSAGES and not int(socket.getsockopt(_EVENTS)) & _POLLIN:
+            for number in range(MAX_MESSAGES_PER_TURN):
+                frames.append(receive(_NOBLOCK))
+                if number < FEW_MESSAGES and not int(socket.getsockopt(_EVENTS)) & _POLLIN:
                     break
             else:
                 self._loop.call_soon(self._drain)
