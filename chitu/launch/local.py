@@ -95,6 +95,7 @@ class LocalCluster:
             env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
             max_log_bytes=topology.log.max_mb << 20,
             popen=self._entries.popen,
+            serves=self._serves,
         )
         self.members = self._supervisor.members
         self._write_config()
@@ -137,11 +138,13 @@ class LocalCluster:
             time.sleep(POLL_S)
 
     def ready(self) -> bool:
-        """Call `poll`, then return whether every live process is ready and the router has a usable pair."""
+        """Call `poll`, then return whether every live process is ready and the router has a usable pair. A router that
+        answers is ready: one that starts again may find a full disk, and no place for its report."""
         self.poll()
         live = [member for member in self.members.values() if member.child or member.restart_at_s is not None]
         started = len(live) == len(self.members) or any(member.was_ready for member in live if member.name != ROUTER)
-        return started and all(member.progress.state == "ready" for member in live) and self._all_joined(live)
+        workers = [member for member in live if member.name != ROUTER]
+        return started and all(member.progress.state == "ready" for member in workers) and self._all_joined(workers)
 
     def dead(self) -> list[Member]:
         """Return members that ended without being drained and will not be restarted."""
@@ -155,15 +158,19 @@ class LocalCluster:
     def _health(self) -> Health | None:
         return ask_health(self.host, self.ports["port"]) if "port" in self.ports else None
 
-    def _all_joined(self, live: list[Member]) -> bool:
+    def _serves(self, name: str) -> bool:
+        health = self._health()
+        return health is not None and (name == ROUTER or name in health.joined)
+
+    def _all_joined(self, workers: list[Member]) -> bool:
         """Return whether the router has the present incarnation of every live instance."""
         health = self._health()
         if health is None or not health.is_usable:
             return False
         return all(
             health.joined.get(member.name) == member.progress.incarnation
-            for member in live
-            if member.child is not None and member.name != ROUTER
+            for member in workers
+            if member.child is not None
         )
 
     def stop(self) -> dict[str, int | None]:

@@ -10,6 +10,7 @@ event.
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import subprocess
 import time
@@ -33,8 +34,8 @@ GRACE_OVER_DRAIN_S = 0.5
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
 STALLED_S = 600.0
-"""Time without progress after which a process that starts again is killed: to read weights reports all the time, to
-compile kernels for one GPU takes minutes."""
+"""Time without progress after which a process that starts again, and does not serve, is killed: to read weights reports
+all the time, to compile kernels for one GPU takes minutes."""
 
 
 class StartFailed(Internal):
@@ -53,7 +54,7 @@ class Member:
     """Number of deaths in a row; each doubles the wait before the next start."""
     restart_at_s: float | None = None
     progressed_s: float = 0.0
-    """Time of its start, or of its newest progress."""
+    """Time of its start, or of its newest progress; infinite once it was found to serve without a report."""
     exit_code: int | None = None
     """Exit code of the last incarnation, once its death was noticed."""
     has_left: bool = False
@@ -76,10 +77,12 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         max_log_bytes: int = 0,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        serves: Callable[[str], bool] = lambda name: True,
         stalled_s: float = STALLED_S,
     ) -> None:
         """Make the members without starting them. With `log_dir` None the processes write to this one's output.
-        `max_log_bytes` limits each process's log."""
+        `max_log_bytes` limits each process's log. `serves` tells whether a process serves, although the launcher has no
+        report of it."""
         self._run_dir: RunDir | None = None
         """The launcher's folder, from the first start to the end."""
         self.members = {name: Member(name) for name in names}
@@ -93,6 +96,7 @@ class Supervisor:
         self._env = dict(env or {})
         self._max_log_bytes = max_log_bytes
         self._popen = popen
+        self._serves = serves
         self._stalled_s = stalled_s
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
@@ -104,8 +108,7 @@ class Supervisor:
         member = self.member(name)
         spec = self._spec_of(name)
         progress = self._progress_path(name)
-        if name != ROUTER or not member.was_ready:  # it starts again with the same ports, and the disk may be full
-            progress.unlink(missing_ok=True)
+        progress.unlink(missing_ok=True)
         # Not beside the logs, since a network file system may lack the locks of torch's file store.
         tmp = self.run_dir.make_empty(name)
         self._starts += 1
@@ -236,11 +239,15 @@ class Supervisor:
 
     def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
         """Kill a process that hangs while it starts again: it would stay away for ever. The first start has the bound
-        of its launcher, and a router counts as ready by its first report."""
-        if self._restart and member.was_ready and now_s - member.progressed_s > self._stalled_s:
-            state, member.progressed_s = member.progress.state, now_s
-            self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
-            child.kill_tree()
+        of its launcher. On a full disk one that serves has no report."""
+        if not self._restart or not member.was_ready or now_s - member.progressed_s <= self._stalled_s:
+            return
+        if self._serves(member.name):
+            member.progressed_s = math.inf
+            return
+        state, member.progressed_s = member.progress.state, now_s
+        self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
+        child.kill_tree()
 
     def _start_again(self, member: Member, now_s: float) -> None:
         """Restart a process. Retry later if the system has no process, descriptor or file for it now."""

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,13 +119,12 @@ def test_a_router_that_starts_again_needs_no_file(model: Path) -> None:
     """The disk of the logs may be full."""
     with cluster(model, entries=WITHOUT_TORCHRUN) as started:
         started.wait_ready(60)
-        progress = (model / "logs" / "router.progress").read_bytes()
         (model / "logs" / "full").touch()
         started.kill(ROUTER)
         started.wait_exit(ROUTER)
         started.restart(ROUTER)
         started.wait_ready(20)
-        assert (model / "logs" / "router.progress").read_bytes() == progress
+        assert started.members[ROUTER].progress.state == "starting"
 
 
 def test_a_router_that_dies_as_soon_as_it_serves_comes_back_on_its_ports(model: Path) -> None:
@@ -237,35 +236,66 @@ def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) 
         wait_until(started.ready, 60, "P0 to be ready")
 
 
-def test_a_process_that_hangs_while_it_starts_again_is_started_once_more(tmp_path: Path) -> None:
-    """Its third start is like the first."""
+def supervisor_of(
+    folder: Path, name: str, silent_start: int, events: list[str], serves: Callable[[str], bool]
+) -> Supervisor:
+    """Return a supervisor of a process that reports `ready` at each start but one, when it reports no more than
+    `warmup`."""
     code = (
         "import signal; from chitu.launch.progress import ProgressWriter; progress = ProgressWriter()\n"
         "progress.state('warmup')\n"
-        "if {start} != 2: progress.ready()\n"
+        f"if {{start}} != {silent_start}: progress.ready()\n"
         "signal.pause()"
     )
     starts = itertools.count(1)
 
     def spec_of(_name: str) -> ProcessSpec:
-        return ProcessSpec("P0", "127.0.0.1", (sys.executable, "-c", code.format(start=next(starts))))
+        return ProcessSpec(name, "127.0.0.1", (sys.executable, "-c", code.format(start=next(starts))))
 
+    return Supervisor([name], spec_of, folder, restart=True, on_event=events.append, serves=serves, stalled_s=2.0)
+
+
+@pytest.mark.parametrize("name", ["P0", ROUTER])
+def test_a_process_that_hangs_while_it_starts_again_is_started_once_more(tmp_path: Path, name: str) -> None:
+    """Its third start is like the first."""
     events: list[str] = []
-    supervisor = Supervisor(["P0"], spec_of, tmp_path, restart=True, on_event=events.append, stalled_s=2.0)
+    supervisor = supervisor_of(tmp_path, name, 2, events, lambda name: False)
 
     def is_ready() -> bool:
         supervisor.poll()
-        return supervisor.member("P0").progress.state == "ready"
+        return supervisor.member(name).progress.state == "ready"
 
     try:
-        supervisor.start("P0")
+        supervisor.start(name)
         wait_until(is_ready, 30, "the first start")
-        os.kill(supervisor.child("P0").pid, signal.SIGKILL)
+        os.kill(supervisor.child(name).pid, signal.SIGKILL)
         wait_until(lambda: not is_ready(), 30, "the death")
         wait_until(is_ready, 30, "the third start")
     finally:
         supervisor.stop(0.0)
-    assert "P0 hangs: still warmup after 2 s; it is killed" in events
+    assert f"{name} hangs: still warmup after 2 s; it is killed" in events
+
+
+def test_a_process_that_serves_and_cannot_report_it_is_left_alone(tmp_path: Path) -> None:
+    """The disk of the logs may be full."""
+    events: list[str] = []
+    asked: list[str] = []
+    supervisor = supervisor_of(tmp_path, "D0", 2, events, lambda name: asked.append(name) is None)
+
+    def poll(is_there: Callable[[], bool]) -> bool:
+        supervisor.poll()
+        return is_there()
+
+    try:
+        supervisor.start("D0")
+        wait_until(lambda: poll(lambda: supervisor.member("D0").was_ready), 30, "the first start")
+        os.kill(supervisor.child("D0").pid, signal.SIGKILL)
+        wait_until(lambda: poll(lambda: bool(asked)), 30, "the question whether it serves")
+        supervisor.poll()
+        assert asked == ["D0"] and supervisor.child("D0").exit_code() is None
+    finally:
+        supervisor.stop(0.0)
+    assert events[1:] == ["D0 is started again"]
 
 
 def test_without_restarts_a_router_that_dies_while_instances_load_ends_the_start(model: Path) -> None:
