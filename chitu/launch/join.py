@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -57,9 +58,11 @@ def join(options: JoinOptions, overrides: Sequence[str]) -> int:
     Raise ConfigError and the errors of `RouterClient` before anything starts; RankTaken.
     """
     client = RouterClient(options.url, credential(options.url))
+    tried: set[int] = set()
     while True:
         known = client.cluster().instances
-        rank = options.rank if options.rank is not None else next_rank(known, options.role)
+        rank = options.rank if options.rank is not None else next_rank(known, options.role, tried)
+        tried.add(rank)
         try:
             return _join_as(rank, options, overrides, client.topology(), known, client.url)
         except RankTaken:
@@ -95,10 +98,10 @@ def _join_as(
         return run_node(str(file), overrides, node)
 
 
-def next_rank(known: Sequence[InstanceSnapshot], role: Role) -> int:
-    """Return the lowest rank that no instance of this role has, even one that is down."""
+def next_rank(known: Sequence[InstanceSnapshot], role: Role, tried: Container[int] = ()) -> int:
+    """Return the lowest rank that was not tried, and that no instance of this role has, even one that is down."""
     names = {instance.name for instance in known}
-    return next(rank for rank in range(len(names) + 1) if instance_name(role, rank) not in names)
+    return next(rank for rank in count() if rank not in tried and instance_name(role, rank) not in names)
 
 
 def grown(

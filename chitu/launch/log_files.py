@@ -21,6 +21,10 @@ TAIL_BYTES = 64 << 10
 """Size of the end of a log in which a process's last lines are looked for."""
 
 
+class LogTaken(ConfigError):
+    """Another launcher that runs has this log."""
+
+
 def make_log_dir(folder: str | None) -> Path:
     """Return `folder`, made if missing, or for None a new one in the temporary folder. Only this user can read a folder
     made here."""
@@ -43,7 +47,7 @@ def open_private(path: Path, *, append: bool = True) -> BinaryIO:
 
 
 def claim_log(path: Path) -> BinaryIO | None:
-    """Claim a log until the returned file is closed. Raise ConfigError if another launcher has it: they would take each
+    """Claim a log until the returned file is closed. Raise LogTaken if another launcher has it: they would take each
     other's ports and progress from the files beside it.
 
     The lock is on a file of its own, since on SMB no other descriptor can write to a locked file.
@@ -56,7 +60,7 @@ def claim_log(path: Path) -> BinaryIO | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ConfigError(f"another launcher writes {path}: give this one another --log-dir (log.dir)") from None
+        raise LogTaken(f"another launcher writes {path}: give this one another --log-dir (log.dir)") from None
     except OSError:  # a network file system without locks
         pass
     return file

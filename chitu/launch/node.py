@@ -28,7 +28,7 @@ from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
 from chitu.launch.leave import send_leaves
-from chitu.launch.log_files import make_log_dir
+from chitu.launch.log_files import LogTaken, make_log_dir
 from chitu.launch.nodes import host_at, host_overrides, launch_problems, open_ports, specs_on, thread_overrides
 from chitu.launch.placement import place
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
@@ -73,7 +73,8 @@ def node_command(config: str, overrides: Sequence[str], hosts: str | None) -> li
 
 
 class Node:
-    """One host's part of the cluster. The constructor raises ConfigError for a configuration that cannot work."""
+    """One host's part of the cluster. The constructor raises ConfigError for a configuration that cannot work, and
+    RankTaken as `missing` does."""
 
     def __init__(
         self, config: str, overrides: Sequence[str], options: NodeOptions, on_event: Callable[[str], None]
@@ -112,16 +113,21 @@ class Node:
         self.host = host
         self.removes_logs = not (options.log_dir or topology.log.dir)
         """Whether `stop` removes the logs, unless a process died."""
-        self.supervisor = Supervisor(
-            list(self._specs),
-            self._spec,
-            self.log_dir,
-            restart=False,
-            on_event=on_event,
-            env={ENVIRONMENT_KEY: cluster_key_of(topology)},
-            max_log_bytes=topology.log.max_mb << 20,
-        )
         self._only = options.only or ""
+        try:
+            self.supervisor = Supervisor(
+                list(self._specs),
+                self._spec,
+                self.log_dir,
+                restart=False,
+                on_event=on_event,
+                env={ENVIRONMENT_KEY: cluster_key_of(topology)},
+                max_log_bytes=topology.log.max_mb << 20,
+            )
+        except LogTaken:
+            if self._only:
+                raise _taken(self._only) from None  # it starts, and has not joined
+            raise
         self._joined: dict[str, int] = {}
         """Incarnation by name of joined instances, except earlier ones of this node's own."""
         self._pids: dict[str, list[int]] = {}
@@ -222,10 +228,12 @@ class Node:
 
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
     """Run this node's processes until a signal (return 0) or a failure (return 1). Return 2 if this node cannot run its
-    part, before anything starts. Raise RankTaken if the router has given the rank of `only` to another process."""
+    part, before anything starts. Raise RankTaken if another process has the rank of `only`."""
     with stop_on_signals() as stop, closing(make_display()) as display:
         try:
             node = Node(config, overrides, options, display.say)
+        except RankTaken:
+            raise
         except ConfigError as error:
             display.close()
             return give_up(error, options.on_failure)

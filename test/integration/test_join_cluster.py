@@ -52,7 +52,10 @@ def chitu(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CHITU, *words], capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_become_two(model: Path) -> None:
+def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_become_two(
+    model: Path, tmp_path: Path
+) -> None:
+    """They share one folder of logs."""
     overrides = [f"model.path={model}", *SIZES]
     topology = load_topology("pd_disagg_1p1d_local", overrides)
     with LocalCluster(topology, entries=FORKED) as cluster, ExitStack() as stack:
@@ -60,7 +63,8 @@ def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_bec
         expected = answer(cluster.url)
         joined = {}
         roles = ("prefill", "decode", "decode")
-        for process in [stack.enter_context(ServeProcess([*CHITU, "join", r, "--url", cluster.url])) for r in roles]:
+        words = ["--url", cluster.url, "--log-dir", str(tmp_path)]
+        for process in [stack.enter_context(ServeProcess([*CHITU, "join", role, *words])) for role in roles]:
             name = process.wait_line(f"([PD][0-9]+) is ready: .* joined {cluster.url}", timeout_s=120)[1]
             joined[name] = process
         assert sorted(joined) == ["D1", "D2", "P1"]

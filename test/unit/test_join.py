@@ -29,6 +29,7 @@ def test_the_lowest_rank_that_nobody_has_is_taken() -> None:
     assert next_rank(members, Role.DECODE) == 2, "D1 is down, but may come back"
     assert next_rank(members, Role.PREFILL) == 1
     assert next_rank(members, Role.UNIFIED) == 0
+    assert next_rank(members, Role.DECODE, {2, 4}) == 5
 
 
 def test_the_new_instance_is_like_the_first_of_its_role_and_others_are_known() -> None:
