@@ -99,7 +99,8 @@ class Identity:
     incarnation: Incarnation
     instance: InstanceConfig
     yields: bool = False
-    """Whether this process must not replace another one that holds its rank (`chitu join`)."""
+    """Whether this process was added to a running cluster (`chitu join`): it does not replace one that holds its rank,
+    and ends if the router stays away."""
 
     @property
     def name(self) -> str:
@@ -397,6 +398,10 @@ class PDSchedulerService:
             logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
             self._scheduler.end_all(silence_s)
             self._wake.wake()
+        if self._identity.yields and watch.is_abandoned and not self._stop.is_set():
+            logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
+            self._exit_code = 1
+            self._stop.set()
 
     def _unknown_frames(self) -> int:
         kv = self._engine.kv

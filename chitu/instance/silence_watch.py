@@ -6,6 +6,9 @@ from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import Internal
 
+ABANDONED = 20
+"""An added instance has lost its cluster after so many times `router_s`: after 10 minutes with the default."""
+
 
 class SilenceWatch:
     """Detector of a router that is gone for good, and of a step thread that hangs while heartbeats continue."""
@@ -14,7 +17,8 @@ class SilenceWatch:
         self._deadlines = deadlines
         self._router = Silence(deadlines.heartbeat_interval_s)
         self._step = Silence(deadlines.heartbeat_interval_s)
-        self._is_router_silent = False
+        self.silence_s = 0.0
+        """How long the router has been silent."""
 
     def look(self, num_views: int, step_turns: int) -> float:
         """Return the seconds without a view once per silence, when they reach `router_s`; else 0. Raise Internal for a
@@ -22,6 +26,10 @@ class SilenceWatch:
         step_s = self._step.seconds(step_turns)
         if step_s >= self._deadlines.step_s:
             raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
-        silence_s = self._router.seconds(num_views)
-        was_silent, self._is_router_silent = self._is_router_silent, silence_s >= self._deadlines.router_s
-        return silence_s if self._is_router_silent and not was_silent else 0.0
+        was_s, self.silence_s = self.silence_s, self._router.seconds(num_views)
+        return self.silence_s if was_s < self._deadlines.router_s <= self.silence_s else 0.0
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the cluster has probably ended: a router that is started again is back sooner."""
+        return self.silence_s >= ABANDONED * self._deadlines.router_s

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from network import Network
 from nursery import FORKED
+from ports import free_ports
 from serve_process import ServeProcess
 
 from chitu.client.client import RouterClient
@@ -22,11 +23,14 @@ from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.launch.process import ChildProcess
 from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 CHITU = [sys.executable, "-m", "chitu.cli"]
 KEY = "of this cluster 0123456789"
+PORTS = ("port", "stats_port", "token_port", "pd_disaggregation.coordination_port")
+PORTS += ("pd_disaggregation.metadata_sync_port", "pd_disaggregation.bootstrap_port")
 SIZES = ["cache.num_pages=64", "model.max_model_len=256", "scheduler.threads=1"]
 
 
@@ -87,11 +91,29 @@ def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_bec
         assert answer(cluster.url) == expected
 
 
+def test_an_added_instance_ends_after_its_cluster_and_one_of_the_topology_waits(model: Path, tmp_path: Path) -> None:
+    deadlines = "dp_config.router.pd_disaggregation.deadlines"
+    settings = [f"model.path={model}", f"{deadlines}.router_s=0.1", f"{deadlines}.heartbeat_interval_s=0.1", *SIZES]
+    settings += [f"dp_config.router.{key}={port}" for key, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
+    argv = [sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0", *settings]
+    waits, added = (
+        ChildProcess("D0", [*argv, *words], {}, tmp_path / f"{len(words)}", f"{len(words)}/D0", popen=FORKED.popen)
+        for words in ((), ("--if-free",))
+    )
+    try:
+        wait_until(lambda: added.exit_code() is not None, 90, "the end of the added one")
+        assert (added.exit_code(), waits.exit_code()) == (1, None), [*added.tail(), *waits.tail()]
+        assert any(
+            "nothing received from the router for 2 s: this added instance ends" in line for line in added.tail()
+        )
+    finally:
+        added.kill_tree()
+        waits.kill_tree()
+
+
 def node(model: Path, host: str) -> list[str]:
     """Return the command line of a whole 1P1D that other machines can reach."""
-    keys = ("port", "stats_port", "token_port", "pd_disaggregation.coordination_port")
-    keys += ("pd_disaggregation.metadata_sync_port", "pd_disaggregation.bootstrap_port")
-    ports = [f"{key}={port}" for key, port in zip(keys, (21003, *range(29600, 29605)), strict=True)]
+    ports = [f"{key}={port}" for key, port in zip(PORTS, (21003, *range(29600, 29605)), strict=True)]
     hosts = [f"{key}host={host}" for key in ("", "prefill_schedulers.0.", "decode_schedulers.0.")]
     words = [f"dp_config.router.{word}" for word in (*hosts, *ports)]
     return [*CHITU, "node", "pd_disagg_1p1d_local", "--node-index", "0", f"model.path={model}", *words, *SIZES]
