@@ -308,9 +308,8 @@ def _node(arguments: argparse.Namespace) -> int:
 
     try:
         name, overrides = _split(arguments, may_download=True)
-    except ConfigError as error:  # such as a model that only this node cannot find
-        message = f"node {arguments.node_index}: {error.message}"
-        return give_up(ConfigError(message), arguments.on_failure)
+    except (ConfigError, OSError) as error:  # such as a model that only this node cannot find
+        return give_up(f"node {arguments.node_index}: {error}", arguments.on_failure)
     options = NodeOptions(
         hosts=tuple(split_hosts(arguments.hosts)) if arguments.hosts is not None else None,
         index=arguments.node_index,

@@ -234,9 +234,9 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             node = Node(config, overrides, options, display.say)
         except RankTaken:
             raise
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             display.close()
-            return give_up(error, options.on_failure)
+            return give_up(f"{error}", options.on_failure)
         try:
             display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
             own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
@@ -271,21 +271,21 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             if stop.is_set():
                 return 0
             raise
-        except StartFailed as error:
+        except (StartFailed, ConfigError, OSError) as error:
             display.close()
             if stop.is_set():
                 return 0
             node.removes_logs = False  # they may have the reason
-            tell(f"chitu node: {error.message}")
+            tell(f"chitu node: {error}")
             _tell_others(options.on_failure)
             return 1
         finally:
             node.stop()
 
 
-def give_up(error: ConfigError, on_failure: str | None) -> int:
+def give_up(reason: str, on_failure: str | None) -> int:
     """Report why this node cannot run its part, notify the other nodes, and return the exit code."""
-    tell(f"chitu: {error.message}")
+    tell(f"chitu: {reason}")
     with stop_on_signals() as stop:
         if on_failure is not None:
             stop.wait(SAME_ERROR_S)

@@ -135,6 +135,15 @@ def test_a_node_that_lacks_the_model_says_which_it_is_and_tells_the_others(start
     assert (tmp_path / "told").exists() and not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize("name", ["router.log", "router.progress"])
+def test_a_node_that_cannot_write_its_files_tells_the_others(start: Start, tmp_path: Path, name: str) -> None:
+    (tmp_path / "logs" / name).mkdir(parents=True)
+    node = start()
+    node.wait_line(f"chitu node: .*Is a directory: '{tmp_path}/logs/{name}'")
+    assert node.process.wait(10) == 1
+    assert (tmp_path / "told").exists() and node.offspring() == {}
+
+
 def test_a_node_that_cannot_find_the_model_at_all_tells_the_others_too(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "chitu.cli", "node", "--node-index", "1", "--model", "a-name/of-the-hub"]
     argv += ["--on-failure", f"touch {tmp_path / 'told'}"]
