@@ -34,8 +34,8 @@ GRACE_OVER_DRAIN_S = 0.5
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
 STALLED_S = 600.0
-"""Time without progress after which a process that starts again, and does not serve, is killed: to read weights reports
-all the time, to compile kernels for one GPU takes minutes."""
+"""Time without progress after which a process that starts, and does not serve, is killed: to read weights reports all
+the time, to compile kernels for one GPU takes minutes."""
 
 
 class StartFailed(Internal):
@@ -238,9 +238,9 @@ class Supervisor:
             member.was_ready = True
 
     def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
-        """Kill a process that hangs while it starts again: it would stay away for ever. The first start has the bound
-        of its launcher. On a full disk one that serves has no report."""
-        if not self._restart or not member.was_ready or now_s - member.progressed_s <= self._stalled_s:
+        """Kill a process that hangs while it starts: it would stay away for ever. On a full disk one that serves has no
+        report. Without restarts the launcher has a bound of its own, or a user who waits."""
+        if not self._restart or now_s - member.progressed_s <= self._stalled_s:
             return
         if self._serves(member.name):
             member.progressed_s = math.inf

@@ -276,6 +276,25 @@ def test_a_process_that_hangs_while_it_starts_again_is_started_once_more(tmp_pat
     assert f"{name} hangs: still warmup after 2 s; it is killed" in events
 
 
+def test_a_process_that_hangs_in_its_first_start_ends_the_start(tmp_path: Path) -> None:
+    events: list[str] = []
+    supervisor = supervisor_of(tmp_path, "P0", 1, events, lambda name: False)
+
+    def fails() -> bool:
+        try:
+            supervisor.poll()
+        except StartFailed as error:
+            return error.message.startswith("P0 ended (killed by SIGKILL)")
+        return False
+
+    try:
+        supervisor.start("P0")
+        wait_until(fails, 30, "the end of the start")
+    finally:
+        supervisor.stop(0.0)
+    assert events == ["P0 hangs: still warmup after 2 s; it is killed"]
+
+
 def test_a_process_that_serves_and_cannot_report_it_is_left_alone(tmp_path: Path) -> None:
     """The disk of the logs may be full."""
     events: list[str] = []
