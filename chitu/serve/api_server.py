@@ -33,6 +33,7 @@ from chitu.http.server import HTTPServer, listen_together
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.curve import derive, make_context
+from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
 from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
@@ -130,6 +131,7 @@ async def _serve(topology: Topology, flush_log: Callable[[], None]) -> None:
     flush_log()
     ProgressWriter().ready(ports=ports)
     await router.run_until_signal()
+    end_process(0)  # uvloop would wait for the threads that read and write files
 
 
 def main(argv: Sequence[str] | None = None) -> int:

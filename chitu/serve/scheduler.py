@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 import zmq
 
@@ -50,7 +50,7 @@ from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.curve import derive
 from chitu.net.sockets import PushSocket
-from chitu.net.threads import Waker
+from chitu.net.threads import Waker, end_process
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
 from chitu.protocol import RankMemory
 from chitu.serve.factories import BuiltRank, Factories, RankPool
@@ -337,16 +337,6 @@ def _can_sum_up(verify_kv: VerifyKV, pool: RankPool) -> bool:
     """Return whether to build page sums: always for `verify_kv`, which reports why they are impossible; else, for the
     optional hashes of trace records, only if the layout allows them."""
     return verify_kv != "off" or not pool.layout.head_bytes % WORD_BYTES
-
-
-def end_process(code: int) -> NoReturn:
-    """Exit at once. Everything is closed already, and a regular exit spends a second of CPU time on unloading torch."""
-    try:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
 
 
 if __name__ == "__main__":

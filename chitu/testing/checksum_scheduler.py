@@ -30,8 +30,9 @@ from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transpo
 from chitu.launch.plan import Entries
 from chitu.launch.progress import ProgressWriter
 from chitu.models.config import read_model_spec
+from chitu.net.threads import end_process
 from chitu.serve.factories import Factories
-from chitu.serve.scheduler import end_process, main
+from chitu.serve.scheduler import main
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 
 ENTRIES = Entries(scheduler="chitu.testing.checksum_scheduler", torchrun=False)

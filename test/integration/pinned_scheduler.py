@@ -19,8 +19,9 @@ from chitu.kv_transfer.transports.staged.scatterer import Scatterer
 from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
+from chitu.net.threads import end_process
 from chitu.serve.factories import Factories
-from chitu.serve.scheduler import end_process, main
+from chitu.serve.scheduler import main
 from chitu.testing.checksum_engine import ChecksumPool
 from chitu.testing.checksum_scheduler import ChecksumRank, build_checksum_rank
 from chitu.types import Role

@@ -22,9 +22,10 @@ from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyPeer, Faul
 from chitu.kv_transfer.transports.staged.build import TransferPool, wrap_transports
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.launch.progress import ProgressWriter
+from chitu.net.threads import end_process
 from chitu.protocol import RankMemory, TransportSession
 from chitu.serve.factories import Factories, build_real_rank
-from chitu.serve.scheduler import end_process, main
+from chitu.serve.scheduler import main
 from chitu.types import Role, instance_name
 
 ENVIRONMENT = "CHITU_TEST_PLANTED"

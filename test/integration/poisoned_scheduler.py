@@ -11,9 +11,10 @@ from typing import Any
 from chitu.config.topology import Instance, Topology
 from chitu.engine.executor import Executor, ExecutorInfo, LayerCallback, StepHandle, StepPlan
 from chitu.launch.progress import ProgressWriter
+from chitu.net.threads import end_process
 from chitu.protocol import unpack_i32
 from chitu.serve.factories import Factories, build_real_rank
-from chitu.serve.scheduler import end_process, main
+from chitu.serve.scheduler import main
 
 POISON_OF_P = 501
 POISON_OF_D = 502

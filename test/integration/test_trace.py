@@ -4,8 +4,11 @@ wrong byte; and the output of `chitu trace`."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -18,8 +21,9 @@ from typing import Any
 
 import msgpack
 import pytest
-from nursery import forked
+from nursery import forked, forked_router
 
+from chitu.assets import TINY_MODEL_DIR
 from chitu.client.client import RouterClient
 from chitu.client.show_trace import is_whole
 from chitu.client.timeline import TraceAnswer
@@ -285,3 +289,26 @@ def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path
         assert starts[victim] < starts[second.decode], "in the order in which they ran"
         text = command("killed", "--dir", str(tmp_path / "records"), code=1)  # because of the flips
         assert "attempt 1" in text and "attempt 2" in text and first.error in text
+
+
+def test_a_router_ends_while_the_file_system_of_its_traces_hangs(tmp_path: Path) -> None:
+    """A FIFO stands for it: a thread reads it for ever."""
+    file = tmp_path / "router.jsonl"
+    with forked_router(tmp_path, TINY_MODEL_DIR, (f"trace.dir={tmp_path}",)) as router:
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+        os.mkfifo(file)
+        with socket.create_connection(("127.0.0.1", router.ports["port"])) as client:
+            client.sendall(b"GET /trace/some HTTP/1.1\r\nHost: router\r\n\r\n")
+            writers: list[int] = []
+
+            def is_read() -> bool:
+                with contextlib.suppress(OSError):
+                    writers.append(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+                return bool(writers)
+
+            wait_until(is_read, 30, "a reader")
+            try:
+                assert router.stop() == 0
+            finally:
+                os.close(writers[0])
