@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from chitu.config.cluster_key import cluster_key_of, with_api_keys
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
+from chitu.launch.plan import ROUTER
 from chitu.protocol.kept_request import KeptRequest, pack, unpack
 from chitu.testing.router_process import wait_until
 
@@ -53,7 +55,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "min_tokens": TOKENS,
     },
 }
-UNREAD = {"unread": {"prompt": PROMPT, "temperature": 0}, "aborted": {"prompt": PROMPT, "max_tokens": 3000}}
+OTHERS = {
+    "unread": {"prompt": PROMPT, "temperature": 0},
+    "read": {"prompt": PROMPT, "temperature": 0},
+    "aborted": {"prompt": PROMPT, "max_tokens": 3000},
+}
 REFUSED = {
     "n": {"prompt": PROMPT, "n": 2},
     "return_proof": {"prompt": PROMPT, "return_proof": True},
@@ -181,7 +187,7 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """End a router when each stream has 40 events, and yield its successor."""
     folder = tmp_path_factory.mktemp("shared") / "kept"
     topology = with_api_keys(load_topology("pd_disagg_1p1d_local.yaml", settings(model, folder)), tuple(KEYS))
-    bodies = {**BODIES, **UNREAD, **REFUSED}
+    bodies = {**BODIES, **OTHERS, **REFUSED}
     answers = {name: Answer() for name in bodies}
     with LocalCluster(topology, entries=FORKED) as first, concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
         first.wait_ready(200)
@@ -206,12 +212,15 @@ def interrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (folder / "foreign.request").chmod(0o600)
     with LocalCluster(topology, entries=FORKED) as second:
         second.wait_ready(200)
-        wait_until(lambda: set(kept_names(folder)) == {"foreign.request"}, 20, lambda: kept_names(folder))
+        wait_until_taken_up(folder)
         yield Interrupted(folder, answers, records, second)
 
 
-def kept_names(folder: Path) -> list[str]:
-    return [path.name for path in folder.glob("*.request")]
+def wait_until_taken_up(folder: Path) -> None:
+    def left() -> list[str]:
+        return [path.name for path in folder.glob("*.request")]
+
+    wait_until(lambda: left() == ["foreign.request"], 20, left)
 
 
 @pytest.fixture(scope="module")
@@ -325,11 +334,15 @@ def test_a_snapshot_goes_on_elsewhere_and_its_request_where_it_is(
 
 
 def test_what_nobody_read_outlives_the_next_router_too(interrupted: Interrupted) -> None:
-    """Runs last, because it ends that router."""
-    interrupted.cluster.stop()
-    (interrupted.folder / "foreign.request").unlink()
+    assert set(interrupted.get("read").told()["finish"]) == {"length"}
+    cluster = interrupted.cluster
+    cluster.kill(ROUTER, signal.SIGTERM)
+    cluster.wait_exit(ROUTER)
     again = kept(interrupted.folder)
-    assert again.keys() == {"unread"}
+    cluster.restart(ROUTER)  # for the other tests
+    cluster.wait_ready()
+    wait_until_taken_up(interrupted.folder)
+    assert "unread" in again and "read" not in again
     before, after = interrupted.records["unread"], again["unread"]
     assert len(after.token_ids) > len(before.token_ids)
     assert after.token_ids[: len(before.token_ids)] == before.token_ids
