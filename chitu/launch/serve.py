@@ -1,8 +1,8 @@
 """`chitu serve`: runs the whole topology on this machine until a signal ends it.
 
 Runs in the main thread of the supervisor process: it starts the processes, shows progress, prints how to use the
-cluster, supervises, and on SIGTERM, SIGINT or SIGHUP drains and ends everything within 5 seconds. A second signal ends
-it at once. Exit codes: 0 after a signal, 1 if the start failed or the router died for good, 2 for a wrong
+cluster, supervises, and on SIGTERM, SIGINT or SIGHUP drains and ends everything within 5 seconds. Ctrl-C then
+ends it at once. Exit codes: 0 after a signal, 1 if the start failed or the router died for good, 2 for a wrong
 configuration.
 """
 

@@ -37,14 +37,15 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Yield a request that the first signal sets; the second one raises SystemExit.
+    """Yield a request that the first signal sets. Ctrl-C after it raises SystemExit.
 
-    A SIGHUP that is ignored stays so (nohup), and none is a second signal: the shell and the kernel send one each.
+    Other signals after the first do not, since they come in twos: Slurm sends SIGTERM twice at a time limit, the shell
+    and the kernel send SIGHUP for a terminal that closes. A SIGHUP that is ignored stays so (nohup).
     """
     stop = StopRequest()
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if stop.is_set() and number != signal.SIGHUP:
+        if stop.is_set() and number == signal.SIGINT:
             raise SystemExit(128 + number)  # the supervisor kills what is left at exit
         stop.set()
 
