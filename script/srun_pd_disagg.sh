@@ -46,8 +46,14 @@ if ! [[ ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
     if [ -n "${SLURM_JOB_ID:-}" ]; then nodes=$SLURM_JOB_NUM_NODES srun_options=(); fi
     make_key "$topology"
     # The key and PYTHON reach the nodes even if the job has SLURM_EXPORT_ENV=NONE (sbatch --export=NONE).
-    exec srun "${srun_options[@]}" --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1 \
-        bash "$here/srun_pd_disagg.sh" "${all[@]}"
+    step=(srun "${srun_options[@]}" --export=ALL --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=1
+        bash "$here/srun_pd_disagg.sh" "${all[@]}")
+    [ "${SLURM_TASK_PID:-}" = $$ ] || exec "${step[@]}"
+    # Slurm also signals the batch script (scancel, a time limit, --signal=B:TERM@60). On SIGTERM srun would kill its tasks.
+    trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || :' TERM
+    "${step[@]}" &
+    while code=0; wait $! || code=$?; kill -0 $! 2>/dev/null; do :; done
+    exit "$code"
 fi
 
 [ "${SLURM_STEP_NUM_TASKS:-}" = "${SLURM_STEP_NUM_NODES:-}" ] ||

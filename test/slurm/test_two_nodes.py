@@ -191,7 +191,8 @@ def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmClust
 
 
 def test_requests_outlive_their_job(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
-    """scancel ends the job in the middle of two streams; the next job continues both, and their clients read on."""
+    """SIGTERM to the batch script ends the job in the middle of two streams; the next job continues both, and their
+    clients read on."""
     kept, url = tmp_path / "kept", f"{ROUTER_URL}/v1/"
     script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, *SETTINGS]
     script.append(f"dp_config.router.kept_requests.dir={kept}")
@@ -217,18 +218,19 @@ def test_requests_outlive_their_job(cluster: SlurmCluster, model: str, tmp_path:
     def text(found: list[dict[str, object]]) -> str:
         return "".join(choice["text"] for event in found for choice in event.get("choices", ()))  # type: ignore[attr-defined]
 
-    first = launch("first", "srun", "-N", "2", "bash")
+    output = tmp_path / "first" / "output.txt"
+    first = launch("first", "sbatch", f"--output={output}", "--open-mode=append")
+    (job,) = cluster.jobs()
     try:
         clients = [post(name, name) for name in bodies]
         wait_until(lambda: all(len(events(name)) >= 40 for name in bodies), 60, first.output)
-        cluster.output(["scancel", *cluster.jobs()])
+        cluster.output(["scancel", "--batch", "--signal=TERM", job])  # as `sbatch --signal=B:TERM@60`
         assert [client.wait(60) for client in clients] == [0, 0]
-        first.process.wait(60)
         first.wait_nothing_left()
+        assert "ExitCode=0:0" in cluster.output(["scontrol", "show", "job", job])
         records = {record.request_id: record for record in (unpack(path.read_bytes()) for path in kept.iterdir())}
         assert records.keys() == bodies.keys(), first.output()
-        second = tmp_path / "second" / "output.txt"
-        launch("second", "sbatch", f"--output={second}", "--open-mode=append")
+        launch("second", "srun", "-N", "2", "bash")
         for name, record in records.items():
             *before, error = events(name)
             assert 40 <= len(before) < 1000 and len(record.token_ids) < 1000
