@@ -12,13 +12,7 @@ fi
 export PYTHON PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 addresses_of() { # NAME...: their IPv4 addresses, separated by commas
-    local name address all=""
-    for name in "$@"; do
-        address=$(getent ahostsv4 "$name" | awk 'NR == 1 { print $1 }')
-        [ -n "$address" ] || fail "the name $name has no IPv4 address here (getent ahostsv4 $name)"
-        all+=${all:+,}$address
-    done
-    printf '%s' "$all"
+    "$PYTHON" -m chitu.launch.addresses "$@"
 }
 
 make_key() { # TOPOLOGY: a cluster key for all nodes that inherit this environment, unless it or the topology has one

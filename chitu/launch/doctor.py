@@ -16,6 +16,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import bound_ports, host_names, on_one_host
 from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
+from chitu.launch.addresses import addresses_of
 from chitu.launch.doctor_checks import check_cluster, check_node
 from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
 from chitu.launch.finding import Finding, Level
@@ -40,7 +41,7 @@ def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | No
         topology = on_one_host(topology)
         return _report(topology, [gather(topology, topology.dp_config.router.host)])
     if hosts is not None:
-        topology = load_topology(name, [*overrides, *host_overrides(topology, hosts)])
+        topology = load_topology(name, [*overrides, *host_overrides(topology, addresses_of(hosts))])
     names = host_names(topology)
     if index is None or not 0 <= index < len(names):
         raise ConfigError(

@@ -36,7 +36,7 @@ def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str
     # Stands for the interpreter, which creates the key, and for the node: records what it was given.
     python = executable(
         tmp_path / "python",
-        f'[ "$1" != -c ] || exec {sys.executable} "$@"',
+        f'[ "$1" != -c ] && [ "$2" != chitu.launch.addresses ] || exec {sys.executable} "$@"',
         f'echo "$CHITU_CLUSTER_KEY $PD_MASTER_ADDR" >>{tmp_path}/nodes',
         f'tr "\\0" " " </proc/$$/cmdline >>{tmp_path}/commands',
         # The first end is the end of all nodes, so none ends before both have started.
@@ -61,7 +61,7 @@ def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str
 def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path, how: str, code: int) -> None:
     python = executable(
         tmp_path / "python",
-        f'[ "$1" != -c ] || exec {sys.executable} "$@"',
+        f'[ "$1" != -c ] && [ "$2" != chitu.launch.addresses ] || exec {sys.executable} "$@"',
         f'echo "$$" >>{tmp_path}/nodes',
         "while :; do sleep 0.05; done",
     )

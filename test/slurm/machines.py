@@ -30,7 +30,7 @@ mount -t tmpfs -o mode=755 tmpfs /run
 mkdir -p /run/munge /run/slurm "$(dirname "$resolv")"
 [ -e "$resolv" ] || touch "$resolv"
 mount --bind "$folder/resolv.conf" "$resolv"
-mount --bind "$folder/hosts" /etc/hosts
+mount --bind "$folder/$hostname.hosts" /etc/hosts
 mount --bind "$folder/slurm" /etc/slurm
 if [ -e /sys/fs/cgroup/freezer/tasks ]; then
     # A freezer subtree of its own, seen as the root: slurmd's groups of two nodes do not mix.
@@ -71,9 +71,11 @@ class Machines:
         self._init: dict[str, int] = {}
         (folder / "slurm").mkdir(parents=True)
         Path("/etc/slurm").mkdir(exist_ok=True)  # only serves as a mount point
-        # Unlike Debian's file, no 127.0.1.1 for the own name; and no name server to wait for.
-        lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self.addresses.items())]
-        (folder / "hosts").write_text("\n".join(lines) + "\n")
+        for own in names:
+            # Debian's habit: a machine's own name is 127.0.1.1. The hub's is not, since srun tells it to the others.
+            known = {**self.addresses, own: self.addresses[own] if own == self._hub else "127.0.1.1"}
+            lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in known.items())]
+            (folder / f"{own}.hosts").write_text("\n".join(lines) + "\n")
         (folder / "resolv.conf").write_text("options timeout:1 attempts:1\n")
         (folder / "init.sh").write_text(INIT)
 

@@ -1,0 +1,65 @@
+"""IPv4 addresses of a cluster's machines by name, as all of the machines know them.
+
+Called by the launch scripts, `chitu node` and `chitu doctor` with the machines given to them. On Debian a machine's own
+name is 127.0.1.1, at which no other machine reaches it: its address is then the one from which it reaches another.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Sequence
+
+from chitu.config.topology import is_loopback
+from chitu.errors import ConfigError
+
+
+def addresses_of(names: Sequence[str]) -> list[str]:
+    """Return the address of each name; addresses stay. Raise ConfigError for a name without one."""
+    return [_address_of(name, [other for other in names if other != name]) for name in names]
+
+
+def _address_of(name: str, others: Sequence[str]) -> str:
+    if _is_address(name):
+        return name
+    try:
+        known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the name {name} has no IPv4 address here (getent ahostsv4 {name}): {error}") from error
+    addresses = [str(found[4][0]) for found in known]
+    outside = [address for address in addresses if not is_loopback(address)]
+    if not outside and not is_loopback(name):
+        outside = [address for other in others if not is_loopback(address := _own_address_towards(other))]
+    return [*outside, *addresses][0]
+
+
+def _own_address_towards(other: str) -> str:
+    """Return this machine's address towards another machine, or 127.0.0.1 if there is none. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((other, 9))
+        except (OSError, UnicodeError):
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def main(names: Sequence[str]) -> int:
+    try:
+        print(",".join(addresses_of(names)))
+    except ConfigError as error:
+        print(f"chitu: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""Addresses of machines by name. A name that is 127.0.1.1 on its own machine: `test/slurm`, whose nodes have it."""
+
+from __future__ import annotations
+
+import pytest
+
+from chitu.errors import ConfigError
+from chitu.launch.addresses import addresses_of, main
+
+
+def test_addresses_stay_and_names_get_theirs() -> None:
+    given = ["10.0.0.2", "fd00::1", "127.0.0.2"]
+    assert addresses_of([*given, "localhost"]) == [*given, "127.0.0.1"]
+
+
+def test_a_name_at_this_machine_alone_keeps_its_loopback_address() -> None:
+    alias = "127.1"
+    assert addresses_of([alias, "localhost"]) == ["127.0.0.1", "127.0.0.1"]
+
+
+def test_a_name_without_an_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match=r"the name a\.\.b has no IPv4 address here"):
+        addresses_of(["10.0.0.1", "a..b"])
+    assert main(["a..b"]) == 2
+    assert "chitu: the name a..b" in capsys.readouterr().err
