@@ -34,7 +34,8 @@ addresses=$(addresses_of "${machines[@]}")
 [ -n "$by_ssh" ] || run_node "$topology" "$addresses" "$index" "${arguments[@]}"
 
 # ------------------------------------------------------------------------------------------------------------ by ssh
-command=(env PYTHON="$PYTHON" bash "$here/start_pd_separation.sh" --topology "$topology" --hosts "$addresses" "${arguments[@]}")
+# TERM: what each machine would redraw on its terminal of -tt, the others' lines would break, or end up in a file.
+command=(env TERM=dumb PYTHON="$PYTHON" bash "$here/start_pd_separation.sh" --topology "$topology" --hosts "$addresses" "${arguments[@]}")
 children=() interrupted="" ending="" code=0
 end_all() { ending=1; kill -TERM "${children[@]}" 2>/dev/null || true; }
 make_key "$topology"

@@ -1,8 +1,8 @@
 """Start progress of `chitu serve`: a line for each process, with a bar while its weights load.
 
-On a terminal the lines are redrawn (rich); elsewhere one plain line is written per change of state. Everything goes to
-stderr. Used by `serve.py` and `node.py`, each from its one thread. If stderr is closed, output is lost and the cluster
-goes on.
+On a terminal that can do it the lines are redrawn (rich); elsewhere one plain line is written per change of state.
+Everything goes to stderr. Used by `serve.py` and `node.py`, each from its one thread. If stderr is closed, output is
+lost and the cluster goes on.
 """
 
 from __future__ import annotations
@@ -91,8 +91,14 @@ def tell(text: str, stream: TextIO | None = None) -> None:
 
 
 def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
+    """Make the display for a stream. A terminal that cannot redraw (TERM=dumb) gets plain lines, too."""
     stream = stream or sys.stderr
-    return RichDisplay(stream) if stream.isatty() else PlainDisplay(stream)
+    if stream.isatty():
+        from rich.console import Console
+
+        if not Console(file=stream).is_dumb_terminal:
+            return RichDisplay(stream)
+    return PlainDisplay(stream)
 
 
 def chitu_command() -> str:
