@@ -42,10 +42,11 @@ make_key "$topology"
 trap 'interrupted=1; end_all' TERM HUP
 trap '[ -n "$ending" ] || code=130; interrupted=1; end_all' INT
 ssh="ssh -o ConnectTimeout=10 -o ServerAliveInterval=5"
+login_s=120 # for a login whose shell hangs; as long as sshd waits for a password
 # The key goes by stdin into a file that only its user reads: no command line, local or remote, shows it.
 keep='IFS= read -r key; umask 077; file=$(mktemp) && printf %s "$key" >"$file" && echo "$file"'
 for index in "${!machines[@]}"; do
-    file=$(${PD_SSH:-$ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r') || file=""
+    file=$(timeout --foreground "$login_s" ${PD_SSH:-$ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r') || file=""
     [ -n "$file$ending" ] || { say "${machines[index]} did not take the cluster key"; code=2; end_all; }
     [ -z "$ending" ] || break
     # ssh ends on the signal; the remote terminal of -tt then sends SIGHUP to the node's processes.

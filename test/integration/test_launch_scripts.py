@@ -68,7 +68,7 @@ def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path,
     ssh = executable(
         tmp_path / "ssh",
         f'[ "$1" = 127.0.0.1 ] || until [ -s {tmp_path}/nodes ]; do sleep 0.05; done',
-        f'[ "$1" = 127.0.0.1 ] || {"exit 255" if how == "refused" else f"kill -{how} $(ps -o ppid= $PPID)"}',
+        f'[ "$1" = 127.0.0.1 ] || {"exit 255" if how == "refused" else f"kill -{how} $(ps -o ppid= $(ps -o ppid= $PPID))"}',
         f'TMPDIR={tmp_path} exec bash -c "$2"',
     )
     result = subprocess.run(
@@ -99,6 +99,25 @@ def test_ssh_gives_up_a_machine_that_is_silent(tmp_path: Path) -> None:
     key, node = (tmp_path / "commands").read_text().splitlines()
     options = "-o ConnectTimeout=10 -o ServerAliveInterval=5"
     assert key.startswith(f"{options} 127") and node.startswith(f"{options} -tt 127") and result.returncode == 0
+
+
+def test_a_login_whose_shell_hangs_is_given_up(tmp_path: Path) -> None:
+    """Such as one with its home directory on a file server that does not answer."""
+    executable(tmp_path / "timeout", f'[ "$1 $2" = "--foreground 120" ] && exec {shutil.which("timeout")} 0.3 "${{@:3}}"')
+    result = subprocess.run(
+        ["bash", "script/start_pd_separation.sh", "--hosts", "127.0.0.1", "--ssh", "--model", "/models/m"],
+        cwd=ROOT,
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHON": sys.executable,
+            "PD_SSH": executable(tmp_path / "ssh", "exec sleep 1000"),
+            "CHITU_CLUSTER_KEY": OWN_KEY,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 2 and "127.0.0.1 did not take the cluster key" in result.stderr
 
 
 @pytest.mark.parametrize("key", [None, OWN_KEY])
