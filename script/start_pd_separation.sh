@@ -43,16 +43,16 @@ trap 'interrupted=1; end_all' TERM HUP
 trap '[ -n "$ending" ] || code=130; interrupted=1; end_all' INT
 ssh="ssh -o ConnectTimeout=10 -o ServerAliveInterval=5"
 login_s=120 # for a login whose shell hangs; as long as sshd waits for a password
-# The key goes by stdin into a file that only its user reads: no command line, local or remote, shows it.
-keep='IFS= read -r key; umask 077; file=$(mktemp) && printf %s "$key" >"$file" && echo "$file"'
+# The node's script, which has the key, goes by stdin into a file that only its user reads and that removes itself: no
+# command line, local or remote, shows the key. The login shell may be fish or tcsh.
+keep='umask 077; file=$(mktemp) && cat >"$file" && echo "$file"'
 for index in "${!machines[@]}"; do
-    file=$(timeout --foreground "$login_s" ${PD_SSH:-$ssh} "${machines[index]}" "$keep" <<<"$CHITU_CLUSTER_KEY" | tail -n 1 | tr -d '\r') || file=""
+    node="rm -f \"\$0\"; export CHITU_CLUSTER_KEY=$(printf %q "$CHITU_CLUSTER_KEY"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")"
+    file=$(timeout --foreground "$login_s" ${PD_SSH:-$ssh} "${machines[index]}" "exec bash -c '$keep'" <<<"$node" | tail -n 1 | tr -d '\r') || file=""
     [ -n "$file$ending" ] || { say "${machines[index]} did not take the cluster key"; code=2; end_all; }
     [ -z "$ending" ] || break
     # ssh ends on the signal; the remote terminal of -tt then sends SIGHUP to the node's processes.
-    ${PD_SSH:-$ssh -tt} "${machines[index]}" \
-        "export CHITU_CLUSTER_KEY=\$(cat $(printf %q "$file")); rm -f $(printf %q "$file"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")" \
-        </dev/null &
+    ${PD_SSH:-$ssh -tt} "${machines[index]}" "exec bash $file" </dev/null &
     children+=($!)
 done
 left=${#children[@]}

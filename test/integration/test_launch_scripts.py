@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -54,6 +55,9 @@ def test_ssh_brings_the_key_by_stdin_and_leaves_no_file(tmp_path: Path, key: str
     assert shared == key if key else len(shared) == 64
     commands = (tmp_path / "commands").read_text()
     assert "--node-index 1" in commands and shared not in commands
+    remote = re.findall(r"^.*127\.0\.0\.\d (exec .*)$", commands, re.MULTILINE)
+    is_plain = re.compile(r"exec bash (-c '[^'\\!]*'|[-\w/.]+)").fullmatch  # read alike by bash, dash, fish and tcsh
+    assert len(remote) == 4 and all(map(is_plain, remote)), remote
     assert {path.name for path in tmp_path.iterdir()} == {"python", "ssh", "nodes", "commands"}
 
 
@@ -65,10 +69,11 @@ def test_nodes_that_ssh_has_started_end_if_it_does_not_start_all(tmp_path: Path,
         f'echo "$$" >>{tmp_path}/nodes',
         "while :; do sleep 0.05; done",
     )
+    end = "exit 255" if how == "refused" else f"kill -{how} $(ps -o ppid= $(ps -o ppid= $PPID))"  # of `timeout`, of $()
     ssh = executable(
         tmp_path / "ssh",
         f'[ "$1" = 127.0.0.1 ] || until [ -s {tmp_path}/nodes ]; do sleep 0.05; done',
-        f'[ "$1" = 127.0.0.1 ] || {"exit 255" if how == "refused" else f"kill -{how} $(ps -o ppid= $(ps -o ppid= $PPID))"}',
+        f'[ "$1" = 127.0.0.1 ] || {end}',
         f'TMPDIR={tmp_path} exec bash -c "$2"',
     )
     result = subprocess.run(
@@ -103,7 +108,8 @@ def test_ssh_gives_up_a_machine_that_is_silent(tmp_path: Path) -> None:
 
 def test_a_login_whose_shell_hangs_is_given_up(tmp_path: Path) -> None:
     """Such as one with its home directory on a file server that does not answer."""
-    executable(tmp_path / "timeout", f'[ "$1 $2" = "--foreground 120" ] && exec {shutil.which("timeout")} 0.3 "${{@:3}}"')
+    real = shutil.which("timeout")
+    executable(tmp_path / "timeout", f'[ "$1 $2" = "--foreground 120" ] && exec {real} 0.3 "${{@:3}}"')
     result = subprocess.run(
         ["bash", "script/start_pd_separation.sh", "--hosts", "127.0.0.1", "--ssh", "--model", "/models/m"],
         cwd=ROOT,
