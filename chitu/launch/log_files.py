@@ -73,8 +73,10 @@ def cut(path: Path, kept: Path, max_bytes: int) -> bool:
     try:
         if path.stat().st_size <= max_bytes:
             return False
-        with contextlib.suppress(OSError), path.open("rb") as source, open_private(kept, append=False) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
+        with contextlib.suppress(OSError), path.open("rb") as source:
+            kept.unlink(missing_ok=True)  # logrotate may have renamed the log itself to this
+            with open_private(kept) as target:
+                shutil.copyfileobj(source, target, 1 << 20)
         os.truncate(path, 0)
     except OSError:  # a log error must not end the launcher
         return False

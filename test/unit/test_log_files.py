@@ -29,6 +29,15 @@ def test_the_next_cut_replaces_what_the_last_one_kept(tmp_path: Path) -> None:
     assert ((tmp_path / "P0.log.1").read_bytes(), log.read_bytes()) == (b"b" * 150, b"")
 
 
+def test_a_log_that_logrotate_has_renamed_is_not_lost_at_its_limit(tmp_path: Path) -> None:
+    log, kept = tmp_path / "P0.log", tmp_path / "P0.log.1"
+    with open_private(log) as writer:
+        writer.write(b"a" * 101)
+        log.rename(kept)
+        assert cut(Path(f"/proc/self/fd/{writer.fileno()}"), kept, 100)
+    assert kept.read_bytes() == b"a" * 101
+
+
 def test_a_log_is_cut_though_its_copy_cannot_be_written(tmp_path: Path) -> None:
     log = tmp_path / "P0.log"
     log.write_bytes(b"a" * 200)
