@@ -1,17 +1,19 @@
-"""Start progress of a process, reported to the supervisor through a file of JSON lines.
+"""Start progress of a process, reported to the supervisor through a file that has one line of JSON.
 
-The supervisor names the file in `CHITU_PROGRESS_FILE`; an instance appends `{"state": "warmup"}`, `{"state": "ready",
+The supervisor names the file in `CHITU_PROGRESS_FILE`; an instance writes `{"state": "warmup"}`, `{"state": "ready",
 "incarnation": ...}` (so that the router's reports on an instance can be matched to this process, not an earlier one),
 at its end `{"state": "drained"}` if an operator drained it, `{"state": "taken"}` if another process has its rank, and
-while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. The router appends `{"state": "ready",
+while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. The router writes `{"state": "ready",
 "ports": ...}`. It is a file, not a pipe, so that it works through torchrun, and a process started by hand needs none.
-Written by the main thread of the process, read by the supervisor.
+Written by the main thread of the process, read by the supervisor. Each record takes the place of the last one, and the
+file is kept for the next process, so that a report needs no space on a full disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +25,8 @@ from chitu.config.load import progress_file
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.1
+RECORD_BYTES = 512
+"""Size of a record with the spaces behind it, more than any has."""
 DRAINED = "drained"
 TAKEN = "taken"
 """State of a process that the router refused, since another process has its rank."""
@@ -42,7 +46,7 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ProgressWriter:
-    """Appends to the file that the environment names; does nothing if it names none."""
+    """Writes to the file that the environment names; does nothing if it names none."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or progress_file()
@@ -66,19 +70,22 @@ class ProgressWriter:
         if self._path is None:
             return
         try:
-            with self._path.open("ab") as file:
-                file.write(msgspec.json.encode(record) + b"\n")
-        except OSError as error:  # such as a full disk: the process can still serve
+            write_progress(self._path, record)
+        except OSError as error:  # the process can still serve
             logger.warning("cannot report %s to the launcher: %s", record, error)
 
 
+def write_progress(path: Path, record: Progress) -> None:
+    """Write a record in place of the last one. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "wb", buffering=0) as file:
+        file.write(msgspec.json.encode(record).ljust(RECORD_BYTES - 1) + b"\n")
+
+
 def read_progress(path: Path) -> Progress:
-    """Return the last complete record, or `starting` if there is none yet."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except OSError:
-        return Progress()
-    for line in reversed(lines):
-        with contextlib.suppress(msgspec.DecodeError):
+    """Return the record, or `starting` if there is no complete one yet."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        line, end, _ = path.read_bytes().partition(b"\n")
+        if end:
             return msgspec.json.decode(line, type=Progress)
     return Progress()

@@ -23,7 +23,7 @@ from chitu.errors import ConfigError, Internal
 from chitu.launch.log_files import claim_log
 from chitu.launch.plan import ROUTER, ProcessSpec
 from chitu.launch.process import ChildProcess
-from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress
+from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress, write_progress
 from chitu.launch.run_dir import RunDir
 
 RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
@@ -108,7 +108,10 @@ class Supervisor:
         member = self.member(name)
         spec = self._spec_of(name)
         progress = self._progress_path(name)
-        progress.unlink(missing_ok=True)
+        try:  # in place, since the disk may be full
+            write_progress(progress, Progress())
+        except OSError:
+            progress.unlink(missing_ok=True)
         # Not beside the logs, since a network file system may lack the locks of torch's file store.
         tmp = self.run_dir.make_empty(name)
         self._starts += 1

@@ -151,12 +151,14 @@ def test_a_death_is_reported_and_the_instance_comes_back_on_request(model: Path)
     with cluster(model, events=events) as started:
         started.wait_ready(60)
         first = started.pid("P0")
+        report = (model / "logs" / "P0.progress").stat().st_ino
         started.kill("P0")
         started.wait_exit("P0")
         assert events and events[0].startswith("P0 ended (killed by SIGKILL)")
         assert started.alive("D0")
         started.restart("P0")
         started.wait_ready(60)
+        assert (model / "logs" / "P0.progress").stat().st_ino == report, "a full disk has no room for a new file"
         assert started.pid("P0") != first
         assert len(events) == 1
 

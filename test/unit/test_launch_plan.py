@@ -7,7 +7,7 @@ from pathlib import Path
 from chitu.config.load import load_topology
 from chitu.config.topology import router_ports
 from chitu.launch.plan import Entries, plan, port_overrides
-from chitu.launch.progress import Progress, ProgressWriter, read_progress
+from chitu.launch.progress import Progress, ProgressWriter, read_progress, write_progress
 
 
 def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None:
@@ -53,21 +53,21 @@ def test_the_ports_of_a_router_count_only_when_the_line_is_complete(tmp_path: Pa
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         assert read_progress(path) == Progress("starting")
-    path.write_bytes(b"[]\n" + whole)
-    assert read_progress(path).ports == {"port": 21003, "stats_port": 4}
+    path.write_bytes(b"[]\n")
+    assert read_progress(path) == Progress("starting")
 
 
-def test_progress_is_the_last_complete_line(tmp_path: Path) -> None:
+def test_progress_is_the_last_record_and_takes_no_more_space(tmp_path: Path) -> None:
     path = tmp_path / "P0.progress"
     assert read_progress(path) == Progress("starting")
     writer = ProgressWriter(path)
+    writer.ready(7, {"stats_port": 65535, "coordination_port": 65535})
+    size = path.stat().st_size
     writer.loading(10, 40)
     assert read_progress(path) == Progress("loading", 10, 40)
     writer.loading(11, 40)  # too soon after the last line to write another
     assert read_progress(path) == Progress("loading", 10, 40)
     writer.loading(40, 40)
     assert read_progress(path) == Progress("loading", 40, 40)
-    writer.ready(7)
-    with path.open("a") as file:
-        file.write('{"state": "half')
-    assert read_progress(path) == Progress("ready", incarnation=7)
+    write_progress(path, Progress())
+    assert (read_progress(path), path.stat().st_size) == (Progress("starting"), size)
