@@ -78,7 +78,7 @@ class Sampler:
         self._counts = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         # The same tokens as a list, padded with token 0: penalties then cost by the tokens seen, not by the vocabulary.
         # A count of 0 protects token 0 if it is only padding.
-        self._seen = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        self._seen = torch.zeros(0, 1, dtype=torch.int64, device=device)  # torch 2.9 pads no dimension of size 0
         # The newest emitted tokens of slots with bad words.
         self._history = torch.full((num_slots, HISTORY), NONE, dtype=torch.int64, device=device)
         self._grammars = grammars
