@@ -85,9 +85,6 @@ class ClusterSource(Protocol):
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
 
-    async def abort_elsewhere(self, name: str, tenant: str) -> int:
-        """Call `RunningAnswers.abort` in every other API process; return the sum. Internal if one does not answer."""
-
     async def flush_caches(self) -> None:
         """Make every instance forget its cached prefixes, within about a heartbeat."""
 

@@ -48,6 +48,7 @@ from chitu.router.request_dispatch import ReplyAddress
 from chitu.router.routing import InstanceKey, instance_key, make_selector
 from chitu.serve.body_processes import BodyProcesses
 from chitu.serve.lifetime import TICK_S, Ending
+from chitu.serve.siblings import Siblings
 from chitu.tracing.router_trace import RouterTrace, trace_folder
 from chitu.tracing.trace_files import TraceFiles
 from chitu.types import instance_name
@@ -70,7 +71,7 @@ class ApiEndpoint:
         model: ServedModel,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Clock,
-        make_cluster: Callable[[PDRequestRouter], ClusterSource],
+        make_cluster: Callable[[PDRequestRouter, Siblings], ClusterSource],
         worker: tuple[int, int] | None = None,
         secrets: ClusterSecrets | None = None,
     ) -> None:
@@ -93,7 +94,8 @@ class ApiEndpoint:
         self.router = PDRequestRouter(
             make_selector(config, index), self._outbox, clock, config, trace, reply, self._on_wrong
         )
-        self._cluster = cluster = make_cluster(self.router)
+        self.siblings = Siblings(config, secrets, index)
+        self._cluster = cluster = make_cluster(self.router, self.siblings)
         self._healing: set[asyncio.Task[None]] = set()
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
@@ -119,7 +121,7 @@ class ApiEndpoint:
 
         async def abort(name: str, scope: Scope) -> int:
             tenant = access.cache_salt(scope)
-            return running.abort(name, tenant) + await cluster.abort_elsewhere(name, tenant)
+            return running.abort(name, tenant) + await self.siblings.abort(name, tenant)
 
         cold = make_control_app(model, self.router, cluster, self._snapshots, bodies, config, chitu.__version__, abort)
 

@@ -61,15 +61,14 @@ class RouterProcess:
         clock = RealClock()
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
-        self._siblings = Siblings(config, secrets, 0)
         is_several = config.workers > 1
 
-        def cluster_of(router: PDRequestRouter) -> OwnCluster:
+        def cluster_of(router: PDRequestRouter, siblings: Siblings) -> OwnCluster:
             self._membership = Membership(
                 *(config, context, clock, router, secrets, self._on_replica if is_several else None),
                 on_trace=lambda lines: self._api.on_trace(lines),
             )
-            self._cluster = OwnCluster(router, self._membership, self._siblings)
+            self._cluster = OwnCluster(router, self._membership, siblings)
             return self._cluster
 
         self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
@@ -115,7 +114,7 @@ class RouterProcess:
 
     def _on_replicas(self, processes: tuple[ApiProcess, ...]) -> None:
         self._membership.coordination.set_workers(processes)
-        self._siblings.on_view(self._membership.coordination.view)
+        self._api.siblings.on_view(self._membership.coordination.view)
 
 
 async def _serve(topology: Topology, flush_log: Callable[[], None]) -> None:

@@ -55,9 +55,6 @@ class OwnCluster:
     async def drain(self, instance: str, force: bool) -> Draining:
         return drain_instance(self._membership, instance, force)
 
-    async def abort_elsewhere(self, name: str, tenant: str) -> int:
-        return await self._siblings.abort(name, tenant)
-
     async def flush_caches(self) -> None:
         self._membership.coordination.flush_caches(1 + secrets.randbits(62))
 

@@ -92,9 +92,6 @@ class ReplicaCluster:
         reply = msgspec.json.decode(await self._siblings.ask_first("/admin/drain", asked))
         return Draining(reply["instance"], int(reply["incarnation"]))
 
-    async def abort_elsewhere(self, name: str, tenant: str) -> int:
-        return await self._siblings.abort(name, tenant)
-
     async def flush_caches(self) -> None:
         await self._siblings.ask_first("/admin/cache/flush", b"")
 
@@ -148,9 +145,8 @@ class ReplicaProcess:
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
         ports = {key.rpartition(".")[2]: port for key, port in router_ports(config).items()}
-        siblings = Siblings(config, secrets, index)
 
-        def cluster_of(router: PDRequestRouter) -> ReplicaCluster:
+        def cluster_of(router: PDRequestRouter, siblings: Siblings) -> ReplicaCluster:
             self.cluster = ReplicaCluster(router, index, siblings, ports)
             return self.cluster
 

@@ -1,6 +1,6 @@
 """The other API processes of this router (`router.workers`), asked over HTTP on the loopback interface.
 
-Owned by the `ClusterSource` of each process, on its loop. Beside the shared port of the API, each process has a port of
+Owned by the `ApiEndpoint` of each process, on its loop. Beside the shared port of the API, each process has a port of
 its own, which the cluster view names; its record is at `/admin/record` there. Operators' requests about the cluster go
 to process 0, which keeps the membership. Every wait has a timeout.
 """
