@@ -2,8 +2,8 @@
 transports that need some.
 
 It is one allocation so that every transport registers it once and a range check takes two comparisons. On CPU it is an
-anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and a `kill -9` leaves
-nothing behind. Built by the service, read and written by the executor (step thread) and by transports.
+anonymous shared file, so that a process of the same host can map it (transport `shm`). Built by the service, read and
+written by the executor (step thread) and by transports. It ends with the last tensor that views it.
 
 Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer if a layer has one region (a latent cache). Each is
 `[num_pages, kv_heads, page_size, head_dim]`: heads come before tokens, so one head group of a page is contiguous. With
@@ -13,18 +13,15 @@ dtype `fp8_e4m3` each head of a page stores its tokens' scales after its values 
 
 from __future__ import annotations
 
-import mmap
-import os
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.kv_cache.device_rows import DeviceRows
+from chitu.kv_cache.shared_memory import shared_memory
 from chitu.ops import fp8_pages
 from chitu.protocol import FP8_E4M3, KVLayout
 
@@ -66,8 +63,6 @@ class KVPool:
         self.arena_bytes = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
         transfer_offset = self.arena_bytes
         self.arena_bytes += _aligned(transfer_bytes)
-        self.memfd = -1
-        self._map: mmap.mmap | None = None
         arena = self._allocate()
         self.arena_base = arena.data_ptr()
         self.transfer_base = self.arena_base + transfer_offset
@@ -102,16 +97,4 @@ class KVPool:
     def _allocate(self) -> torch.Tensor:
         if self.device.type != "cpu":
             return torch.zeros(self.arena_bytes, dtype=torch.uint8, device=self.device)
-        try:
-            self.memfd = os.memfd_create("chitu-kv", os.MFD_CLOEXEC)
-            os.ftruncate(self.memfd, self.arena_bytes)
-            self._map = mmap.mmap(self.memfd, self.arena_bytes)
-        except OSError as error:
-            raise ConfigError(f"cannot allocate {self.arena_bytes} bytes for the KV cache: {error}") from error
-        return torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Close the memory file. The mapping ends with the last tensor that views it."""
-        if self.memfd >= 0:
-            os.close(self.memfd)
-            self.memfd = -1
+        return torch.frombuffer(shared_memory("chitu-kv", self.arena_bytes, "the KV cache"), dtype=torch.uint8)

@@ -32,7 +32,6 @@ class RankPool(TransferPool, Protocol):
 
     @property
     def aux_rows(self) -> NDArray[np.uint8] | RowMemory: ...
-    def close(self) -> None: ...
 
 
 class BuiltRank(Protocol):

@@ -37,8 +37,8 @@ from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
 from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
+from chitu.kv_cache.shared_memory import shared_file
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
-from chitu.kv_cache.tiers.page_copies import shared_file
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
@@ -210,7 +210,6 @@ def build_engine(
         executor.close()
         if engine.grammars is not None:
             engine.grammars.close()
-        engine.pool.close()
 
     return EngineParts(
         wake=wake,
@@ -251,7 +250,7 @@ def _build_tiers(
     build = partial(build_tiers, config, name, host, pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
     if fan_out is None:
         return build(), -1
-    file = shared_file(config.host_bytes)
+    file = shared_file("chitu-tiers", config.host_bytes, "cache.host_bytes, for all ranks")
     step_s = topology.dp_config.router.pd_disaggregation.deadlines.step_s
     return build(file, partial(TPPageCopies, fan_out, timeout_s=step_s)), file
 

@@ -10,8 +10,6 @@ Only the step thread calls `ChecksumExecutor`. Invariant: it keeps no KV, only t
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -34,6 +32,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_cache.shared_memory import shared_memory
 from chitu.protocol import KVLayout
 from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _FakeSlot, kv_of
 from chitu.types import Ready
@@ -63,14 +62,12 @@ class ChecksumPool:
         region_bytes = num_pages * self.page_bytes
         transfer_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
         self.arena_bytes = transfer_offset + transfer_bytes
-        self.memfd = os.memfd_create("chitu-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.memfd, self.arena_bytes)
-        self._map = mmap.mmap(self.memfd, self.arena_bytes)
-        self.arena_base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        mapping = shared_memory("chitu-kv", self.arena_bytes, "the KV cache")
+        self.arena_base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(NUM_REGIONS))
         self.aux_base = self.arena_base + NUM_REGIONS * region_bytes
         self.transfer_base = self.arena_base + transfer_offset
-        arena = np.frombuffer(self._map, dtype=np.uint8)
+        arena = np.frombuffer(mapping, dtype=np.uint8)
         shape = (NUM_REGIONS, num_pages * layout.page_size, RECORD_BYTES)
         self.kv: NDArray[np.uint8] = arena[: NUM_REGIONS * region_bytes].reshape(shape)
         """KV of shape `[region, page * page_size + offset, RECORD_BYTES]`."""
@@ -78,11 +75,6 @@ class ChecksumPool:
             -1, self.aux_row_bytes
         )
         """Aux rows: instead of logits, the checksum of the prompt's KV, and zeros."""
-
-    def close(self) -> None:
-        if self.memfd >= 0:
-            os.close(self.memfd)
-            self.memfd = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +109,6 @@ class ChecksumExecutor(FakeExecutor):
         """Start of the first chunk by slot, after the cached tokens."""
         self._computed: list[tuple[NDArray[np.int64], NDArray[np.uint8]]] = []
         """Rows of this step's chunks, and their KV `[tokens, regions, RECORD_BYTES]`."""
-
-    def close(self) -> None:
-        super().close()
-        self._pool.close()
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         for key in plan.drop:

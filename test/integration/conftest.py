@@ -62,7 +62,6 @@ def writer(request: pytest.FixtureRequest) -> Iterator[Writer]:
             pytest.skip(str(error))
         yield made
         made.transport.close()
-        made.pool.close()
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,6 @@ def prefill() -> Iterator[Prefill]:
     made = Prefill()
     yield made
     made.transport.close()
-    made.pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +275,6 @@ def test_p_has_no_memory_to_offer_and_pools_on_the_host_do_not_take_segments_for
     plain.register(pool.arena_base, pool.arena_bytes)
     assert plain.can_reach(plain.local_session()) and not prefill.transport.can_reach(plain.local_session())
     plain.close()
-    pool.close()
 
 
 def test_a_transport_that_can_use_the_segments_alone_stays(prefill: Prefill) -> None:
@@ -382,7 +380,6 @@ def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fai
     for transport in (*of_d, *of_p):
         transport.close()
     arena.close()
-    pool.close()
 
 
 def test_mooncake_without_cuda_offers_segments_on_the_host_and_nothing_else() -> None:

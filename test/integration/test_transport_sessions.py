@@ -45,7 +45,6 @@ def test_a_session_that_names_other_memory_is_refused(kind: str, name: str, valu
         transport.connect(memory, wrong)
     assert len(os.listdir("/proc/self/fd")) == before
     transport.close()
-    pool.close()
 
 
 def test_shm_refuses_a_session_that_names_an_ordinary_file_of_the_process(tmp_path: Path) -> None:
@@ -59,7 +58,6 @@ def test_shm_refuses_a_session_that_names_an_ordinary_file_of_the_process(tmp_pa
         with pytest.raises(TransferFailed, match="no anonymous shared file"):
             transport.connect(memory, TransportSession(session.transport, session.session_id, named))
     transport.close()
-    pool.close()
 
 
 def test_memory_that_is_no_shared_file_can_be_a_source_but_has_no_session() -> None:

@@ -11,7 +11,8 @@ from shard_pools import Ranks, layout_of
 
 from chitu.errors import Internal
 from chitu.kv_cache.checksum import HostPageSums
-from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes, shared_file
+from chitu.kv_cache.shared_memory import shared_file
+from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
 from chitu.kv_transfer.tensor_parallel import fan_out as fan_out_module
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageCopies, TPPageSums
 from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower, TierMemory
@@ -32,7 +33,7 @@ class Instance:
         layout = layout_of(HEADS, size)
         self.ranks = Ranks(FakeFabric(), "p", layout)
         self.page_bytes = page_content_bytes(layout)
-        self._file = shared_file(3 * self.page_bytes)
+        self._file = shared_file("chitu-tiers", 3 * self.page_bytes, "a test")
         self.memory = self._map()
         self._fan_out = FanOut(size - 1, 0)
         self._followers = [

@@ -42,7 +42,6 @@ def built(role: Role, *overrides: str, vocab_size: int = 512) -> Iterator[tuple[
         yield transport.end if isinstance(transport, StagedTransport) else None, pool
     finally:
         transport.close()
-        pool.close()
 
 
 def test_segments_of_d_lie_at_the_tail_of_its_pool_behind_the_aux_rows() -> None:
@@ -118,7 +117,6 @@ def test_host_memory_is_pinned_at_the_start_only_where_it_will_be_used(is_pinned
     assert driver.pinned, "another transport still has it"
     transports[1].close()
     assert not driver.pinned
-    pool.close()
 
 
 @pytest.mark.parametrize("text", ["x", "1:2", "-1:8:2", "0:0:2", f"{1 << 62}:{1 << 62}:2", "1:2:3:4"])

@@ -128,7 +128,6 @@ def check_copies(layout: KVLayout, tp_rank: int, is_copied: bool) -> None:
         for region, old in zip(pool.regions, before, strict=True):
             assert torch.equal(region[target].view(torch.uint8), old[3].view(torch.uint8))
             assert torch.equal(region[target + 1 :].view(torch.uint8), old[target + 1 :].view(torch.uint8))
-    pool.close()
 
 
 def test_a_speed_is_that_of_the_last_measurements() -> None:

@@ -52,10 +52,6 @@ class LinkEnd:
     sessions: tuple[TransportSession, ...]
     transport: Transport
 
-    def close(self) -> None:
-        self.transport.close()
-        self.pool.close()
-
 
 def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
     """Open one end as in a 1P1D on this device. A CPU does not need staging, so it is forced there. Raise
@@ -86,7 +82,7 @@ def receive(card: Card, kind: str) -> None:
     print(encode(rank_memory(end.pool, 0, end.sessions)).hex(), flush=True)
     lines = lines_of(end.transport, sys.stdin) if isinstance(end.transport, StagedTransport) else iter(sys.stdin)
     answer_page_sums(end.pool, lines)
-    end.close()
+    end.transport.close()
 
 
 def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
@@ -102,7 +98,7 @@ def rows(card: Card, child_arguments: list[str]) -> Iterator[Row | str]:
             with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
                 assert child.stdin is not None and child.stdout is not None
                 yield from _rows_of(card, end, child.stdin, child.stdout)
-            end.close()
+            end.transport.close()
             del end
         except MissingDependency as error:
             print(f"without {kind}: {error.message}", flush=True)

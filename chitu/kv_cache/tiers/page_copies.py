@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of
-from chitu.errors import ConfigError
 from chitu.protocol import KVLayout
 
 if TYPE_CHECKING:
@@ -96,16 +94,6 @@ def page_copies_of(pool: PagedRegions, device: str, tp_rank: int = MAIN_RANK) ->
     from chitu.kv_cache.tiers.device_page_copies import DevicePageCopies
 
     return DevicePageCopies(cast("KVPool", pool), tp_rank)
-
-
-def shared_file(nbytes: int) -> int:
-    """Return a descriptor of zeroed memory that the ranks of an instance share. Raise ConfigError if there is none."""
-    try:
-        file = os.memfd_create("chitu-tiers", os.MFD_CLOEXEC)
-        os.ftruncate(file, nbytes)
-    except OSError as error:
-        raise ConfigError(f"cache.host_bytes: no {nbytes} bytes of memory for all ranks: {error.strerror}") from error
-    return file
 
 
 def host_memory(nbytes: int, device: str, file: int = -1) -> memoryview:

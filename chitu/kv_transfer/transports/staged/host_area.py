@@ -1,5 +1,5 @@
-"""Segments in host memory beside a pool in GPU memory: an anonymous shared file (memfd), which a process of the same
-host can map (`shm`), and from which libraries send over TCP anyway.
+"""Segments in host memory beside a pool in GPU memory: an anonymous shared file, which a process of the same host
+can map (`shm`), and from which libraries send over TCP anyway.
 
 Built by the service's main thread. The system allocates the memory when it is touched, and it is pinned at the first
 copy of the device to or from it (0.7 ms per MiB, measured for 448 MiB), so an instance whose writes go another way pays
@@ -10,11 +10,9 @@ removed.
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 import threading
 
-from chitu.errors import ConfigError
+from chitu.kv_cache.shared_memory import shared_memory
 from chitu.kv_transfer.transports.cuda_ipc.driver import PinDriver
 
 PAGE_BYTES = 4096
@@ -28,13 +26,7 @@ class HostArena:
         self._driver = driver
         self._lock = threading.Lock()
         self._device_base: int | None = None
-        self._fd = -1
-        try:
-            self._fd = os.memfd_create("chitu-staging", os.MFD_CLOEXEC)
-            os.ftruncate(self._fd, self.nbytes)
-            self._map = mmap.mmap(self._fd, self.nbytes)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot allocate {self.nbytes} bytes of host memory for staging: {error}") from error
+        self._map = shared_memory("chitu-staging", self.nbytes, "staging in host memory")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @property
@@ -54,7 +46,4 @@ class HostArena:
             if self._device_base is not None:
                 self._driver.unpin(self.base)
                 self._device_base = None
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
-                self._map.close()
+            self._map.close()
