@@ -26,7 +26,7 @@ from chitu.instance.request_arrivals import RequestArrivals
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.scheduling.inbox import Inbox, StepCommand
+from chitu.instance.scheduling.inbox import Inbox
 from chitu.instance.scheduling.prefill import Chunk
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
@@ -76,9 +76,9 @@ class PDScheduler:
         self._prefill = PrefillManager(parts, self._sequences, open_admission, self._decode.fork, self._trace)
         self._ends = RequestEnds(parts, self._sequences, self._prefill, self._decode, self._trace)
         self._faults = StepFaults(parts, self._sequences, self._decode, self._ends)
-        self._arrivals = RequestArrivals(parts, self._prefill, self._sequences, self._ends, self._tell)
+        self._inbox = Inbox(parts.wake)
+        self._arrivals = RequestArrivals(parts, self._prefill, self._sequences, self._ends, self._inbox)
         self._load = InstanceLoad(parts, self._sequences, self._decode)
-        self._inbox = Inbox()
         self._pending: _LaunchedStep | None = None
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
@@ -105,11 +105,6 @@ class PDScheduler:
     def end_all(self, silence_s: float) -> None:
         """End every request with an error, because the router was silent beyond its limit."""
         self._inbox.put(partial(self._ends.end_without_router, silence_s))
-
-    def _tell(self, word: StepCommand) -> None:
-        """Queue a call from a thread that works for the step thread, and wake it."""
-        self._inbox.put(word)
-        self._parts.wake()
 
     @property
     def load(self) -> LoadReport:

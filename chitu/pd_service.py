@@ -47,7 +47,6 @@ from chitu.protocol import (
     Leave,
     LinkAck,
     RequestFailed,
-    SchedulerMessage,
     encode,
 )
 from chitu.tracing.tracer import Tracer
@@ -303,21 +302,17 @@ class PDSchedulerService:
 
     def _comm_loop(self) -> None:
         callbacks = CommCallbacks(
-            self._on_request,
+            self._scheduler.submit,
             self._on_link_ack,
             self._on_view,
-            self._on_new_router,
+            self._scheduler.cancel_all,
             self._on_refused,
             on_drain=self._on_drain,
-            on_worker_gone=self._on_worker_gone,
+            on_worker_gone=self._scheduler.cancel_worker,
             on_missing=self._heartbeat_wake.wake,
         )
         kv = self._engine.kv.side if self._engine.kv is not None else None
         self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s, self._deadlines.lease_s)
-
-    def _on_request(self, message: SchedulerMessage) -> None:
-        self._scheduler.submit(message)
-        self._wake.wake()
 
     def _on_link_ack(self, ack: LinkAck) -> None:
         self._tokens.take_ack(ack)
@@ -327,14 +322,6 @@ class PDSchedulerService:
         if view.cache_flush not in (0, self._cache_flush):
             self._cache_flush = view.cache_flush
             self._scheduler.flush_cache()
-        self._wake.wake()
-
-    def _on_new_router(self) -> None:
-        self._scheduler.cancel_all()
-        self._wake.wake()
-
-    def _on_worker_gone(self, incarnation: int) -> None:
-        self._scheduler.cancel_worker(incarnation)
         self._wake.wake()
 
     def _on_drain(self) -> None:
@@ -397,7 +384,6 @@ class PDSchedulerService:
         if silence_s:
             logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
             self._scheduler.end_all(silence_s)
-            self._wake.wake()
         if self._identity.yields and watch.is_abandoned and not self._stop.is_set():
             logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
             self._exit_code = 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -22,7 +21,7 @@ from chitu.grammars import CompiledGrammar
 from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduling.inbox import StepCommand
+from chitu.instance.scheduling.inbox import Inbox, StepCommand
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.protocol import (
@@ -59,7 +58,7 @@ class RequestArrivals:
         prefill: PrefillManager,
         sequences: Sequences,
         ends: RequestEnds,
-        tell: Callable[[StepCommand], None],
+        inbox: Inbox,
     ) -> None:
         self._parts = parts
         self._prefill = prefill
@@ -70,8 +69,8 @@ class RequestArrivals:
         self._eos = frozenset(parts.executor.info.eos_token_ids)
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
-        self._tell = tell
-        """Queues a call for `take`; called by the threads that compile grammars."""
+        self._inbox = inbox
+        """Takes calls for the step thread from the threads that compile grammars."""
         self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
         """Requests whose grammar is being compiled, by room. They hold nothing yet."""
 
@@ -146,7 +145,7 @@ class RequestArrivals:
             self._ends.refuse(self._sequence(message), error)
             return False
         self._uncompiled[message.room] = message
-        future.add_done_callback(lambda _future: self._tell(partial(self._take_compiled, message.room)))
+        future.add_done_callback(lambda _future: self._inbox.put(partial(self._take_compiled, message.room)))
         return False
 
     def _take_compiled(self, room: bytes) -> None:

@@ -1,7 +1,7 @@
 """What other threads have for the step thread: requests and cancellations, and calls that it is to make.
 
-Any thread puts in; the step thread alone takes out, in the order of arrival. Owned by `PDScheduler`. A deque suffices:
-operations at its ends are atomic.
+Any thread puts in, which wakes the step thread; that alone takes out, in the order of arrival. Owned by `PDScheduler`.
+A deque suffices: operations at its ends are atomic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ StepCommand = SchedulerMessage | Callable[[], None]
 
 
 class Inbox:
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
         self._words: deque[StepCommand] = deque()
 
     def __len__(self) -> int:
@@ -24,6 +25,7 @@ class Inbox:
 
     def put(self, word: StepCommand) -> None:
         self._words.append(word)
+        self._wake()
 
     def take(self) -> Iterator[StepCommand]:
         """Yield messages until none is left, including those that arrive meanwhile."""
