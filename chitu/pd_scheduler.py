@@ -242,10 +242,8 @@ class PDScheduler:
     def _sync_step(self) -> None:
         """Read the step in flight, if any; afterwards none is."""
         step, self._pending = self._pending, None
-        if step is not None:
-            self._read(step)
-
-    def _read(self, step: _LaunchedStep) -> None:
+        if step is None:
+            return
         result = step.handle.result()
         if result.slots != step.slots:
             raise Internal(f"a step sampled slots {result.slots}, its plan says {step.slots}")

@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 GONE_WORKERS = 64
 """Number of ended API processes to remember: their last requests may still be in flight."""
 
+_ROLES = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
+"""Role of the instance that takes a kind of request."""
+
 ARRIVALS_PER_PRIORITY = 1 << 48
 """More requests than an instance ever receives, so priority takes precedence over order of arrival."""
 
@@ -111,14 +114,8 @@ class RequestArrivals:
                 message.request_id,
                 extra=log.about(message.request_id),
             )
-        elif isinstance(message, PrefillRequest):
-            self._process_prefill_request(message)
-        elif not self._can_answer(message) or not self._is_compiled(message):
-            pass
-        elif isinstance(message, DecodeRequest):
-            self._process_decode_request(message)
-        else:
-            self._process_unified_request(message)
+        elif isinstance(message, PrefillRequest) or (self._can_answer(message) and self._is_compiled(message)):
+            self._arrive(message)
 
     def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
         """Return whether tokens can be sent to the API process that asks. If its port fails, report the failure."""
@@ -166,47 +163,27 @@ class RequestArrivals:
                 return True
         return False
 
-    def _process_prefill_request(self, message: PrefillRequest) -> None:
-        sequence = self._arrive(message, Role.PREFILL, "this instance takes no prefill requests")
-        sender = self._parts.sender
-        if sequence is None or sender is None:
-            return
-        logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
-        self._prefill.add(sequence)
-        sender.add_request(
-            message.room,
-            message.request_id,
-            sequence.prompt_len,
-            message.decode_rank,
-            message.decode_incarnation,
-        )
-
-    def _process_decode_request(self, message: DecodeRequest) -> None:
-        sequence = self._arrive(message, Role.DECODE, "this instance takes no decode requests")
-        if sequence is not None:
-            sequence.prefill_rank = message.prefill_rank
-            sequence.prefill_incarnation = message.prefill_incarnation
+    def _arrive(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+        """Make the request a sequence that waits, or refuse it, which is reported to the router."""
+        sequence, role, sender = self._sequence(message), _ROLES[type(message)], self._parts.sender
+        if self._parts.role is not role:
+            self._ends.refuse(sequence, InvalidRequest(f"this instance takes no {role.value} requests"))
+        elif refusal := self._refusal(sequence):
+            self._ends.refuse(sequence, refusal)
+        elif isinstance(message, DecodeRequest):
             logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
+            sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
             self._sequences.add(sequence)
-
-    def _process_unified_request(self, message: UnifiedRequest) -> None:
-        sequence = self._arrive(message, Role.UNIFIED, "this instance takes no unified requests")
-        if sequence is not None:
+        elif isinstance(message, PrefillRequest) and sender is not None:
+            logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
+            self._prefill.add(sequence)
+            to = message.decode_rank, message.decode_incarnation
+            sender.add_request(message.room, message.request_id, sequence.prompt_len, *to)
+        else:
             sequence.announced = True
             self._prefill.add(sequence)
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
-
-    def _arrive(
-        self, message: PrefillRequest | DecodeRequest | UnifiedRequest, role: Role, wrong_role: str
-    ) -> Sequence | None:
-        """Return the request's sequence, or None after refusing it, which is reported to the router."""
-        sequence = self._sequence(message)
-        refusal = InvalidRequest(wrong_role) if self._parts.role is not role else self._refusal(sequence)
-        if refusal is None:
-            return sequence
-        self._ends.refuse(sequence, refusal)
-        return None
 
     def _sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
         self._count += 1
