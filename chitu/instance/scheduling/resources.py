@@ -63,45 +63,37 @@ class Resources:
             self.slots.take(fork)
 
     def free_slot(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that keeps its pages. Like the methods below, do nothing if it has none."""
+        """Free the slot of a sequence that keeps its pages, if it has one."""
         if sequence.slot >= 0:
-            self._when_read(partial(self._free_slot, sequence))
+            self.when_read(partial(self.slots.free, sequence))
 
     def free_aux(self, sequence: Sequence) -> None:
+        """Free the aux slot of a sequence, if it has one."""
         if sequence.aux_slot >= 0:
-            self._when_read(partial(self._free_aux, sequence))
+            self.when_read(partial(self._free_aux, sequence))
 
-    def free_all(self, sequence: Sequence, then: Callable[[], object]) -> None:
-        """Free all that a request holds, then call `then`. The request is over and no peer touches its pages."""
-        self._when_read(partial(self._free_all, sequence, then))
-
-    def vacate(self, sequence: Sequence, is_offloaded: bool) -> None:
-        """Free at once all that a sequence holds that will come back. No step may be in flight. `is_offloaded`: the
-        executor itself releases the slot after it has saved its pages."""
+    def vacate(self, sequence: Sequence, is_offloaded: bool = False) -> None:
+        """Free at once all that a sequence holds. No step may be in flight. `is_offloaded`: the executor itself
+        releases the slot after it has saved its pages."""
         if self.num_unread:
             raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
-        if sequence.slot >= 0:
-            self.slots.free(sequence, is_offloaded)
-        self._free_aux(sequence)
-        self.cache.remove_task(sequence.room)
+        self.free_now(sequence, is_offloaded)
 
-    def _when_read(self, action: Callable[[], None]) -> None:
+    def when_read(self, action: Callable[[], None]) -> None:
+        """Call the action when the newest launched step is read; at once if it has been."""
         if self.num_unread:
             self._leaving.append((self._num_launched, action))
         else:
             action()
 
-    def _free_slot(self, sequence: Sequence) -> None:
-        if sequence.slot >= 0:
-            self.slots.free(sequence)
+    def free_now(self, sequence: Sequence, is_offloaded: bool = False) -> None:
+        """Free all that a sequence holds, which no launched step and no peer touches. `is_offloaded` is as in
+        `vacate`."""
+        self.slots.free(sequence, is_offloaded)
+        self._free_aux(sequence)
+        self.cache.remove_task(sequence.room)
 
     def _free_aux(self, sequence: Sequence) -> None:
         if sequence.aux_slot >= 0:
             self.aux.free(sequence.aux_slot)
             sequence.aux_slot = -1
-
-    def _free_all(self, sequence: Sequence, then: Callable[[], object]) -> None:
-        self._free_slot(sequence)
-        self._free_aux(sequence)
-        self.cache.remove_task(sequence.room)
-        then()

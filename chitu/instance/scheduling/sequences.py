@@ -8,6 +8,7 @@ ends once, and is freed once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from chitu.instance.scheduling.resources import Resources
 from chitu.instance.scheduling.sequence import Sequence
@@ -98,7 +99,8 @@ class Sequences:
     def free(self, sequence: Sequence) -> None:
         """Free all that a closed sequence holds. The caller knows that no peer touches its pages."""
         if self.take(sequence, SequenceEvent.FREE):
-            self.resources.free_all(sequence, lambda: self._remove(sequence))
+            self.resources.when_read(partial(self._remove, sequence))
 
     def _remove(self, sequence: Sequence) -> None:
+        self.resources.free_now(sequence)
         del self._all[sequence.room], self._queues[sequence.state][sequence.room]

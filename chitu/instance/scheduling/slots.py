@@ -23,9 +23,11 @@ class SlotPool:
         self.owner[sequence.slot] = sequence
 
     def free(self, sequence: Sequence, is_offloaded: bool = False) -> None:
-        """Free the slot. The next plan releases it if the executor has admitted the sequence. `is_offloaded`: the
-        executor itself does, after it has saved its pages."""
+        """Free the sequence's slot, if it has one. The next plan releases it if the executor has admitted the sequence.
+        `is_offloaded`: the executor itself does, after it has saved its pages."""
         slot, is_known = sequence.slot, sequence.admitted
+        if slot < 0:
+            return
         sequence.slot, sequence.admitted = -1, False
         self.owner[slot] = None
         self._free.append(slot)

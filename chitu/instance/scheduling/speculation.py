@@ -48,7 +48,7 @@ class SpeculativeAdmission:
             if not self._sender.reset_chunks(sequence.room):
                 continue  # it was announced just now, so it is urgent, too
             sequence.stop_load()
-            self._resources.vacate(sequence, is_offloaded=False)
+            self._resources.vacate(sequence)
             sequence.kv_len, sequence.prompt_lines = 0, None
             self._sequences.take(sequence, SequenceEvent.GIVE_WAY)
 
