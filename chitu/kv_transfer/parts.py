@@ -14,14 +14,14 @@ from typing import NamedTuple
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
-from chitu.kv_transfer.events import PeerLink, TransferEvent, TransferEventKind, Wake
+from chitu.kv_transfer.events import PeerLink, Send, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.log import about
-from chitu.protocol import KVLayout, RankMemory, TransportSession, Wire, encode
+from chitu.protocol import KVLayout, RankMemory, TransportSession, encode
 from chitu.tracing.tracer import Tracer
 
 TICK_INTERVAL_S = 0.02
@@ -89,26 +89,18 @@ class Line(NamedTuple):
 
 
 class TransferOutbox:
-    """Frames, log lines and events of a role. Filled and taken under its lock; `Sendings.leave` runs after it."""
+    """Frames, log lines and events of a role. `put` to `take` are called under its lock, `leave` after it."""
 
-    def __init__(self) -> None:
-        self._frames: list[tuple[str, int, bytes, bytes]] = []
-        self._lines: list[Line] = []
+    def __init__(self, parts: RoleParts, logger: logging.Logger) -> None:
+        self._parts = parts
+        self._logger = logger
+        self._leaving: list[Send | Line | TransferEvent] = []
         self._events: list[TransferEvent] = []
-        self._wants_wake = False
 
-    def frame(self, host: str, port: int, room: bytes, message: Wire) -> None:
-        self._frames.append((host, port, room, encode(message)))
-
-    def log(self, level: int, text: str, *values: object, request_id: str = "") -> None:
-        self.line(Line(level, text, values, request_id))
-
-    def line(self, line: Line) -> None:
-        self._lines.append(line)
-
-    def event(self, event: TransferEvent) -> None:
-        self._events.append(event)
-        self._wants_wake = True
+    def put(self, effect: Send | Line | TransferEvent) -> None:
+        self._leaving.append(effect)
+        if isinstance(effect, TransferEvent):
+            self._events.append(effect)
 
     def drop_events(self, room: bytes) -> set[TransferEventKind]:
         """Drop a room's events that the step thread has not polled, except RELEASED. Return the kinds that waited."""
@@ -122,22 +114,16 @@ class TransferOutbox:
         events, self._events = self._events, []
         return events
 
-    def take(self) -> Sendings:
-        sendings = Sendings(self._frames, self._lines, self._wants_wake)
-        self._frames, self._lines, self._wants_wake = [], [], False
-        return sendings
+    def take(self) -> list[Send | Line | TransferEvent]:
+        leaving, self._leaving = self._leaving, []
+        return leaving
 
-
-@dataclass(slots=True, frozen=True)
-class Sendings:
-    frames: list[tuple[str, int, bytes, bytes]]
-    lines: list[Line]
-    wants_wake: bool
-
-    def leave(self, link: PeerLink, wake: Wake, logger: logging.Logger) -> None:
-        for host, port, room, payload in self.frames:
-            link(host, port, room, payload)
-        for line in self.lines:
-            logger.log(line.level, line.text, *line.values, extra=about(line.request_id))
-        if self.wants_wake:
-            wake()
+    def leave(self, taken: list[Send | Line | TransferEvent]) -> None:
+        """Send the frames, write the lines, and wake the step thread if it has events to poll."""
+        for effect in taken:
+            if isinstance(effect, Send):
+                self._parts.link(effect.host, effect.port, effect.room, encode(effect.message))
+            elif isinstance(effect, Line):
+                self._logger.log(effect.level, effect.text, *effect.values, extra=about(effect.request_id))
+        if any(isinstance(effect, TransferEvent) for effect in taken):
+            self._parts.wake()

@@ -47,7 +47,7 @@ class DecodeReceiver:
         self._config = config
         self._parts = parts
         self._lock = threading.Lock()
-        self._out = TransferOutbox()
+        self._out = TransferOutbox(parts, logger)
         self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
         self._machine = ReceiverMachine(config, _registration(config, parts), self._view)
         self._table = self._machine.table
@@ -197,18 +197,14 @@ class DecodeReceiver:
         jobs: list[events.CheckRow | events.CheckPages | events.Deliver] = []
         with self._lock:
             for effect in self._machine.handle(event, self._parts.clock.monotonic()):
-                if isinstance(effect, Send):
-                    self._out.frame(*effect)
-                elif isinstance(effect, TransferEvent):
-                    self._out.event(effect)
-                elif isinstance(effect, Line):
-                    self._out.line(effect)
+                if isinstance(effect, Send | TransferEvent | Line):
+                    self._out.put(effect)
                 elif isinstance(effect, DropEvents):
                     self._out.drop_events(effect.room)
                 else:
                     jobs.append(effect)
-            sendings = self._out.take()
-        sendings.leave(self._parts.link, self._parts.wake, logger)
+            taken = self._out.take()
+        self._out.leave(taken)
         for job in jobs:
             if isinstance(job, events.CheckRow):
                 self._check_row(job)

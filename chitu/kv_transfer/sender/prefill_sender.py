@@ -56,7 +56,7 @@ class PrefillSender:
         self._config = config
         self._parts = parts
         self._lock = threading.Lock()
-        self._out = TransferOutbox()
+        self._out = TransferOutbox(parts, logger)
         self._view = PeerView(Role.DECODE, config.host, parts.is_pid_alive)
         unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
         self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
@@ -194,7 +194,7 @@ class PrefillSender:
         with self._lock:
             if new_peer is not None:
                 self._peers.add(new_peer)
-            self._out.frame(info.endpoint, info.dst_port, REGISTRATION_ROOM, reply)
+            self._out.put(Send(info.endpoint, info.dst_port, REGISTRATION_ROOM, reply))
         self._handle(ViewChanged())  # a D that registered and never joined may be lost by now, with its rooms
 
     def _address_of(self, incarnation: int) -> tuple[str, int] | None:
@@ -250,15 +250,11 @@ class PrefillSender:
                 match effect:
                     case events.Write() | events.SettleWrites():
                         jobs.append(effect)
-                    case Send():
-                        self._out.frame(*effect)
-                    case TransferEvent():
-                        self._out.event(effect)
-                    case Line():
-                        self._out.line(effect)
+                    case Send() | TransferEvent() | Line():
+                        self._out.put(effect)
                     case DropEvents(room):
                         if TransferEventKind.SUCCESS in self._out.drop_events(room):
-                            self._out.event(TransferEvent(TransferEventKind.RELEASED, room))
+                            self._out.put(TransferEvent(TransferEventKind.RELEASED, room))
                     case events.TrackChunks():
                         self._feed.take(*effect)
                     case events.StartSending():
@@ -267,6 +263,6 @@ class PrefillSender:
                         self._feed.stop(room)
                     case events.QueueSettle(room):
                         self.queue.put_settle(room)
-            sendings = self._out.take()
-        sendings.leave(self._parts.link, self._parts.wake, logger)
+            taken = self._out.take()
+        self._out.leave(taken)
         return jobs
