@@ -44,7 +44,8 @@ class PagedKVCacheManager:
     def __init__(self, num_pages: int, page_size: int, fingerprint: bytes | None = None) -> None:
         self.page_size = page_size
         self._fingerprint = fingerprint
-        self._allocator = PageAllocator(num_pages)
+        self.allocator = PageAllocator(num_pages)
+        """States of the pages, for readers of their numbers; cached are those that no room uses at the moment."""
         self._index = PrefixIndex(num_pages)
         self._rooms: dict[bytes, _Room] = {}
         self._in_transfer: set[bytes] = set()
@@ -59,29 +60,12 @@ class PagedKVCacheManager:
 
     @property
     def num_pages(self) -> int:
-        return self._allocator.num_pages
-
-    @property
-    def num_free_pages(self) -> int:
-        return self._allocator.num_free
-
-    @property
-    def num_used_pages(self) -> int:
-        return self._allocator.num_used
-
-    @property
-    def num_quarantined_pages(self) -> int:
-        return self._allocator.num_quarantined
-
-    @property
-    def num_cached_pages(self) -> int:
-        """Number of cached pages that no room uses at the moment."""
-        return self._allocator.num_cached
+        return self.allocator.num_pages
 
     @property
     def num_available_pages(self) -> int:
         """Number of pages that `reserve` can give: the free ones and the cached ones without a user."""
-        return self._allocator.num_free + self._allocator.num_cached
+        return self.allocator.num_free + self.allocator.num_cached
 
     @property
     def num_shared_pages(self) -> int:
@@ -108,11 +92,11 @@ class PagedKVCacheManager:
             return []
         if missing > self.num_available_pages:
             raise Capacity(f"{missing} pages wanted, {self.num_available_pages} of {self.num_pages} are available")
-        short = missing - self.num_free_pages
+        short = missing - self.allocator.num_free
         if short > 0:
-            self._allocator.release(self._index.evict(short))
+            self.allocator.release(self._index.evict(short))
             self.evictions += short
-        pages = self._allocator.reserve(missing, after=table[-1] if table else -1)
+        pages = self.allocator.reserve(missing, after=table[-1] if table else -1)
         self._rooms.setdefault(room, found).table.extend(pages)
         return pages
 
@@ -134,7 +118,7 @@ class PagedKVCacheManager:
         """Quarantine a dead room's pages, which a peer may still access. `remove_task` frees them. Idempotent."""
         if room in self._rooms and room not in self._quarantined:
             self._quarantined.add(room)
-            self._allocator.quarantine(self._rooms[room].private())
+            self.allocator.quarantine(self._rooms[room].private())
 
     def remove_task(self, room: bytes) -> None:
         """Free the room's private pages and unpin the rest, which become idle if no other room uses them. The caller
@@ -146,10 +130,10 @@ class PagedKVCacheManager:
             return
         idle, dropped = self._index.unpin(found.pinned)
         if idle:
-            self._allocator.cache(idle)
+            self.allocator.cache(idle)
         gone = found.private() + dropped
         if gone:
-            self._allocator.release(gone)
+            self.allocator.release(gone)
 
     def pages_coming_back(self) -> Callable[[bytes], int]:
         """Return a function that counts the pages `num_available_pages` gains if a room gives way, in addition to the
@@ -241,7 +225,7 @@ class PagedKVCacheManager:
         """Forget what is cached. Rooms keep the pages that they use, but no new room finds them."""
         dropped = self._index.flush()
         if dropped:
-            self._allocator.release(dropped)
+            self.allocator.release(dropped)
 
     def _find(self, keys: PageKeys | None, prompt: bytes, to_compute: int) -> list[int]:
         if keys is None:
@@ -251,13 +235,14 @@ class PagedKVCacheManager:
     def _pin(self, pages: Sequence[int]) -> None:
         were_idle = self._index.pin(pages)
         if were_idle:
-            self._allocator.use_cached(were_idle)
+            self.allocator.use_cached(were_idle)
 
     def check_idle(self) -> None:
         """Raise Internal unless every page is free or cached: called when no request is left."""
-        if self._rooms or self.num_available_pages != self.num_pages:
+        num_free, num_cached = self.allocator.num_free, self.allocator.num_cached
+        if self._rooms or num_free + num_cached != self.num_pages:
             raise Internal(
-                f"{len(self._rooms)} page tables left, {self.num_free_pages} pages free and {self.num_cached_pages} "
-                f"cached of {self.num_pages}"
+                f"{len(self._rooms)} page tables left, {num_free} pages free and {num_cached} cached of "
+                f"{self.num_pages}"
             )
-        self._index.check_unused(self.num_cached_pages)
+        self._index.check_unused(num_cached)

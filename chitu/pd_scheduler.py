@@ -220,7 +220,7 @@ class PDScheduler:
             logger.debug(
                 "step %d launched: %d prompt tokens in %d chunks, %d first tokens, %d decoding; %d of %d pages free",
                 *(self._load.steps, num_prompt_tokens, len(chunks), len(step.first_tokens), len(step.decoding)),
-                *(self._cache.num_free_pages, self._cache.num_pages),
+                *(self._cache.allocator.num_free, self._cache.num_pages),
             )
         self._sync_step()
         self._pending = launched

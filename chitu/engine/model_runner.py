@@ -80,11 +80,7 @@ class ModelRunner:
         self._lines: list[Lines] = []
         """Logprobs of the sampled tokens of the step that is being launched."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
-        self._info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._info
+        self.info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
 
     @property
     def num_pages(self) -> int:

@@ -95,14 +95,14 @@ class CommLoop:
     ) -> None:
         self._router = router
         self._clock = clock
-        self._context = make_context(secrets)
-        self._requests, self.port = bind(self._context, zmq.PULL, bind_host, port)
-        self._control, self.control_port = bind(self._context, zmq.PULL, bind_host, 0)
+        self.context = make_context(secrets)
+        self._requests, self.port = bind(self.context, zmq.PULL, bind_host, port)
+        self._control, self.control_port = bind(self.context, zmq.PULL, bind_host, 0)
         self._coordination = connect(
-            self._context, zmq.DEALER, router.host, router.coordination_port, queues_unconnected=False
+            self.context, zmq.DEALER, router.host, router.coordination_port, queues_unconnected=False
         )
         self._view = self._open_view()
-        self._stats = connect(self._context, zmq.PUSH, router.host, router.stats_port)
+        self._stats = connect(self.context, zmq.PUSH, router.host, router.stats_port)
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._outbox: deque[tuple[str, int, tuple[bytes, ...]]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -112,7 +112,8 @@ class CommLoop:
         self._view_version = -1
         self._workers: set[int] = set()
         """Incarnations of the API processes in the newest view."""
-        self._joined = False
+        self.joined = False
+        """Whether the router's newest view lists this instance."""
         self._next_join_s = 0.0
         self.num_views = 0
         """Views received so far, including repeated ones; any thread may read it."""
@@ -124,15 +125,6 @@ class CommLoop:
         """How often the request port was read until empty; any thread may read it."""
         self.bad_frames = 0
         self.unknown_frames = 0
-
-    @property
-    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
-        return self._context
-
-    @property
-    def joined(self) -> bool:
-        """Whether the router's newest view lists this instance."""
-        return self._joined
 
     # ------------------------------------------------------------------------------------------------------ any thread
 
@@ -183,7 +175,7 @@ class CommLoop:
                 if silence.seconds(self.num_views) >= lease_s:
                     silence = Silence(join_interval_s)
                     self._renew_view(poller)
-                if not self._joined:
+                if not self.joined:
                     self._join(instance)
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
@@ -203,7 +195,7 @@ class CommLoop:
         self._close()
 
     def _open_view(self) -> zmq.Socket[bytes]:
-        socket = connect(self._context, zmq.SUB, self._router.host, self._router.metadata_sync_port)
+        socket = connect(self.context, zmq.SUB, self._router.host, self._router.metadata_sync_port)
         socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
         return socket
 
@@ -249,7 +241,7 @@ class CommLoop:
     def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._peers.get((host, port))
         if socket is None:
-            socket = self._peers[host, port] = connect(self._context, zmq.PUSH, host, port)
+            socket = self._peers[host, port] = connect(self.context, zmq.PUSH, host, port)
         return socket
 
     def _drain_requests(self, callbacks: CommCallbacks) -> bool:
@@ -323,9 +315,9 @@ class CommLoop:
             return instance
         self.num_views += 1
         own = next((member for member in view.instances if member.incarnation == instance.incarnation), None)
-        if self._joined and own is None:
+        if self.joined and own is None:
             self._next_join_s = 0.0
-        self._joined = own is not None
+        self.joined = own is not None
         if own is not None and not instance.returns:
             instance = msgspec.structs.replace(instance, first_view=(view.router_incarnation, view.version))
         if own is not None and own.draining:

@@ -126,7 +126,7 @@ class FakeExecutor:
         aux_row_bytes: int = 128,
         aux_offset: int = 64,
     ) -> None:
-        self._info = info
+        self.info = info
         self.num_pages = num_pages
         self.page_size = page_size
         self._num_aux_slots = num_aux_slots
@@ -143,10 +143,6 @@ class FakeExecutor:
         self.closed = False
         _check(aux_offset + _ROW.size <= aux_row_bytes, f"aux rows of {aux_row_bytes} bytes are too short")
         _check(len(self._aux) >= num_aux_slots * aux_row_bytes, f"aux memory of {len(self._aux)} bytes is too small")
-
-    @property
-    def info(self) -> ExecutorInfo:
-        return self._info
 
     @property
     def live_slots(self) -> frozenset[int]:
@@ -197,7 +193,7 @@ class FakeExecutor:
         for chunk in plan.prefill:
             self._prefill(chunk, result)
         if plan.prefill and on_layer is not None:
-            for layer in range(self._info.num_layers):
+            for layer in range(self.info.num_layers):
                 on_layer(layer)
         _check(len(set(plan.decode)) == len(plan.decode), f"a slot decodes twice in one step: {plan.decode}")
         for slot in plan.decode:
@@ -226,14 +222,14 @@ class FakeExecutor:
     def _admit(self, admit: Admit) -> None:
         slot = admit.slot
         tokens = unpack_i32(admit.token_ids).tolist()
-        _check(0 <= slot < self._info.num_slots, f"admit to slot {slot} of {self._info.num_slots}")
+        _check(0 <= slot < self.info.num_slots, f"admit to slot {slot} of {self.info.num_slots}")
         _check(slot not in self._slots, f"admit to slot {slot}, which is taken")
         _check(
             1 <= admit.prompt_len <= len(tokens), f"slot {slot}: prompt of {admit.prompt_len} in {len(tokens)} tokens"
         )
-        _check(len(tokens) <= self._info.max_model_len, f"slot {slot}: {len(tokens)} tokens exceed the context")
+        _check(len(tokens) <= self.info.max_model_len, f"slot {slot}: {len(tokens)} tokens exceed the context")
         _check(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
-        bad = next((token for token in tokens if not 0 <= token < self._info.vocab_size), None)
+        bad = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
         _check(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
         state = self._slots[slot] = _FakeSlot(
             tokens=tokens,
@@ -296,7 +292,7 @@ class FakeExecutor:
     def _require_pages(self, slot: int, state: _FakeSlot, tokens: int) -> None:
         if tokens > len(state.pages) * self.page_size:
             raise InvariantViolation(f"slot {slot}: {tokens} tokens in {len(state.pages)} pages of {self.page_size}")
-        if tokens > self._info.max_model_len:
+        if tokens > self.info.max_model_len:
             raise InvariantViolation(f"slot {slot}: {tokens} tokens exceed the context")
 
     def _release(self, slot: int) -> None:
@@ -376,7 +372,7 @@ class FakeExecutor:
         emitted = len(state.tokens) - state.prompt_len
         if emitted >= state.sampling.max_tokens:
             raise InvariantViolation(f"slot {slot}: token {emitted + 1} of {state.sampling.max_tokens}")
-        token = _next_token(checksum, emitted, state.sampling, self._info.vocab_size)
+        token = _next_token(checksum, emitted, state.sampling, self.info.vocab_size)
         state.state = _state_of((token,), state.state, len(state.tokens))
         state.tokens.append(token)
         if state.sampling.logprobs is not None:

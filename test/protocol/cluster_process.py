@@ -362,7 +362,7 @@ class Process:
         return found
 
     def check(self) -> None:
-        allocator, rooms = self.cache._allocator, self.cache._rooms
+        allocator, rooms = self.cache.allocator, self.cache._rooms
         private = [page for room in rooms.values() for page in room.private()]
         pinned = {page for room in rooms.values() for page in room.pinned}
         assert len(private) == len(set(private)) and not pinned & set(private), "a page is in two hands"

@@ -117,7 +117,7 @@ def test_an_abort_that_is_lost_either_way_frees_the_pages_after_a_repeat(kind: t
     world.turns(3)
     world.end(asked, "cancelled")
     world.settle_down(2 * DEADLINES.retry_interval_s)
-    assert world.has_lost and not p.sequences() and d.cache.num_quarantined_pages == 0
+    assert world.has_lost and not p.sequences() and d.cache.allocator.num_quarantined == 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_message_of_another_incarnation_than_the_rooms_own_changes_nothing_on_
     world.turns(2)
     d.on_frame(asked.room, encode(message))
     d.step()
-    assert d.cache.num_quarantined_pages == 6
+    assert d.cache.allocator.num_quarantined == 6
     world.settle_down()
 
 
@@ -201,10 +201,10 @@ def test_the_pages_of_a_frozen_p_stay_quarantined_until_it_runs_again_or_is_dead
         world.turns(1)
         world.advance(1.0)
     assert [s.state for s in d.sequences().values()] == [SequenceState.CLOSING]
-    assert d.cache.num_quarantined_pages == 6
+    assert d.cache.allocator.num_quarantined == 6
     world.kill(p)
     world.turns(5)
-    assert d.cache.num_quarantined_pages == 0
+    assert d.cache.allocator.num_quarantined == 0
     d.check_empty()
 
 
@@ -218,7 +218,7 @@ def test_a_new_incarnation_of_p_frees_what_the_old_one_held_on_another_machine()
     for _ in range(50):
         world.turns(1)
         world.advance(1.0)
-    assert d.cache.num_quarantined_pages == 6
+    assert d.cache.allocator.num_quarantined == 6
     world.start(0)
     world.settle_down()
     world.check_it_still_serves()
@@ -237,10 +237,10 @@ def test_what_p_held_on_another_machine_is_free_when_its_launcher_says_that_it_i
     world.turns(5)
     world.advance(DEADLINES.lease_s + 1.0)
     world.turns(5)
-    assert d.cache.num_quarantined_pages == 6, "silence proves nothing"
+    assert d.cache.allocator.num_quarantined == 6, "silence proves nothing"
     world.play([Op("tell")])
     world.turns(5)
-    assert d.cache.num_quarantined_pages == (0 if is_killed else 6)
+    assert d.cache.allocator.num_quarantined == (0 if is_killed else 6)
     world.settle_down()
     world.check_it_still_serves()
 
@@ -255,7 +255,7 @@ def test_a_write_that_may_still_land_keeps_the_source_pages_too() -> None:
         world.advance(1.0)
     assert asked.end == "transfer_failed"
     assert [s.state for s in p.sequences().values()] == [SequenceState.CLOSING]
-    assert len(p.cache.get_page_indices(asked.room)) == 6 and d.cache.num_quarantined_pages == 6
+    assert len(p.cache.get_page_indices(asked.room)) == 6 and d.cache.allocator.num_quarantined == 6
     assert world.fabric.release_late_writes() == 1
     world.settle_down()
 
@@ -373,7 +373,7 @@ class EarlyUnpin(PagedKVCacheManager):
         if found is not None and to_compute == 0:
             idle, _ = self._index.unpin(found.pinned)
             found.pinned.clear()
-            self._allocator.cache(idle)
+            self.allocator.cache(idle)
         return cached_tokens
 
 
@@ -415,6 +415,6 @@ def test_the_next_life_on_another_machine_frees_ds_pages_though_the_router_ended
     world.play([Op("router"), Op("router")])
     d.is_deaf = False
     world.turns(5)
-    assert world.told_dead == () and d.cache.num_quarantined_pages == 0
+    assert world.told_dead == () and d.cache.allocator.num_quarantined == 0
     world.settle_down()
     world.check_it_still_serves()

@@ -396,7 +396,7 @@ def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: Sequen
     if state is SequenceState.RETRACTED:
         process = only(world, Role.DECODE, SequenceState.RUNNING)
         sequence = next(iter(process.sequences().values()))
-        process.cache.reserve(b"another", process.cache.num_free_pages * process.cache.page_size)
+        process.cache.reserve(b"another", process.cache.allocator.num_free * process.cache.page_size)
         del process.cache._rooms[b"another"]  # its pages have no owner now: the next growth gets none
         while sequence.state is SequenceState.RUNNING:
             process.step()

@@ -21,7 +21,7 @@ def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
     cache.reserve(ROOM, 4)
     with pytest.raises(Capacity):
         cache.reserve(OTHER, 8)
-    assert cache.num_free_pages == 1
+    assert cache.allocator.num_free == 1
     assert not cache.get_page_indices(OTHER)
     cache.remove_task(OTHER)
 
@@ -40,7 +40,7 @@ def test_quarantined_pages_come_back_with_remove_task_and_twice_is_harmless() ->
     cache = PagedKVCacheManager(8, page_size=4)
     cache.reserve_for_transfer(ROOM, 6)
     cache.quarantine(ROOM)
-    assert (cache.num_free_pages, cache.num_quarantined_pages) == (6, 2)
+    assert (cache.allocator.num_free, cache.allocator.num_quarantined) == (6, 2)
     with pytest.raises(Internal, match="1 page tables left"):
         cache.check_idle()
     cache.remove_task(ROOM)

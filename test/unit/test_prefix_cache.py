@@ -124,12 +124,12 @@ class Pool:
 
     def flush(self, _number: int) -> None:
         self.cache.flush()
-        assert not self.cache.num_cached_pages
+        assert not self.cache.allocator.num_cached
         assert self.cache.pages_wanted(self.cache.page_keys(""), pack_i32([0, 0, 0])) == 2
 
     def check(self) -> None:
-        cache = self.cache
-        counts = (cache.num_free_pages, cache.num_used_pages, cache.num_quarantined_pages, cache.num_cached_pages)
+        cache, of = self.cache, self.cache.allocator
+        counts = (of.num_free, of.num_used, of.num_quarantined, of.num_cached)
         assert sum(counts) == NUM_PAGES and min(counts) >= 0
         for room in self.rooms:
             self._check_content(room)
@@ -137,7 +137,7 @@ class Pool:
         coming = sum(coming_back(room) for room in (*self.rooms, *self.quarantined))
         assert coming + cache.num_available_pages == NUM_PAGES
         entries = sum(len(cache.get_page_indices(room)) for room in (*self.rooms, *self.quarantined))
-        assert entries - cache.num_shared_pages <= cache.num_used_pages + cache.num_quarantined_pages
+        assert entries - cache.num_shared_pages <= of.num_used + of.num_quarantined
 
     def _pick(self, number: int) -> bytes | None:
         return list(self.rooms)[number % len(self.rooms)] if self.rooms else None
@@ -203,9 +203,9 @@ def test_cached_pages_are_given_out_when_free_ones_run_short_and_not_before() ->
     pool = play([("begin", ("", [1] * 8)), ("compute", 0)])
     cache = pool.cache
     cache.reserve(b"new", 12)
-    assert (cache.num_free_pages, cache.num_cached_pages, cache.evictions) == (0, 4, 0)
+    assert (cache.allocator.num_free, cache.allocator.num_cached, cache.evictions) == (0, 4, 0)
     cache.reserve(b"newer", 6)
-    assert (cache.num_free_pages, cache.num_cached_pages, cache.evictions) == (0, 1, 3)
+    assert (cache.allocator.num_free, cache.allocator.num_cached, cache.evictions) == (0, 1, 3)
     with pytest.raises(Capacity, match="2 pages wanted, 1 of 10"):
         cache.reserve(b"newest", 4)
 
@@ -217,7 +217,7 @@ def test_without_a_fingerprint_nothing_is_kept() -> None:
     cache.commit(b"room", keys, pack_i32([1, 2, 3, 4]), 4)
     cache.remove_task(b"room")
     assert cache.begin(b"next", keys, pack_i32([1, 2, 3, 4])) == 0
-    assert cache.num_free_pages == NUM_PAGES
+    assert cache.allocator.num_free == NUM_PAGES
 
 
 def test_what_a_room_computed_before_a_flush_is_not_found_behind_it() -> None:
@@ -230,4 +230,4 @@ def test_what_a_room_computed_before_a_flush_is_not_found_behind_it() -> None:
     assert pool.rooms[next(iter(pool.rooms))].num_written == 8
     assert pool.cache.pages_wanted(pool.cache.page_keys(""), pack_i32([1] * 6)) == 3
     pool.end(0)
-    assert pool.cache.num_free_pages == NUM_PAGES
+    assert pool.cache.allocator.num_free == NUM_PAGES

@@ -95,7 +95,7 @@ def test_what_is_closed_and_freed_is_gone_and_holds_nothing(state: S) -> None:
     assert sequences.take_dropped_keys() == ([sequence.offload_key] if state is S.RETRACTED else [])
     sequences.free(sequence)
     sequences.free(sequence)
-    assert sequence.room not in sequences and sequences.resources.cache.num_free_pages == 8
+    assert sequence.room not in sequences and sequences.resources.cache.allocator.num_free == 8
     assert not any(sequence.room in sequences.of(each) for each in S)
 
 

@@ -18,8 +18,9 @@ class PageLoad:
         self.pages = pages
         self.end_s = end_s
         self._lock = threading.Lock()
-        self._is_stopped = False
-        self._num_restored = 0
+        self.is_stopped = False
+        self.position = 0
+        """Position of the first page that is not restored; only `restore` changes it."""
         self.is_done = False
         """Whether nothing more will arrive. Any thread may read it."""
         self._tried: dict[str, int] = {}
@@ -33,20 +34,11 @@ class PageLoad:
         load.is_done = True
         return load
 
-    @property
-    def position(self) -> int:
-        """Position of the first page that is not restored."""
-        return self._num_restored
-
-    @property
-    def is_stopped(self) -> bool:
-        return self._is_stopped
-
     def tries(self, tier: str) -> bool:
         """Return whether to ask this tier for the next page; True once per page."""
-        if self._tried.get(tier) == self._num_restored:
+        if self._tried.get(tier) == self.position:
             return False
-        self._tried[tier] = self._num_restored
+        self._tried[tier] = self.position
         return True
 
     def note_source(self, tier: str, begin: int, end: int) -> None:
@@ -61,14 +53,14 @@ class PageLoad:
     def restore(self, copy: Callable[[int], None]) -> bool:
         """Call `copy` with the place of the next page in the pool. After `stop`, do nothing and return False."""
         with self._lock:
-            if self._is_stopped:
+            if self.is_stopped:
                 return False
-            copy(self.pages[self._num_restored])
-            self._num_restored += 1
+            copy(self.pages[self.position])
+            self.position += 1
             return True
 
     def stop(self) -> int:
         """Stop the load and return the final number of restored pages. Wait for one page copy at most; idempotent."""
         with self._lock:
-            self._is_stopped = True
-            return self._num_restored
+            self.is_stopped = True
+            return self.position
