@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 
 import chitu
-from chitu.clock import Clock
+from chitu.clock import RealClock
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import Topology
 from chitu.config.topology import with_router, with_router_ports
@@ -70,14 +70,13 @@ class ApiEndpoint:
         topology: Topology,
         model: ServedModel,
         context: zmq.Context[zmq.Socket[bytes]],
-        clock: Clock,
         make_cluster: Callable[[PDRequestRouter, Siblings], ClusterSource],
         worker: tuple[int, int] | None = None,
         secrets: ClusterSecrets | None = None,
     ) -> None:
         """`worker`: index and incarnation of this process; None if it keeps the membership."""
         config = topology.dp_config.router
-        self._clock = clock
+        self._clock = clock = RealClock()
         self._outbox: Outbox[InstanceKey] = Outbox(context)
         port = config.token_port
         try:

@@ -58,20 +58,19 @@ class RouterProcess:
         whole, topology = topology, with_share(topology, 0)
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
-        clock = RealClock()
         secrets = derive(cluster_key_of(topology))
         context = make_context(secrets)
         is_several = config.workers > 1
 
         def cluster_of(router: PDRequestRouter, siblings: Siblings) -> OwnCluster:
             self._membership = Membership(
-                *(config, context, clock, router, secrets, self._on_replica if is_several else None),
+                *(config, context, RealClock(), router, secrets, self._on_replica if is_several else None),
                 on_trace=lambda lines: self._api.on_trace(lines),
             )
             self._cluster = OwnCluster(router, self._membership, siblings)
             return self._cluster
 
-        self._api = ApiEndpoint(topology, model, context, clock, cluster_of, secrets=secrets)
+        self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets)
         host = listening_host(config)
         mine, *self._theirs = listen_together(host, config.port, "dp_config.router.port", config.workers)
         limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)

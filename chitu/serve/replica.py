@@ -20,7 +20,6 @@ import msgspec
 import uvloop
 import zmq
 
-from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
@@ -153,7 +152,7 @@ class ReplicaProcess:
         model = ServedModel.load(topology.model, created_s)
         topology = with_router_ports(with_share(topology, index), {"token_port": token_port})
         me = (index, self._incarnation)
-        self._api = ApiEndpoint(topology, model, context, RealClock(), cluster_of, me, secrets)
+        self._api = ApiEndpoint(topology, model, context, cluster_of, me, secrets)
         limits = HTTPLimits(max_total_body_bytes=topology.dp_config.router.max_total_body_bytes)
         shared = socket.socket(fileno=descriptor)
         self._http = HTTPServer(self._api.app, shared, [("x-chitu-worker", str(index))], limits)
