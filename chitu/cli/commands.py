@@ -114,21 +114,14 @@ def _serve(arguments: argparse.Namespace) -> int:
     if not topology.model.path:
         overrides += on_cpus(topology)  # the embedded model gains nothing by a GPU
     placement = place(name, overrides, lambda topology: instances(on_one_host(topology)))
-    options = ServeOptions(
-        port=arguments.port,
-        log_dir=arguments.log_dir,
-        restart=not arguments.no_restart,
-        node=placement.node,
-        notes=placement.notes,
-        ways=placement.ways,
-    )
+    options = ServeOptions(arguments.port, arguments.log_dir, restart=not arguments.no_restart)
 
     def on_ready(cluster: LocalCluster) -> bool:
         if arguments.first_completion or arguments.once:
             first_completion(cluster, must_be_right=arguments.once)
         return bool(arguments.once)
 
-    return serve(placement.topology, options, on_ready)
+    return serve(placement, options, on_ready)
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -50,8 +50,7 @@ __all__ = ["LocalCluster", "StartFailed"]
 
 class LocalCluster:
     """A cluster on this machine; see the module's docstring. `port` is the HTTP port (0: any free one; None: the
-    topology's). `node` has the GPUs of this machine, if already known. `notes` has the notes on devices that were not
-    shown yet."""
+    topology's). `node` has the GPUs of this machine, if already known."""
 
     def __init__(
         self,
@@ -72,7 +71,6 @@ class LocalCluster:
         self.node = look_for(own) if node is None else node
         shares = assign_devices(topology, own, self.node)
         topology = with_shares(topology, shares)
-        self.notes = shares.notes if node is None else ()
         check(topology)
         for problem in launch_problems(topology):
             raise ConfigError(problem)

@@ -15,12 +15,13 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from chitu.config.load import child_environment, process_mark, under_torchrun
 from chitu.errors import ConfigError
 from chitu.launch.log_files import cut, last_text, open_private
+from chitu.launch.plan import ProcessSpec
 
 PR_SET_PDEATHSIG = 1
 MARK = "CHITU_PROCESS"
@@ -76,16 +77,15 @@ class ChildProcess:
 
     def __init__(
         self,
-        name: str,
-        argv: Sequence[str],
+        spec: ProcessSpec,
         env: Mapping[str, str],
         log: Path | None,
         mark: str,
-        descriptors: Sequence[int] = (),
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        """Start the process. With `log` None it writes to this process's output."""
-        self.name = name
+        """Start the process. `env` overrides the variables of the spec. With `log` None it writes to this process's
+        output."""
+        self.name = spec.name
         self.mark = mark
         self.log = log
         self.started_s = time.monotonic()
@@ -97,18 +97,18 @@ class ChildProcess:
                 if output is not None:
                     self._log_start = os.fstat(output.fileno()).st_size
                 self._popen = popen(
-                    argv,
-                    env=child_environment({**env, MARK: mark}),
+                    spec.argv,
+                    env=child_environment({**spec.env, **env, MARK: mark}),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    pass_fds=descriptors,
+                    pass_fds=spec.descriptors,
                     start_new_session=True,
                     umask=0o077,  # for files other than the log
                     preexec_fn=lambda: die_with_parent(supervisor),
                 )
         except OSError as error:
-            raise ConfigError(f"{name} cannot be started: {error}") from error
+            raise ConfigError(f"{spec.name} cannot be started: {error}") from error
 
     @property
     def pid(self) -> int:

@@ -21,7 +21,7 @@ from chitu.config.topology_checks import open_api
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed
-from chitu.launch.node_devices import NodeDevices
+from chitu.launch.placement import Placement
 from chitu.launch.plan import ROUTER, Entries
 from chitu.launch.stop_signals import stop_on_signals
 
@@ -35,17 +35,12 @@ class ServeOptions:
     log_dir: str | None = None
     restart: bool = True
     entries: Entries | None = None
-    node: NodeDevices | None = None
-    """GPUs of this machine, if already known."""
-    notes: tuple[str, ...] = ()
-    """Notes on these GPUs."""
-    ways: str = ""
-    """Description of the transports between P and D."""
 
 
-def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
+def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[LocalCluster], bool] | None = None) -> int:
     """Serve until a signal and return the exit code. `on_ready` is called once the cluster serves; if it returns True,
     the cluster ends again (quickstart --once)."""
+    topology = placement.topology
     with stop_on_signals() as stop, closing(make_display()) as display:
         here = host_names(on_one_host(topology))
         if moved := [host for host in host_names(topology) if host not in here]:
@@ -59,12 +54,12 @@ def serve(topology: Topology, options: ServeOptions, on_ready: Callable[[LocalCl
             restart=options.restart,
             on_event=display.say,
             entries=options.entries,
-            node=options.node,
+            node=placement.node,
         )
-        for note in (*options.notes, *cluster.notes, describe(instances(cluster.topology), cluster.node)):
+        for note in (*placement.notes, describe(instances(cluster.topology), cluster.node)):
             display.say(f"devices: {note}")
-        if options.ways:
-            display.say(f"transfers: {options.ways}")
+        if placement.ways:
+            display.say(f"transfers: {placement.ways}")
         display.say(f"logs: {cluster.log_dir}")
         if warning := open_api(cluster.topology):
             display.say(warning)

@@ -116,10 +116,8 @@ class Supervisor:
         tmp = self.run_dir.make_empty(name)
         self._starts += 1
         member.child = ChildProcess(
-            name,
-            spec.argv,
+            spec,
             {
-                **spec.env,
                 "CHITU_PROGRESS_FILE": str(progress),
                 RENDEZVOUS_KEY: str(tmp / "rendezvous"),
                 "TMPDIR": str(tmp),
@@ -127,7 +125,6 @@ class Supervisor:
             },
             self.log_path(name) if self._has_logs else None,
             f"{self._id}/{name}/{self._starts}",
-            spec.descriptors,
             self._popen,
         )
         member.progress = Progress()

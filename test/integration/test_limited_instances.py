@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from chitu.launch.plan import ProcessSpec
 from chitu.launch.process import ChildProcess
 from chitu.net.control_groups import _groups
 from chitu.testing.router_process import wait_until
@@ -74,13 +75,14 @@ def test_a_process_that_its_group_has_no_memory_for_is_said_to_have_ended_so(lim
         "for group in sys.argv[1:]: pathlib.Path(group, 'cgroup.procs').write_text(str(os.getpid()))\n"
         f"b'x' * {3 * MEMORY_BYTES}"
     )
-    child = ChildProcess("P0", [sys.executable, "-c", code, *map(str, limited)], {}, tmp_path / "log", uuid.uuid4().hex)
+    spec = ProcessSpec("P0", "", (sys.executable, "-c", code, *map(str, limited)))
+    child = ChildProcess(spec, {}, tmp_path / "log", uuid.uuid4().hex)
     wait_until(lambda: child.exit_code() is not None, 60, "the kernel to end it")
     text = child.describe_end(child.exit_code())
     assert text == "killed by SIGKILL; the kernel killed a process for lack of memory (OOM) meanwhile", child.tail()
 
 
 def test_a_process_that_was_killed_otherwise_is_not(tmp_path):
-    child = ChildProcess("P0", ["sleep", "60"], {}, tmp_path / "log", uuid.uuid4().hex)
+    child = ChildProcess(ProcessSpec("P0", "", ("sleep", "60")), {}, tmp_path / "log", uuid.uuid4().hex)
     child.kill_tree()
     assert child.describe_end(child.exit_code()) == "killed by SIGKILL"

@@ -92,10 +92,10 @@ def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess
 
 def serve_process(model: Path, torchrun: bool, behaviour: str = "good", restart: bool = True) -> ServeProcess:
     code = (
-        "import sys; from chitu.config.load import load_topology; from chitu.launch.plan import Entries\n"
-        "from chitu.launch.serve import ServeOptions, serve\n"
-        f"topology = load_topology(None, ['model.path={model}', 'model.served_name='+sys.argv[1]])\n"
-        f"sys.exit(serve(topology, ServeOptions(port=0, log_dir={str(model / 'logs')!r},"
+        "import sys; from chitu.config.topology import instances; from chitu.launch.plan import Entries\n"
+        "from chitu.launch.placement import place; from chitu.launch.serve import ServeOptions, serve\n"
+        f"placement = place(None, ['model.path={model}', 'model.served_name='+sys.argv[1]], instances)\n"
+        f"sys.exit(serve(placement, ServeOptions(port=0, log_dir={str(model / 'logs')!r},"
         f" restart={restart}, entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
     )
     return ServeProcess([sys.executable, "-c", code, behaviour], env=ENVIRONMENT)
@@ -459,7 +459,7 @@ def test_one_base_port_for_several_schedulers_is_refused(model: Path) -> None:
 
 def test_a_log_that_was_deleted_stays_bounded(tmp_path: Path) -> None:
     log = tmp_path / "P0.log"
-    child = ChildProcess("P0", ["sleep", "60"], {}, log, "deleted-log/P0")
+    child = ChildProcess(ProcessSpec("P0", "", ("sleep", "60")), {}, log, "deleted-log/P0")
     output = Path(f"/proc/{child.pid}/fd/1")
     with output.open("ab") as file:
         file.write(b"x" * 200)
@@ -483,14 +483,14 @@ FRAME = '  File "/x/torch/distributed/elastic/utils/distributed.py", line 170, i
     ids=["a rank", "torchrun itself"],
 )
 def test_the_last_lines_are_those_of_what_failed(tmp_path: Path, log: list[str], tail: list[str] | None) -> None:
-    child = ChildProcess("D0", ["printf", "%s\\n", *log], {}, tmp_path / "log", "mark")
+    child = ChildProcess(ProcessSpec("D0", "", ("printf", "%s\\n", *log)), {}, tmp_path / "log", "mark")
     wait_until(lambda: child.exit_code() == 0, 20, "its end")
     assert child.tail() == (tail or log)
 
 
 def test_a_mark_is_found_whole_and_not_as_the_beginning_of_another(tmp_path: Path) -> None:
     mark = f"{tmp_path}/P0/12"
-    child = ChildProcess("P0", ["sleep", "60"], {}, None, mark)
+    child = ChildProcess(ProcessSpec("P0", "", ("sleep", "60")), {}, None, mark)
     found = [processes_marked(each) for each in (mark, mark[:-1], mark[1:])]
     child.kill_tree()
     assert found == [[child.pid], [], []] and processes_marked(mark) == []

@@ -109,8 +109,8 @@ def test_a_late_instance_gets_traffic_within_5_seconds_of_its_join(
         2,
         ENTRIES,
     )
-    env = {**spec.env, ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
-    late = ChildProcess("D3", spec.argv, env, tmp_path / "D3.log", f"late-{time.time_ns()}/D3")
+    env = {ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
+    late = ChildProcess(spec, env, tmp_path / "D3.log", f"late-{time.time_ns()}/D3")
     served = threading.Event()
     joined_s = first_s = 0.0
     try:
