@@ -27,13 +27,7 @@ def build_mixture(
         bias_E = weights.take(f"{prefix}.gate.e_score_correction_bias", experts.num_experts, dtype=torch.float32)
     router = Router(
         weight_ED=weights.take(f"{prefix}.gate.weight", experts.num_experts, hidden, dtype=torch.float32),
-        top_k=experts.top_k,
-        is_sigmoid=experts.scoring == "sigmoid",
-        is_normalised=experts.is_normalised,
-        num_groups=experts.num_groups,
-        top_groups=experts.top_groups,
-        group_votes=experts.group_votes,
-        scale=experts.scale,
+        rule=experts.rule,
         choice_bias_E=bias_E,
     )
     names = [f"{prefix}.experts.{index}" for index in range(experts.num_experts)]

@@ -14,46 +14,40 @@ import torch
 import torch.nn.functional as F
 
 from chitu.ops.interface import Routes
+from chitu.ops.routing_rule import RoutingRule
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Weights and rules of a layer's routing."""
+    """Weights and rule of a layer's routing."""
 
     weight_ED: torch.Tensor
     """Weight of the logits, float32, because precision decides near-ties."""
-    top_k: int
-    is_sigmoid: bool = False
-    """Whether scores are sigmoids of the logits; else they are their softmax."""
-    is_normalised: bool = True
-    num_groups: int = 1
-    top_groups: int = 1
-    group_votes: int = 1
-    scale: float = 1.0
+    rule: RoutingRule
     choice_bias_E: torch.Tensor | None = None
     """Bias added to the scores only for the choice, float32."""
 
 
 def route(x_TD: torch.Tensor, router: Router) -> Routes:
     """Return the experts of each row, best first, and their weights."""
-    logits_TE = F.linear(x_TD.float(), router.weight_ED)
-    scores_TE = logits_TE.sigmoid() if router.is_sigmoid else logits_TE.softmax(-1)
+    rule, logits_TE = router.rule, F.linear(x_TD.float(), router.weight_ED)
+    scores_TE = logits_TE.sigmoid() if rule.scoring == "sigmoid" else logits_TE.softmax(-1)
     chosen_by_TE = scores_TE if router.choice_bias_E is None else scores_TE + router.choice_bias_E
-    if router.num_groups > 1:
-        chosen_by_TE = _within_the_best_groups(chosen_by_TE, router)
-    experts_TA = chosen_by_TE.topk(router.top_k, dim=-1).indices
+    if rule.num_groups > 1:
+        chosen_by_TE = _within_the_best_groups(chosen_by_TE, rule)
+    experts_TA = chosen_by_TE.topk(rule.top_k, dim=-1).indices
     weights_TA = scores_TE.gather(1, experts_TA)
-    if router.is_normalised:
+    if rule.is_normalised:
         # 1e-20 prevents 0 / 0 and does not change any other sum.
         weights_TA = weights_TA / (weights_TA.sum(-1, keepdim=True) + 1e-20)
-    return Routes(experts_TA, weights_TA * router.scale)
+    return Routes(experts_TA, weights_TA * rule.scale)
 
 
-def _within_the_best_groups(scores_TE: torch.Tensor, router: Router) -> torch.Tensor:
-    groups_TGE = scores_TE.view(scores_TE.shape[0], router.num_groups, -1)
-    votes_TG = groups_TGE.topk(router.group_votes, dim=-1).values.sum(-1)
+def _within_the_best_groups(scores_TE: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
+    groups_TGE = scores_TE.view(scores_TE.shape[0], rule.num_groups, -1)
+    votes_TG = groups_TGE.topk(rule.group_votes, dim=-1).values.sum(-1)
     best_TG = torch.zeros_like(votes_TG, dtype=torch.bool)
-    best_TG.scatter_(1, votes_TG.topk(router.top_groups, dim=-1).indices, True)
+    best_TG.scatter_(1, votes_TG.topk(rule.top_groups, dim=-1).indices, True)
     return groups_TGE.masked_fill(~best_TG.unsqueeze(-1), -float("inf")).flatten(1)
 
 

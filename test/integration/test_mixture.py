@@ -10,6 +10,7 @@ from chitu.models.expert_spec import read_expert_spec
 from chitu.ops.interface import Ops, Routes
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.routing import Router, route, rows_by_expert
+from chitu.ops.routing_rule import RoutingRule
 from chitu.ops.torch_ops import TorchOps, stacked
 from chitu.testing.reference_ops import ReferenceOps
 
@@ -52,7 +53,7 @@ def random_experts(num_experts: int, hidden: int, inner: int) -> tuple[torch.Ten
 
 
 def random_routes(rows: int, num_experts: int, top_k: int) -> Routes:
-    router = Router(torch.randn(num_experts, 12), top_k)
+    router = Router(torch.randn(num_experts, 12), RoutingRule(top_k))
     return route(torch.randn(rows, 12), router)
 
 
@@ -132,17 +133,17 @@ def test_sorted_pairs_and_tiles_cover_every_pair_once(tile_rows):
 
 def test_weights_are_softmax_scores_normalised_or_not():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    plain = route(logits, Router(torch.eye(4), 2, is_normalised=False))
+    plain = route(logits, Router(torch.eye(4), RoutingRule(2, is_normalised=False)))
     assert plain.experts_TA.tolist() == [[1, 3]]
     torch.testing.assert_close(plain.weights_TA, logits.softmax(-1)[:, [1, 3]])
-    scaled = route(logits, Router(torch.eye(4), 2, scale=2.5))
+    scaled = route(logits, Router(torch.eye(4), RoutingRule(2, scale=2.5)))
     torch.testing.assert_close(scaled.weights_TA.sum(), torch.tensor(2.5))
 
 
 def test_a_bias_counts_for_the_choice_and_not_for_the_weight():
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
-    chosen = route(logits, Router(torch.eye(4), 2, is_sigmoid=True, is_normalised=False, choice_bias_E=bias))
+    chosen = route(logits, Router(torch.eye(4), RoutingRule(2, scoring="sigmoid", is_normalised=False), bias))
     assert chosen.experts_TA.tolist() == [[0, 1]]
     torch.testing.assert_close(chosen.weights_TA, logits.sigmoid()[:, [0, 1]])
 
@@ -151,21 +152,21 @@ def test_experts_come_from_the_best_groups_only():
     """Groups are ranked by their best expert or by their best two; the best expert overall may be outside the chosen
     groups."""
     logits = torch.tensor([[5.0, -9.0, 3.0, 3.0, 1.0, 1.0]])
-    by_best = route(logits, Router(torch.eye(6), 2, num_groups=3, group_votes=1))
+    by_best = route(logits, Router(torch.eye(6), RoutingRule(2, num_groups=3, group_votes=1)))
     assert by_best.experts_TA.tolist() == [[0, 1]]
-    by_two = route(logits, Router(torch.eye(6), 2, is_sigmoid=True, num_groups=3, group_votes=2))
+    by_two = route(logits, Router(torch.eye(6), RoutingRule(2, scoring="sigmoid", num_groups=3, group_votes=2)))
     assert sorted(by_two.experts_TA[0].tolist()) == [2, 3]
 
 
 def test_deepseek_settings_are_read_by_their_version():
     spec = read_expert_spec(DEEPSEEK, "DeepseekV3ForCausalLM", "m")
     assert spec is not None
-    assert (spec.scoring, spec.group_votes, spec.top_groups, spec.has_choice_bias) == ("sigmoid", 2, 2, True)
+    assert spec.rule == RoutingRule(2, 4, 2, group_votes=2, scoring="sigmoid", scale=2.5) and spec.has_choice_bias
     assert spec.layers == {1, 2, 3}
     older = "DeepseekV2ForCausalLM"
     spec = read_expert_spec(DEEPSEEK | {"topk_method": "greedy"}, older, "m")
     assert spec is not None
-    assert (spec.scoring, spec.num_groups, spec.is_normalised, spec.has_choice_bias) == ("softmax", 1, False, False)
+    assert spec.rule == RoutingRule(2, scale=2.5, is_normalised=False) and not spec.has_choice_bias
     with pytest.raises(UnsupportedModel, match="topk_method 'noaux_tc'"):
         read_expert_spec(DEEPSEEK | {"topk_method": "noaux_tc"}, older, "m")
 

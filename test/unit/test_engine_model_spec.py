@@ -231,8 +231,8 @@ def test_missing_keys_of_deepseek_v3_have_the_defaults_of_its_class(tmp_path):
     config = without(V3, "n_group", "topk_group", "routed_scaling_factor", "norm_topk_prob", "n_shared_experts")
     experts = read_model_spec(write_config(tmp_path, {**config, "n_routed_experts": 32})).experts
     assert experts is not None
-    assert (experts.num_groups, experts.top_groups, experts.scale) == (8, 4, 2.5)
-    assert (experts.is_normalised, experts.shared_intermediate_size) == (True, 40)
+    assert (experts.rule.num_groups, experts.rule.top_groups, experts.rule.scale) == (8, 4, 2.5)
+    assert (experts.rule.is_normalised, experts.shared_intermediate_size) == (True, 40)
 
 
 def test_a_mistral_that_names_no_window_has_that_of_its_class(tmp_path):
