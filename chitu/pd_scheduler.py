@@ -230,10 +230,10 @@ class PDScheduler:
         step before once that is done, so its logits rows leave early."""
         sender = self._parts.sender
         if sender is None or before is None:
-            return None if sender is None else sender.on_layer_done
+            return None if sender is None else sender.feed.layer_done
 
         def on_layer(layer: int, ready: Ready | None = None) -> None:
-            sender.on_layer_done(layer, ready)
+            sender.feed.layer_done(layer, ready)
             if self._pending is before and before.handle.is_done():
                 self._sync_step()
 

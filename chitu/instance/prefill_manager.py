@@ -82,7 +82,7 @@ class PrefillManager:
                 )
             )
         if self._sender is not None and chunks:
-            self._sender.begin_step(
+            self._sender.feed.begin_step(
                 [
                     KVChunk(c.sequence.room, self._cache.get_page_indices(c.sequence.room), c.start, c.start + c.length)
                     for c in chunks
@@ -107,7 +107,7 @@ class PrefillManager:
                 self._resources.free_slot(sequence)
                 self._sequences.take(sequence, SequenceEvent.COMPUTED)
         if self._sender is not None and chunks:
-            self._sender.end_step()
+            self._sender.feed.end_step()
         return done
 
     def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
@@ -127,7 +127,7 @@ class PrefillManager:
             if not chunk.is_last or sequence.state is not SequenceState.INFLIGHT:
                 continue
             if self._sender is not None:
-                self._sender.send_kv_cache(sequence.room, sequence.aux_slot, sequence.prompt_lines)
+                self._sender.feed.send_aux(sequence.room, sequence.aux_slot, sequence.prompt_lines)
             else:
                 self._on_prompt(sequence)
 

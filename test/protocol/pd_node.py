@@ -397,7 +397,7 @@ class Node:
                 if request.is_over or request.is_aborted:
                     continue
                 chunks.append((request, min(request.num_tokens, request.computed + rng.randint(1, 9))))
-        self.sender.begin_step([KVChunk(r.room, r.pages, r.computed, end) for r, end in chunks])
+        self.sender.feed.begin_step([KVChunk(r.room, r.pages, r.computed, end) for r, end in chunks])
         skips = rng.random() < 0.2 and self.device is None  # an executor that reports only at the end
         for layer in range(NUM_LAYERS):
             for request, end in chunks:
@@ -407,9 +407,9 @@ class Node:
                         data = np.frombuffer(token_bytes(request.room, region, token), dtype=np.uint8)
                         self._store(self.memory.kv[region, page, offset : offset + TOKEN_BYTES], data)
             if not skips:
-                self.sender.on_layer_done(layer, self.device.event() if self.device else None)
+                self.sender.feed.layer_done(layer, self.device.event() if self.device else None)
             self.world.churn(rng.randint(0, 2))
-        self.sender.end_step()
+        self.sender.feed.end_step()
         for request, end in chunks:
             request.computed = end
             if end == request.num_tokens:
@@ -419,7 +419,7 @@ class Node:
                     continue
                 request.aux_slot = aux_slot
                 self.memory.aux.get(aux_slot)[:] = logits_of(request.room)
-                self.sender.send_kv_cache(request.room, aux_slot)
+                self.sender.feed.send_aux(request.room, aux_slot)
 
     def _store(self, place: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
         if self.device is None:

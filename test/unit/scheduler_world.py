@@ -190,15 +190,15 @@ class Wire:
         for chunk in chunks:
             assert len(chunk.pages) * PAGE_SIZE >= chunk.end
 
-    def on_layer_done(self, layer: int, ready: Ready | None = None) -> None: ...
+    def layer_done(self, layer: int, ready: Ready | None = None) -> None: ...
 
     def end_step(self) -> None: ...
 
-    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         self.computed[room] = aux_slot
         self.prompt_logprobs[room] = prompt_logprobs
 
-    def reset_chunks(self, room: bytes) -> bool:
+    def reset(self, room: bytes) -> bool:
         self.computed.pop(room, None)
         return room not in self.announced
 
@@ -252,10 +252,14 @@ class Wire:
 
 
 class PSide(Wire):
-    """P's side of a shared wire: `poll` returns P's events."""
+    """P's side of a shared wire, and its feed: `poll` returns P's events."""
 
     def __init__(self, wire: Wire) -> None:
         self.__dict__ = wire.__dict__
+
+    @property
+    def feed(self) -> PSide:
+        return self
 
     def poll(self) -> list[TransferEvent]:
         events = list(self.events_p)

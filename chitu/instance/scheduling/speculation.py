@@ -45,7 +45,7 @@ class SpeculativeAdmission:
             return
         self._resources.sync_step()  # a step in flight may compute for those that give way
         for sequence in self._speculators(wanting):
-            if not self._sender.reset_chunks(sequence.room):
+            if not self._sender.feed.reset(sequence.room):
                 continue  # it was announced just now, so it is urgent, too
             sequence.stop_load()
             self._resources.vacate(sequence)

@@ -1,14 +1,16 @@
 """What P's step thread has computed, on its way into the transfer queue.
 
-Owned by `PrefillSender`, called under its lock: `take`, `start_sending` and `stop` from any of its threads, all else
-from the step thread. A page leaves when it is full, or when the prompt ends in it. The partly filled last page of a
-chunk leaves with a later chunk, so every page is written exactly once per layer. Pages before the first chunk were
-cached: they leave when that chunk begins. Invariant: nothing is queued for a room that D did not announce; its chunks
-are held as ranges (not bytes) until the machine lets it go.
+Owned by `PrefillSender`, whose lock guards it. The step thread calls the methods of the step, which take the lock; the
+sender, which has it, carries out the effects of its machine by `take`, `start_sending` and `stop`. A page leaves when
+it is full, or when the prompt ends in it. The partly filled last page of a chunk leaves with a later chunk, so every
+page is written exactly once per layer. Pages before the first chunk were cached: they leave when that chunk begins.
+Invariant: nothing is queued for a room that D did not announce; its chunks are held as ranges (not bytes) until the
+machine lets it go.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,11 +35,12 @@ class _StepChunk:
 
 
 class ChunkFeed:
-    def __init__(self, config: KVManagerConfig, clock: Clock, queue: TransferQueue) -> None:
+    def __init__(self, config: KVManagerConfig, clock: Clock, queue: TransferQueue, lock: threading.Lock) -> None:
         self._config = config
         self._num_layers = config.layout.num_layers
         self._clock = clock
         self._queue = queue
+        self._lock = lock
         self._rooms: dict[bytes, ComputedPrompt] = {}
         """Open rooms whose router's request has come."""
         self._first_pages: dict[bytes, int] = {}
@@ -68,59 +71,71 @@ class ChunkFeed:
     # --------------------------------------------------------------------------------------------------------- the step
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
-        self._step = []
-        for chunk in chunks:
-            computed, page_size = self._rooms.get(chunk.room), self._config.layout.page_size
-            if computed is None:
-                continue
-            if not computed.pages:
-                computed.started_s, computed.cached_tokens = self._clock.monotonic(), chunk.start
-            computed.pages = tuple(chunk.pages)
-            num_cached = chunk.start // page_size
-            if num_cached > computed.next_page:
-                cached = TransferKVChunk(0, self._num_layers, computed.next_page, num_cached)
-                self._hand_over(chunk.room, computed, cached)
-                computed.next_page = num_cached
-            is_last = chunk.end >= computed.num_tokens
-            end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
-            if end_page > computed.next_page:
-                self._step.append(_StepChunk(chunk.room, computed.next_page, end_page))
+        """Begin a step whose forward pass computes these chunks; `layer_done` then refers to them."""
+        page_size = self._config.layout.page_size
+        with self._lock:
+            self._step = []
+            for chunk in chunks:
+                computed = self._rooms.get(chunk.room)
+                if computed is None:
+                    continue
+                if not computed.pages:
+                    computed.started_s, computed.cached_tokens = self._clock.monotonic(), chunk.start
+                computed.pages = tuple(chunk.pages)
+                num_cached = chunk.start // page_size
+                if num_cached > computed.next_page:
+                    cached = TransferKVChunk(0, self._num_layers, computed.next_page, num_cached)
+                    self._hand_over(chunk.room, computed, cached)
+                    computed.next_page = num_cached
+                is_last = chunk.end >= computed.num_tokens
+                end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
+                if end_page > computed.next_page:
+                    self._step.append(_StepChunk(chunk.room, computed.next_page, end_page))
 
     def layer_done(self, layer: int, ready: Ready | None = None) -> None:
-        for chunk in self._step:
-            self._layer_of_chunk_done(chunk, layer, ready)
+        """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
+        Returns at once."""
+        with self._lock:
+            for chunk in self._step:
+                self._layer_of_chunk_done(chunk, layer, ready)
 
     def end_step(self) -> None:
-        """End the step. Layers that the executor did not report are done too."""
-        for chunk in self._step:
-            for layer in range(self._num_layers):
-                self._layer_of_chunk_done(chunk, layer, chunk.ready)
-            computed = self._rooms.get(chunk.room)
-            if computed is None:
-                continue
-            computed.next_page = chunk.end_page
-            if computed.backlog:  # one range for all finished steps
-                computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
-        self._step = []
+        """End the step. Layers that the executor did not report are done too; chunks of rooms not announced yet are
+        kept for later."""
+        with self._lock:
+            for chunk in self._step:
+                for layer in range(self._num_layers):
+                    self._layer_of_chunk_done(chunk, layer, chunk.ready)
+                computed = self._rooms.get(chunk.room)
+                if computed is None:
+                    continue
+                computed.next_page = chunk.end_page
+                if computed.backlog:  # one range for all finished steps
+                    computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
+            self._step = []
 
-    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None) -> None:
-        """Send the logits row, which is in `aux_slot`, as soon as the room is let go."""
-        computed = self._rooms.get(room)
-        if computed is None or computed.aux_slot >= 0:
-            return
-        computed.aux_slot, computed.prompt_logprobs = aux_slot, prompt_logprobs
-        computed.computed_s = self._clock.monotonic()
-        if room in self._first_pages:
-            self._queue.put_aux(room)
+    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+        """Send the logits row of the room's last token, which is in `aux_slot`, once the room is let go, ahead of all
+        KV still queued. `prompt_logprobs` leave with Success."""
+        with self._lock:
+            computed = self._rooms.get(room)
+            if computed is None or computed.aux_slot >= 0:
+                return
+            computed.aux_slot, computed.prompt_logprobs = aux_slot, prompt_logprobs
+            computed.computed_s = self._clock.monotonic()
+            if room in self._first_pages:
+                self._queue.put_aux(room)
 
     def reset(self, room: bytes) -> bool:
-        """Forget what was computed for a room that is not announced. Return False if it is announced or unknown."""
-        computed = self._rooms.get(room)
-        if computed is None or room in self._first_pages:
-            return False
-        computed.backlog, computed.pages, computed.next_page, computed.aux_slot = [], (), 0, -1
-        self._step = [chunk for chunk in self._step if chunk.room != room]
-        return True
+        """Forget what was computed for a room that is not announced, to free its pages. Return False if it is announced
+        or unknown."""
+        with self._lock:
+            computed = self._rooms.get(room)
+            if computed is None or room in self._first_pages:
+                return False
+            computed.backlog, computed.pages, computed.next_page, computed.aux_slot = [], (), 0, -1
+            self._step = [chunk for chunk in self._step if chunk.room != room]
+            return True
 
     # -------------------------------------------------------------------------------------------------------- the queue
 

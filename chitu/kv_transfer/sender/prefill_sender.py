@@ -3,21 +3,19 @@
 `PrefillSender` is the shell of `SenderMachine`, which decides what becomes of a room. It owns the lock and the outbox,
 turns what happens into events, and carries out the effects. Beside the machine it has `ChunkFeed` (what was computed),
 `PageWriter` (the writes) and `DecodePeers` (which D registered). Three kinds of threads call it. Step: `add_request`,
-`begin_step` .. `send_kv_cache`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the
-queue. Invariant: the lock is never held across `link`, `wake`, logging or a transport.
+`feed`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the queue. Invariant: the lock
+is never held across `link`, `wake`, logging or a transport.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 
 from chitu.errors import BadFrame, ChituError, ProtocolError
 from chitu.kv_transfer.events import (
     Aborted,
     DropEvents,
-    KVChunk,
     Send,
     Tick,
     TransferEvent,
@@ -46,7 +44,7 @@ from chitu.protocol import (
     peer_codec,
 )
 from chitu.protocol.states import SenderState
-from chitu.types import REGISTRATION_ROOM, Ready, Role, room_text
+from chitu.types import REGISTRATION_ROOM, Role, room_text
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,8 @@ class PrefillSender:
         self._peers = DecodePeers(config, parts, self._view)
         self._machine = SenderMachine(config, self._view)
         self._table = self._machine.table
-        self._feed = ChunkFeed(config, parts.clock, self.queue)
+        self.feed = ChunkFeed(config, parts.clock, self.queue, self._lock)
+        """Takes what the step thread computes."""
         self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
         self._writer = PageWriter(config, parts, self._trace)
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
@@ -117,33 +116,6 @@ class PrefillSender:
     ) -> None:
         """Take the router's request; the room may have been announced before. Starts the bootstrap deadline."""
         self._handle(events.Requested(room, request_id, num_tokens, decode_rank, decode_incarnation))
-
-    def begin_step(self, chunks: Sequence[KVChunk]) -> None:
-        """Begin a step whose forward pass computes these chunks; `on_layer_done` then refers to them."""
-        with self._lock:
-            self._feed.begin_step(chunks)
-
-    def on_layer_done(self, layer: int, ready: Ready | None = None) -> None:
-        """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
-        Returns at once."""
-        with self._lock:
-            self._feed.layer_done(layer, ready)
-
-    def end_step(self) -> None:
-        """End the step; chunks of rooms not announced yet are kept for later."""
-        with self._lock:
-            self._feed.end_step()
-
-    def send_kv_cache(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
-        """Send the logits row of the room's last token, which is in `aux_slot`, ahead of all KV still queued.
-        `prompt_logprobs` leave with Success."""
-        with self._lock:
-            self._feed.send_aux(room, aux_slot, prompt_logprobs)
-
-    def reset_chunks(self, room: bytes) -> bool:
-        """Forget the computed pages of a room that is not announced, to free them. Return False if it is too late."""
-        with self._lock:
-            return self._feed.reset(room)
 
     def poll(self) -> list[TransferEvent]:
         with self._lock:
@@ -256,11 +228,11 @@ class PrefillSender:
                         if TransferEventKind.SUCCESS in self._out.drop_events(room):
                             self._out.put(TransferEvent(TransferEventKind.RELEASED, room))
                     case events.TrackChunks():
-                        self._feed.take(*effect)
+                        self.feed.take(*effect)
                     case events.StartSending():
-                        self._feed.start_sending(*effect)
+                        self.feed.start_sending(*effect)
                     case events.Stop(room):
-                        self._feed.stop(room)
+                        self.feed.stop(room)
                     case events.QueueSettle(room):
                         self.queue.put_settle(room)
             taken = self._out.take()

@@ -1,6 +1,6 @@
 """The queue of pending writes, and the threads that do them.
 
-The step thread puts jobs in (`on_layer_done`), transfer threads take batches out. Order: aux rows of any room first
+The step thread puts jobs in (`ChunkFeed`), transfer threads take batches out. Order: aux rows of any room first
 (token 1 waits for them), then rooms first come, first served. Jobs of one room leave in the order in which they came,
 and at most one thread works on a room, so Success can never overtake data. Jobs of a room that wait together leave as
 one batch (several layers become one write), up to `max_batch_units` (pages times layers), so a long prompt does not
