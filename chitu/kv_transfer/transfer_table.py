@@ -50,13 +50,6 @@ class Tombstone:
 
 
 @dataclass(slots=True)
-class Transition(Generic[S, T]):
-    room: bytes
-    before: S | None
-    entry: Entry[S, T]
-
-
-@dataclass(slots=True)
 class TransferTable(Generic[S, E, T]):
     transitions: Mapping[tuple[S | None, E], S]
     deadlines: Mapping[S, Deadline]
@@ -79,8 +72,9 @@ class TransferTable(Generic[S, E, T]):
         """Return a snapshot, so that the caller may apply events while it iterates."""
         return iter(list(self._entries.items()))
 
-    def apply(self, room: bytes, event: E, now_s: float, new: T | None = None) -> Transition[S, T] | None:
-        """Apply one event; return None if it is absorbed. `new` is the record of a room that this event may create."""
+    def apply(self, room: bytes, event: E, now_s: float, new: T | None = None) -> tuple[S | None, Entry[S, T]] | None:
+        """Apply one event. Return the state before it and the room; None if it is absorbed. `new` is the record of a
+        room that this event may create."""
         entry = self._entries.get(room)
         before = entry.state if entry is not None else None
         target = self.transitions.get((before, event))
@@ -95,7 +89,7 @@ class TransferTable(Generic[S, E, T]):
         if deadline is not entry.deadline:
             entry.deadline, entry.deadline_since_s = deadline, now_s
             entry.deadline_s = now_s + self.limits_s.get(deadline, NEVER_S)
-        return Transition(room, before, entry)
+        return before, entry
 
     def overdue_text(self, entry: Entry[S, T], who: str, peer: str, awaits: Mapping[S, str], now_s: float) -> str:
         """Return why a room whose deadline passed ends: state, peer, seconds. `awaits`: what is missing, by state."""

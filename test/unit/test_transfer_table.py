@@ -28,10 +28,10 @@ def test_an_event_moves_a_room_and_one_without_a_transition_is_absorbed() -> Non
     table = make_table()
     assert table.apply(ROOM, ReceiverEvent.SENT, 0.0, "x") is None
     created = table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "x")
-    assert created is not None and created.before is None and created.entry.data == "x"
+    assert created is not None and created[0] is None and created[1].data == "x"
     assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is None
     assert table.apply(ROOM, ReceiverEvent.SUCCESS, 0.0) is None
-    assert table.get(ROOM) is created.entry and created.entry.state is ReceiverState.BOOTSTRAPPING
+    assert table.get(ROOM) is created[1] and created[1].state is ReceiverState.BOOTSTRAPPING
 
 
 def test_a_room_that_ended_is_never_created_again_until_its_tombstone_is_pushed_out() -> None:
@@ -50,9 +50,9 @@ def test_each_state_sets_its_deadline_and_one_that_shares_it_lets_it_run_on() ->
     table: TransferTable[ReceiverState, ReceiverEvent, str] = TransferTable(
         RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S
     )
-    transition = table.apply(ROOM, ReceiverEvent.ANNOUNCE, clock.monotonic(), "x")
-    assert transition is not None
-    entry = transition.entry
+    applied = table.apply(ROOM, ReceiverEvent.ANNOUNCE, clock.monotonic(), "x")
+    assert applied is not None
+    entry = applied[1]
     assert table.expired(104.9) == [] and table.expired(105.0) == [ROOM]
     clock.advance(4.0)
     table.apply(ROOM, ReceiverEvent.SENT, clock.monotonic())

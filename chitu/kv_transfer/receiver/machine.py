@@ -126,15 +126,16 @@ class ReceiverMachine:
         new: events.ReceiveRoom | None = None,
     ) -> bool:
         """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
-        transition = self.table.apply(room, event, self._now_s, new)
-        if transition is None:
+        applied = self.table.apply(room, event, self._now_s, new)
+        if applied is None:
             return False
-        record = transition.entry.data
+        before, entry = applied
+        record = entry.data
         if error is not None and record.error is None:
             record.error = error
             if event is not ReceiverEvent.ABORT:
                 self._tell(Kind.FAILED, room, error)
-        self._enter(room, record, transition.before, transition.entry.state)
+        self._enter(room, record, before, entry.state)
         return True
 
     def _enter(

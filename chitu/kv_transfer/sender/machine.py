@@ -127,10 +127,11 @@ class SenderMachine:
 
     def _take(self, room: bytes, event: E, error: ChituError | None = None, new: events.SendRoom | None = None) -> bool:
         """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
-        transition = self.table.apply(room, event, self._now_s, new)
-        if transition is None:
+        applied = self.table.apply(room, event, self._now_s, new)
+        if applied is None:
             return False
-        before, state, record = transition.before, transition.entry.state, transition.entry.data
+        before, entry = applied
+        state, record = entry.state, entry.data
         if state in _QUIET:
             return True
         if before in OPEN_STATES and state not in OPEN_STATES:
@@ -139,7 +140,7 @@ class SenderMachine:
             if error is not None and event is not E.ABORT and before is not SenderState.ANNOUNCED:
                 self._effects.append(TransferEvent(Kind.FAILED, room, error))
         if record.destination is not None:
-            self._enter(room, transition.entry, record.destination, before, event)
+            self._enter(room, entry, record.destination, before, event)
         if state is SenderState.FORGOTTEN:
             if before in OPEN_STATES and before is not SenderState.ANNOUNCED:
                 self._effects.append(TransferEvent(Kind.RELEASED, room))
