@@ -15,10 +15,10 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from chitu.errors import Capacity
 from chitu.net.link import LinkSender, Sent
+from chitu.net.sockets import PushPort
 from chitu.protocol import Finish, LinkAck, TokenBatch, encode
 
 logger = logging.getLogger(__name__)
@@ -33,16 +33,7 @@ FORMER_LINKS = 16
 """Number of former links remembered per API process: the tail of their connection may still deliver a request."""
 
 
-class TokenPort(Protocol):
-    """The token port of one API process."""
-
-    def send(self, frame: bytes) -> bool:
-        """Hand a frame to the port, as `Send` does."""
-
-    def close(self) -> None: ...
-
-
-OpenPort = Callable[[int], TokenPort]
+OpenPort = Callable[[int], PushPort]
 """Opens the socket to a port on the router's host. Raises BadFrame if the port is invalid."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from typing import Protocol
 
 import zmq
 
@@ -112,6 +113,15 @@ def connect(
         socket.close()
         raise BadFrame(f"{host!r}:{port} is no address: {error}") from error
     return socket
+
+
+class PushPort(Protocol):
+    """What frames are pushed to. `PushSocket` is one."""
+
+    def send(self, frame: bytes) -> bool:
+        """Queue a frame. Return False if the queue is full. Never blocks."""
+
+    def close(self) -> None: ...
 
 
 class PushSocket:

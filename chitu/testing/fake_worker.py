@@ -131,7 +131,7 @@ class _Instance:
 
 @dataclass(slots=True, frozen=True)
 class _FakeTokenSocket:
-    """A `TokenPort` that blocks if the router does not read."""
+    """A `PushPort` that blocks if the router does not read."""
 
     socket: zmq.Socket[bytes]
 

@@ -13,12 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from chitu.clock import Clock
 from chitu.errors import ChituError
+from chitu.net.sockets import PushPort
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
     DecodeRequest,
@@ -58,15 +59,6 @@ LINGER_S = 2.0
 """Seconds after the end of a room in which frames of it may still come."""
 
 
-class TraceSocket(Protocol):
-    """Socket to the router; used by the thread `trace` alone."""
-
-    def send(self, frame: bytes) -> bool:
-        """Queue a frame. Return False if the queue is full."""
-
-    def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class TracedRoom:
     """What the writers of a room's records remember between two of them."""
@@ -89,9 +81,10 @@ class Tracer:
         incarnation: int,
         layout: KVLayout,
         device: str,
-        open_socket: Callable[[], TraceSocket],
+        open_socket: Callable[[], PushPort],
         clock: Clock,
     ) -> None:
+        """`open_socket` opens the socket to the router, which only the thread `trace` uses."""
         self._identity = role, engine_rank, incarnation
         self.name = instance_name(role, engine_rank)
         self.device = device
@@ -188,7 +181,7 @@ class Tracer:
     # ---------------------------------------------------------------------------------------------------- trace thread
 
     def _loop(self) -> None:
-        socket: TraceSocket = _NoSocket()
+        socket: PushPort = _NoSocket()
         try:
             socket = self._open_socket()
         except ChituError as error:
@@ -202,7 +195,7 @@ class Tracer:
         self.send_waiting(socket)
         socket.close()
 
-    def send_waiting(self, socket: TraceSocket) -> None:
+    def send_waiting(self, socket: PushPort) -> None:
         """Send the records in messages of about `BATCH_BYTES`. What the router does not take is dropped, and the next
         message reports how much."""
         encoder, lines, num_lines = msgspec.json.Encoder(), bytearray(), 0
