@@ -14,24 +14,13 @@ from chitu.config.topology import Instance
 from chitu.engine.executor import Executor
 from chitu.grammars import GrammarStore
 from chitu.kv_transfer.transports.select import open_transports
-from chitu.kv_transfer.transports.staged.build import TransferPool, wrap_transports
+from chitu.kv_transfer.transports.staged.build import RankPool, wrap_transports
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.types import Role
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from chitu.engine.parallel import RankGroup
-    from chitu.kv_cache.aux_row import RowMemory
-
-
-class RankPool(TransferPool, Protocol):
-    """The memory that an engine computes in."""
-
-    @property
-    def aux_rows(self) -> NDArray[np.uint8] | RowMemory: ...
 
 
 class BuiltRank(Protocol):
@@ -61,5 +50,5 @@ class Factories:
     build_rank: Callable[[Topology, Instance, int, ProgressWriter], BuiltRank] = build_real_rank
     open_transports: Callable[[PDDisaggregationConfig, str, str], list[Transport]] = open_transports
     wrap_transports: Callable[
-        [Sequence[Transport], RouterConfig, Role, int, InstanceConfig, TransferPool], list[Transport]
+        [Sequence[Transport], RouterConfig, Role, int, InstanceConfig, RankPool], list[Transport]
     ] = wrap_transports

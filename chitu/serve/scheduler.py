@@ -44,6 +44,7 @@ from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageCopies
+from chitu.kv_transfer.transports.staged.build import RankPool
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
@@ -53,7 +54,7 @@ from chitu.net.sockets import PushSocket
 from chitu.net.threads import Waker, end_process
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
 from chitu.protocol import RankMemory
-from chitu.serve.factories import BuiltRank, Factories, RankPool
+from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Role, instance_name, new_incarnation
 

@@ -12,7 +12,7 @@ from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
 from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
 from chitu.kv_transfer.transports.staged.area import StagingArea
-from chitu.kv_transfer.transports.staged.build import TransferPool
+from chitu.kv_transfer.transports.staged.build import RankPool
 from chitu.kv_transfer.transports.staged.copier import DeviceCopier
 from chitu.kv_transfer.transports.staged.host_area import HostArena
 from chitu.kv_transfer.transports.staged.scatterer import Scatterer
@@ -47,7 +47,7 @@ class Card:
         role: Role,
         engine_rank: int,
         instance: InstanceConfig,
-        pool: TransferPool,
+        pool: RankPool,
     ) -> list[Transport]:
         """Wrap like `staged/build.py` for GPUs and `transport: shm`."""
         pd, blocks = router.pd_disaggregation, DeviceBlocks(self.driver)

@@ -19,7 +19,7 @@ import numpy as np
 from chitu.config.schema import FaultConfig, InstanceConfig, RouterConfig
 from chitu.config.topology import Instance, Topology
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyPeer, FaultyTransport
-from chitu.kv_transfer.transports.staged.build import TransferPool, wrap_transports
+from chitu.kv_transfer.transports.staged.build import RankPool, wrap_transports
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.net.threads import end_process
@@ -97,7 +97,7 @@ def wrap(
     role: Role,
     engine_rank: int,
     instance: InstanceConfig,
-    pool: TransferPool,
+    pool: RankPool,
 ) -> list[Transport]:
     fault = planted(instance_name(role, engine_rank)).get("flip")
     broken = [FlippingTransport(transport, fault) for transport in transports] if fault else transports

@@ -10,10 +10,14 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from chitu.config.devices import gpu_index, is_gpu
 from chitu.config.schema import InstanceConfig, RouterConfig
 from chitu.config.staging import StagingPlan, plan_staging, protocol_of, staging_prefills
 from chitu.errors import ConfigError
+from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver
 from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
@@ -29,13 +33,16 @@ from chitu.types import Role
 logger = logging.getLogger(__name__)
 
 
-class TransferPool(PagedMemory, Protocol):
-    """A pool with room for transports behind its pages and rows (`StagingPlan.pool_bytes`)."""
+class RankPool(PagedMemory, Protocol):
+    """The memory that an engine computes in, with room for transports behind its pages and rows
+    (`StagingPlan.pool_bytes`)."""
 
     @property
     def layout(self) -> KVLayout: ...
     @property
     def transfer_base(self) -> int: ...
+    @property
+    def aux_rows(self) -> NDArray[np.uint8] | RowMemory: ...
 
 
 def wrap_transports(
@@ -44,7 +51,7 @@ def wrap_transports(
     role: Role,
     engine_rank: int,
     instance: InstanceConfig,
-    pool: TransferPool,
+    pool: RankPool,
 ) -> list[Transport]:
     """Return the transports, each with its writes staged if that is configured. Raises ConfigError if a segment is too
     small, or the memory cannot be allocated."""
@@ -91,7 +98,7 @@ def wrap_transports(
     return [StagedTransport(transport, end) for transport in transports]
 
 
-def _check(plan: StagingPlan, pool: TransferPool) -> None:
+def _check(plan: StagingPlan, pool: RankPool) -> None:
     """Raise ConfigError unless a page of one layer and a logits row fit into a segment."""
     least = max(pool.layout.regions_per_layer * pool.page_bytes, pool.aux_row_bytes)
     if plan.segment_bytes < least:
