@@ -20,7 +20,7 @@ from chitu.engine.build import BuildProgress, RankEngine, build_rank
 from chitu.engine.follower import run_follower
 from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import Lifeline, explaining
-from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
+from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
 from chitu.kv_transfer.layout import rank_memory
@@ -98,10 +98,8 @@ def _start_writer(
     if not main.num_lanes:
         return None
     pool = engine.pool
-    can_sum_up = (
-        topology.dp_config.router.pd_disaggregation.verify_kv != "off" or not pool.layout.head_bytes % WORD_BYTES
-    )
-    sums = page_sums_of(pool, tp_rank) if can_sum_up else None
+    verify_kv = topology.dp_config.router.pd_disaggregation.verify_kv
+    sums = (optional_page_sums_of if verify_kv == "off" else page_sums_of)(pool, tp_rank)
     tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
     writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums, tiers)
     writer.start(ServiceThread)

@@ -106,6 +106,11 @@ def page_sums_of(pool: KVPool, tp_rank: int) -> HostPageSums | DevicePageSums:
     return DevicePageSums(pool, tp_rank)
 
 
+def optional_page_sums_of(pool: KVPool, tp_rank: int) -> HostPageSums | DevicePageSums | None:
+    """Return the same, or None if the layout allows no checksums."""
+    return None if pool.layout.head_bytes % WORD_BYTES else page_sums_of(pool, tp_rank)
+
+
 def _words_at(address: int, nbytes: int) -> Int64s:
     words = (ctypes.c_int64 * (nbytes // WORD_BYTES)).from_address(address)
     return np.ctypeslib.as_array(words)

@@ -35,11 +35,10 @@ from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.page_sums import FinishedPages
-from chitu.kv_cache.checksum import WORD_BYTES, page_sums_of
+from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.shared_memory import shared_file
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
-from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
@@ -257,9 +256,8 @@ def _build_tiers(
 
 
 def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManager) -> FinishedPages | None:
-    if instance.role is Role.PREFILL or pool.layout.head_bytes % WORD_BYTES:
-        return None
-    return FinishedPages(page_sums_of(cast("KVPool", pool), MAIN_RANK), cache, pool.layout)
+    sums = None if instance.role is Role.PREFILL else optional_page_sums_of(cast("KVPool", pool), MAIN_RANK)
+    return None if sums is None else FinishedPages(sums, cache, pool.layout)
 
 
 def _tracer(topology: Topology, identity: Identity, comm: CommLoop, pool: RankPool) -> Tracer:
@@ -327,16 +325,11 @@ def _build_transfer(
         # A follower of P has memory too, but no instance writes to it.
         follower_memories=follower_memories if identity.role is Role.DECODE else (),
         fan_out=fan_out,
-        page_sums=page_sums_of(cast("KVPool", pool), MAIN_RANK) if _can_sum_up(pd.verify_kv, pool) else None,
+        # `verify_kv` reports why they are impossible; the hashes of trace records can be left out.
+        page_sums=(optional_page_sums_of if pd.verify_kv == "off" else page_sums_of)(cast("KVPool", pool), MAIN_RANK),
         tracer=tracer,
     )
     return KVManager(identity.role, config, parts)
-
-
-def _can_sum_up(verify_kv: VerifyKV, pool: RankPool) -> bool:
-    """Return whether to build page sums: always for `verify_kv`, which reports why they are impossible; else, for the
-    optional hashes of trace records, only if the layout allows them."""
-    return verify_kv != "off" or not pool.layout.head_bytes % WORD_BYTES
 
 
 if __name__ == "__main__":
