@@ -109,16 +109,12 @@ class Identity:
 class PDSchedulerService:
     """A P, D or unified process. `comm` is bound already; `engine` is loaded. Call `warm_up`, then `run`."""
 
-    def __init__(
-        self, topology: Topology, identity: Identity, router_host: str, comm: CommLoop, engine: EngineParts
-    ) -> None:
+    def __init__(self, topology: Topology, identity: Identity, comm: CommLoop, engine: EngineParts) -> None:
         router = topology.dp_config.router
         self._deadlines = router.pd_disaggregation.deadlines
         self._identity = identity
         self._comm = comm
         self._engine = engine
-        self._router_host = router_host
-        self._stats_port = router.stats_port
         self._wake = engine.wake
         self._stop = threading.Event()
         """Set by a signal, a refusal or a drain: `run` ends."""
@@ -138,7 +134,7 @@ class PDSchedulerService:
         self._token_socket: PushSocket | None = None
         # P never connects to a token port. 0: the router is several processes; each names its port in its requests.
         if identity.role is not Role.PREFILL and router.token_port:
-            self._token_socket = PushSocket(comm.context, router_host, router.token_port)
+            self._token_socket = PushSocket(comm.context, comm.router.host, router.token_port)
         self._tokens = TokenManager(
             *(identity.incarnation, self._send_tokens, self._open_token_port),
             repeat_s=self._deadlines.heartbeat_interval_s,
@@ -290,7 +286,7 @@ class PDSchedulerService:
         return self._token_socket is not None and self._token_socket.send(frame)
 
     def _open_token_port(self, port: int) -> PushSocket:
-        return PushSocket(self._comm.context, self._router_host, port)
+        return PushSocket(self._comm.context, self._comm.router.host, port)
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         identity = self._identity
@@ -339,7 +335,7 @@ class PDSchedulerService:
     def _heartbeat_loop(self) -> None:
         identity = self._identity
         # Only the newest state is worth sending: a router that was away needs no history.
-        address = (self._router_host, self._stats_port)
+        address = self._comm.router.host, self._comm.router.stats_port
         socket = PushSocket(self._comm.context, *address, most_queued=10, queues_unconnected=False)
         watch = SilenceWatch(self._deadlines)
         clock = RealClock()

@@ -93,7 +93,7 @@ class CommLoop:
         clock: Clock,
         secrets: ClusterSecrets | None = None,
     ) -> None:
-        self._router = router
+        self.router = router
         self._clock = clock
         self.context = make_context(secrets)
         self._requests, self.port = bind(self.context, zmq.PULL, bind_host, port)
@@ -195,7 +195,7 @@ class CommLoop:
         self._close()
 
     def _open_view(self) -> zmq.Socket[bytes]:
-        socket = connect(self.context, zmq.SUB, self._router.host, self._router.metadata_sync_port)
+        socket = connect(self.context, zmq.SUB, self.router.host, self.router.metadata_sync_port)
         socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
         return socket
 

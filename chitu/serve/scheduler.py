@@ -122,7 +122,6 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     progress = ProgressWriter()
     identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config, yields)
     router = topology.dp_config.router
-    host = router_host(topology)
     secrets = derive(cluster_key_of(topology))
     base_port = topology.dp_config.scheduler_base_port
     port = instance.config.port if base_port is None else base_port
@@ -131,7 +130,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
             "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/operations.md
             port,
             RouterAddress(
-                host,
+                router_host(topology),
                 router.stats_port,
                 router.pd_disaggregation.coordination_port,
                 router.pd_disaggregation.metadata_sync_port,
@@ -142,7 +141,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     except zmq.ZMQError as error:
         raise ConfigError(f"{instance.key}.port: cannot listen on {error}") from error
     engine = build_engine(topology, instance, identity, comm, progress, factories)
-    service = PDSchedulerService(topology, identity, host, comm, engine)
+    service = PDSchedulerService(topology, identity, comm, engine)
     progress.state("warmup")
     service.warm_up()
     _stop_on_signals(service.stop)
@@ -199,7 +198,7 @@ def build_engine(
         executor = TensorParallelExecutor(engine.runner, engine.group, watch)
     memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
     aux = MetadataBuffers(engine.pool.aux_rows, 4 * engine.pool.layout.vocab_size)
-    tracer = comm.tracer = _tracer(topology, identity, comm, engine.pool)
+    tracer = comm.tracer = _tracer(identity, comm, engine.pool)
     kv: KVManager | None = None
     if instance.role is not Role.UNIFIED:
         kv = _build_transfer(*(topology, identity, comm, engine.pool, aux, wake, memories, fan_out, factories, tracer))
@@ -260,14 +259,11 @@ def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManag
     return None if sums is None else FinishedPages(sums, cache, pool.layout)
 
 
-def _tracer(topology: Topology, identity: Identity, comm: CommLoop, pool: RankPool) -> Tracer:
-    address = router_host(topology), topology.dp_config.router.stats_port
+def _tracer(identity: Identity, comm: CommLoop, pool: RankPool) -> Tracer:
     return Tracer(
         *(identity.role, identity.engine_rank, identity.incarnation, pool.layout),
-        *(
-            identity.instance.devices[MAIN_RANK].partition(":")[0],
-            lambda: PushSocket(comm.context, *address, MAX_MESSAGES),
-        ),
+        identity.instance.devices[MAIN_RANK].partition(":")[0],
+        lambda: PushSocket(comm.context, comm.router.host, comm.router.stats_port, MAX_MESSAGES),
         RealClock(),
     )
 
