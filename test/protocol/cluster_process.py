@@ -199,7 +199,7 @@ class Process:
         self.executor = KVExecutor(self.memory, world.meanwhile)
         self.kv = self._kv_manager()
         self.transfer = self.kv.side
-        self.table = self.transfer._table
+        self.table = self.transfer.machine.table
         self.events = EventLog()
         self._tap()
         self.tokens = TokenManager(

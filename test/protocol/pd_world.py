@@ -188,8 +188,8 @@ class World:
         for node in self.nodes:
             role = node.kv.side
             left += [f"{node.session} {r.room.hex()[:6]} {r.seen}" for r in node.requests.values() if not r.is_over]
-            if role.num_rooms:
-                left.append(f"{node.session} keeps {[entry.state for _, entry in role._table.items()]}")
+            if len(role.machine.table):
+                left.append(f"{node.session} keeps {[entry.state for _, entry in role.machine.table.items()]}")
             if node.kv.sender is not None:
                 left += [f"{node.session} keeps segments: {busy}" for busy in busy_segments(node)]
         return left

@@ -95,7 +95,7 @@ def test_without_faults_every_request_finishes(script: list[Op], writes: Writes)
     if writes.way == "staged":
         for process in world.of(Role.PREFILL):
             assert isinstance(process.transport, StagedTransport) and process.kv.sender is not None
-            assert process.transport.bytes_staged == process.kv.sender.bytes_moved
+            assert process.transport.bytes_staged == process.kv.sender.machine.bytes_moved
 
 
 @settings(MANY, max_examples=max(1, CASES // 3))

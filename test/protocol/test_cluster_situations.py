@@ -294,7 +294,7 @@ def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
         while prefill.write():
             pass
         if plan.prefill:
-            moved.append(sender.bytes_moved)
+            moved.append(sender.machine.bytes_moved)
         return execute(plan, on_layer)
 
     world._num_rooms = 4
@@ -311,7 +311,7 @@ def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
     bytes_per_page = 2 * NUM_LAYERS * PAGE_BYTES
     whole = 6 * bytes_per_page + AUX_ROW_BYTES
     assert moved[0] == whole + 3 * bytes_per_page
-    assert sender.bytes_moved == 2 * whole
+    assert sender.machine.bytes_moved == 2 * whole
     assert prefill.scheduler.load.cached_tokens == 12
     world.check_it_still_serves()
 

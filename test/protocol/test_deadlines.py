@@ -132,18 +132,18 @@ def d_written(pair: Pair) -> None:
 
 
 def d_verifying(pair: Pair) -> None:
-    pair.d.receiver._machine._verifies_kv = True
+    pair.d.receiver.machine._verifies_kv = True
     d_logits(pair)
     unseen(pair, TransferStatus(pair.p.incarnation, KVPoll.Success, bytes_per_rank=(expected_bytes(pair),)))
 
 
 def unseen(pair: Pair, message: PeerMessage) -> None:
     """Give D's machine a message, and do not run the verification that it asks for."""
-    pair.d.receiver._machine.handle(Received(pair.room, message), pair.world.clock.monotonic())
+    pair.d.receiver.machine.handle(Received(pair.room, message), pair.world.clock.monotonic())
 
 
 def expected_bytes(pair: Pair) -> int:
-    entry = pair.d.receiver._table.get(pair.room)
+    entry = pair.d.receiver.machine.table.get(pair.room)
     assert entry is not None
     return entry.data.expected_bytes
 

@@ -223,7 +223,7 @@ def test_success_never_comes_before_the_last_scatter() -> None:
     pair.pump()
     assert left and pair.seen(pair.d)[-1] is Kind.SUCCESS
     record = pair.d.memory
-    assert pair.d.receiver.bytes_moved == record.aux_row_bytes + 20 * PAGE_BYTES * 2 * NUM_LAYERS
+    assert pair.d.receiver.machine.bytes_moved == record.aux_row_bytes + 20 * PAGE_BYTES * 2 * NUM_LAYERS
 
 
 # ----------------------------------------------------------------------------------------- lost, doubled, out of order
@@ -396,7 +396,7 @@ def test_of_a_room_of_both_ways_the_row_is_one_piece_and_direct() -> None:
     pair.compute_all()
     pair.world.settle_down()
     assert pair.seen(pair.d)[-1] is Kind.SUCCESS
-    moved = pair.p.sender.bytes_moved
+    moved = pair.p.sender.machine.bytes_moved
     assert 0 < transport_of(pair.p).bytes_staged <= moved - pair.d.memory.aux_row_bytes
 
 

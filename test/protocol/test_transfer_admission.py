@@ -123,7 +123,7 @@ def test_an_announcement_costs_by_its_own_pages_however_many_rooms_there_are() -
             room = bytes(15) + bytes([index + 1])
             assert pair.p.prefill(room, 10, pair.d)
             pages = pack_i32([3 * index, 3 * index + 1, 3 * index + 2])
-            counted = pair.p.sender._table._entries = CountedRooms(pair.p.sender._table._entries)
+            counted = pair.p.sender.machine.table._entries = CountedRooms(pair.p.sender.machine.table._entries)
             pair.p.sender.on_frame(room, encode(TransferInfo(pair.d.incarnation, pages, index, 10)))
             assert pair.p.sender.state(room) is SenderState.WAITING
         costs.append(counted.looked_at)
@@ -132,8 +132,8 @@ def test_an_announcement_costs_by_its_own_pages_however_many_rooms_there_are() -
 
 def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
     pair = Pair()
-    pair.d.receiver._machine.prefills.registration = msgspec.structs.replace(
-        pair.d.receiver._machine.prefills.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
+    pair.d.receiver.machine.prefills.registration = msgspec.structs.replace(
+        pair.d.receiver.machine.prefills.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
     )
     pair.join()
     assert pair.d.decode(pair.room, 5, pair.p)
@@ -144,11 +144,11 @@ def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_wi
 
 def test_a_registration_whose_regions_leave_the_arena_is_refused() -> None:
     pair = Pair()
-    registration = pair.d.receiver._machine.prefills.registration
+    registration = pair.d.receiver.machine.prefills.registration
     bad = msgspec.structs.replace(registration.ranks[0], num_pages=10_000)
-    pair.d.receiver._machine.prefills.registration = msgspec.structs.replace(registration, ranks=(bad,))
+    pair.d.receiver.machine.prefills.registration = msgspec.structs.replace(registration, ranks=(bad,))
     pair.join()
-    assert not pair.p.sender.decode_kv_args_table and not pair.d.receiver.registered_prefills()
+    assert not pair.p.sender.decode_kv_args_table and not pair.d.receiver.machine.prefills.registered()
 
 
 def test_garbage_frames_are_counted_and_cost_nothing() -> None:

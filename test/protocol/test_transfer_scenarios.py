@@ -87,7 +87,7 @@ def test_of_a_request_for_one_token_the_logits_row_moves_alone(
     pair.world.settle_down()
     assert pair.seen(pair.p)[-1] is Kind.SUCCESS
     assert pair.seen(pair.d) == [Kind.LOGITS_READY, Kind.SUCCESS]
-    assert sum(written) == pair.p.memory.aux_row_bytes == pair.d.receiver.bytes_moved
+    assert sum(written) == pair.p.memory.aux_row_bytes == pair.d.receiver.machine.bytes_moved
 
 
 @pytest.mark.parametrize("is_announced_late", [False, True])
@@ -120,7 +120,7 @@ def test_p_fails_a_room_that_d_never_announces_and_d_one_whose_p_is_never_found(
     pair.world.clock.advance(DEADLINES.queue_s)
     pair.p.sender.tick(pair.world.clock.monotonic())
     assert isinstance(pair.error(pair.p), BootstrapTimeout)
-    assert pair.p.sender.num_rooms == 0 and pair.d.receiver.num_rooms == 0
+    assert not len(pair.p.sender.machine.table) and not len(pair.d.receiver.machine.table)
 
 
 def test_a_transfer_that_takes_too_long_fails_on_both_sides_and_is_released_by_the_handshake() -> None:

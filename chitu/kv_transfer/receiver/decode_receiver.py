@@ -49,8 +49,7 @@ class DecodeReceiver:
         self._lock = threading.Lock()
         self._out = TransferOutbox(parts, logger)
         self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
-        self._machine = ReceiverMachine(config, _registration(config, parts), self._view)
-        self._table = self._machine.table
+        self.machine = ReceiverMachine(config, _registration(config, parts), self._view)
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
         self.verifier = JobThread("verify", self._check_pages) if parts.page_sums is not None else None
         self._next_tick_s = 0.0
@@ -72,31 +71,18 @@ class DecodeReceiver:
 
     def state(self, room: bytes) -> ReceiverState | None:
         """Return the room's state, or None if it is unknown or over. For tests, logs and metrics."""
-        entry = self._table.get(room)
+        entry = self.machine.table.get(room)
         return entry.state if entry is not None else None
-
-    @property
-    def num_rooms(self) -> int:
-        return len(self._table)
-
-    @property
-    def bytes_moved(self) -> int:
-        return self._machine.bytes_moved
 
     @property
     def stale_frames(self) -> int:
         """Number of frames from incarnations that are gone or are not the writer of their room."""
-        return self._machine.stale_frames
-
-    def registered_prefills(self) -> dict[int, int]:
-        """Return engine_rank -> incarnation of every P that accepted our registration."""
-        with self._lock:
-            return self._machine.prefills.registered()
+        return self.machine.stale_frames
 
     def silent_prefills(self) -> tuple[int, ...]:
         """Return the incarnations of P that rooms wait for and that do not answer. Any thread."""
         with self._lock:
-            return self._machine.prefills.silent()
+            return self.machine.prefills.silent()
 
     # ------------------------------------------------------------------------------------------------------ step thread
 
@@ -180,7 +166,7 @@ class DecodeReceiver:
 
     def _tell_of_dead_writers(self) -> None:
         with self._lock:
-            feared = self._machine.quarantined_writers()
+            feared = self.machine.quarantined_writers()
             dead = [writer[1] for writer in feared if self._view.is_dead(*writer)]
         for incarnation in dead:
             if self._messages.fence(incarnation):
@@ -190,13 +176,13 @@ class DecodeReceiver:
 
     def _address_of(self, incarnation: int) -> tuple[str, int] | None:
         with self._lock:
-            return self._machine.prefills.address_of(incarnation)
+            return self.machine.prefills.address_of(incarnation)
 
     def _handle(self, event: events.Event) -> None:
         """Apply an event and carry out its effects. Raises ProtocolError for an invalid frame."""
         jobs: list[events.CheckRow | events.CheckPages | events.Deliver] = []
         with self._lock:
-            for effect in self._machine.handle(event, self._parts.clock.monotonic()):
+            for effect in self.machine.handle(event, self._parts.clock.monotonic()):
                 if isinstance(effect, Send | TransferEvent | Line):
                     self._out.put(effect)
                 elif isinstance(effect, DropEvents):

@@ -59,8 +59,7 @@ class PrefillSender:
         unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
         self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
         self._peers = DecodePeers(config, parts, self._view)
-        self._machine = SenderMachine(config, self._view)
-        self._table = self._machine.table
+        self.machine = SenderMachine(config, self._view)
         self.feed = ChunkFeed(config, parts.clock, self.queue, self._lock)
         """Takes what the step thread computes."""
         self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
@@ -83,21 +82,13 @@ class PrefillSender:
 
     def state(self, room: bytes) -> SenderState | None:
         """Return the room's state, or None if it is unknown or forgotten. For tests, logs and metrics."""
-        entry = self._table.get(room)
+        entry = self.machine.table.get(room)
         return entry.state if entry is not None else None
-
-    @property
-    def num_rooms(self) -> int:
-        return len(self._table)
-
-    @property
-    def bytes_moved(self) -> int:
-        return self._machine.bytes_moved
 
     @property
     def stale_frames(self) -> int:
         """Number of frames from incarnations that are not (or no longer) registered, or not the D of their room."""
-        return self._unregistered_frames + self._machine.stale_frames
+        return self._unregistered_frames + self.machine.stale_frames
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
@@ -195,7 +186,7 @@ class PrefillSender:
             self._handle(events.DecodeDead(peer))
         self._handle(Tick())
         with self._lock:
-            in_use = [entry.data.destination.peer for _, entry in self._table.items() if entry.data.destination]
+            in_use = [entry.data.destination.peer for _, entry in self.machine.table.items() if entry.data.destination]
             idle = self._peers.take_idle(in_use)
         for writer in idle:
             writer.close()
@@ -218,7 +209,7 @@ class PrefillSender:
         """Apply an event and carry out its effects. Return those that the caller carries out without the lock."""
         jobs: list[events.Write | events.SettleWrites] = []
         with self._lock:
-            for effect in self._machine.handle(event, self._parts.clock.monotonic()):
+            for effect in self.machine.handle(event, self._parts.clock.monotonic()):
                 match effect:
                     case events.Write() | events.SettleWrites():
                         jobs.append(effect)
