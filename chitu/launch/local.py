@@ -35,7 +35,7 @@ from chitu.config.topology import Instance, api_host, api_url, instances, on_one
 from chitu.config.topology_checks import check
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import assign_devices
-from chitu.launch.health import Health, ask_health
+from chitu.launch.health import ask_health
 from chitu.launch.log_files import make_log_dir, open_private
 from chitu.launch.node_devices import NodeDevices
 from chitu.launch.nodes import launch_problems
@@ -84,7 +84,7 @@ class LocalCluster:
         self.log_dir = make_log_dir(log_dir or topology.log.dir)
         self._cores = usable_cores()
         self._config = str(self.log_dir / "topology.yaml")
-        self._supervisor = Supervisor(
+        self.supervisor = Supervisor(
             [ROUTER, *(item.name for item in instances(topology))],
             self._spec,
             self.log_dir,
@@ -93,9 +93,8 @@ class LocalCluster:
             env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
             max_log_bytes=topology.log.max_mb << 20,
             popen=self._entries.popen,
-            serves=self._serves,
         )
-        self.members = self._supervisor.members
+        self.members = self.supervisor.members
         self._write_config()
 
     # ------------------------------------------------------------------------------------------------------- life
@@ -111,20 +110,20 @@ class LocalCluster:
 
     def start(self) -> None:
         """Start the router; `poll` starts the instances as soon as its ports are known."""
-        self._supervisor.start(ROUTER)
+        self.supervisor.start(ROUTER)
 
     def poll(self) -> None:
         """Check every process once: notice deaths, start what is due. Call about every 0.1 s.
 
         Raise StartFailed if a process ended before it was ever ready.
         """
-        self._supervisor.poll()
+        self.supervisor.poll()
         if not self.ports and (ports := self.members[ROUTER].progress.ports):
             self.ports = dict(ports)
-            self._supervisor.run_dir.keep_key(ports["port"], cluster_key_of(self.topology))
+            self.supervisor.run_dir.keep_key(ports["port"], cluster_key_of(self.topology))
             for name in self.members:
                 if name != ROUTER:
-                    self._supervisor.start(name)
+                    self.supervisor.start(name)
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Wait until every live process is ready and `/health` answers 200. Raise StartFailed after `timeout_s`."""
@@ -136,39 +135,21 @@ class LocalCluster:
             time.sleep(POLL_S)
 
     def ready(self) -> bool:
-        """Call `poll`, then return whether every live process is ready and the router has a usable pair. A router that
-        answers is ready: one that starts again may find a full disk, and no place for its report."""
+        """Call `poll`, then return whether every live process is ready and the router has a usable pair."""
         self.poll()
         live = [member for member in self.members.values() if member.child or member.restart_at_s is not None]
         started = len(live) == len(self.members) or any(member.was_ready for member in live if member.name != ROUTER)
-        workers = [member for member in live if member.name != ROUTER]
-        return started and all(member.progress.state == "ready" for member in workers) and self._all_joined(workers)
+        return started and all(member.progress.state == "ready" for member in live) and self._all_joined(live)
 
-    def dead(self) -> list[Member]:
-        """Return members that ended without being drained and will not be restarted."""
-        return self._supervisor.dead()
-
-    def healthy(self) -> bool:
-        """Return whether `GET /health` answers 200 within a second: at least one pair can serve."""
-        health = self._health()
-        return health is not None and health.is_usable
-
-    def _health(self) -> Health | None:
-        return ask_health(self.host, self.ports["port"]) if "port" in self.ports else None
-
-    def _serves(self, name: str) -> bool:
-        health = self._health()
-        return health is not None and (name == ROUTER or name in health.joined)
-
-    def _all_joined(self, workers: list[Member]) -> bool:
+    def _all_joined(self, live: list[Member]) -> bool:
         """Return whether the router has the present incarnation of every live instance."""
-        health = self._health()
+        health = ask_health(self.host, self.ports["port"]) if self.ports else None
         if health is None or not health.is_usable:
             return False
         return all(
             health.joined.get(member.name) == member.progress.incarnation
-            for member in workers
-            if member.child is not None
+            for member in live
+            if member.child is not None and member.name != ROUTER
         )
 
     def stop(self) -> dict[str, int | None]:
@@ -176,11 +157,7 @@ class LocalCluster:
 
         Processes left `deadlines.drain_s` + 0.5 s (4.5 s) after the start of the stop are killed. Idempotent.
         """
-        return self._supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
-
-    def remove_logs(self) -> bool:
-        """Remove the folder of the logs after `stop`, unless a process died. Return whether it was removed."""
-        return self._supervisor.remove_logs()
+        return self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
 
     # ------------------------------------------------------------------------------------------------- for callers
 
@@ -192,12 +169,12 @@ class LocalCluster:
         return api_url(self.host, self.ports["port"])
 
     def alive(self, name: str) -> bool:
-        child = self._supervisor.member(name).child
+        child = self.supervisor.member(name).child
         return child is not None and child.exit_code() is None
 
     def pid(self, name: str) -> int:
         """Return the pid of the process that does the work: the scheduler under torchrun, or the router itself."""
-        child = self._supervisor.child(name)
+        child = self.supervisor.child(name)
         if name == ROUTER or not self._entries.has_torchrun(self._instance(name)):
             return child.pid
         workers = child.worker_pids()
@@ -220,18 +197,15 @@ class LocalCluster:
 
     def restart(self, name: str) -> None:
         """Restart a process at the same ports, after killing what is left of it. Then call `wait_ready`."""
-        member = self._supervisor.member(name)
+        member = self.supervisor.member(name)
         if member.child is not None:
             member.child.kill_tree()
             member.child = None
-        self._supervisor.start(name)
-
-    def log_path(self, name: str) -> Path:
-        return self._supervisor.log_path(name)
+        self.supervisor.start(name)
 
     def logs(self, name: str) -> str:
         """Return everything that the process wrote, over all its incarnations."""
-        return self._supervisor.logs(name)
+        return self.supervisor.logs(name)
 
     def _write_config(self) -> None:
         with open_private(Path(self._config), append=False) as file:  # it may have API keys, but not the cluster key

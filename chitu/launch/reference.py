@@ -110,7 +110,7 @@ def engine(
         own.wait_ready(READY_TIMEOUT_S)
         keys = own.topology.dp_config.router.api_keys
         yield RouterClient(own.url, keys[0] if keys else None)
-    own.remove_logs()
+    own.supervisor.remove_logs()
 
 
 def layout_of(cluster: ClusterSnapshot) -> KVLayout | None:

@@ -66,7 +66,7 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
         try:
             cluster.start()
             while not stop.is_set() and not cluster.ready():
-                if dead := cluster.dead():
+                if dead := cluster.supervisor.dead():
                     raise StartFailed(f"{dead[0].name} ended before the cluster served, and is not started again")
                 display.update({name: member.progress for name, member in cluster.members.items()})
                 stop.wait(POLL_S)
@@ -92,7 +92,7 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
             return 1
         finally:
             cluster.stop()
-            if not (options.log_dir or topology.log.dir) and not cluster.remove_logs():
+            if not (options.log_dir or topology.log.dir) and not cluster.supervisor.remove_logs():
                 tell(f"the logs stay in {cluster.log_dir}")
 
 

@@ -20,6 +20,7 @@ from serve_process import ServeProcess
 
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
+from chitu.launch.health import ask_health
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec
 from chitu.launch.process import ChildProcess, processes_marked
@@ -208,14 +209,14 @@ def test_logs_are_bounded_private_and_dropped_only_where_nobody_died(model: Path
         } == {}
         started.kill("P0")
         started.wait_exit("P0")
-    assert not started.remove_logs() and log.exists()
+    assert not started.supervisor.remove_logs() and log.exists()
 
 
 def test_the_end_during_the_start_is_no_death_and_leaves_no_logs(model: Path) -> None:
     with cluster(model, entries=WITHOUT_TORCHRUN) as started:
         log = started.log_dir / "router.log"
         assert log.exists()
-    assert started.remove_logs() and not log.exists()
+    assert started.supervisor.remove_logs() and not log.exists()
 
 
 def test_a_process_that_cannot_be_started_again_now_is_tried_again(model: Path) -> None:
@@ -336,7 +337,7 @@ def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
         started.kill(ROUTER)
         wait_until(lambda: not Path(f"/proc/{first}").exists() or not started.alive(ROUTER), 5, "the router's death")
         started.poll()
-        assert not started.healthy()
+        assert ask_health(started.host, ports["port"]) is None
         started.wait_ready(60)
         assert started.ports["port"] == ports["port"]
         assert started.pid(ROUTER) != first
