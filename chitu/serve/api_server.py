@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import uvloop
 
-from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
@@ -64,7 +63,7 @@ class RouterProcess:
 
         def cluster_of(router: PDRequestRouter, siblings: Siblings) -> OwnCluster:
             self._membership = Membership(
-                *(config, context, RealClock(), router, secrets, self._on_replica if is_several else None),
+                *(config, context, router, secrets, self._on_replica if is_several else None),
                 on_trace=lambda lines: self._api.on_trace(lines),
             )
             self._cluster = OwnCluster(router, self._membership, siblings)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from chitu.clock import Clock
+from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.errors import BadFrame, ConfigError
 from chitu.http.server import HTTPServer, listen
@@ -55,7 +55,6 @@ class Membership:
         self,
         config: RouterConfig,
         context: zmq.Context[zmq.Socket[bytes]],
-        clock: Clock,
         router: PDRequestRouter,
         secrets: ClusterSecrets | None,
         on_replica: Callable[[ReplicaHeartbeat], None] | None,
@@ -64,7 +63,7 @@ class Membership:
         """Call on the running loop. `on_replica`: None if the router is one process."""
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
-        self._clock = clock
+        self._clock = clock = RealClock()
         self._router = router
         self._on_replica = on_replica
         self._on_trace = on_trace
