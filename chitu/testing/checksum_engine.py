@@ -31,7 +31,7 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.kv_cache.shared_memory import shared_memory
 from chitu.protocol import KVLayout
 from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _FakeSlot, kv_of
@@ -96,11 +96,7 @@ class ChecksumExecutor(FakeExecutor):
         pace: Pace,
         hold: Callable[[str], None] = lambda what: None,
     ) -> None:
-        rows = pool.aux_rows.data.cast("B") if pool.num_aux_slots else None
-        page_size = pool.layout.page_size
-        super().__init__(
-            info, pool.num_pages, page_size, pool.num_aux_slots, rows, pool.aux_row_bytes, AUX_HEADER_BYTES
-        )
+        super().__init__(info, pool.num_pages, pool.layout.page_size, pool.aux_rows)
         self._pool = pool
         self._pace = pace
         self._hold = hold

@@ -17,6 +17,9 @@ import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from chitu.engine.executor import (
     Admit,
     AppendPages,
@@ -32,6 +35,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import Internal
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.protocol import SamplingParams, pack_logprobs, unpack_i32
 
 NUM_REGIONS = 4
@@ -110,29 +114,15 @@ class _Saved:
 
 
 class FakeExecutor:
-    """Executor without tensors. `aux` is memory of `num_aux_slots` rows of `aux_row_bytes`; the logits of a row start
-    at `aux_offset`.
-
-    Without `aux` it allocates the rows, which is enough on a unified instance and if a test copies `aux_row`.
-    """
+    """Executor without tensors. `aux_rows` is memory `[aux slots, bytes]`; by default there are none."""
 
     def __init__(
-        self,
-        info: ExecutorInfo,
-        num_pages: int,
-        page_size: int,
-        num_aux_slots: int = 0,
-        aux: memoryview | None = None,
-        aux_row_bytes: int = 128,
-        aux_offset: int = 64,
+        self, info: ExecutorInfo, num_pages: int, page_size: int, aux_rows: NDArray[np.uint8] | None = None
     ) -> None:
         self.info = info
         self.num_pages = num_pages
         self.page_size = page_size
-        self._num_aux_slots = num_aux_slots
-        self._aux = memoryview(bytearray(num_aux_slots * aux_row_bytes)) if aux is None else aux.cast("B")
-        self._aux_row_bytes = aux_row_bytes
-        self._aux_offset = aux_offset
+        self._aux_rows = np.zeros((0, 128), np.uint8) if aux_rows is None else aux_rows
         self._slots: dict[int, _FakeSlot] = {}
         self._users: dict[int, list[int]] = {}
         """Slots that use each page."""
@@ -141,8 +131,6 @@ class FakeExecutor:
         """Tokens of each page, and the end of those whose KV is in this page (and was in those before it)."""
         self.steps = 0
         self.closed = False
-        _check(aux_offset + _ROW.size <= aux_row_bytes, f"aux rows of {aux_row_bytes} bytes are too short")
-        _check(len(self._aux) >= num_aux_slots * aux_row_bytes, f"aux memory of {len(self._aux)} bytes is too small")
 
     @property
     def live_slots(self) -> frozenset[int]:
@@ -158,12 +146,12 @@ class FakeExecutor:
 
     def aux_row(self, aux_slot: int) -> memoryview:
         """Return the writable bytes of one row, which a transport copies."""
-        _check(0 <= aux_slot < self._num_aux_slots, f"aux slot {aux_slot} of {self._num_aux_slots}")
-        return self._aux[aux_slot * self._aux_row_bytes : (aux_slot + 1) * self._aux_row_bytes]
+        _check(0 <= aux_slot < len(self._aux_rows), f"aux slot {aux_slot} of {len(self._aux_rows)}")
+        return memoryview(self._aux_rows[aux_slot])
 
     def logits(self, aux_slot: int) -> int:
         """Return the checksum in a row, which stands for logits."""
-        mark, checksum = _ROW.unpack_from(self.aux_row(aux_slot), self._aux_offset)
+        mark, checksum = _ROW.unpack_from(self.aux_row(aux_slot), AUX_HEADER_BYTES)
         _check(mark == _ROW_MARK, f"aux slot {aux_slot} holds no logits")
         return int(checksum)
 
@@ -352,7 +340,7 @@ class FakeExecutor:
         if chunk.sample or chunk.aux_slot >= 0:
             _check(end == len(state.tokens), f"slot {chunk.slot}: logits at {end} of {len(state.tokens)} tokens")
         if chunk.aux_slot >= 0:
-            _ROW.pack_into(self.aux_row(chunk.aux_slot), self._aux_offset, _ROW_MARK, state.state)
+            _ROW.pack_into(self.aux_row(chunk.aux_slot), AUX_HEADER_BYTES, _ROW_MARK, state.state)
         if chunk.sample:
             self._sample(chunk.slot, state, state.state, result)
 

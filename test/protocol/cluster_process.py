@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 from cluster_writes import Writes, WriteWatch
 from numpy.typing import NDArray
-from pd_node import AUX_ROW_BYTES, LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory, WatchedCopier, staged
+from pd_node import LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory, WatchedCopier, staged
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -33,7 +33,6 @@ from chitu.engine.executor import (
 from chitu.errors import ChituError
 from chitu.instance.scheduling.sequence import Sequence
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.events import TransferEvent
 from chitu.kv_transfer.events import TransferEventKind as Kind
@@ -94,8 +93,7 @@ class KVExecutor(FakeExecutor):
     r."""
 
     def __init__(self, memory: Memory, meanwhile: Callable[[], None]) -> None:
-        rows = memoryview(memory.rows).cast("B")
-        super().__init__(INFO, NUM_PAGES, PAGE_SIZE, NUM_AUX, rows, AUX_ROW_BYTES, AUX_HEADER_BYTES)
+        super().__init__(INFO, NUM_PAGES, PAGE_SIZE, memory.rows)
         self._kv = memory.kv.view(np.uint32)
         self._meanwhile = meanwhile
         self._host: dict[int, NDArray[np.uint32]] = {}

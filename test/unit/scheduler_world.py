@@ -75,7 +75,7 @@ class Instance:
         self.open_ports: list[int] = []
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model")
         self.aux = make_aux(aux_slots)
-        self.executor = executor(INFO, num_pages, PAGE_SIZE, aux_slots)
+        self.executor = executor(INFO, num_pages, PAGE_SIZE, np.zeros((aux_slots, 128), np.uint8))
         self.late = late(self.executor)
         self.scheduler = PDScheduler(
             PDSchedulerParts(

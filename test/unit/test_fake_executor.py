@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from chitu.engine.executor import (
@@ -28,7 +29,7 @@ SEEDED = SamplingParams(max_tokens=40, temperature=1.0, seed=99)
 
 
 def executor(num_aux_slots: int = 2) -> FakeExecutor:
-    return FakeExecutor(INFO, num_pages=16, page_size=4, num_aux_slots=num_aux_slots)
+    return FakeExecutor(INFO, 16, 4, np.zeros((num_aux_slots, 128), np.uint8))
 
 
 def admit(
@@ -83,11 +84,11 @@ def test_a_disaggregated_request_gets_the_expected_tokens() -> None:
 
 
 def test_logits_rows_lie_in_the_memory_that_was_passed_in() -> None:
-    memory = bytearray(256)
-    fake = FakeExecutor(INFO, 16, 4, num_aux_slots=2, aux=memoryview(memory), aux_row_bytes=128, aux_offset=100)
+    memory = np.zeros(256, np.uint8)
+    fake = FakeExecutor(INFO, 16, 4, memory.reshape(2, 128))
     fake.execute(StepPlan(admit=[admit(0, PROMPT, [0, 1])], prefill=[PrefillChunk(0, 0, 6, aux_slot=1)]))
-    assert not any(memory[:228])
-    assert any(memory[228:236])
+    assert not any(memory[:192])
+    assert any(memory[192:200])
 
 
 def test_a_retracted_request_goes_on_where_it_was() -> None:

@@ -121,7 +121,7 @@ def test_tokens_that_the_router_does_not_take_are_counted() -> None:
         PDSchedulerParts(
             config=SchedulerConfig(max_running_requests=8, max_batched_tokens=64, chunk_size=64),
             deadlines=DeadlineConfig(),
-            executor=FakeExecutor(INFO, 8, 4, 0),
+            executor=FakeExecutor(INFO, 8, 4),
             cache=PagedKVCacheManager(8, 4),
             tokens=TokenManager(1, take),
             report_failure=lambda room, error: None,
