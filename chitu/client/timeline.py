@@ -303,9 +303,10 @@ def _put_in_order(sides: Sequence[_Side]) -> None:
     """Shift a side whose request message was late, so that no effect precedes its cause."""
     prefill = next((side for side in sides if side.send is not None), None)
     decode = next((side for side in sides if side.announced_s is not None), None)
-    if prefill is None or decode is None or prefill.send is None or decode.restored is None:
+    if prefill is None or prefill.send is None:
         return
-    assert decode.announced_s is not None
+    if decode is None or decode.announced_s is None or decode.restored is None:
+        return
     prefill.shift_s += max(0.0, decode.announced_s + decode.shift_s - prefill.send.at_s - prefill.shift_s)
     if prefill.written_s is not None:
         late_s = prefill.written_s + prefill.shift_s - decode.restored.at_s - decode.shift_s

@@ -186,18 +186,14 @@ class StepGraphs:
         """Return whether a recording has room for these chunks."""
         num_rows = sum(chunk.length for chunk in chunks)
         tiles = sum(-(-chunk.length // TILE_ROWS) for chunk in chunks)
-        size = self._size_of(num_rows)
+        size = next((size for size in self._prefill_sizes if size >= num_rows), None)
         return num_rows > 0 and size is not None and tiles <= size // TILE_ROWS + SPARE_TILES
-
-    def _size_of(self, num_rows: int) -> int | None:
-        return next((size for size in self._prefill_sizes if size >= num_rows), None)
 
     def prefill(self, spans: Sequence[Span]) -> torch.Tensor:
         """Return hidden states `[T, D]` of the rows of spans that fit, with K and V of all layers written into the
         pages. The next call overwrites the result."""
         num_rows = sum(span.length for span in spans)
-        size, tiles = self._size_of(num_rows), tiles_of(spans)
-        assert size is not None
+        size, tiles = next(size for size in self._prefill_sizes if size >= num_rows), tiles_of(spans)
         recording = self._prefills.get(size)
         if recording is None:
             recording = self._prefills[size] = self._record_prefill(size)

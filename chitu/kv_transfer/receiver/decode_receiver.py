@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
-from chitu.kv_transfer.checksums import Int64s, compare, head_copies, read_sums, traced_sums
+from chitu.kv_transfer.checksums import Int64s, PageSums, compare, head_copies, read_sums, traced_sums
 from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
@@ -51,7 +52,9 @@ class DecodeReceiver:
         self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
         self.machine = ReceiverMachine(config, _registration(config, parts), self._view)
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
-        self.verifier = JobThread("verify", self._check_pages) if parts.page_sums is not None else None
+        self.verifier: JobThread[events.CheckPages] | None = None
+        if parts.page_sums is not None:
+            self.verifier = JobThread("verify", partial(self._check_pages, parts.page_sums))
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Number of undecodable or misdirected frames so far."""
@@ -210,13 +213,11 @@ class DecodeReceiver:
             checked = events.RowChecked(job.room, error)
         self._handle(checked)
 
-    def _check_pages(self, job: events.CheckPages) -> None:
+    def _check_pages(self, page_sums: PageSums, job: events.CheckPages) -> None:
         """Verify a room's pages on the verifying thread, so heartbeats, acknowledgements and steps do not wait for it.
         If the room ends meanwhile (deadline, client gone), the result is ignored; reading pages that another request
         owns by then does no harm."""
-        layout, page_sums = self._config.layout, self._parts.page_sums
-        assert page_sums is not None
-        pages = unpack_i32(job.info.dst_kv_indices)
+        layout, pages = self._config.layout, unpack_i32(job.info.dst_kv_indices)
         error: ChituError | None = None
         try:
             expected = read_sums(job.status.kv_sums, self._config.verify_kv, job.info.prefix_pages, len(pages))
