@@ -152,7 +152,7 @@ class Sampler:
             params.frequency_penalty,
             params.repetition_penalty,
         ]
-        ints = [sampling_ops.seed_bits(params.seed), emitted, state.top_k, row, state.num_tokens]
+        ints = [sampling_ops.int64_of(params.seed), emitted, state.top_k, row, state.num_tokens]
         self._floats[slot] = upload(floats, self.device, torch.float64)
         self._ints[slot] = upload(ints, self.device)
 

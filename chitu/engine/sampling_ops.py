@@ -36,18 +36,13 @@ IN_PROMPT = 1 << 30
 """Flag in a row of token counts: the token occurs in the prompt. The bits below count its emissions."""
 
 
-def _signed(value: int) -> int:
-    """Return a 64 bit pattern as the int64 that tensors hold."""
+def int64_of(value: int) -> int:
+    """Return the low 64 bits of any integer as the int64 that tensors hold."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-_GOLDEN, _MIX_1, _MIX_2 = _signed(numbers.GOLDEN), _signed(numbers.MIX_1), _signed(numbers.MIX_2)
+_GOLDEN, _MIX_1, _MIX_2 = map(int64_of, (numbers.GOLDEN, numbers.MIX_1, numbers.MIX_2))
 _LOW_MIX_2 = numbers.LOW_MIX_2 - (1 << 32)
-
-
-def seed_bits(seed: int) -> int:
-    """Return the low 64 bits of any integer as an int64."""
-    return _signed(seed)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

@@ -357,7 +357,7 @@ def test_draws_follow_the_distribution(p: SamplingParams) -> None:
 def test_successive_draws_are_independent(draws: str) -> None:
     """Chi-square over pairs of successive draws from 20 tokens, at the 0.1 % point."""
     vocab, number = 20, 40_000
-    count, fixed = torch.arange(number), torch.full((number,), sampling_ops.seed_bits(2**64 - 3))
+    count, fixed = torch.arange(number), torch.full((number,), sampling_ops.int64_of(2**64 - 3))
     seed, position = (fixed, count) if draws.startswith("positions") else (count, fixed)
     weights = sampling_ops.weights(logits_of(1, seed=6, vocab=vocab, std=1.0))
     tokens = sampling_ops.choose(weights.repeat(number, 1), sampling_ops.draw_keys(seed, position))
@@ -370,7 +370,7 @@ def test_successive_draws_are_independent(draws: str) -> None:
 
 def test_exponential_numbers_are_those_of_float64() -> None:
     edges = [bits | 1 for n in range(31) for bits in (1 << n, (1 << 31) - (1 << n))]
-    key = sampling_ops.draw_keys(torch.tensor([sampling_ops.seed_bits(2**64 - 3)]), torch.tensor([9]))
+    key = sampling_ops.draw_keys(torch.tensor([sampling_ops.int64_of(2**64 - 3)]), torch.tensor([9]))
     bits = torch.cat([torch.tensor(edges, dtype=torch.int32), sampling_ops.token_bits(key, 100_000)[0]])
     found, uniform = sampling_ops.exponential(bits), bits.double() * 2.0**-31
     exact = -torch.log1p(-uniform)
