@@ -87,7 +87,7 @@ def test_one_command_adds_instances_to_a_local_cluster_and_two_at_one_moment_bec
         assert chitu("drain", "D1", "--url", cluster.url).returncode == 0
         assert joined["D1"].process.wait(15) == 0
         assert [joined[name].signal_and_wait(signal.SIGTERM) for name in ("P1", "D2")] == [0, 0]
-        wait_until(cluster.healthy, 10, "the pair of the beginning")
+        wait_until(cluster.ready, 10, "the pair of the beginning")
         assert answer(cluster.url) == expected
 
 
