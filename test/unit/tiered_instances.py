@@ -10,6 +10,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
+import numpy as np
+from numpy.typing import NDArray
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
 
 from chitu.engine.executor import ExecutorInfo
@@ -28,9 +30,9 @@ TIMEOUT_S = 2.0
 
 
 class Engine(ChecksumExecutor):
-    def __init__(self, info: ExecutorInfo, num_pages: int, page_size: int, aux_slots: int) -> None:
+    def __init__(self, info: ExecutorInfo, num_pages: int, page_size: int, aux_rows: NDArray[np.uint8]) -> None:
         layout = checksum_layout(page_size, INFO.vocab_size)
-        self.pool = ChecksumPool(layout, num_pages, aux_slots)
+        self.pool = ChecksumPool(layout, num_pages, len(aux_rows))
         super().__init__(INFO, self.pool, Pace())
 
 
