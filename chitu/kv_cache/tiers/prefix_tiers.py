@@ -201,7 +201,7 @@ class PrefixTiers:
             if slot is None:
                 break
             content = self._host.record(slot)[HEADER_BYTES:]
-            is_wanted = load.restore(partial(self._to_pool, content))
+            is_wanted = load.restore(partial(self._copies.restore_to_kvpool, content=content))
             self._host.unpin(slot)
             if not is_wanted:
                 break
@@ -221,6 +221,3 @@ class PrefixTiers:
                     return
         load.is_done = True
         self._wake()
-
-    def _to_pool(self, content: memoryview, page: int) -> None:
-        self._copies.restore_to_kvpool(page, content)

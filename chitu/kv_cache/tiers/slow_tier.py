@@ -75,7 +75,7 @@ class SlowTier:
     def clear_later(self) -> None:
         with self._lock:
             self._puts.clear()
-        self._thread.put(self._clear)
+        self._thread.put(partial(self._call, self._store.clear))
 
     def _is_on(self) -> bool:
         now_s, busy_since_s = self._clock.monotonic(), self._busy_since_s
@@ -95,7 +95,7 @@ class SlowTier:
         """Drop the waiting puts and stop the thread. Wait at most `timeout_s` for a store that does not answer."""
         with self._lock:
             self._puts.clear()
-        self._thread.put(self._close)
+        self._thread.put(partial(self._call, self._store.close))
         self._thread.close(timeout_s)
 
     # ------------------------------------------------------------------------------------------------ the tier's thread
@@ -157,12 +157,6 @@ class SlowTier:
         logger.warning("a page in %s is not what was put there; it is computed again", self.name)
         self._call(lambda: self._store.forget(key))
         return False
-
-    def _clear(self) -> None:
-        self._call(self._store.clear)
-
-    def _close(self) -> None:
-        self._call(self._store.close)
 
     def _at_once(self, most: int) -> int:
         """Return the pages for one call: at most `most`, and a quarter of the slots of host memory."""
