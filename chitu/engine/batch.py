@@ -134,16 +134,12 @@ class SlotTable:
 
     def append_tokens(self, slots: Sequence[int], tokens: torch.Tensor) -> None:
         """Append sampled tokens `[len(slots)]` (device) to their slots."""
-        positions = self._count_tokens(slots)
+        positions = self.count_tokens(slots)
         where = upload([list(slots), positions], self.device)
         self.token_ids[where[0], where[1]] = tokens
 
-    def note_tokens(self, slots: Sequence[int]) -> None:
-        """Count tokens that the device has already appended to these slots."""
-        self._count_tokens(slots)
-
-    def _count_tokens(self, slots: Sequence[int]) -> list[int]:
-        """Count one more token for each slot and return the positions of these tokens."""
+    def count_tokens(self, slots: Sequence[int]) -> list[int]:
+        """Count one more token for each slot, which the device appends, and return the positions of these tokens."""
         positions = []
         for slot in slots:
             sequence = self[slot]

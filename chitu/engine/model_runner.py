@@ -233,7 +233,7 @@ class ModelRunner:
         logits_BV, greedy_B = graphs.decode(slots, positions)
         if not self._sampler_of(slots).is_greedy(slots):
             return self._sample(logits_BV, slots, first_place)
-        self._slots.note_tokens(slots)
+        self._slots.count_tokens(slots)
         self._note_logprobs(logits_BV, slots, greedy_B, first_place)
         return greedy_B
 

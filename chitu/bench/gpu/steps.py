@@ -95,10 +95,10 @@ class StepBench:
         def many() -> None:
             for _ in range(steps):
                 graphs.decode(slots, table.advance_decode(slots))
-                table.note_tokens(slots)
+                table.count_tokens(slots)
 
         graphs.decode(slots, table.advance_decode(slots))
-        table.note_tokens(slots)
+        table.count_tokens(slots)
         device_s = card.seconds(many, repeats=1, warm=0) / steps
         what = f"decode step, batch {batch}, context {context}"
         aim = DECODE_AIMS.get(batch)
