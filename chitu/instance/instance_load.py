@@ -25,7 +25,7 @@ class InstanceLoad:
         self.prompt_tokens = 0
         """Prompt tokens computed since the start."""
         self.bytes_moved = self.bytes_saved = 0
-        self.snapshot = self._report()
+        self.report()
 
     def note_backlog(self, now_s: float, is_full: bool) -> None:
         """Update the backlog meter. Called once a turn, when the step is planned. D's queue moves by admissions, that
@@ -39,14 +39,11 @@ class InstanceLoad:
 
     def report(self) -> None:
         """Replace `snapshot` with the current load."""
-        self.snapshot = self._report()
-
-    def _report(self) -> LoadReport:
         parts, sequences = self._parts, self._sequences
         cache, tokens, tiers = parts.cache, parts.tokens, parts.tiers
         to_compute = sequences.queue(S.WAITING, S.COMPUTING) if parts.role is not Role.DECODE else []
         hits = tiers.hit_tokens if tiers is not None else {}
-        return LoadReport(
+        self.snapshot = LoadReport(
             waiting=sequences.num_choices(S.WAITING),
             unannounced=sum(s.state is S.WAITING and not s.announced for s in to_compute),
             transferring=sequences.num_choices(S.INFLIGHT, S.TRANSFER, S.LOGITS, S.STARTED, S.LANDED),
