@@ -154,10 +154,12 @@ class DecodeManager:
             return
         may_start = self.open_admission()
         for sequence in sorted(retracted, key=lambda s: s.order):
-            if not may_start(sequence, self._cache.pages_for(sequence.kv_len + 1), 0):
+            num_pages = self._cache.pages_for(sequence.kv_len + 1)
+            if not may_start(sequence, num_pages, 0):
                 return
             self._slots.take(sequence)
-            self._reserve(sequence, sequence.kv_len + 1)
+            self._cache.reserve(sequence.room, sequence.kv_len + 1)
+            sequence.capacity_tokens = num_pages * self._cache.page_size
             admit(sequence, self._cache, plan)
             plan.restore.append(Restore(sequence.slot, sequence.offload_key))
             self._sequences.take(sequence, SequenceEvent.RESUME)
@@ -237,10 +239,6 @@ class DecodeManager:
             source.forks.remove(fork)
             if not source.forks and source.state is SequenceState.CLOSING:
                 self._sequences.free(source)
-
-    def _reserve(self, sequence: Sequence, num_tokens: int) -> None:
-        self._cache.reserve(sequence.room, num_tokens)
-        sequence.capacity_tokens = len(self._cache.get_page_indices(sequence.room)) * self._cache.page_size
 
     # --------------------------------------------------------------------------------------------------------- events
 
