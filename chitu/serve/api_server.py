@@ -80,7 +80,7 @@ class RouterProcess:
         self._replicas = ReplicaSet(
             *(whole, incarnation, config.token_port, model.created_s), self._on_replicas, self._cluster.note_ended
         )
-        self._ending = Ending()
+        self.ending = Ending()
 
     async def start(self) -> None:
         self._api.start()
@@ -94,15 +94,12 @@ class RouterProcess:
     def port_table(self) -> dict[str, int]:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}
 
-    def on_signal(self) -> None:
-        self._ending.ask()
-
     async def run_until_signal(self) -> None:
-        await self._ending.is_due.wait()
+        await self.ending.is_due.wait()
         self._http.stop_accepting()
         drain_s = self._deadlines.drain_s
-        api = self._api.drain(drain_s, self._ending, refuses=True)
-        await asyncio.gather(api, self._replicas.end(drain_s, self._ending))
+        api = self._api.drain(drain_s, self.ending, refuses=True)
+        await asyncio.gather(api, self._replicas.end(drain_s, self.ending))
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         log.info("ended")
@@ -119,7 +116,7 @@ async def _serve(topology: Topology, flush_log: Callable[[], None]) -> None:
     router = RouterProcess(topology, ServedModel.load(topology.model, int(time.time())), flush_log)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, router.on_signal)
+        loop.add_signal_handler(number, router.ending.ask)
     await router.start()
     freeze_gc()
     ports = router.port_table()
