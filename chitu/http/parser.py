@@ -42,8 +42,8 @@ class RequestParser:
         self.is_in_head = self._is_in_body = False
         self._has_news = False
         self._held_bytes = 0
-        """Bytes since the parser last reported a head or a part of a body: it reports a header only when it is complete,
-        and keeps it till then. The same holds for a trailer, after the chunks of a body."""
+        """Bytes since the parser last reported a head or a part of a body. It keeps a header, or a trailer after the
+        chunks of a body, until it is complete."""
         self._url = b""
         self._headers: Headers = []
         self._refusal: ChituError | None = None

@@ -34,8 +34,8 @@ GRACE_OVER_DRAIN_S = 0.5
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
 STALLED_S = 600.0
-"""Time without progress after which a process that starts, and does not serve, is killed: to read weights reports all
-the time, to compile kernels for one GPU takes minutes."""
+"""Time without progress after which a process that starts is killed: to read weights reports all the time, to compile
+kernels for one GPU takes minutes."""
 
 
 class StartFailed(Internal):
@@ -54,7 +54,7 @@ class Member:
     """Number of deaths in a row; each doubles the wait before the next start."""
     restart_at_s: float | None = None
     progressed_s: float = 0.0
-    """Time of its start, or of its newest progress; infinite once it was found to serve without a report."""
+    """Time of its start, or of its newest progress; infinite if it cannot report."""
     exit_code: int | None = None
     """Exit code of the last incarnation, once its death was noticed."""
     has_left: bool = False
@@ -77,12 +77,10 @@ class Supervisor:
         env: Mapping[str, str] | None = None,
         max_log_bytes: int = 0,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
-        serves: Callable[[str], bool] = lambda name: True,
         stalled_s: float = STALLED_S,
     ) -> None:
         """Make the members without starting them. With `log_dir` None the processes write to this one's output.
-        `max_log_bytes` limits each process's log. `serves` tells whether a process serves, although the launcher has no
-        report of it."""
+        `max_log_bytes` limits each process's log."""
         self._run_dir: RunDir | None = None
         """The launcher's folder, from the first start to the end."""
         self.members = {name: Member(name) for name in names}
@@ -96,7 +94,6 @@ class Supervisor:
         self._env = dict(env or {})
         self._max_log_bytes = max_log_bytes
         self._popen = popen
-        self._serves = serves
         self._stalled_s = stalled_s
         self._id = uuid.uuid4().hex[:12]
         self._starts = 0
@@ -108,10 +105,12 @@ class Supervisor:
         member = self.member(name)
         spec = self._spec_of(name)
         progress = self._progress_path(name)
+        can_report = True
         try:  # in place, since the disk may be full
             write_progress(progress, Progress())
         except OSError:
             progress.unlink(missing_ok=True)
+            can_report = False
         # Not beside the logs, since a network file system may lack the locks of torch's file store.
         tmp = self.run_dir.make_empty(name)
         self._starts += 1
@@ -128,7 +127,7 @@ class Supervisor:
             self._popen,
         )
         member.progress = Progress()
-        member.progressed_s = time.monotonic()
+        member.progressed_s = time.monotonic() if can_report else math.inf
         member.restart_at_s = None
         member.has_left = False
 
@@ -238,12 +237,9 @@ class Supervisor:
             member.was_ready = True
 
     def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
-        """Kill a process that hangs while it starts: it would stay away for ever. On a full disk one that serves has no
-        report. Without restarts the launcher has a bound of its own, or a user who waits."""
+        """Kill a process that hangs while it starts: it would stay away for ever. Without restarts the launcher has a
+        bound of its own, or a user who waits."""
         if not self._restart or now_s - member.progressed_s <= self._stalled_s:
-            return
-        if self._serves(member.name):
-            member.progressed_s = math.inf
             return
         state, member.progressed_s = member.progress.state, now_s
         self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")

@@ -47,7 +47,7 @@ server = http.server.ThreadingHTTPServer(("127.0.0.1", router.port), Health)
 server.daemon_threads = True
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if (report := progress_file()) is not None and (report.parent / "full").exists():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (report.stat().st_size, resource.RLIM_INFINITY))
 ProgressWriter().ready(ports={"port": server.server_port, "stats_port": 1, "bootstrap_port": 2})
 say("router listens")
 server.serve_forever()
