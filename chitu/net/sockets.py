@@ -17,11 +17,16 @@ from chitu.net.curve import is_secret, require_curve, serve_curve
 TCP_SILENCE_MS = 10_000
 """A connection whose other end acknowledges nothing for this long (a pulled cable; a stopped process still does) is
 closed and reopened. TCP by itself would retry for a quarter of an hour, or wait for ever if nothing is sent: so each
-end sends keepalives, also one that only receives. The kernel answers them, so a stopped process keeps its connections,
-which it would lose with ZMQ's own heartbeats."""
+end sends keepalives, also one that only receives. The kernel answers them, so a stopped process keeps its connections
+for `DEAF_MS`."""
 KEEPALIVE_S = 2
 """An end probes the connection after this long without data, and again after as long. Once packets pass again, an end
 whose other end is gone gets a reset in answer to its next probe."""
+PING_MS = 10_000
+DEAF_MS = 60_000
+"""An end of a connection that no message reaches for this long, not even the answer to its ping, closes it: a flipped
+bit in the length of a frame, if it passes TCP's checksum, makes the rest of the stream part of that frame. A real frame
+that takes so long, 7 MB at one megabit per second, does not arrive."""
 CONNECT_TIMEOUT_MS = 2_000
 """A connection attempt that takes longer is repeated: TCP's own next try may be a minute away."""
 SEND_HIGH_WATER_MARK = 100_000
@@ -57,6 +62,8 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
     socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, TCP_SILENCE_MS // 1000 // KEEPALIVE_S)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, DEAF_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
