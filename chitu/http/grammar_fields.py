@@ -20,13 +20,12 @@ def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -
     if body.response_format is not None:
         found += _of_format(body.response_format)
     if body.structured_outputs is not None:
-        outputs = _of_outputs(body.structured_outputs, "structured_outputs.")
-        if not outputs:
+        found += _of_outputs(body.structured_outputs, "structured_outputs.")
+        if not found:
             raise InvalidRequest(
                 "structured_outputs must have one of json, json_object, regex, choice and grammar",
                 "structured_outputs",
             )
-        found += outputs
     guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
     if guided != _NOT_GUIDED:
         json, regex, choice, grammar = guided

@@ -37,6 +37,7 @@ def format_of(**fields: Any) -> dict[str, Any]:
             "response_format.json_schema.schema",
         ),
         ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {}}, "json_object", "", "response_format"),
         ({"guided_json": SCHEMA}, *OF_SCHEMA, "guided_json"),
         ({"guided_json": json.dumps(SCHEMA)}, *OF_SCHEMA, "guided_json"),
         ({"guided_regex": "a+"}, "regex", "a+", "guided_regex"),
