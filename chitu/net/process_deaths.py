@@ -30,10 +30,12 @@ class ProcessName(NamedTuple):
 
 
 def pid_namespace() -> str:
-    """Return a text that is equal for processes with the same pids: same boot, same pid namespace. Empty: unknown."""
+    """Return a text that is equal for processes with the same pids and start times: same boot, same pid and time
+    namespaces. Empty: unknown."""
+    spaces = [name for name in ("/proc/self/ns/pid", "/proc/self/ns/time") if os.path.lexists(name)]
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return f"{file.read().strip()}:{os.readlink('/proc/self/ns/pid')}"
+            return ":".join([file.read().strip(), *map(os.readlink, spaces)])
     except OSError:
         return ""
 

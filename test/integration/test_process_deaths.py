@@ -133,6 +133,18 @@ def test_a_pid_that_another_process_has_by_now_is_a_death_and_one_of_elsewhere_t
     assert deaths_of({**elsewhere, "c": name}, lambda deaths: None, wait_for=1) == ["c"]
 
 
+def test_a_process_whose_clock_since_boot_differs_is_of_elsewhere() -> None:
+    """Its start time is another number there, which would look like the death of this process."""
+    code = "from chitu.net.process_deaths import pid_namespace; print(pid_namespace())"
+    command = ["unshare", "--user", "--time", "--boottime", "1000", "--fork", sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() not in ("", pid_namespace())
+
+
 def test_the_router_knows_of_a_killed_instance_though_its_lease_goes_on(tmp_path: Path) -> None:
     lease = "dp_config.router.pd_disaggregation.deadlines.lease_s=600"
     with forked_router(tmp_path, make_model(tmp_path / "tiny"), [lease]) as router:
