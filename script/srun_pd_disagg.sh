@@ -52,7 +52,8 @@ if ! [[ ${SLURM_STEP_ID:-} =~ ^[0-9]{1,9}$ ]]; then
     # Slurm also signals the batch script (scancel, a time limit, --signal=B:TERM@60). On SIGTERM srun would kill its tasks.
     trap 'scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || :' TERM
     "${step[@]}" &
-    while code=0; wait $! || code=$?; kill -0 $! 2>/dev/null; do :; done
+    while wait $!; kill -0 $! 2>/dev/null; do :; done
+    code=0; wait $! || code=$? # the signal may have ended the last one
     exit "$code"
 fi
 

@@ -45,7 +45,7 @@ ssh="ssh -o ConnectTimeout=10 -o ServerAliveInterval=5"
 login_s=120 # for a login whose shell hangs; as long as sshd waits for a password
 # The node's script, which has the key, goes by stdin into a file that only its user reads and that removes itself: no
 # command line, local or remote, shows the key. The login shell may be fish or tcsh.
-keep='umask 077; file=$(mktemp) && cat >"$file" && echo "$file"'
+keep='IFS= read -r node && umask 077 && file=$(mktemp) && printf %s "$node" >"$file" && echo "$file"' # a line, as on a terminal no end comes
 for index in "${!machines[@]}"; do
     node="rm -f \"\$0\"; export CHITU_CLUSTER_KEY=$(printf %q "$CHITU_CLUSTER_KEY"); cd $(printf %q "$PWD") && exec $(printf '%q ' "${command[@]}" --node-index "$index")"
     file=$(timeout --foreground "$login_s" ${PD_SSH:-$ssh} "${machines[index]}" "exec bash -c '$keep'" <<<"$node" | tail -n 1 | tr -d '\r') || file=""

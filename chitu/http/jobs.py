@@ -212,7 +212,9 @@ class JobParser:
         reasoning: Reasoning | None = None,
     ) -> Job:
         options = output_options(body)
-        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        wanted = body.max_completion_tokens
+        if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
+            raise InvalidRequest(f"max_tokens: must be at least 1, not {wanted}", "max_tokens")
         limits = context.require_limits()
         num_choices = len(given) * options.n
         if num_choices > MAX_PROMPTS:
@@ -231,16 +233,19 @@ class JobParser:
         shared: SamplingParams | None = None
         for entry in given:
             context.require_client()
-            prompt = self._prompt(entry, add_special_tokens, limits, most, options, param)
-            max_tokens = output_limit(prompt.num_tokens, wanted, default_tokens, limits.max_model_len)
+            ids, text = self._encode(entry, add_special_tokens, limits, most)
+            if not ids:
+                raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
+            max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
+            self._model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(
                     body, options, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
                 )
                 require_a_token(shared, self._model.eos_ids)
             if shared.prompt_logprobs is not None:
-                _require_room_for_logprobs(prompt.num_tokens, shared.prompt_logprobs, options)
-            prompts.append(prompt)
+                _require_room_for_logprobs(len(ids), shared.prompt_logprobs, options)
+            prompts.append(self._prompt(ids, text, add_special_tokens, options))
             samplings.append(shared)
         return Job(
             prompts,
@@ -253,29 +258,21 @@ class JobParser:
             grammar_param=grammar_param,
         )
 
-    def _prompt(
-        self,
-        given: str | list[int],
-        add_special_tokens: bool,
-        limits: ModelLimits,
-        most: int | None,
-        options: OutputOptions,
-        param: str,
-    ) -> Prompt:
-        """Return a prompt, cut to its last `most` tokens. Raise InvalidRequest if it has none, or unknown ones."""
-        text: str | None = None
+    def _encode(
+        self, given: str | list[int], add_special_tokens: bool, limits: ModelLimits, most: int | None
+    ) -> tuple[list[int], str | None]:
+        """Return a prompt's ids, cut to the last `most`, and its text if they are all of it."""
         if not isinstance(given, str):
-            ids = given
+            text, ids = None, given
         elif most is None:
             text, ids = given, self._model.encode(given, add_special_tokens, limits)
         else:
             text, ids = given, self._model.encode_to_cut(given, add_special_tokens, limits)
-        if not ids:
-            raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
         if most is not None and len(ids) > most:
-            ids = self._model.last_tokens(ids, most, text is not None and add_special_tokens)
-            text = None
-        self._model.require_known(ids, limits, param, isinstance(given, str))
+            return self._model.last_tokens(ids, most, text is not None and add_special_tokens), None
+        return ids, text
+
+    def _prompt(self, ids: list[int], text: str | None, add_special_tokens: bool, options: OutputOptions) -> Prompt:
         prompt = Prompt(pack_i32(ids), len(ids), "")
         if options.echo and text is not None:
             prompt.echo = text

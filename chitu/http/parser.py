@@ -95,7 +95,7 @@ class RequestParser:
         if self.is_over:
             raise InvalidRequest("behind the last request")
         self.num_begun += 1
-        self.is_in_head = True
+        self.is_in_head, self._held_bytes = True, 0
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:

@@ -134,7 +134,8 @@ class GenerationBody(Body, kw_only=True):
     """Fields that completions and chats share."""
 
     # OpenAI
-    max_tokens: TokenCount | None = None
+    max_tokens: Annotated[int, documented(minimum=1)] | None = None
+    """Without effect beside `max_completion_tokens`, also if it is out of range."""
     max_completion_tokens: TokenCount | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

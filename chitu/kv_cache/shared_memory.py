@@ -13,10 +13,13 @@ from chitu.errors import ConfigError
 
 def shared_file(name: str, nbytes: int, purpose: str) -> int:
     """Return a descriptor of a new zeroed file. Raise ConfigError if there is none."""
+    file = -1
     try:
         file = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(file, nbytes)
     except OSError as error:
+        if file >= 0:
+            os.close(file)
         raise ConfigError(f"cannot allocate {nbytes} bytes for {purpose}: {error}") from error
     return file
 

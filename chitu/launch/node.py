@@ -125,9 +125,11 @@ class Node:
                 env={ENVIRONMENT_KEY: cluster_key_of(topology)},
                 max_log_bytes=topology.log.max_mb << 20,
             )
-        except LogTaken:
-            if self._only:
-                raise _taken(self._only) from None  # it starts, and has not joined
+        except LogTaken as error:
+            if self._only:  # it starts, and has not joined
+                raise RankTaken(
+                    f"{error.message}; if it is another {self._only}: give another --rank, or none"
+                ) from None
             raise
         self._joined: dict[str, int] = {}
         """Incarnation by name of joined instances, except earlier ones of this node's own."""

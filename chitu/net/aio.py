@@ -101,6 +101,8 @@ class BulkReader(FrameReader):
             self._take(frames)
 
 
+LINGER_MS = 200
+"""Time in which queued messages may still leave when a process ends."""
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -132,7 +134,7 @@ class Outbox(Generic[Key]):
         if socket is not None:
             socket.close(linger=0)
 
-    def close(self, linger_ms: int = 200) -> None:
+    def close(self, linger_ms: int = LINGER_MS) -> None:
         """Close every peer; queued messages (cancellations) may still leave within `linger_ms`."""
         for socket in self._sockets.values():
             socket.close(linger=linger_ms)

@@ -31,6 +31,7 @@ from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, listen_together
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
+from chitu.net.aio import LINGER_MS
 from chitu.net.curve import derive, make_context
 from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
@@ -58,7 +59,7 @@ class RouterProcess:
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
         secrets = derive(cluster_key_of(topology))
-        context = make_context(secrets)
+        self._context = context = make_context(secrets)
         is_several = config.workers > 1
 
         def cluster_of(router: PDRequestRouter, siblings: Siblings) -> OwnCluster:
@@ -102,6 +103,7 @@ class RouterProcess:
         await asyncio.gather(api, self._replicas.end(drain_s, self.ending))
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
+        self._context.destroy(linger=LINGER_MS)
         log.info("ended")
 
     def _on_replica(self, heartbeat: ReplicaHeartbeat) -> None:

@@ -31,9 +31,10 @@ from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, Listener, listen
 from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
-from chitu.net.aio import FrameReader
+from chitu.net.aio import LINGER_MS, FrameReader
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
+from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     STATS_TOPIC,
@@ -142,7 +143,7 @@ class ReplicaProcess:
         self._flush_log = flush_log
         self._loop = asyncio.get_running_loop()
         secrets = derive(cluster_key_of(topology))
-        context = make_context(secrets)
+        self._context = context = make_context(secrets)
         ports = {key.rpartition(".")[2]: port for key, port in router_ports(config).items()}
 
         def cluster_of(router: PDRequestRouter, siblings: Siblings) -> ReplicaCluster:
@@ -187,7 +188,7 @@ class ReplicaProcess:
         await self._http.stop(1.0)
         self._api.close()
         reader.close()
-        self._stats.close(200)
+        self._context.destroy(linger=LINGER_MS)
         self._flush_log()
 
     def _on_signal(self) -> None:
@@ -209,6 +210,7 @@ class ReplicaProcess:
 
 async def _serve(topology: Topology, numbers: Sequence[int], flush_log: Callable[[], None]) -> None:
     await ReplicaProcess(topology, numbers, flush_log).run()
+    end_process(0)  # uvloop would wait for the threads that read and write files
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,6 +23,7 @@ from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
+from chitu.launch.plan import ProcessSpec
 from chitu.launch.process import ChildProcess
 from chitu.testing.router_process import wait_until
 
@@ -97,7 +98,13 @@ def test_an_added_instance_ends_after_its_cluster_and_one_of_the_topology_waits(
     settings += [f"dp_config.router.{key}={port}" for key, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
     argv = [sys.executable, "-m", "chitu.serve.scheduler", "--role", "decode", "--rank", "0", *settings]
     waits, added = (
-        ChildProcess("D0", [*argv, *words], {}, tmp_path / f"{len(words)}", f"{len(words)}/D0", popen=FORKED.popen)
+        ChildProcess(
+            ProcessSpec("D0", "127.0.0.1", (*argv, *words)),
+            {},
+            tmp_path / f"{len(words)}",
+            f"{len(words)}/D0",
+            FORKED.popen,
+        )
         for words in ((), ("--if-free",))
     )
     try:
