@@ -156,6 +156,12 @@ def test_a_priority_is_taken_at_its_bounds_and_refused_beyond() -> None:
         assert raised.value.param == "priority"
 
 
+def test_max_tokens_is_not_judged_beside_the_field_that_overrides_it() -> None:
+    assert (
+        read(chat_decoder, {"messages": [USER], "max_tokens": 0, "max_completion_tokens": 5}).max_completion_tokens == 5
+    )
+
+
 @pytest.mark.parametrize("decoder", [completion_decoder, chat_decoder, tokenize_decoder, detokenize_decoder])
 def test_of_a_large_body_no_field_but_its_content_may_be_large(decoder: Any) -> None:
     content = {"prompt", "messages", "tokens"}
