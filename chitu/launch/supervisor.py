@@ -34,8 +34,8 @@ GRACE_OVER_DRAIN_S = 0.5
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
 STALLED_S = 600.0
-"""Time without progress after which a process that starts is killed: to read weights reports all the time, to compile
-kernels for one GPU takes minutes."""
+"""Time without progress after which a process that starts again is killed: to read weights reports all the time, and
+kernels were compiled by the first start."""
 
 
 class StartFailed(Internal):
@@ -237,9 +237,9 @@ class Supervisor:
             member.was_ready = True
 
     def _end_if_stalled(self, member: Member, child: ChildProcess, now_s: float) -> None:
-        """Kill a process that hangs while it starts: it would stay away for ever. Without restarts the launcher has a
-        bound of its own, or a user who waits."""
-        if not self._restart or now_s - member.progressed_s <= self._stalled_s:
+        """Kill a process that hangs while it starts again: it would stay away for ever. A user waits for the first
+        start, which may compile for a GPU for longer; without restarts the launcher has a bound of its own."""
+        if not (self._restart and member.was_ready) or now_s - member.progressed_s <= self._stalled_s:
             return
         state, member.progressed_s = member.progress.state, now_s
         self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
