@@ -133,7 +133,11 @@ class DeadlineConfig(Section, frozen=True):
     retry_interval_s: Seconds = 0.5
     """Interval at which unacknowledged status, join and abort messages are repeated."""
     drain_s: Seconds = 4.0
-    """Time that a process has to finish running requests after a signal to end."""
+    """Time that a process has to finish running requests after a signal to end. Set it to the longest answer: what is
+    not finished by then fails."""
+    drain_delay_s: NotNegative = 0.0
+    """Time after a signal in which the router still accepts and serves requests, while `/health` answers 503. Behind a
+    load balancer: the time that it takes to notice. `drain_s` begins after it."""
 
 
 class RetryConfig(Section, frozen=True):

@@ -68,6 +68,15 @@ def open_api(topology: Topology) -> str | None:
     )
 
 
+def missing_roles(topology: Topology) -> tuple[Role, ...]:
+    """Return the roles of which an instance has to join before a request can be served; empty if the topology has a
+    pair or a unified instance."""
+    present = {instance.role for instance in instances(topology)}
+    if Role.UNIFIED in present:
+        return ()
+    return tuple(role for role in (Role.PREFILL, Role.DECODE) if role not in present)
+
+
 def warn_of_open_api(topology: Topology) -> None:
     """Log a warning if the API is open, for the router."""
     if warning := open_api(topology):
@@ -143,22 +152,12 @@ def _api_key_problems(router: RouterConfig) -> Iterator[str]:
 
 def _instance_problems(topology: Topology) -> Iterator[str]:
     router = topology.dp_config.router
-    prefills, decodes = len(router.prefill_schedulers), len(router.decode_schedulers)
-    if bool(prefills) != bool(decodes):
-        missing, present = ("decode", "prefill") if prefills else ("prefill", "decode")
-        yield (
-            f"dp_config.router.{missing}_schedulers is empty but there are {present}_schedulers: "
-            "a request needs one of each"
-        )
-    if not (prefills or decodes or router.unified_schedulers):
-        yield (
-            "the topology has no instance: give dp_config.router.prefill_schedulers and "
-            "dp_config.router.decode_schedulers, or dp_config.router.unified_schedulers"
-        )
-    if (verify_compute := router.pd_disaggregation.verify_compute) != "off" and prefills < 2:
+    prefills = len(router.prefill_schedulers)
+    # Without any, all of P are expected to join.
+    if (verify_compute := router.pd_disaggregation.verify_compute) != "off" and prefills == 1:
         yield (
             f"dp_config.router.pd_disaggregation.verify_compute is {verify_compute}: a second P is to compute what the "
-            f"first one did, and there are {prefills} prefill_schedulers"
+            f"first one did, and there is one in prefill_schedulers"
         )
     for instance in instances(topology):
         config = instance.config

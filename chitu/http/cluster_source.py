@@ -39,6 +39,8 @@ class WorkerReport(Wire, frozen=True, tag="worker_report"):
     """Metrics of the process; those of process 0 include the counts of processes that have ended."""
     coordination: CoordinationMetrics | None = None
     """Metrics of the membership; of process 0 only."""
+    is_ending: bool = False
+    """Whether the whole router has got a signal to end; of process 0 only."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +53,10 @@ class RouterRecord:
     def coordination(self) -> CoordinationMetrics:
         """Metrics of the membership; zeros if process 0 does not answer."""
         return next((w.coordination for w in self.workers if w.coordination is not None), CoordinationMetrics())
+
+    @property
+    def is_ending(self) -> bool:
+        return any(worker.is_ending for worker in self.workers)
 
     @property
     def in_flight(self) -> int:

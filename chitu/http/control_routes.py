@@ -160,12 +160,14 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSo
 
     @app.get("/health")
     async def health() -> Response:
-        """Return 200 if a request can be served now; the death of one instance among several changes nothing."""
+        """Return 200 if a request can be served now, and the router has got no signal to end. The death of one instance
+        among several changes nothing."""
         record = await cluster.record()
         candidates = router.candidates
+        reason = "the router has got a signal to end" if record.is_ending else candidates.why_unusable()
         body = {
-            "status": "ok" if candidates.usable else "unavailable",
-            "reason": candidates.why_unusable(),
+            "status": "ending" if record.is_ending else "unavailable" if reason else "ok",
+            "reason": reason,
             "in_flight": record.in_flight,
             "instances": [
                 {
@@ -178,7 +180,7 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSo
             ],
             "ready": {str(role): any(i.role is role for i in candidates.serving) for role in Role},
         }
-        return JSONResponse(body, 200 if candidates.usable else 503)
+        return JSONResponse(body, 503 if reason else 200)
 
 
 def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSource) -> None:

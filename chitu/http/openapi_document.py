@@ -308,8 +308,11 @@ def _complete(path: str, operation: dict[str, Any]) -> None:
     for status in sorted({*ANYWHERE, *MORE.get(path, ())}):
         responses[str(status)] = {"description": MEANINGS[status], "content": _json(ErrorReply)}
     if path == "/health":
-        # No pair can serve. The body is the same as with 200 and gives the reason.
-        responses["503"] = {"description": "No request can be served now", "content": {"application/json": {}}}
+        # The body is the same as with 200 and gives the reason.
+        responses["503"] = {
+            "description": "No request can be served now, or the router is about to end",
+            "content": {"application/json": {}},
+        }
 
 
 def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:

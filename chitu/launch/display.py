@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
 from chitu.launch.progress import Progress
+from chitu.types import Role
 
 
 class PlainDisplay:
@@ -117,9 +118,16 @@ TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. 
 """A question that the embedded model can answer."""
 
 
-def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path) -> str:
-    """Return the text to print once the cluster serves: its instances, addresses, and a first request to copy."""
+def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path, missing: Sequence[Role] = ()) -> str:
+    """Return the text to print once the cluster serves: its instances, addresses, and a first request to copy. With
+    `missing` roles: what has to join first."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
+    if missing:
+        commands = "\n".join(f"    {chitu_command()} join {role} --url {url}" for role in missing)
+        return (
+            f"\nthe router of {name!r} listens at {url} with {', '.join(names) or 'no instance'}  (logs: {log_dir})\n"
+            f"requests are answered with 503 until these join:\n\n{commands}\n\nCtrl-C ends it."
+        )
     if name == TINY_MODEL_NAME:
         path, asked = "chat/completions", f'"messages": [{{"role": "user", "content": "{TINY_QUESTION}"}}]'
     else:  # not every model has a chat template

@@ -1,9 +1,9 @@
 """`chitu join decode`: adds an instance to a running cluster, on this machine or another. Blocking; main thread.
 
 The router reports the topology (`GET /admin/topology`) and the present instances. The new one gets the next free rank
-and the settings of the first of its role. If several join at once, the router accepts one for each rank, and the others
-try the next. From then on it behaves as a node of a topology file that has it (`node.py`): it loads, joins, and runs
-until a signal, its death or `chitu drain`.
+and the settings of the first of its role, or the default ones if the topology has none. If several join at once, the
+router accepts one for each rank, and the others try the next. From then on it behaves as a node of a topology file that
+has it (`node.py`): it loads, joins, and runs until a signal, its death or `chitu drain`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chitu.client.client import RouterClient
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
-from chitu.config.topology import SECTIONS, find_instance, host_names, instances, is_loopback, same_host, with_router
+from chitu.config.topology import SECTIONS, find_instance, host_names, is_loopback, same_host, with_router
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
@@ -43,7 +43,7 @@ class JoinOptions:
     rank: int | None = None
     """Rank; None: the lowest that no instance has, even one that is down."""
     devices: tuple[str, ...] = ()
-    """Devices, one for each rank; empty: those of the first instance of this role."""
+    """Devices, one for each rank; empty: those of the first instance of this role, or `auto`."""
     log_dir: str | None = None
     ready_timeout_s: float = 600.0
     entries: Entries | None = None
@@ -116,7 +116,9 @@ def grown(
 
     If the first of the role has GPUs, the new one's launcher chooses its own (`auto`).
 
-    Raise ConfigError if that instance already runs, or the topology has none of its role to copy.
+    Where the topology has none of a role, its instances have the defaults of their keys.
+
+    Raise ConfigError if that instance already runs.
     """
     if not 0 <= rank <= MAX_RANK:
         raise ConfigError(f"the rank {rank} is not within 0 and {MAX_RANK}")
@@ -127,13 +129,9 @@ def grown(
     for each, section in SECTIONS.items():
         configs: list[InstanceConfig] = list(getattr(topology.dp_config.router, section))
         size = max((number + 1 for kind, number in places if kind == str(each)), default=0)
-        if size and not configs:
-            if each is not role:
-                continue  # started by hand
-            raise ConfigError(f"the topology has no {each} instance to be like: it has {_names(topology)}")
+        like = configs[0] if configs else InstanceConfig(host=topology.dp_config.router.host)
         for number in range(len(configs), size):
-            place = places.get((str(each), number)) or configs[0].host
-            like = configs[0]
+            place = places.get((str(each), number)) or like.host
             devices_of = AUTO_DEVICES if any(map(is_gpu, like.devices)) else like.devices
             configs.append(msgspec.structs.replace(like, host=place, port=0, devices=devices_of))
         sections[section] = configs
@@ -146,10 +144,6 @@ def grown(
     dp_config = msgspec.structs.replace(topology.dp_config, scheduler_base_port=None)
     log = msgspec.structs.replace(topology.log, dir=None)
     return with_router(msgspec.structs.replace(topology, dp_config=dp_config, log=log), **lists)
-
-
-def _names(topology: Topology) -> str:
-    return ", ".join(instance.name for instance in instances(topology)) or "none"
 
 
 def _host_index(topology: Topology, role: Role, rank: int) -> int:

@@ -32,7 +32,7 @@ from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_k
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host, with_router
-from chitu.config.topology_checks import check
+from chitu.config.topology_checks import check, missing_roles
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import assign_devices
 from chitu.launch.health import ask_health
@@ -135,7 +135,8 @@ class LocalCluster:
             time.sleep(POLL_S)
 
     def ready(self) -> bool:
-        """Call `poll`, then return whether every live process is ready and the router has a usable pair."""
+        """Call `poll`, then return whether every live process is ready and the router has a usable pair, if the
+        topology has one."""
         self.poll()
         live = [member for member in self.members.values() if member.child or member.restart_at_s is not None]
         started = len(live) == len(self.members) or any(member.was_ready for member in live if member.name != ROUTER)
@@ -144,7 +145,7 @@ class LocalCluster:
     def _all_joined(self, live: list[Member]) -> bool:
         """Return whether the router has the present incarnation of every live instance."""
         health = ask_health(self.host, self.ports["port"]) if self.ports else None
-        if health is None or not health.is_usable:
+        if health is None or not (health.is_usable or missing_roles(self.topology)):
             return False
         return all(
             health.joined.get(member.name) == member.progress.incarnation
@@ -155,9 +156,11 @@ class LocalCluster:
     def stop(self) -> dict[str, int | None]:
         """Drain and end everything, the router first, so that no new request arrives. Return exit codes by name.
 
-        Processes left `deadlines.drain_s` + 0.5 s (4.5 s) after the start of the stop are killed. Idempotent.
+        Processes left `deadlines.drain_delay_s` + `drain_s` + 0.5 s (4.5 s) after the start of the stop are killed.
+        Idempotent.
         """
-        return self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
+        deadlines = self.topology.dp_config.router.pd_disaggregation.deadlines
+        return self.supervisor.stop(deadlines.drain_s, deadlines.drain_delay_s)
 
     # ------------------------------------------------------------------------------------------------- for callers
 

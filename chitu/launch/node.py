@@ -22,7 +22,7 @@ from itertools import chain
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import api_host, api_url, host_names, instances, instances_on
-from chitu.config.topology_checks import check, open_api
+from chitu.config.topology_checks import check, missing_roles, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.addresses import addresses_of
 from chitu.launch.device_shares import describe
@@ -220,7 +220,8 @@ class Node:
             send_leaves(self.topology, leaves)
 
     def stop(self) -> None:
-        self.supervisor.stop(self.topology.dp_config.router.pd_disaggregation.deadlines.drain_s)
+        deadlines = self.topology.dp_config.router.pd_disaggregation.deadlines
+        self.supervisor.stop(deadlines.drain_s, deadlines.drain_delay_s)
         if self.removes_logs:
             self.supervisor.remove_logs()
 
@@ -243,7 +244,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
         try:
             display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
             own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
-            for note in (*node.device_notes, describe(own, node.devices)):
+            for note in (*node.device_notes, *([describe(own, node.devices)] if own else [])):
                 display.say(f"{node.label} devices: {note}")
             if node.ways:
                 display.say(f"{node.label} transfers: {node.ways}")
@@ -303,7 +304,7 @@ def _taken(name: str) -> RankTaken:
 def _say_ready(node: Node) -> None:
     if node.has_router:
         names = [instance.name for instance in instances(node.topology)]
-        tell(greeting(node.topology.model, names, node.url, node.log_dir))
+        tell(greeting(node.topology.model, names, node.url, node.log_dir, missing_roles(node.topology)))
     else:
         tell(f"{node.label} is ready: {' '.join(node.names)} joined {node.url}")
 

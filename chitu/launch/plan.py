@@ -75,7 +75,8 @@ def instance_spec(
     node: NodeDevices | None = None,
 ) -> ProcessSpec:
     """Return the torchrun of one instance. `cores` are the CPU cores of its host; `node` has its GPUs, if known."""
-    drain_s = topology.dp_config.router.pd_disaggregation.deadlines.drain_s
+    deadlines = topology.dp_config.router.pd_disaggregation.deadlines
+    patience_s = math.ceil(deadlines.drain_delay_s + deadlines.drain_s) + 30
     alone, has_torchrun = instance.config.tp_size == 1, entries.has_torchrun(instance)
     meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file") if alone else ("--standalone",)
     # The ranks of an instance share a host. Without an address they would resolve its name, which may fail.
@@ -95,7 +96,7 @@ def instance_spec(
             "PD_MASTER_ADDR": topology.dp_config.router.host,
             "TOKENIZERS_PARALLELISM": "false",
             # Otherwise torchrun kills its ranks 30 s after a signal (torch before 2.12 always does).
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(drain_s) + 30),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(patience_s),
             # Otherwise torchrun would still start a TCP store for its ranks.
             **({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if alone and has_torchrun else {}),
             **(environment_of(instance, node) if node is not None else {}),

@@ -17,7 +17,7 @@ import msgspec
 from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, instances, on_one_host
-from chitu.config.topology_checks import open_api
+from chitu.config.topology_checks import missing_roles, open_api
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.local import LocalCluster, StartFailed
@@ -56,7 +56,8 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
             entries=options.entries,
             node=placement.node,
         )
-        for note in (*placement.notes, describe(instances(cluster.topology), cluster.node)):
+        own = instances(cluster.topology)
+        for note in (*placement.notes, *([describe(own, cluster.node)] if own else [])):
             display.say(f"devices: {note}")
         if placement.ways:
             display.say(f"transfers: {placement.ways}")
@@ -74,7 +75,8 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
             display.close()
             if not stop.is_set():
                 names = [name for name in cluster.members if name != ROUTER]
-                tell(greeting(cluster.topology.model, names, cluster.url, cluster.log_dir))
+                missing = missing_roles(cluster.topology)
+                tell(greeting(cluster.topology.model, names, cluster.url, cluster.log_dir, missing))
                 if on_ready is not None and on_ready(cluster):
                     stop.set()
             while not stop.is_set():

@@ -30,7 +30,7 @@ RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
 """torchrun's option for the rendezvous, as an environment variable: the rendezvous file of an instance of one rank."""
 POLL_S = 0.05
 GRACE_OVER_DRAIN_S = 0.5
-"""Time beyond `deadlines.drain_s` after which a process is killed: 4.5 s with the default."""
+"""Time beyond `deadlines.drain_delay_s` and `drain_s` after which a process is killed: 4.5 s with the defaults."""
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
 STALLED_S = 600.0
@@ -159,21 +159,25 @@ class Supervisor:
             and not member.has_left
         ]
 
-    def stop(self, drain_s: float) -> dict[str, int | None]:
+    def stop(self, drain_s: float, delay_s: float = 0.0) -> dict[str, int | None]:
         """Drain and end everything, the router first, so that no new request arrives. Return exit codes by name.
 
-        Processes left `drain_s` + 0.5 s after the start of the stop are killed. Idempotent.
+        The router serves for `delay_s` before it drains. Processes left `delay_s` + `drain_s` + 0.5 s after the start
+        of the stop (`drain_s` + 0.5 s without a router) are killed. Idempotent.
         """
-        end_s = time.monotonic() + drain_s + GRACE_OVER_DRAIN_S
+        router = [m.child for m in self.members.values() if m.child and m.name == ROUTER]
+        workers = [m.child for m in self.members.values() if m.child and m.name != ROUTER]
+        end_s = time.monotonic() + (delay_s if router else 0.0) + drain_s + GRACE_OVER_DRAIN_S
+        # The router finishes running requests before it exits, and needs the workers for that; they get the remaining
+        # time, in which it tells its clients what became of the rest.
+        turns = (router, end_s - 0.4 * drain_s if workers else end_s), (workers, end_s)
+        awaited: list[ChildProcess] = []
         try:
-            router = [m.child for m in self.members.values() if m.child and m.name == ROUTER]
-            workers = [m.child for m in self.members.values() if m.child and m.name != ROUTER]
-            # The router finishes running requests before it exits, and needs the workers for that; they get the
-            # remaining time.
-            for children, until_s in ((router, end_s - 0.4 * drain_s), (workers, end_s)):
+            for children, until_s in turns:
+                awaited += children
                 for child in children:
                     child.terminate()
-                while any(child.exit_code() is None for child in children) and time.monotonic() < until_s:
+                while any(child.exit_code() is None for child in awaited) and time.monotonic() < until_s:
                     time.sleep(POLL_S)
         finally:
             codes = {}

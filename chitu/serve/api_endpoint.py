@@ -155,14 +155,17 @@ class ApiEndpoint:
     async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is
         hurried, then fail them. New requests on open connections are rejected from then on; if `refuses`, at once."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + drain_s
         self._routes.draining = refuses
         self._snapshots.is_closed = True
         if self._kept is not None:
             await self._kept.write_all(drain_s / 2)
-        log.info("draining: %d requests run; at most %g s", self.router.in_flight, drain_s)
+        left_s = max(0.0, end_s - loop.time())
+        log.info("draining: %d requests run; at most %g s", self.router.in_flight, left_s)
         idle = asyncio.ensure_future(self.router.idle())
         again = asyncio.ensure_future(ending.is_hurried.wait())
-        await asyncio.wait({idle, again}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({idle, again}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, again):
             task.cancel()
         self._routes.draining = True  # what has not begun by now would be cut off

@@ -2,14 +2,15 @@
 
 Composition root: one asyncio loop (uvloop) with the cluster membership and the HTTP API. It holds no policy and imports
 no torch. `router.workers` is the number of API processes: this one and its replicas, which it starts (`replicas.py`).
-SIGTERM or SIGINT drains: new connections and requests are refused, running requests may finish within `drain_s`, the
-rest fail, and the process exits with 0. A second signal ends the wait.
+On SIGTERM or SIGINT `/health` answers 503; after `drain_delay_s` new connections and requests are refused, running
+requests may finish within `drain_s`, the rest fail, and the process exits with 0. A second signal ends both waits.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -97,6 +98,11 @@ class RouterProcess:
 
     async def run_until_signal(self) -> None:
         await self.ending.is_due.wait()
+        self._cluster.is_ending = True
+        if (delay_s := self._deadlines.drain_delay_s) > 0:
+            log.info("a signal to end: requests are served for %g s more, and /health answers 503", delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.ending.is_hurried.wait(), delay_s)
         self._http.stop_accepting()
         drain_s = self._deadlines.drain_s
         api = self._api.drain(drain_s, self.ending, refuses=True)

@@ -27,6 +27,7 @@ class OwnCluster:
         self._siblings = siblings
         self._ended = RouterMetrics()
         """Sum of the metrics of API processes that have ended."""
+        self.is_ending = False
 
     @property
     def view(self) -> ClusterView:
@@ -46,7 +47,8 @@ class OwnCluster:
     def own_report(self) -> WorkerReport:
         own = report_of(self._router, 0, self.view)
         metrics = add_up([own.metrics, self._ended])
-        return msgspec.structs.replace(own, metrics=metrics, coordination=self._membership.metrics())
+        coordination = self._membership.metrics()
+        return msgspec.structs.replace(own, metrics=metrics, coordination=coordination, is_ending=self.is_ending)
 
     async def record(self) -> RouterRecord:
         others = await self._siblings.reports(self.view)

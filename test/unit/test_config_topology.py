@@ -21,7 +21,7 @@ from chitu.config.topology import (
     on_one_host,
     threads_of,
 )
-from chitu.config.topology_checks import check, open_api, problems, warn_without_key
+from chitu.config.topology_checks import check, missing_roles, open_api, problems, warn_without_key
 from chitu.errors import ConfigError
 from chitu.types import Role
 
@@ -115,8 +115,6 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("dp_config.router.decode_schedulers=[]", "decode_schedulers is empty but there are prefill_schedulers"),
-        ("dp_config.router.prefill_schedulers=[]", "prefill_schedulers is empty but there are decode_schedulers"),
         (f"{CPU_PAIR} dp_config.router.decode_schedulers.0.tp_size=2", "give one device per rank"),
         ("dp_config.router.decode_schedulers.0.devices=[cpu,cpu]", "names 2 devices"),
         ("dp_config.router.decode_schedulers.0.devices=[gpu]", "has 'gpu': a device is 'cpu' or 'cuda:N'"),
@@ -154,9 +152,19 @@ def test_devices_that_a_launcher_still_has_to_choose_are_no_problem() -> None:
     assert load_topology(None, CPU_PAIR.split()).dp_config.router.decode_schedulers[0].devices == ("cpu",)
 
 
-def test_a_topology_without_any_instance_is_refused() -> None:
-    (only,) = found(Topology())
-    assert "no instance" in only
+@pytest.mark.parametrize(
+    ("empty", "missing"),
+    [
+        (("prefill", "decode"), (Role.PREFILL, Role.DECODE)),
+        (("decode",), (Role.DECODE,)),
+        (("prefill",), (Role.PREFILL,)),
+        ((), ()),
+    ],
+)
+def test_roles_may_be_absent_and_join_later(empty: tuple[str, ...], missing: tuple[Role, ...]) -> None:
+    topology = load_topology(None, [f"dp_config.router.{name}_schedulers=[]" for name in empty])
+    assert (found(topology), missing_roles(topology)) == ([], missing)
+    assert missing_roles(load_topology("unified_local")) == ()
 
 
 def test_shared_memory_between_hosts_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chitu.config.load import load_topology
-from chitu.config.schema import AUTO_DEVICES
+from chitu.config.schema import AUTO_DEVICES, InstanceConfig
 from chitu.config.topology import instances
 from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
@@ -61,10 +61,25 @@ def test_one_that_is_down_can_be_brought_back_and_one_that_is_up_not() -> None:
         grown(topology, members, Role.PREFILL, 0, "127.0.0.1")
 
 
+def test_where_no_instance_of_a_role_is_an_example_it_has_the_default_settings() -> None:
+    empty = [f"dp_config.router.{name}_schedulers=[]" for name in ("prefill", "decode")]
+    alone = load_topology(None, ["dp_config.router.host=10.0.0.1", *empty])
+    first = grown(alone, [], Role.PREFILL, 0, "10.0.0.2")
+    assert [(item.name, item.config) for item in instances(first)] == [("P0", InstanceConfig(host="10.0.0.2"))]
+    second = grown(alone, known(P0="10.0.0.2", P2="10.0.0.4"), Role.DECODE, 0, "10.0.0.3", ("cpu", "cpu"))
+    assert [(item.name, item.config.host) for item in instances(second) if item.engine_rank != 1] == [
+        ("P0", "10.0.0.2"),  # so that the transport to other hosts is known
+        ("P2", "10.0.0.4"),
+        ("D0", "10.0.0.3"),
+    ]
+    assert instances(second)[-1].config.tp_size == 2
+    beside = grown(load_topology(None), known(P0="127.0.0.1", D0="127.0.0.1"), Role.UNIFIED, 0, "127.0.0.1")
+    assert [item.name for item in instances(beside)] == ["P0", "D0", "U0"]
+    assert list(problems(first, need_model=False)) == list(problems(beside, need_model=False)) == []
+
+
 def test_what_cannot_be_added_is_refused() -> None:
     topology, members = load_topology(None), known(P0="127.0.0.1", D0="127.0.0.1")
-    with pytest.raises(ConfigError, match="no unified instance to be like: it has P0, D0"):
-        grown(topology, members, Role.UNIFIED, 0, "127.0.0.1")
     assert len(instances(grown(topology, members, Role.DECODE, MAX_RANK, "127.0.0.1"))) == MAX_RANK + 2
     for rank in (-1, MAX_RANK + 1):
         with pytest.raises(ConfigError, match=f"the rank {rank} is not within"):

@@ -9,6 +9,8 @@ from chitu.config.topology import router_ports
 from chitu.launch.plan import Entries, plan, port_overrides
 from chitu.launch.progress import Progress, ProgressWriter, read_progress, write_progress
 
+DEADLINES = "dp_config.router.pd_disaggregation.deadlines"
+
 
 def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None:
     topology = load_topology("pd_disagg_2p3d_multi_node")
@@ -29,9 +31,9 @@ def test_the_router_is_a_plain_process_and_an_instance_is_one_torchrun() -> None
 
 
 def test_torchrun_leaves_its_ranks_the_time_to_drain() -> None:
-    topology = load_topology(None, ["dp_config.router.pd_disaggregation.deadlines.drain_s=60.5"])
+    topology = load_topology(None, [f"{DEADLINES}.drain_s=60.5", f"{DEADLINES}.drain_delay_s=20"])
     decode = plan(topology, "F.yaml", [], cores=4, entries=Entries())[-1]
-    assert int(decode.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 61
+    assert int(decode.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 81
 
 
 def test_a_scheduler_without_torch_is_started_by_itself() -> None:

@@ -1,0 +1,136 @@
+"""A router on a node of its own: its end, in which no client is left without an answer, and a cluster that begins with
+it alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from nursery import FORKED, forked_router
+from serve_process import ServeProcess
+
+from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
+from chitu.config.load import parse_topology
+from chitu.config.schema import Topology
+from chitu.launch.local import LocalCluster
+from chitu.launch.make_model import make_model
+from chitu.testing.router_process import RouterUnderTest, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+WAIT_S = 60.0
+CHITU = [sys.executable, "-m", "chitu.cli"]
+LONG = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", layers=2)
+
+
+def router_alone(model: Path, deadlines: Mapping[str, float] = {}, **more: Any) -> Topology:
+    ports = {"stats_port": 0, "token_port": 0}
+    pd = {"coordination_port": 0, "metadata_sync_port": 0, "bootstrap_port": 0, "deadlines": deadlines}
+    router = {**ports, "pd_disaggregation": pd}
+    named = {"path": str(model), "served_name": "m"}
+    return parse_topology({"model": named, "dp_config": {"router": router}, **more})
+
+
+@contextmanager
+def fake_pair(cluster: LocalCluster) -> Iterator[None]:
+    """Run a P and a D that the cluster's launcher did not start, with a token every half second, while it is open."""
+    argv = [sys.executable, "-m", "chitu.testing.fake_worker", "--instances", "P0,D0", "--host", "127.0.0.1"]
+    for name in ("coordination_port", "metadata_sync_port", "stats_port", "token_port"):
+        argv += ["--" + name.replace("_", "-"), str(cluster.ports[name])]
+    environment = {**os.environ, ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
+    worker = FORKED.popen([*argv, "--step-s", "0.5"], env=environment)
+    try:
+        wait_until(lambda: health(cluster.url).status_code == 200, WAIT_S, "the pair to join")
+        yield
+    finally:
+        worker.kill()
+        worker.wait()
+
+
+def health(url: str) -> httpx.Response:
+    return httpx.get(f"{url}/health", timeout=10.0, trust_env=False)
+
+
+def complete(url: str, **options: object) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={**LONG, **options}, timeout=WAIT_S, trust_env=False)
+
+
+def test_a_router_alone_says_that_nothing_can_be_served(model: Path) -> None:
+    with LocalCluster(router_alone(model), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        answer = health(cluster.url)
+        assert (answer.status_code, answer.json()["reason"]) == (503, "no prefill and no decode instance is ready")
+        refused = complete(cluster.url)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_instance")
+
+
+def test_a_router_without_workers_of_its_own_answers_every_client_before_it_ends(model: Path) -> None:
+    """Its workers are on other nodes, so its launcher has nobody else to leave time to."""
+    with LocalCluster(router_alone(model, {"drain_s": 2.0}), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        with fake_pair(cluster), ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(complete, cluster.url, stream=number % 2 == 1) for number in range(8)]
+            wait_until(lambda: health(cluster.url).json()["in_flight"] == 8, WAIT_S, "eight requests")
+            codes = cluster.stop()
+            answers = [one.result() for one in asked]
+        assert codes == {"router": 0}
+        for number, answer in enumerate(answers):
+            assert answer.status_code == (200 if number % 2 else 503)
+            assert '"code":"no_instance"' in answer.text.strip().splitlines()[-1].replace(" ", "")
+
+
+def test_a_pair_joins_a_router_that_began_alone(model: Path) -> None:
+    """The topology has no instance that the new ones could be like."""
+    sizes = {"cache": {"num_pages": 64}, "scheduler": {"threads": 1}}
+    with LocalCluster(router_alone(model, **sizes), entries=FORKED) as cluster, ExitStack() as stack:
+        cluster.wait_ready()
+        for role in ("prefill", "decode", "unified"):
+            stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url]))
+        wait_until(lambda: len(health(cluster.url).json()["instances"]) == 3, 120.0, lambda: health(cluster.url).text)
+        answer = complete(cluster.url, max_tokens=4, return_proof=True)
+        assert (answer.status_code, answer.headers["x-chitu-decode"]) == (200, "D0"), answer.text
+
+
+def test_a_router_that_is_to_end_serves_on_until_a_balancer_has_noticed(model: Path, tmp_path: Path) -> None:
+    """A second signal ends the wait."""
+    delay = "dp_config.router.pd_disaggregation.deadlines.drain_delay_s=600"
+    router: RouterUnderTest = forked_router(
+        tmp_path, model, ("model.served_name=m", delay, "dp_config.router.workers=2")
+    )
+    seen: dict[str, str] = {}
+
+    def asked_both() -> bool:
+        answer = health(router.url)
+        if answer.status_code == 503:
+            seen[answer.headers["x-chitu-worker"]] = answer.json()["status"]
+        return len(seen) == 2
+
+    try:
+        router.start()
+        router.start_worker("P0,D0")
+        assert health(router.url).status_code == 200
+        router.signal(signal.SIGTERM)
+        wait_until(asked_both, WAIT_S, lambda: seen)
+        assert seen == {"0": "ending", "1": "ending"}
+        served = [complete(router.url, max_tokens=4) for _ in range(8)]
+        assert {answer.status_code for answer in served} == {200}
+        assert {answer.headers["x-chitu-worker"] for answer in served} <= {"0", "1"}
+        router.signal(signal.SIGTERM)
+        assert router.process.wait(WAIT_S) == 0
+    except subprocess.TimeoutExpired:
+        raise AssertionError(router.log) from None
+    finally:
+        router.stop()
