@@ -42,9 +42,12 @@ Logprobs are those of the model itself: of the raw logits, before temperature, p
 token has an entry, also a hidden eos; `text_offset` counts characters of the choice's `text`.
 
 The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Llama 3 or as Mistral. With
-other templates `tools` are refused. Only a call of an offered tool is a call; anything else that the model writes is
-`content`, also a call whose JSON is broken. A stream sends arguments as they come, before it is known whether they are
-complete. Text between `<think>` or `[THINK]` and its end is `reasoning_content` if the template knows these marks.
+other templates `tools` are refused. Only a call of an offered tool is a call. It may have `type`, may have name and
+arguments within `function`, `parameters` for `arguments`, arguments as text, or none; a code fence or an array may be
+around it; raw line breaks and tabs in its strings become escapes. Anything else that the model writes is `content`,
+also a call whose JSON is broken or cut off. A stream sends a call when it is complete, so `arguments` are always a JSON
+object, and the parts of a stream are always the answer that is not streamed. Text between `<think>` or `[THINK]` and
+its end is `reasoning_content` if the template knows these marks.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

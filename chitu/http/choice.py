@@ -137,7 +137,7 @@ class ChoiceDecoder:
                 break
         if self.finish_reason is not None:
             newest = deltas.pop() if deltas and not self._unshown else Delta("", [])  # as in `_end`
-            rest = parser.finish()
+            rest = parser.finish(self.finish_reason == "stop")
             deltas.append(Delta(joined([newest.text, rest]), newest.token_ids + self._unshown))
             if self.finish_reason == "stop" and parser.has_calls:
                 self.finish_reason = "tool_calls"

@@ -180,6 +180,7 @@ class JobParser:
         plan, calls = self._model.message_plan(body, text, tools.offered), None
         if tools.enforced and plan is not None and plan.calls is not None:
             calls = grammar_of_calls(plan.calls, tools.enforced, plan.is_parallel, tools.is_required)
+            plan = plan._replace(is_enforced=True)
         reasoning = plan.reasoning_ahead(text) if plan is not None else None
         if variables.get("enable_thinking") is False:
             reasoning = None

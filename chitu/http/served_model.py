@@ -204,7 +204,6 @@ class ServedModel:
             reasoning=marks,
             is_reasoning=marks is not None and prompt.rstrip().endswith(marks.open),
             shows_reasoning=body.include_reasoning is not False,
-            is_streamed=bool(body.stream),
         )
 
     def may_skip_special(self, plan: MessagePlan) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder, Delta
 from chitu.http.messages.call_grammar import grammar_of_calls
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
-from chitu.http.messages.delta import CallDelta, MessageDelta, joined
+from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.messages.hermes import HermesParser
 from chitu.http.messages.llama import LlamaParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
@@ -41,12 +43,11 @@ Parser = type[CallParser] | None
 
 def plan(
     calls: Parser,
-    streamed: bool = True,
     parallel: bool = True,
     marks: ReasoningMarks | None = None,
     inside: bool = False,
 ) -> MessagePlan:
-    return MessagePlan(marks, inside, True, calls, NAMES, streamed, parallel)
+    return MessagePlan(marks, inside, True, calls, NAMES, parallel)
 
 
 def parts(how: MessagePlan, text: str, cut: int) -> list[str | MessageDelta]:
@@ -107,26 +108,151 @@ CALLS: list[Any] = [
 
 
 @pytest.mark.parametrize(("calls", "text", "content", "expected"), CALLS)
-@pytest.mark.parametrize("streamed", [True, False])
 def test_calls_are_read_however_the_text_is_cut(
-    calls: Parser, text: str, content: str, expected: list[tuple[str, str]], streamed: bool
+    calls: Parser, text: str, content: str, expected: list[tuple[str, str]]
 ) -> None:
     for cut in (1, 2, 3, 5, 17, len(text)):
-        assert read(plan(calls, streamed), text, cut) == (content, "", expected)
+        assert read(plan(calls), text, cut) == (content, "", expected)
 
 
-def test_arguments_stream_as_they_come_and_only_the_beginning_of_a_mark_is_held() -> None:
+MARKED = [
+    (HermesParser, "<tool_call>\n", "\n</tool_call>"),
+    (LlamaParser, "", ""),
+    (LlamaParser, "<|python_tag|>", ""),
+    (MistralParser, "[TOOL_CALLS]", ""),
+    (MistralParser, "[TOOL_CALLS] [", "]"),
+]
+SPELLINGS = [
+    ('{"type": "function", "name": "add", "parameters": {"a": 1}}', '{"a": 1}'),
+    ('{"id": "call_1", "type": "function", "name": "add", "arguments": {"a": 1}}', '{"a": 1}'),
+    ('{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}', '{"a": 1}'),
+    ('{"function": {"name": "add", "parameters": {"a": 1}}, "type": "function"}', '{"a": 1}'),
+    ('{"type": "function", "function": "add", "parameters": {"a": 1}}', '{"a": 1}'),
+    ('{"parameters": {"a": 1}, "name": "add"}', '{"a": 1}'),
+    ('{"name": "add", "parameters": {"a": 1}, "type": "function"}', '{"a": 1}'),
+    ('{"name": "add", "arguments": "{\\"a\\": 1}"}', '{"a": 1}'),
+    ('{"name": "add"}', "{}"),
+    ('{"type": "function", "name": "add"}', "{}"),
+    ('{"name": "add", "parameters": null}', "{}"),
+    ('{"name": "add", "arguments": ""}', "{}"),
+    ('{"name": "a\\u0064d", "arguments": {}}', "{}"),
+    ('{"name": "add", "arguments": {"a": 1e999, "a": -0.0}}', '{"a": 1e999, "a": -0.0}'),
+    ('{"name": "add", "arguments": {"a": "x\ny\tz"}}', '{"a": "x\\ny\\tz"}'),
+    ('{"name": "add", "arguments": {"a": "\x00\\\n"}}', '{"a": "\\u0000\\n"}'),
+    ('{"name": "add", "arguments": {"a": "it\\\'s \\d"}}', '{"a": "it\'s \\\\d"}'),
+    ('{"name": "add", "arguments": {"a": "\\ud83d\\ude00 \\ud83d"}}', '{"a": "\\ud83d\\ude00 \\ufffd"}'),
+    ('{"name": "add", "arguments": {"a": [True, None,], "b": "True,]"},}', '{"a": [true, null], "b": "True,]"}'),
+    ('{"name": "add", "arguments": "{\\"a\\": \\"x\\ny\\"}"}', '{"a": "x\\ny"}'),
+]
+
+
+@pytest.mark.parametrize(("calls", "begin", "end"), MARKED)
+@pytest.mark.parametrize(("text", "arguments"), SPELLINGS)
+def test_what_the_model_plainly_means_is_a_call(
+    calls: type[CallParser], begin: str, end: str, text: str, arguments: str
+) -> None:
+    one = [("add", arguments)]
+    wholes = [(text, one), (text + ";", one), (f"{text}\n, {text}", one * 2)]
+    if not begin.endswith("["):
+        wholes += [(f"```json\n{text}\n```\n", one), (f"[{text}]", one), (f"``` [{text}, {text}]```", one * 2)]
+    for whole, expected in wholes:
+        whole = begin + whole + end
+        for cut in (1, 2, 7, len(whole)):
+            assert read(plan(calls), whole, cut) == ("", "", expected), whole
+
+
+JSON_TEXTS = st.text(
+    st.sampled_from("ab\n\t\r\x01\"\\{}[],:;é😀<>`'") | st.characters(codec="utf-8")
+) | st.sampled_from(
+    ("</tool_call>", "<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "```", '{"name": "look"}', "\ud83d")
+)
+ARGUMENTS = st.dictionaries(
+    JSON_TEXTS,
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | JSON_TEXTS,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(JSON_TEXTS, inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+def written_raw(value: Any) -> str:
+    """Return JSON in which line breaks and tabs are not escaped."""
+    text = json.dumps(value)
+    for escaped, raw in (("\\n", "\n"), ("\\t", "\t"), ("\\u0001", "\x01")):
+        text = re.sub(r"(?<!\\)((?:\\\\)*)" + re.escape(escaped), lambda found, raw=raw: found[1] + raw, text)
+    return text
+
+
+@st.composite
+def written_calls(draw: st.DrawFn) -> tuple[type[CallParser], str, list[tuple[str, Any]]]:
+    """Return a parser, a text with calls, and these: names and decoded arguments."""
+    calls, begin, end = draw(st.sampled_from(MARKED))
+    is_array = begin.endswith("[")
+    texts, expected = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        name, value = draw(st.sampled_from(sorted(NAMES))), draw(ARGUMENTS)
+        dump = draw(st.sampled_from((json.dumps, written_raw, lambda v: json.dumps(v, indent=2))))
+        given = json.dumps(dump(value)) if draw(st.integers(0, 3)) == 0 else dump(value)
+        key = draw(st.sampled_from(("arguments", "parameters")))
+        members = [f'"name": "{name}"', f'"{key}": {given}']
+        if draw(st.booleans()):
+            members.reverse()
+        inner = ", ".join(members)
+        if draw(st.booleans()):
+            inner = f'"function": {{{inner}}}'
+        texts.append(f'{{"type": "function", {inner}}}' if draw(st.booleans()) else f"{{{inner}}}")
+        expected.append((name, json.loads(json.dumps(value).replace('\\ud83d"', '\\ufffd"'))))
+    if calls is HermesParser:
+        whole = "\n".join(begin + text + end for text in texts)
+    elif draw(st.booleans()) and not is_array:
+        whole = f"{begin}[{', '.join(texts)}]"
+    else:
+        whole = begin + (", " if is_array else "; ").join(texts) + end
+    return calls, whole, expected
+
+
+@given(written_calls(), st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(0, 2000))
+def test_a_stream_of_calls_is_the_whole_answer_however_it_is_cut(
+    written: tuple[type[CallParser], str, list[tuple[str, Any]]], sizes: list[int], end: int
+) -> None:
+    calls, text, expected = written
+    content, _, found = read(plan(calls), text, len(text))
+    assert content == "" and [(name, json.loads(arguments)) for name, arguments in found] == expected
+    for shown in (text, text[:end]):  # the second may be cut off by `max_tokens`
+        parser, at, streamed = plan(calls).parser(), 0, []
+        for size in itertools.cycle(sizes):
+            streamed.append(parser.push(shown[at : at + size]))
+            at += size
+            if at >= len(shown):
+                break
+        message = joined([*streamed, parser.finish(False)])
+        others = joined([(whole := plan(calls).parser()).push(shown), whole.finish(False)])
+        assert without_ids(message) == without_ids(others)
+        for call in message.calls if isinstance(message, MessageDelta) else ():
+            assert isinstance(json.loads(call.arguments), dict)
+        if isinstance(message, str):
+            assert message == shown
+
+
+def without_ids(message: str | MessageDelta) -> Any:
+    return (
+        message if isinstance(message, str) else message._replace(calls=[(c.name, c.arguments) for c in message.calls])
+    )
+
+
+def test_a_call_comes_when_it_is_complete_and_only_the_beginning_of_a_mark_is_held() -> None:
     parser = plan(HermesParser).parser()
     assert parser.push("a < b") == "a < b"
     assert parser.push(" and <tool") == " and "
     assert parser.push("box> \n") == "<toolbox> "
     assert parser.push('\n<tool_call>\n{"name": "add", "argum') == "\n"  # of two line ends one belongs to the mark
-    opened = parser.push('ents": {"a"')
-    assert isinstance(opened, MessageDelta) and opened.content == ""
-    assert [(call.name, call.arguments) for call in opened.calls] == [("add", '{"a"')]
-    for piece in (': "x', "y", '"}'):
-        assert parser.push(piece) == MessageDelta(calls=(CallDelta(0, piece),))
-    assert not any(parser.push(piece) for piece in ("}", "\n</tool", "_call>"))
+    assert not any(parser.push(piece) for piece in ('ents": {"a"', ': "x', "y", '"}'))
+    call = parser.push("}")
+    assert isinstance(call, MessageDelta) and call.content == ""
+    assert [(call.name, call.arguments) for call in call.calls] == [("add", '{"a": "xy"}')]
+    assert not any(parser.push(piece) for piece in ("\n</tool", "_call>"))
     assert not parser.finish()
 
 
@@ -149,29 +275,58 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize(("calls", "text"), NO_CALLS)
-@pytest.mark.parametrize("streamed", [True, False])
-def test_what_is_no_call_of_an_offered_tool_is_content_as_it_was_written(
-    calls: Parser, text: str, streamed: bool
-) -> None:
+def test_what_is_no_call_of_an_offered_tool_is_content_as_it_was_written(calls: Parser, text: str) -> None:
     for cut in (1, 4, len(text)):
-        assert read(plan(calls, streamed), text, cut) == (text, "", [])
+        assert read(plan(calls), text, cut) == (text, "", [])
 
 
-def test_an_answer_in_json_of_a_model_that_calls_in_json_streams_at_once() -> None:
-    assert plan(LlamaParser).parser().push('{"answer"') == '{"answer"'
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"answer"',
+        '{"a"',
+        '{"x',
+        "[1",
+        "```python\nd",
+        '```json\n{"answer"',
+        '{"name": "Bob"',
+        '{"name": "B',
+        '{"name": 5',
+        '{"type": "o',
+        '{"type": "function", "of',
+        '{"type": "function", "name": "x',
+        '{"function": {"x',
+        '{"id": "7"}',
+        '[{"id": 7',
+        "x",
+    ],
+)
+def test_an_answer_in_json_of_a_model_that_calls_in_json_streams_at_once(text: str) -> None:
+    parser = plan(LlamaParser).parser()
+    assert "".join(str(parser.push(letter)) for letter in text) == text
 
 
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"a": 1</tool_call> Sorry.'
 
 
-def test_broken_arguments_are_content_unless_they_went_out_already() -> None:
-    for cut in (1, 7, len(BROKEN)):
-        assert read(plan(HermesParser, streamed=False), BROKEN, cut) == (BROKEN, "", [])
-        assert read(plan(HermesParser), BROKEN, cut) == ("Sorry.", "", [("add", '{"a": 1')])
-    head = BROKEN.index('{"a"')
+def test_broken_calls_and_those_that_are_cut_off_are_content() -> None:
+    for text in (BROKEN, BROKEN.replace("1<", '1, "b": "x"y"}}<')):
+        for cut in (1, 7, len(text)):
+            assert read(plan(HermesParser), text, cut) == (text, "", [])
     for end in range(len(BROKEN)):  # cut off by `max_tokens`
-        content, _, calls = read(plan(HermesParser), BROKEN[:end])
-        assert (content, calls) == (BROKEN[:end], []) if end <= head else BROKEN[head:].startswith(calls[0][1])
+        assert read(plan(HermesParser), BROKEN[:end]) == (BROKEN[:end], "", [])
+    for is_whole in (True, False):  # a name alone is a call only if the model ended there
+        for text in ("[TOOL_CALLS]look", "[TOOL_CALLS]look[ARGS]", "[TOOL_CALLS]look[CALL_ID]123456789"):
+            parser = plan(MistralParser).parser()
+            message = joined([parser.push(text), parser.finish(is_whole)])
+            assert without_ids(message) == (MessageDelta(calls=[("look", "{}")]) if is_whole else text)
+
+
+def test_an_enforced_call_is_read_only_where_the_grammar_has_it() -> None:
+    call = '{"name": "add", "parameters": {}}'
+    for begin, is_call in (("", True), ("[", False), ("```json\n", False)):
+        how = plan(LlamaParser)._replace(is_enforced=True)
+        assert read(how, begin + call) == (("", "", [("add", "{}")]) if is_call else (begin + call, "", []))
 
 
 PIECES = [
@@ -185,17 +340,17 @@ PIECES = [
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
     st.integers(1, 9),
     st.booleans(),
-    st.booleans(),
 )
 def test_no_text_breaks_a_parser_and_the_cut_does_not_matter(
-    calls: type[CallParser], text: str, cut: int, streamed: bool, parallel: bool
+    calls: type[CallParser], text: str, cut: int, parallel: bool
 ) -> None:
-    how = plan(calls, streamed, parallel, THINK)
+    how = plan(calls, parallel, THINK)
     assert read(how, text, cut) == read(how, text, len(text) or 1)
     content, reasoning, found = read(how, text, cut)
     if not found and not reasoning and "think" not in text:
         assert content == text
     assert parallel or len(found) <= 1
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in found)
 
 
 def test_a_long_text_is_read_in_one_pass() -> None:
@@ -206,13 +361,13 @@ def test_a_long_text_is_read_in_one_pass() -> None:
             Counted.read += len(text)
             return super()._in_text(text)
 
-    parser = Counted(NAMES, True, True)
+    parser = Counted(NAMES, True)
     text = "<tool_call>x" * 4000
     shown = [*parser.push(text), *parser.finish()]
     assert "".join(map(str, shown)) == text
     # A state passes on what it does not consume, so each mark costs at most a piece, however long the text is.
     assert Counted.read <= len(text) * PIECE_CHARS / len("<tool_call>x")
-    one_by_one = Counted(NAMES, True, True)
+    one_by_one = Counted(NAMES, True)
     Counted.read = 0
     for letter in "a<tool_call>" * 2000:
         one_by_one.push(letter)
@@ -234,8 +389,6 @@ THOUGHTS = [
 @pytest.mark.parametrize(("text", "inside", "content", "reasoning"), THOUGHTS)
 def test_reasoning_is_split_from_the_answer(text: str, inside: bool, content: str, reasoning: str) -> None:
     for cut in (1, 2, 5, len(text)):
-        if text.startswith(" ") and cut == len(text):
-            continue  # in one piece the mark is recognised
         assert read(plan(None, marks=THINK, inside=inside), text, cut) == (content, reasoning, [])
 
 
@@ -447,9 +600,8 @@ def test_an_enforced_call_is_read_as_one(calls: type[CallParser]) -> None:
     assert all(call.begin.startswith(record.trigger) for call in record.calls)
     written = [call.begin + ADD + call.end for call in record.calls]
     text = record.separator.join(written if record.is_parallel else written[:1])
-    for streamed in (True, False):
-        expected = [(name, ADD) for name in sorted(NAMES)][: len(written) if record.is_parallel else 1]
-        assert read(plan(calls, streamed), text, 3) == ("", "", expected)
+    expected = [(name, ADD) for name in sorted(NAMES)][: len(written) if record.is_parallel else 1]
+    assert read(plan(calls), text, 3) == ("", "", expected)
     assert not msgspec.json.decode(grammar_of_calls(calls, tools, False, True).text, type=ToolCalls).is_parallel
 
 

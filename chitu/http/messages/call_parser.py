@@ -1,9 +1,8 @@
 """Parsing of tool calls in a model's text: what all formats share. Pure; loop thread.
 
-A call is a JSON object with the tool's name and its arguments. In a stream, the name is emitted as soon as the head of
-the object is complete, and the arguments as they arrive. In an answer that is not streamed, and if an object has its
-keys in another order, a call is emitted when it is complete. Text that is no call of an offered tool is content, as it
-was written. Only text that may begin a call is held back, and no character is read more than a few times.
+A call is emitted when its object is complete, and is one that `call_text.py` reads. Text that is no call of an offered
+tool is content, as it was written. So the parts of a stream are always the answer that is not streamed, and arguments
+are always JSON. Only text that may be a call is held back, and no character is read more than a few times.
 """
 
 from __future__ import annotations
@@ -12,65 +11,23 @@ import abc
 import os
 import re
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import ClassVar
 
 import msgspec
 
+from chitu.http.messages.call_text import Call, arguments_of, call_of, may_be_call
 from chitu.http.messages.delta import CallDelta
 from chitu.http.messages.json_end import Found, JSONEnd
 from chitu.tokenizer.stop import end_before_mark
 
 MAX_HEAD_CHARS = 512
-"""Characters of a call up to its arguments."""
+"""Characters of a call up to its object, and of an object up to the name of its tool if no mark announces a call."""
 PIECE_CHARS = 2048
 """Characters read at once; small, because each state copies what it leaves to the next one."""
-ARGUMENTS = ("arguments", "parameters")
-"""Keys under which models write the arguments."""
-_MORE: Literal["more"] = "more"
-_NAME = re.compile(r'"(?:[^"\\]|\\.)*"')
-_SPACE = re.compile(r"\s*")
-_KEYS = tuple(f'"{name}"' for name in ARGUMENTS)
-_HEAD: tuple[tuple[str, ...], ...] = (("{",), ('"name"',), (":",), (), (",",), _KEYS, (":",), ("{",))
-"""Parts of a head in their order: one text of each group; the empty group stands for the name."""
-_decode = msgspec.json.Decoder().decode
-
-
-class CallHead(NamedTuple):
-    name: str
-    end: int
-    """Position where the object of the arguments begins."""
-    depth: int
-    """Number of brackets that are open there."""
-
-
-HeadFound = CallHead | Literal["more"] | None
-"""`more`: the text may become a head. None: it is not a head."""
-
-
-def object_head(text: str) -> HeadFound:
-    """Find the head `{"name": "f", "arguments": {`, with any space between its parts."""
-    at, name = 0, ""
-    for group in _HEAD:
-        space = _SPACE.match(text, at)
-        at = space.end() if space is not None else at
-        rest = text[at:]
-        if not rest:
-            return _MORE
-        if not group:
-            found = _NAME.match(text, at)
-            if found is None:
-                return _MORE if rest[0] == '"' else None
-            try:
-                name = _decode(found[0])
-            except msgspec.DecodeError:
-                return None
-            at = found.end()
-            continue
-        whole = next((word for word in group if rest.startswith(word)), None)
-        if whole is None:
-            return _MORE if any(word.startswith(rest) for word in group) else None
-        at += len(whole)
-    return CallHead(name, at - 1, 1)
+_FENCE = "```"
+_OPENING = re.compile(r"\s*(?:```\w*\s*)?(?:\[\s*)?")
+"""What may precede the object of a call: a code fence, and the bracket of an array of calls."""
+_FENCE_BEGUN = re.compile(r"\s*`{1,2}\Z")
 
 
 def json_text(text: str) -> str:
@@ -89,32 +46,36 @@ class CallParser(abc.ABC):
     separator: ClassVar[str | None] = None
     """Text between calls; None: an answer that must be a call has only one."""
     end_mark: ClassVar[str] = ""
-    """Text after each call; may be empty."""
+    """Text after the calls of a mark; may be empty."""
     is_leading: ClassVar[bool] = False
-    """Calls are at the beginning of an answer or nowhere."""
-    takes_any_order: ClassVar[bool] = False
-    """The object of a call may begin with another key than the name."""
+    """An answer may begin with a call without a mark."""
 
-    def __init__(self, names: Collection[str], is_streamed: bool, is_parallel: bool) -> None:
-        """`names`: names of the tools. Unless `is_parallel`, nothing is read after the first call."""
+    def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
+        """`names`: names of the tools. Unless `is_parallel`, nothing is read after the first call. `is_enforced`: a
+        grammar has calls follow schemas where they are as `written`, so without a mark only these are calls."""
         self.num_calls = 0
         self._names = names
-        self._is_streamed = is_streamed
         self._is_parallel = is_parallel
+        self._is_enforced = is_enforced
         self._starts = frozenset(mark[0] for mark in self.marks)
         self._longest = max(map(len, self.marks))
         self._held = ""
         """Received text that waits for what follows it."""
         self._raw: list[str] = []
-        """Text of the current call from its mark on, while nothing of the call has been emitted."""
-        self._arguments: list[str] = []
-        """Arguments of the current call, while nothing of the call has been emitted."""
-        self._head = CallHead("", 0, 0)
+        """Text of the current call from its mark on: the mark, what precedes the object, and parts of the object."""
+        self._name = ""
+        """Name of the tool, if it precedes the object."""
+        self._closers: tuple[str, ...] = ()
+        """Texts that may follow the calls of a mark."""
         self._json = JSONEnd()
         self._pieces: list[str | CallDelta] = []
         self._trims = False
         """The next space is dropped."""
+        self._has_mark = False
+        """A mark announced the current call."""
         self._state: Callable[[str], str] = self._in_text
+        if self.is_leading:
+            self._begin("", "")
 
     @property
     def is_complete(self) -> bool:
@@ -122,7 +83,7 @@ class CallParser(abc.ABC):
         return self._state == self._behind_all
 
     def push(self, text: str) -> list[str | CallDelta]:
-        """Return what can be emitted now: content and parts of calls."""
+        """Return what can be emitted now: content and calls."""
         self._pieces = []
         for at in range(0, len(text), PIECE_CHARS):
             piece, self._held = self._held + text[at : at + PIECE_CHARS], ""
@@ -130,27 +91,18 @@ class CallParser(abc.ABC):
                 piece = self._state(piece)
         return self._pieces
 
-    def finish(self) -> list[str | CallDelta]:
-        """Return the rest. No more text follows."""
+    def finish(self, is_whole: bool = True) -> list[str | CallDelta]:
+        """Return the rest. No more text follows. Unless `is_whole`, the text was cut off."""
         self._pieces = []
         held, self._held = self._held, ""
         if self._raw or self._state == self._in_text:
             self._show("".join(self._raw) + held)
-        elif self._state == self._in_broken:
-            self._argue(held)
         return self._pieces
-
-    @abc.abstractmethod
-    def _between(self, text: str) -> str:
-        """Read text after a call. A state, as below."""
 
     @classmethod
     @abc.abstractmethod
     def written(cls, name: str) -> tuple[str, str]:
         """Return what the model writes before the arguments of a call, and what it writes after them."""
-
-    def _find_head(self, text: str) -> HeadFound:
-        return object_head(text)
 
     def _make_id(self) -> str:
         return f"call_{os.urandom(12).hex()}"
@@ -167,90 +119,71 @@ class CallParser(abc.ABC):
         at, negative = min(found)
         end = at - negative
         self._show(text[:at])
+        self._has_mark = True
+        self._closers = (self.end_mark,) if self.end_mark else ()
         return self._begin(text[at:end], text[end:])
 
     def _begin(self, mark: str, text: str) -> str:
-        self._raw = [mark]
-        self._arguments = []
+        self._raw, self._name = [mark], ""
         self._state = self._in_head
         return text
 
     def _in_head(self, text: str) -> str:
-        head = self._find_head(text[: MAX_HEAD_CHARS + 1])
-        if head == _MORE and len(text) <= MAX_HEAD_CHARS:
+        """Read up to the object of a call."""
+        found = _OPENING.match(text)
+        assert found is not None  # all of it is optional
+        at, opening = found.end(), found[0].strip()
+        rest = text[at : at + MAX_HEAD_CHARS + 1]
+        is_call: bool | None = False
+        if at > MAX_HEAD_CHARS or (opening and self._is_enforced and not self._has_mark):
+            pass
+        elif not rest or _FENCE_BEGUN.match(text):
+            is_call = None
+        elif rest[0] == "{":
+            is_call = self._has_mark or may_be_call(rest, self._names)
+        if is_call is None and len(rest) <= MAX_HEAD_CHARS:
             self._held = text
             return ""
-        if isinstance(head, CallHead) and head.name in self._names:
-            self._head, self._json = head, JSONEnd(head.depth)
-            self._state = self._in_arguments
-            if self._is_streamed:
-                self._raw = []
-                self._open(head.name, "")
-            else:
-                self._raw.append(text[: head.end])
-            return text[head.end :]
-        if self.takes_any_order and not isinstance(head, CallHead):
-            self._json = JSONEnd()
-            self._state = self._in_object
-            return text
-        return self._refuse(text)
+        if not is_call:
+            return self._refuse(text)
+        self._closers += tuple(closer for closer, opener in (("]", "["), (_FENCE, _FENCE)) if opener in opening)
+        return self._read_object(text[:at], text[at:])
 
-    def _in_arguments(self, text: str) -> str:
-        found, at = self._json.feed(text, self._head.depth), self._json.at
-        if self._is_streamed:
-            self._argue(text[:at])
-            if found is Found.BROKEN:  # emitted text cannot be taken back: emit the rest, too
-                self._state = self._in_broken
-        else:
-            self._raw.append(text[:at])
-            self._arguments.append(text[:at])
-            if found is Found.BROKEN:
-                return self._refuse(text[at:])
-        if found is Found.END:
-            if not self._is_streamed:
-                arguments = "".join(self._arguments)
-                if _arguments_of({"arguments": arguments}) is None:
-                    return self._refuse(text[at:])
-                self._raw = []
-                self._open(self._head.name, arguments)
-            self._state = self._in_rest
-            if not self._head.depth:
-                self._close()
-        return text[at:]
-
-    def _in_rest(self, text: str) -> str:
-        """Read the object to its end, after its arguments."""
-        found, at = self._json.feed(text), self._json.at
-        if found is not Found.MORE:
-            self._close()
-        return text[at:]
+    def _read_object(self, before: str, text: str) -> str:
+        self._raw.append(before)
+        self._json = JSONEnd()
+        self._state = self._in_object
+        return text
 
     def _in_object(self, text: str) -> str:
-        """Read a call that is emitted only when it is complete."""
         found, at = self._json.feed(text), self._json.at
         self._raw.append(text[:at])
-        if found is Found.BROKEN:
+        if found is Found.MORE:
+            return ""
+        call = self._call("".join(self._raw[2:])) if found is Found.END else None
+        if call is None:
             return self._refuse(text[at:])
-        if found is Found.END:
-            call = self._whole_call("".join(self._raw[1:]))
-            if call is None:
-                return self._refuse(text[at:])
-            self._raw = []
-            self._open(*call)
-            self._close()
+        self._emit(call)
         return text[at:]
 
-    def _in_broken(self, text: str) -> str:
-        """Emit arguments that are not JSON, up to the end of their call."""
-        mark = self.end_mark
-        at = text.find(mark) if mark else -1
-        end = at if at >= 0 else end_before_mark(text, (mark,), mark[:1], len(mark))
-        self._argue(text[:end])
-        if at >= 0:
-            self._close()
-            return text[end:]
-        self._held = text[end:]
-        return ""
+    def _between(self, text: str) -> str:
+        """Read what follows a call: the next one, or the end of its mark."""
+        rest = text.lstrip()
+        separator = rest[:1] if rest.startswith((",", ";")) else ""
+        behind = rest[len(separator) :].lstrip()
+        if len(rest) - len(behind) <= MAX_HEAD_CHARS:
+            closer = next((closer for closer in self._closers if behind.startswith(closer)), None)
+            if closer is not None:
+                if closer == self.end_mark:
+                    self._state = self._in_text
+                return behind[len(closer) :]
+            if behind.startswith("{"):
+                return self._begin(rest[: len(rest) - len(behind)], behind)
+            if not behind or any(closer.startswith(behind) for closer in self._closers):
+                self._held = rest
+                return ""
+        self._state = self._in_text
+        return rest
 
     def _behind_all(self, text: str) -> str:
         return ""
@@ -265,15 +198,17 @@ class CallParser(abc.ABC):
         if text:
             self._pieces.append(text)
 
-    def _open(self, name: str, arguments: str) -> None:
-        self._pieces.append(CallDelta(self.num_calls, arguments, self._make_id(), name))
+    def _call(self, text: str) -> Call | None:
+        """Return the call whose object was read; None if it is none of an offered tool."""
+        if not self._name:
+            return call_of(text, self._names)
+        arguments = arguments_of(text)
+        return None if arguments is None else Call(self._name, arguments)
+
+    def _emit(self, call: Call) -> None:
+        self._pieces.append(CallDelta(self.num_calls, call.arguments, self._make_id(), call.name))
         self.num_calls += 1
-
-    def _argue(self, text: str) -> None:
-        if text:
-            self._pieces.append(CallDelta(self.num_calls - 1, text))
-
-    def _close(self) -> None:
+        self._raw = []
         self._trims = True
         self._state = self._between if self._is_parallel else self._behind_all
 
@@ -284,26 +219,3 @@ class CallParser(abc.ABC):
         self._state = self._in_text
         self._show(raw)
         return rest
-
-    def _whole_call(self, text: str) -> tuple[str, str] | None:
-        """Return name and arguments of an object; None if it is no call of a tool."""
-        try:
-            call = _decode(text)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-        name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or name not in self._names:
-            return None
-        arguments = _arguments_of(call)
-        return None if arguments is None else (name, arguments)
-
-
-def _arguments_of(call: dict[str, Any]) -> str | None:
-    """Return the arguments as JSON; None if they are not an object. Models write them as an object or as its text."""
-    given: Any = next((call[name] for name in ARGUMENTS if call.get(name) is not None), {})
-    try:
-        if isinstance(given, dict):
-            return msgspec.json.encode(given).decode()
-        return given if isinstance(given, str) and isinstance(_decode(given), dict) else None
-    except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        return None

@@ -14,16 +14,7 @@ class HermesParser(CallParser):
     trigger: ClassVar[str] = "<tool_call>"
     separator: ClassVar[str | None] = "\n"
     end_mark: ClassVar[str] = "</tool_call>"
-    takes_any_order: ClassVar[bool] = True
 
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return f'<tool_call>\n{{"name": {json_text(name)}, "arguments": ', "}\n</tool_call>"
-
-    def _between(self, text: str) -> str:
-        rest = text.lstrip()
-        if self.end_mark.startswith(rest) and rest != self.end_mark:  # or nothing but space
-            self._held = rest
-            return ""
-        self._state = self._in_text
-        return rest.removeprefix(self.end_mark)

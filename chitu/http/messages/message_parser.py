@@ -67,8 +67,9 @@ class MessagePlan(NamedTuple):
     """Parser of the tool calls. None: no tools are offered."""
     names: Collection[str]
     """Names of the tools."""
-    is_streamed: bool
     is_parallel: bool
+    is_enforced: bool = False
+    """A grammar has calls follow schemas."""
 
     def marks(self) -> Iterable[str]:
         """Return the texts that the parser must see, even if they are special tokens."""
@@ -83,7 +84,7 @@ class MessagePlan(NamedTuple):
     def parser(self) -> MessageParser:
         """Return the parser of a new choice."""
         reasoning = ReasoningParser(self.reasoning, self.is_reasoning) if self.reasoning is not None else None
-        calls = self.calls(self.names, self.is_streamed, self.is_parallel) if self.calls is not None else None
+        calls = self.calls(self.names, self.is_parallel, self.is_enforced) if self.calls is not None else None
         return MessageParser(reasoning, calls, self.shows_reasoning)
 
 
@@ -123,10 +124,11 @@ class MessageParser:
             self._reasoning = None
         return self._with_reasoning(reasoning, self._content(text, CallParser.push))
 
-    def finish(self) -> str | MessageDelta:
-        """Return the rest. No more text follows."""
+    def finish(self, is_whole: bool = True) -> str | MessageDelta:
+        """Return the rest. No more text follows. Unless `is_whole`, the text was cut off."""
         reasoning, text = self._reasoning.finish() if self._reasoning is not None else ("", "")
-        shown = joined([self._content(text, CallParser.push), self._content("", lambda calls, _: calls.finish())])
+        parts = [self._content(text, CallParser.push), self._content("", lambda calls, _: calls.finish(is_whole))]
+        shown = joined(parts)
         return self._with_reasoning(reasoning, shown)
 
     def _content(self, text: str, read: Callable[[CallParser, str], list[str | CallDelta]]) -> str | MessageDelta:

@@ -8,46 +8,50 @@ import os
 import re
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import CallHead, CallParser, HeadFound, json_text, object_head
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser, json_text
+from chitu.http.messages.call_text import Call
+from chitu.http.messages.delta import CallDelta
 
 MARK = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
-_NAMED = re.compile(r"\s*([^\s\[{\"]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
-_NAME_BEGUN = re.compile(r"\s*(?:[^\s\[{\"]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*)?\Z")
+_NAMED = re.compile(r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)")
+_NAME_BEGUN = re.compile(r"\s*[^\s\[{\"`]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*\Z")
 _PLAIN_NAME = re.compile(r"[\w.-]+")
-_ARRAY = re.compile(r"\s*\[\s*")
 
 
 class MistralParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = (MARK,)
-
     needed: ClassVar[tuple[str, ...]] = (MARK,)
-
     trigger: ClassVar[str] = MARK
 
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return f'{MARK} [{{"name": {json_text(name)}, "arguments": ', "}]"
 
-    def _find_head(self, text: str) -> HeadFound:
-        opened = _ARRAY.match(text)
-        if opened is not None or text.lstrip().startswith("{"):
-            start = opened.end() if opened is not None else 0
-            head = object_head(text[start:])
-            return head._replace(end=head.end + start) if isinstance(head, CallHead) else head
-        named = _NAMED.match(text)
-        if named is not None:
-            return CallHead(named[1], named.end(), 0)
-        return "more" if _NAME_BEGUN.match(text) else None
+    def finish(self, is_whole: bool = True) -> list[str | CallDelta]:
+        named = _NAMED.match(self._held) if is_whole and self._state == self._in_head else None
+        if named is None or named.end() < len(self._held) or named[1] not in self._names:
+            return super().finish(is_whole)
+        self._pieces, self._held = [], ""
+        self._emit(Call(named[1], "{}"))
+        return self._pieces
 
-    def _between(self, text: str) -> str:
-        rest = text.lstrip()
-        if not rest:
+    def _in_head(self, text: str) -> str:
+        head = text[: MAX_HEAD_CHARS + 1]
+        named = _NAMED.match(head)
+        if named is not None and named.end() < len(head):
+            self._name = named[1]
+            if self._name not in self._names:
+                return self._refuse(text)
+            before, rest = text[: named.end()], text[named.end() :]
+            if rest.startswith("{"):
+                return self._read_object(before, rest)
+            self._emit(Call(self._name, "{}"))
+            return rest
+        if (named is not None or _NAME_BEGUN.match(head)) and len(text) <= MAX_HEAD_CHARS:
+            self._held = text
             return ""
-        if rest.startswith(","):
-            return self._begin(",", rest[1:])
-        self._state = self._in_text
-        return rest.removeprefix("]") if self._head.depth else text
+        return super()._in_head(text)
 
     def _make_id(self) -> str:
         return os.urandom(5).hex()[:9]  # the templates accept only ids of 9 letters and digits

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from chitu.tokenizer.stop import end_before_mark
 
 MAX_SPACE_CHARS = 64
-"""Characters of space before the mark that opens the reasoning."""
+"""The mark that opens the reasoning has fewer characters of space before it."""
 
 
 class ReasoningMarks(NamedTuple):
@@ -53,11 +53,12 @@ class ReasoningParser:
 
     def _ahead(self, text: str) -> tuple[str, str]:
         rest = text.lstrip()
-        if rest.startswith(self._open):
+        has_room = len(text) - len(rest) < MAX_SPACE_CHARS
+        if has_room and rest.startswith(self._open):
             self._state, self._trims = self._inside, True
             rest = rest[len(self._open) :]
             return self._inside(rest) if rest else ("", "")
-        if self._open.startswith(rest) and len(text) <= MAX_SPACE_CHARS:
+        if has_room and self._open.startswith(rest):
             self._held = text
             return "", ""
         self._state = self._behind
