@@ -49,7 +49,8 @@ class DiskConfig(Section, frozen=True):
     """Disk tier of the prefix cache: pages that do not fit in host memory. They survive a restart."""
 
     path: str | None = None
-    """Folder; each instance writes to its own subfolder, named after it, and reads all. Unset: no disk tier."""
+    """Folder; each instance writes to its own subfolder, named after it, and reads all. A second process of that name
+    (another cluster's) takes NAME.1. Unset: no disk tier."""
     max_bytes: Positive = 64 << 30
     """Maximum size of the files of each instance; the least recently used are deleted first."""
 

@@ -41,12 +41,14 @@ class KeptFolder:
     def write(self, record: KeptRequest) -> None:
         """Write the request to a new file. Raises NotKept or OSError."""
         data = pack(record)
+        try:
+            self._write(data)
+        except FileNotFoundError:  # a cleaner deleted the file, or the folder
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sizes = []
-        for entry in self._entries():
-            if entry.name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):  # another router took it
-                    sizes.append(entry.stat().st_size)
+        sizes = [facts.st_size for entry, facts in self._files() if entry.name.endswith(SUFFIX)]
         if len(sizes) >= self.config.max_requests:
             raise NotKept(f"the folder holds {len(sizes)} requests already (router.kept_requests.max_requests)")
         if sum(sizes) + len(data) > self._max_bytes:
@@ -74,10 +76,10 @@ class KeptFolder:
         """Return names and requests that wait for a router of this model, at most `max_requests`. Removes old files and
         puts damaged ones aside; those of other models or users stay. Raises OSError."""
         found: list[tuple[str, KeptRequest]] = []
-        for entry in self._entries():
+        for entry, facts in self._files():
             name = entry.name
             with contextlib.suppress(FileNotFoundError):  # another router took it
-                if name.endswith(ASIDE) and entry.stat(follow_symlinks=False).st_mtime < now_s - self.config.max_age_s:
+                if name.endswith(ASIDE) and facts.st_mtime < now_s - self.config.max_age_s:
                     os.unlink(entry.path)
                 if not name.endswith(SUFFIX) or len(found) >= self.config.max_requests:
                     continue
@@ -112,14 +114,23 @@ class KeptFolder:
 
     def refuse(self, name: str, reason: str, suffix: str = ".refused") -> None:
         """Put a file aside, where operators may look at it."""
+        aside = name + suffix
+        if (self._path / aside).is_dir():  # somebody else's
+            aside = f"{name}.{secrets.token_hex(8)}{suffix}"
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self._path / name, self._path / (name + suffix))
-            log.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, name + suffix, reason)
+            os.rename(self._path / name, self._path / aside)
+            log.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, aside, reason)
 
-    def _entries(self) -> Iterator[os.DirEntry[str]]:
-        if self._path.is_dir():
-            with os.scandir(self._path) as entries:
-                yield from entries
+    def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+        """Yield the regular files. Anything else is not a router's, and left alone."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another router took it
+                    facts = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(facts.st_mode):
+                        yield entry, facts
+                    elif entry.name.endswith(SUFFIX):
+                        self._say(entry.name, "is skipped: it is no regular file")
 
     def _read(self, name: str) -> bytes:
         """Return a file's content. NotKept if it is not a file of this user, DamagedFile if it is too large."""

@@ -8,7 +8,6 @@ descriptors append, so the next line starts the file again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from chitu.errors import ConfigError
+from chitu.lock_files import claim
 
 TAIL_BYTES = 64 << 10
 """Size of the end of a log in which a process's last lines are looked for."""
@@ -40,7 +40,8 @@ def make_log_dir(folder: str | None) -> Path:
 def open_private(path: Path, *, append: bool = True) -> BinaryIO:
     """Open a file for writing and make it accessible to this user only, even if it existed before."""
     mode = os.O_APPEND if append else os.O_TRUNC
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | mode, 0o600)
+    os.set_blocking(descriptor, True)  # a FIFO that nobody reads is an error, and no wait
     with contextlib.suppress(OSError):  # another user's file that we may write
         os.fchmod(descriptor, 0o600)
     return open(descriptor, "ab" if append else "wb", buffering=0)
@@ -48,22 +49,13 @@ def open_private(path: Path, *, append: bool = True) -> BinaryIO:
 
 def claim_log(path: Path) -> BinaryIO | None:
     """Claim a log until the returned file is closed. Raise LogTaken if another launcher has it: they would take each
-    other's ports and progress from the files beside it.
-
-    The lock is on a file of its own, since on SMB no other descriptor can write to a locked file.
-    """
+    other's ports and progress from the files beside it."""
     try:
-        file = open_private(path.with_suffix(".lock"))
-    except OSError:  # reported by the start of its process
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return claim(path.with_suffix(".lock"))
     except BlockingIOError:
-        file.close()
         raise LogTaken(f"another launcher writes {path}: give this one another --log-dir (log.dir)") from None
-    except OSError:  # a network file system without locks
-        pass
-    return file
+    except OSError:  # a network file system without locks; another error is reported by the start of its process
+        return None
 
 
 def cut(path: Path, kept: Path, max_bytes: int) -> bool:
@@ -86,7 +78,7 @@ def cut(path: Path, kept: Path, max_bytes: int) -> bool:
 def last_text(path: Path, start: int) -> str:
     """Return what was written since `start` (a size of the file), `TAIL_BYTES` at most, or why it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
             file.seek(max(start, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             return file.read(TAIL_BYTES).decode("utf-8", "replace")
     except OSError as error:

@@ -30,9 +30,9 @@ class RunDir:
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             # Until it is locked, another launcher that starts may take it as abandoned.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(FileNotFoundError):
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                _lock(self._lock)
                 if self.path.exists():
                     return
                 os.close(self._lock)
@@ -43,6 +43,8 @@ class RunDir:
             self._make_again()
         path = self.path / name
         shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # a file, or a link
+            path.unlink()
         path.mkdir(mode=0o700)
         return path
 
@@ -79,7 +81,7 @@ class RunDir:
             raise PermissionError(f"{self.path} belongs to another user")
         os.close(self._lock)
         self._lock = descriptor
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _lock(descriptor)
         for name, text in self._files.items():
             self.keep(name, text)
 
@@ -103,6 +105,12 @@ def _own_folders() -> Iterator[tuple[Path, bool]]:
                     yield path, _take_lock(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a folder, unless its file system has no locks (NFS): there no launcher removes the folders of others."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def _take_lock(descriptor: int) -> bool:

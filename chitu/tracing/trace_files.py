@@ -8,8 +8,10 @@ cannot be written, is dropped and counted; a `TraceLoss` after it reports the co
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -53,7 +55,8 @@ class TraceFiles:
         self._lock = threading.Lock()
         self._waiting_bytes = 0
         self._dropped: dict[str, int] = {}
-        self._has_failed = False
+        self._failed: set[str] = set()
+        """Processes whose last records could not be written."""
         self._writer: JobThread[tuple[str, bytes, int]] = JobThread("trace-files", self._write)
         self._is_started = False
 
@@ -81,21 +84,21 @@ class TraceFiles:
     def _write(self, job: tuple[str, bytes, int]) -> None:
         name, lines, num_dropped = job
         try:
-            file = self._files.get(name) or self._open(name)
+            file = self._files.get(name)
+            if file is None or not os.fstat(file.fileno()).st_nlink:  # a cleaner deleted it
+                file = self._open(name)
             if num_dropped:
                 logger.warning("%d trace records of %s were dropped", num_dropped, name)
                 loss = TraceLoss(request_id="", room="", instance=name, at_s=time.monotonic(), num_records=num_dropped)
                 file.write(_encoder.encode(loss) + b"\n")
             file.write(lines)
             if file.tell() > self._max_bytes:
-                self._files.pop(name).close()
-                path = self.folder / f"{name}.jsonl"
-                os.replace(path, path.with_name(f"{path.name}.1"))
-            self._has_failed = False
+                self._begin_again(self._files.pop(name), self.folder / f"{name}.jsonl")
+            self._failed.discard(name)
         except OSError as error:
-            if not self._has_failed:
-                logger.warning("trace records cannot be written: %s", error)
-            self._has_failed = True
+            if name not in self._failed:
+                logger.warning("trace records of %s cannot be written: %s", name, error)
+            self._failed.add(name)
             with self._lock:
                 self._dropped[name] = self._dropped.get(name, 0) + num_dropped + lines.count(b"\n")
         finally:
@@ -104,11 +107,26 @@ class TraceFiles:
 
     def _open(self, name: str) -> BinaryIO:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = open(os.open(self.folder / f"{name}.jsonl", flags, 0o600), "ab", 0)  # noqa: SIM115 - open until rotated
+        path = self.folder / f"{name}.jsonl"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = open(os.open(path, flags, 0o600), "ab", 0)  # noqa: SIM115 - open until rotated
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         file.seek(0, os.SEEK_END)
         self._files[name] = file
         return file
+
+    def _begin_again(self, file: BinaryIO, path: Path) -> None:
+        """Keep the file as `NAME.jsonl.1`; if that cannot be, begin again without it: the size is bounded."""
+        with file:
+            try:
+                os.replace(path, path.with_name(f"{path.name}.1"))
+            except FileNotFoundError:  # a cleaner deleted it
+                pass
+            except OSError:
+                file.truncate(0)
+                raise
 
 
 def find_records(folder: Path, request_id: str) -> FoundRecords:
@@ -142,7 +160,7 @@ def _lines_with(path: Path, needles: Sequence[bytes]) -> Iterator[bytes]:
     """Yield whole lines that contain a needle. Blocks of the file without any are only scanned, which is fast."""
     rest = b""
     try:
-        with path.open("rb") as file:
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a FIFO would block
             while block := file.read(BLOCK_BYTES):
                 whole, newline, rest = (rest + block).rpartition(b"\n")
                 if newline and any(needle in whole for needle in needles):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
+import fcntl
 import os
 import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,7 @@ def test_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Path) 
     assert disk.num_bytes == 300 and len(list(tmp_path.iterdir())) == 3
     disk.store_put([key_of(6)], [record_of(6, 301)])
     assert not disk.may_have(key_of(6)) and len(disk) == 3
+    disk.close()
     smaller = DiskPages(tmp_path, 250)
     assert len(smaller) == 2 and smaller.num_bytes == 200
 
@@ -83,12 +87,169 @@ def test_torn_lost_and_foreign_files(tmp_path: Path) -> None:
     (tmp_path / f"{key_of(5).hex()}.kv.tmp").write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "abc.kv").write_text("mine")
+    disk.close()
     again = DiskPages(tmp_path, 1000)
     assert len(again) == 2 and {path.name for path in tmp_path.iterdir()} == {
         "notes.txt",
         "abc.kv",
         *(f"{key_of(number).hex()}.kv" for number in (1, 4)),
     }
+
+
+def make_odd(path: Path, kind: str) -> None:
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        target = {"dangling link": "nothing", "link to itself": path.name, "link elsewhere": "/etc/hostname"}[kind]
+        path.symlink_to(target)
+
+
+ODD = ["directory", "fifo", "dangling link", "link to itself", "link elsewhere"]
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_entries_are_left_alone_and_harm_nothing(kind: str, tmp_path: Path) -> None:
+    mine, other = tmp_path / "P0", tmp_path / "D0"
+    for folder in (mine, other):
+        folder.mkdir()
+        make_odd(folder / f"{key_of(1).hex()}.kv", kind)
+    make_odd(mine / f"{key_of(2).hex()}.kv.tmp", kind)
+    make_odd(mine / "x.kv.tmp", kind)
+    make_odd(tmp_path / "P0.lock", kind)
+    make_odd(tmp_path / "odd", kind)
+    disk = DiskPages(mine, 300, tmp_path)
+    assert len(disk) == 0 and disk.num_bytes == 0 and got(disk, 1) == 0
+    put(disk, 2, 3)
+    assert got(disk, 2, 3) == 2 and got(disk, 1) == 0
+    disk.forget(key_of(1))
+    put(disk, 1)  # a page takes the place of everything but a folder
+    assert got(disk, 1) == (kind != "directory")
+    put(disk, 4, 5)
+    make_odd(mine / f"{key_of(6).hex()}.kv", kind)
+    (mine / f"{key_of(5).hex()}.kv").unlink()
+    make_odd(mine / f"{key_of(5).hex()}.kv", kind)
+    assert got(disk, 4) == 1 and got(disk, 5) == 0
+    disk.clear()
+    assert len(disk) == disk.num_bytes == 0 and os.path.lexists(mine / "x.kv.tmp")
+
+
+def test_a_cleaner_may_delete_anything_while_it_starts_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache" / "P0"
+    before = DiskPages(folder, 1000, folder.parent)
+    put(before, 1, 2)
+    before.close()
+    (folder / f"{key_of(3).hex()}.kv.tmp").write_bytes(b"half")
+    really_scan, really_open, deletes = os.scandir, open, [folder / f"{key_of(1).hex()}.kv", folder]
+
+    def scan_and_delete(path: Any = ".") -> Any:
+        with really_scan(path) as entries:
+            listed = list(entries)
+        if path == folder and deletes:
+            victim = deletes.pop()
+            shutil.rmtree(victim) if victim.is_dir() else victim.unlink()
+        return contextlib.nullcontext(iter(listed)) if listed else really_scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_and_delete)
+    disk = DiskPages(folder, 1000, folder.parent)
+    assert len(disk) == 0, "the folder was deleted while it was searched"
+    put(disk, 1, 2)
+    disk.close()
+    again = DiskPages(folder, 1000, folder.parent)
+    assert not deletes and len(again) == 1 and got(again, 2) == 1
+
+    def open_and_delete(path: Any, mode: str = "r", **options: Any) -> Any:
+        file = really_open(path, mode, **options)
+        os.unlink(path)
+        return file
+
+    monkeypatch.setattr(builtins, "open", open_and_delete)
+    put(again, 4)
+    monkeypatch.setattr(builtins, "open", really_open)
+    assert len(again) == 1 and got(again, 4) == 0
+    put(again, 4)
+    assert got(again, 2, 4) == 2
+
+
+class OtherProcess:
+    """Another cluster's instance of the same name: it has written page 9, and is writing page 8."""
+
+    SCRIPT = """
+import pathlib, sys
+import test_disk_pages as t
+shared = pathlib.Path(sys.argv[1])
+disk = t.DiskPages(shared / "P0", 300, shared, patience_s=0.0)
+t.put(disk, 9)
+(disk._folder / f"{t.key_of(8).hex()}.kv.tmp").write_bytes(b"half")
+print(disk._folder.name, flush=True)
+sys.stdin.read()
+"""
+
+    def __init__(self, shared: Path) -> None:
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        command = [sys.executable, "-c", self.SCRIPT, str(shared)]
+        env = {**os.environ, "PYTHONPATH": path}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        assert self._process.stdout is not None
+        self.folder = self._process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def test_a_second_process_of_the_same_name_gets_a_folder_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = OtherProcess(tmp_path)
+    assert first.folder == "P0"
+    second = DiskPages(tmp_path / "P0", 200, tmp_path, patience_s=0.0)
+    assert f"another process has {tmp_path / 'P0'}" in caplog.text and str(tmp_path / "P0.1") in caplog.text
+    assert (tmp_path / "P0" / f"{key_of(8).hex()}.kv.tmp").exists(), "the first one is still writing it"
+    put(second, 1, 2, 3)
+    assert got(second, 9) == 1 and got(second, 2, 3) == 2 and second.num_bytes == 200
+    second.clear()
+    assert got(second, 9) == 1 and got(second, 2) == 0
+    (tmp_path / "P0.1.lock").unlink()  # a cleaner; a third one takes the folder
+    third = OtherProcess(tmp_path)
+    assert third.folder == "P0.1"
+    put(second, 4)
+    assert (tmp_path / "P0.2" / f"{key_of(4).hex()}.kv").exists()
+    assert (tmp_path / "P0.1" / f"{key_of(8).hex()}.kv.tmp").exists()
+    first.end()
+    third.end()
+    again = DiskPages(tmp_path / "P0", 300, tmp_path, patience_s=0.0)
+    assert got(again, 9) == 1 and not (tmp_path / "P0" / f"{key_of(8).hex()}.kv.tmp").exists()
+
+
+def test_a_successor_waits_for_the_folder_of_a_process_that_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = OtherProcess(tmp_path)
+    monkeypatch.setattr(time, "sleep", lambda _: first.end())
+    put(DiskPages(tmp_path / "P0", 300, tmp_path), 1)
+    assert (tmp_path / "P0" / f"{key_of(1).hex()}.kv").exists() and not (tmp_path / "P0.1").exists()
+
+
+def test_without_locks_a_folder_is_used_and_only_old_unfinished_files_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = tmp_path / "P0"
+    folder.mkdir()
+    new, old = (folder / f"{key_of(number).hex()}.kv.tmp" for number in (1, 2))
+    new.touch()
+    old.touch()
+    os.utime(old, (0, 0))
+    disk = DiskPages(folder, 300, tmp_path)
+    put(disk, 1)
+    assert got(disk, 1) == 1 and new.exists() and not old.exists()
+    assert "no second process would be noticed: [Errno 37] No locks available" in caplog.text
 
 
 def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
@@ -183,14 +344,14 @@ def unmount_and_mount(root: Path) -> None:
     subprocess.run(["mount", "--bind", disk_of, place], check=True)
     disk = DiskPages(place / "P0", 1000, place)
     put(disk, 1, 2)
-    subprocess.run(["umount", place], check=True)
+    subprocess.run(["umount", "--lazy", place], check=True)
     for call in (put, got):
         with pytest.raises(OSError, match="nothing is mounted there any more"):
             call(disk, 1, 3)
     assert not list(place.iterdir()), "below it"
     subprocess.run(["mount", "--bind", disk_of, place], check=True)
     assert got(disk, 1, 2, 3) == 2 and disk.num_bytes == 200
-    subprocess.run(["umount", place], check=True)
+    subprocess.run(["umount", "--lazy", place], check=True)
     with pytest.raises(OSError, match="nothing is mounted there any more"):
         disk.clear()
     subprocess.run(["mount", "--bind", disk_of, place], check=True)
@@ -200,7 +361,9 @@ def unmount_and_mount(root: Path) -> None:
 def start_on_a_faulty_disk(root: Path) -> None:
     """Start on a disk that an error has made read-only."""
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", root], check=True)
-    put(DiskPages(root / "P0", 1000, root), 1, 2)
+    before = DiskPages(root / "P0", 1000, root)
+    put(before, 1, 2)
+    before.close()
     subprocess.run(["mount", "-o", "remount,ro", root], check=True)
     again, new = DiskPages(root / "P0", 1000, root), DiskPages(root / "P1", 1000, root)
     for disk in (again, new):
@@ -222,7 +385,7 @@ def clear_a_faulty_disk(root: Path) -> None:
         with pytest.raises(OSError):
             disk.clear()
     subprocess.run(["mount", "-o", "remount,rw", root], check=True)
-    assert got(disk, 1) == 0 and len(disk) == disk.num_bytes == len(DiskPages(root / "P0", 1000, root)) == 0
+    assert got(disk, 1) == 0 and len(disk) == disk.num_bytes == 0 and not list((root / "P0").iterdir())
     put(disk, 1)
     shutil.rmtree(root / "P0")
     disk.clear()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,37 @@ def test_what_is_not_ours_is_never_read(tmp_path: Path) -> None:
     (inside / "bad.request").touch(0o600)
     assert [name for name, _ in found(kept)] == [sound.name]
     assert (inside / "bad.request.damaged").exists()
+
+
+def test_odd_entries_stop_nobody_and_count_for_nothing(tmp_path: Path) -> None:
+    kept, inside = folder(tmp_path, max_requests=3, max_age_s=1.0), tmp_path / "kept"
+    inside.mkdir(mode=0o700)
+    for suffix in (".request", ".partial", ".damaged", ".taken"):
+        (inside / f"folder{suffix}").mkdir()
+        (inside / f"itself{suffix}").symlink_to(f"itself{suffix}")
+        (inside / f"nothing{suffix}").symlink_to("nowhere")
+        os.mkfifo(inside / f"pipe{suffix}")
+    odd = names(tmp_path)
+    kept.write(record())
+    kept.write(record())
+    (inside / "bad.request").touch(0o600)
+    (inside / "bad.request.damaged").mkdir()
+    taken = [name for name, _ in found(kept, NOW_S + 2)]
+    assert len(taken) == 2 and all(map(kept.take, taken))
+    assert not (inside / "bad.request").exists() and {*odd, "bad.request.damaged"} < {*names(tmp_path)}
+
+
+def test_a_request_is_written_though_a_cleaner_is_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, really_rename, victims = folder(tmp_path), os.rename, [tmp_path / "kept"]
+
+    def clean_and_rename(source: Any, target: Any) -> None:
+        if victims:
+            shutil.rmtree(victims.pop())
+        really_rename(source, target)
+
+    monkeypatch.setattr(os, "rename", clean_and_rename)
+    kept.write(record())
+    assert not victims and len(found(kept)) == 1
 
 
 def test_the_folder_has_bounds(tmp_path: Path) -> None:

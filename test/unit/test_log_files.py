@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from chitu.launch.log_files import TAIL_BYTES, cut, last_text, make_log_dir, open_private
+from chitu.launch.log_files import TAIL_BYTES, LogTaken, claim_log, cut, last_text, make_log_dir, open_private
+from chitu.lock_files import is_ours
 
 
 @pytest.mark.parametrize(("size", "is_cut"), [(0, False), (100, False), (101, True), (300, True)])
@@ -70,3 +71,24 @@ def test_what_is_made_is_for_this_user_alone(tmp_path: Path) -> None:
         assert folder.stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
+
+
+def test_a_fifo_in_the_place_of_a_log_or_its_lock_stops_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "P0.log")
+    os.mkfifo(tmp_path / "P0.lock")
+    claim = claim_log(tmp_path / "P0.log")
+    assert claim is not None
+    with pytest.raises(LogTaken):
+        claim_log(tmp_path / "P0.log")
+    claim.close()
+    with pytest.raises(OSError, match="No such device or address"):
+        open_private(tmp_path / "P0.log")
+    assert "cannot be read" in last_text(tmp_path / "P0.log", 0)
+
+
+def test_a_log_whose_lock_was_deleted_is_claimed_anew(tmp_path: Path) -> None:
+    claim = claim_log(tmp_path / "P0.log")
+    assert claim is not None
+    (tmp_path / "P0.lock").unlink()
+    with claim, claim_log(tmp_path / "P0.log") as again:  # type: ignore[union-attr]
+        assert not is_ours(claim, tmp_path / "P0.lock") and is_ours(again, tmp_path / "P0.lock")

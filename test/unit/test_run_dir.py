@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import shutil
 import tempfile
@@ -59,3 +61,17 @@ def test_a_folder_of_another_user_is_not_taken(
         with pytest.raises(OSError, match="belongs to another user"):
             folder.make_empty("P0")
     assert list(folder.path.iterdir()) == []
+
+
+def test_a_folder_on_a_file_system_without_locks_is_used(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.EBADF, "Bad file descriptor")  # NFS: the folder is not open for writing
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    folder = RunDir()
+    assert [path.name for path in temporary.iterdir()] == [folder.path.name]
+    (folder.path / "P0").write_text("a file where a folder shall be")
+    assert folder.make_empty("P0").is_dir()
+    RunDir().remove()
+    assert folder.path.is_dir(), "the next launcher did not take it as abandoned"
+    folder.remove()

@@ -19,14 +19,18 @@ FOREVER = 1 << 40
 
 def test_what_host_memory_lost_comes_back_from_disk_and_after_a_restart_too(tmp_path: Path) -> None:
     prompt = prompt_of(1, 41)
-    instance = Stored({"disk": DiskPages(tmp_path, FOREVER)})
+    disk = DiskPages(tmp_path, FOREVER)
+    instance = Stored({"disk": disk})
     instance.ask(0, prompt)
     instance.evict()
     assert instance.ask(1, prompt) == 40
     assert instance.slow["disk"].hit_pages == 10 and instance.tiers.hit_pages == 0
     instance.check_empty()
-    again = Stored({"disk": DiskPages(tmp_path, FOREVER)})
+    disk.close()
+    disk = DiskPages(tmp_path, FOREVER)
+    again = Stored({"disk": disk})
     assert again.ask(0, prompt) == 40
+    disk.close()
     other = Stored({"disk": DiskPages(tmp_path, FOREVER)})
     assert other.ask(0, prompt, "another salt") == 0
 
@@ -193,6 +197,7 @@ def test_random_requests_over_all_tiers_have_the_right_tokens(tmp_path: Path) ->
             instance.check_empty()
             assert disk.num_bytes == sum(path.stat().st_size for path in (tmp_path / str(seed)).iterdir())
             assert disk.num_bytes <= 20 * (HEADER_BYTES + 256)
+            disk.close()
             for name, tier in instance.slow.items():
                 hits[name] += tier.hit_pages
     assert min(hits.values()) > 5, hits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -67,6 +68,28 @@ def test_a_disk_that_takes_nothing_costs_records_which_are_counted(tmp_path: Pat
     losses = [each.num_records for each in found if isinstance(each, TraceLoss)]
     assert losses == [1 + 5 + 2]
     assert found[-1].request_id == "b"
+
+
+@pytest.mark.parametrize("kind", ["directory", "fifo", "dangling link"])
+def test_odd_entries_cost_their_own_records_alone(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make = {"directory": Path.mkdir, "fifo": os.mkfifo, "dangling link": lambda path: path.symlink_to("nothing")}[kind]
+    make(tmp_path / "D0.jsonl")
+    make(tmp_path / "D1.jsonl.1")
+    files = Written(tmp_path, 1000)
+    for n in range(20):
+        files.add(ended(f"r{n}"))
+        files.add(ended(f"r{n}", "D1"))
+    assert caplog.text.count("trace records of D0 cannot be written") == 1
+    assert [each.instance for each in find_records(tmp_path, "r19").records if isinstance(each, TraceEnd)] == ["D1"]
+    assert (tmp_path / "D1.jsonl").stat().st_size < 1500
+
+
+def test_a_file_that_a_cleaner_deletes_is_made_again(tmp_path: Path) -> None:
+    files = Written(tmp_path, 1000)
+    files.add(ended("r0"))
+    (tmp_path / "D0.jsonl").unlink()
+    files.add(ended("r1"))
+    assert [each.request_id for each in find_records(tmp_path, "r1").records] == ["r1"]
 
 
 def test_a_slow_disk_holds_a_bounded_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
