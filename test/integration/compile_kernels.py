@@ -114,7 +114,8 @@ def variants(has_float32: bool) -> list[Variant]:
         tiles = {"HEADS": HEADS, "ROWS": tile_rows, "KEYS": keys}
         here = tensors | {"q_ptr": queries, "out_ptr": queries, "k_ptr": pages, "v_ptr": pages}
         own = shape | {"IS_FP8": pages == FP8}
-        found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=3))
+        stages = attention.prefill_stages(pages == FP8)
+        found.append(variant(attention._prefill_tiles, here, own | tiles, num_warps=4, num_stages=stages))
         if queries == WIDE and not has_float32:
             continue
         for is_split in (False, True):
