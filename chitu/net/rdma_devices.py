@@ -44,6 +44,12 @@ def look_at_rdma(infiniband: Path = INFINIBAND) -> Rdma:
     return Rdma(devices, _gpu_direct())
 
 
+def has_efa(infiniband: Path = INFINIBAND) -> bool:
+    """Return whether this machine has an Elastic Fabric Adapter, the RDMA device of AWS."""
+    drivers = infiniband.glob("*/device/driver")
+    return any(driver.resolve().name == "efa" for driver in drivers)
+
+
 def _gpu_direct() -> str:
     for module in PEER_MEMORY:
         if (MODULES / module).is_dir():

@@ -13,7 +13,7 @@ from chitu.errors import ConfigError
 from chitu.launch.nodes import host_overrides
 from chitu.launch.placement import place
 from chitu.launch.transport_choice import KEY, describe_transports, protocol_overrides, why_not_sent
-from chitu.net.rdma_devices import Rdma, look_at_rdma, why_no_rdma
+from chitu.net.rdma_devices import Rdma, has_efa, look_at_rdma, why_no_rdma
 
 PD = "dp_config.router.pd_disaggregation"
 NOTHING = Rdma()
@@ -39,6 +39,16 @@ def test_devices_are_found_with_the_state_of_their_ports(tmp_path: Path) -> None
     (tmp_path / "rxe0").mkdir()
     assert look_at_rdma(tmp_path).devices == {"mlx5_0": "ACTIVE", "mlx5_1": "INIT", "rxe0": "without a port"}
     assert look_at_rdma(tmp_path / "none").devices == {}
+
+
+def test_an_efa_is_told_by_its_driver(tmp_path: Path) -> None:
+    """Its devices have names like others' (`rdmap0s6`)."""
+    assert not has_efa(tmp_path / "none")
+    for device, driver in (("mlx5_0", "mlx5_core"), ("rdmap0s6", "efa")):
+        (tmp_path / "drivers" / driver).mkdir(parents=True)
+        (tmp_path / "class" / device / "device").mkdir(parents=True)
+        (tmp_path / "class" / device / "device" / "driver").symlink_to(tmp_path / "drivers" / driver)
+        assert has_efa(tmp_path / "class") == (driver == "efa")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ These properties shape the code below:
 * A write that ended with an error may have bytes in flight that nothing reports. It is settled once the peer's process
   is known to be gone, which only its own host can see. Between hosts such a D stays suspended until the cluster view
   reports that it is gone.
+* The wheel has its own libibverbs and libnl. Its module for EFA alone links to the system's libefa, and so to the
+  system's libibverbs and libnl beside them: the destructors of two libnl end the process with SIGSEGV. So UCX loads
+  that module only on a host with an EFA device, unless UCX_MODULES says otherwise.
 * NIXL's progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
   period of 0: it would spin on a core of every instance for as long as the instance lives (`_make_agent`).
 * Errors are exceptions of many classes without a common base.
@@ -42,6 +45,7 @@ from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_transfer.transports.copies import require_inside
 from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
 from chitu.kv_transfer.transports.transport import CopyList, Int64s, PeerHandle, WriteError, pause_s
+from chitu.net.rdma_devices import has_efa
 from chitu.protocol import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)
@@ -104,6 +108,8 @@ class NixlTransport:
     def __init__(self, host: str, device: str = "cpu") -> None:
         if is_loopback(host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
+        if not has_efa():
+            os.environ.setdefault("UCX_MODULES", "^efa")
         module = _import_nixl()
         kind, _, index = device.partition(":")
         self._memory, self._device = ("VRAM", int(index or 0)) if kind == "cuda" else ("DRAM", 0)
