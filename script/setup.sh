@@ -9,6 +9,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
+left_out=$(mktemp)
+trap 'sed "s/^/setup: /" "$left_out" >&2; rm -f "$left_out"' EXIT
+leave_out() { printf '%s\n' "$*" >>"$left_out"; } # said at the end, where it is seen
 
 level=run
 case "$*" in
@@ -56,18 +59,28 @@ as_root() {
 }
 can_apt() { command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; }; }
 
-apt_install() { # best effort and quiet; package lists are fetched if the packages are not in them
-    local install=(as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends)
-    "${install[@]}" "$@" >/dev/null 2>&1 </dev/null ||
-        { as_root apt-get update -qq >/dev/null 2>&1 </dev/null && "${install[@]}" "$@" >/dev/null 2>&1 </dev/null; } ||
-        true
+LOCK_WAIT_S=600
+apt() { # quiet; waits for another apt, such as the upgrade that a new machine runs by itself
+    local errors is_said="" end_s=$((SECONDS + LOCK_WAIT_S))
+    while ! errors=$(as_root env DEBIAN_FRONTEND=noninteractive LC_ALL=C apt-get -qq "$@" 2>&1 </dev/null); do
+        [[ $errors == *"get lock"* || $errors == *"Unable to lock"* ]] || return 1
+        ((SECONDS < end_s)) || { leave_out "apt-get $1: another process held apt's lock for $LOCK_WAIT_S s"; return 1; }
+        [ -n "$is_said" ] || say "waiting until another process gives apt's lock back"
+        is_said=yes
+        sleep 3
+    done
+}
+
+apt_install() { # best effort; package lists are fetched if the packages are not in them
+    local install=(install -y --no-install-recommends)
+    apt "${install[@]}" "$@" || { apt update && apt "${install[@]}" "$@"; } || true
 }
 
 install_libraries() { # best effort: everything except the Mooncake transport works without them
     local python=$1 missing
     ! has_gpu "$python" || PACKAGE_OF[libmlx5.so.1]=ibverbs-providers # of the wheels with CUDA
     if ! python_ok "$python" 13 && ! has_gpu "$python"; then
-        say "the Mooncake transport is left out, it has no wheel for $("$python" --version); for it, set PYTHON to a" \
+        leave_out "the Mooncake transport is left out, it has no wheel for $("$python" --version); for it, set PYTHON to a" \
             "Python 3.11 to 3.13 and run this again without .venv"
         return 0
     fi
@@ -79,8 +92,12 @@ install_libraries() { # best effort: everything except the Mooncake transport wo
         apt_install $missing
     fi
     missing=$(missing_packages "$python" | sort | tr '\n' ' ')
-    [ -z "$missing" ] || say "the Mooncake transport is left out, its libraries are missing; for it, install" \
+    [ -z "$missing" ] || leave_out "the Mooncake transport is left out, its libraries are missing; for it, install" \
         "${missing% } (Debian, Ubuntu: apt-get install ${missing% }) and run this again"
+}
+
+install_providers() { # best effort: beside them, as on every host with RDMA, NIXL's tests see two of its libraries
+    "$1" -c 'import ctypes; ctypes.CDLL("libefa.so.1")' 2>/dev/null || ! can_apt || apt_install ibverbs-providers
 }
 
 # ----------------------------------------------------------------------------------------- browser of the web page's tests
@@ -98,7 +115,7 @@ install_browser() { # best effort: everything except test/web works without it
         say "installing chromium (for the tests of the web page)"
         apt_install chromium
     fi
-    find_browser || say "test/web is left out, there is no browser; for it, install chromium or Google Chrome" \
+    find_browser || leave_out "test/web is left out, there is no browser; for it, install chromium or Google Chrome" \
         "(Debian: apt-get install chromium; elsewhere: .venv/bin/playwright install --with-deps chromium)"
 }
 
@@ -121,7 +138,7 @@ install_slurm() { # best effort: everything except test/slurm works without it
         apt_install $missing
     fi
     missing=$(missing_slurm | tr '\n' ' ')
-    [ -z "$missing" ] || say "test/slurm is left out, it needs Slurm's daemons and curl (Debian, Ubuntu: apt-get install" \
+    [ -z "$missing" ] || leave_out "test/slurm is left out, it needs Slurm's daemons and curl (Debian, Ubuntu: apt-get install" \
         "${missing% })"
 }
 
@@ -132,9 +149,9 @@ install_promtool() { # best effort; the package is unpacked, not installed, so t
     local folder
     folder=$(mktemp -d)
     fetch() { apt-get download promtool || apt-get download prometheus; } # newer releases have it by itself
-    (cd "$folder" && { fetch || { as_root apt-get update && fetch; }; }) >/dev/null 2>&1 </dev/null &&
+    (cd "$folder" && { fetch || { apt update && fetch; }; }) >/dev/null 2>&1 </dev/null &&
         dpkg-deb --fsys-tarfile "$folder"/prom*.deb | tar -xO ./usr/bin/promtool >"$folder/promtool" &&
-        install -m 755 "$folder/promtool" .venv/bin/promtool || say "tests of deploy/ are left out, there is no promtool"
+        install -m 755 "$folder/promtool" .venv/bin/promtool || leave_out "tests of deploy/ are left out, there is no promtool"
     rm -rf "$folder"
 }
 
@@ -158,7 +175,7 @@ EOF
             --no-deps --no-compile --only-binary :all: --requirement requirements/clients.txt >&2 &&
         echo "$hash" >.venv/clients/chitu-setup.stamp || {
         rm -rf .venv/clients
-        say "test/clients is left out, its clients could not be installed"
+        leave_out "test/clients is left out, its clients could not be installed"
     }
 }
 
@@ -174,6 +191,7 @@ else
 fi
 install_libraries "$python"
 if [ $level = dev ]; then
+    install_providers "$python"
     install_browser
     install_slurm
 fi
@@ -204,14 +222,32 @@ fi
 [ $level != dev ] || { install_clients; install_promtool; } & # in parallel, since they need nothing from the rest
 clients=$!
 
+names_index() { .venv/bin/python -m pip config list 2>/dev/null | grep -E '(index-url|find-links|no-index)' >/dev/null; }
+uv="" # does not read pip's settings
+names_index || grep -qi '^include-system-site-packages *= *true' .venv/pyvenv.cfg || uv=$(command -v uv) || true
+
 exec 3>&2
-pip_install() { # with pip's bars on a terminal, else a line per download
+pip_install() { # with bars on a terminal, else a line per download
     local pip=(.venv/bin/python -m pip --disable-pip-version-check install)
-    if [ -t 3 ]; then
+    if [ -n "$uv" ]; then
+        "$uv" pip install --python .venv/bin/python "$@" >&3 2>&3
+    elif [ -t 3 ]; then
         "${pip[@]}" "$@" >&3
     else
         "${pip[@]}" "$@" | sed -un 's/^ *\(Downloading\|Processing\) /setup:   \1 /p' >&3
     fi
+}
+
+TORCH=2.13.0 CPU_INDEX=https://download.pytorch.org/whl/cpu
+install_cpu_torch() { # for x86_64, PyPI has the build with CUDA only, and torch's own index has both
+    local index=()
+    names_index || index=(--extra-index-url "$CPU_INDEX")
+    say "installing torch for the CPU (0.2 GB to download, if an index has it)"
+    PIP_RETRIES=1 pip_install "${index[@]}" "torch==$TORCH+cpu" 2>/dev/null && return
+    say "no index has torch's build for the CPU, so the one with CUDA follows: 2.9 GB to download, 5 GB of disk." \
+        "For 0.2 GB: stop this, then PIP_EXTRA_INDEX_URL=$CPU_INDEX script/setup.sh"
+    [ ! -t 2 ] || sleep 5
+    pip_install "torch==$TORCH"
 }
 
 nixl=nixl mooncake=mooncake mooncake_python=13 # NIXL's wheel runs without a GPU, too; Mooncake's with CUDA does not
@@ -224,11 +260,7 @@ if [ $kind = gpu ]; then
     esac
 else
     constraints=requirements/constraints-cpu.txt
-    if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
-        say "installing torch for the CPU (some 200 MB to download)"
-        # The build without CUDA if an index has it (PIP_EXTRA_INDEX_URL: torch's own has); the default one is gigabytes.
-        pip_install 'torch==2.13.0+cpu' 2>/dev/null || pip_install 'torch==2.13.0'
-    fi
+    .venv/bin/python -c 'import torch' 2>/dev/null || install_cpu_torch
 fi
 
 extras=""
