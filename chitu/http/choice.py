@@ -7,6 +7,7 @@ and stop strings. `token_ids` are exactly the tokens up to and including the one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import msgspec
@@ -18,6 +19,9 @@ from chitu.tokenizer import Detokenizer
 
 
 class Scanner(Protocol):
+    @property
+    def marks(self) -> Mapping[int, str]: ...
+
     def push(self, delta: str, /) -> tuple[str, bool]: ...
 
     def finish(self) -> str: ...
@@ -82,8 +86,8 @@ class ChoiceDecoder:
         for place, token in enumerate(tokens[:-1] if hidden else tokens, 1):
             held.append(token)
             text = push((token,))
-            if scanner is not None and text:
-                text, hit = scanner.push(text)
+            if scanner is not None and (text or token in scanner.marks):
+                text, hit = scanner.push(text + scanner.marks.get(token, ""))
                 if hit:
                     self.num_tokens = before + place
                     self.finish_reason = "stop"

@@ -209,7 +209,9 @@ class GenerationRoutes:
         skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
         return ChoiceDecoder(
             model.tokenizer.detokenizer(skips_special),
-            StopScanner(options.stops, options.include_stop) if options.stops else None,
+            StopScanner(options.stops, options.include_stop, options.special_stops if skips_special else {})
+            if options.stops
+            else None,
             options,
             model.stop_ids_of(sampling),
             plan.parser() if plan is not None else None,

@@ -217,6 +217,9 @@ class JobParser:
         if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
             raise InvalidRequest(f"max_tokens: must be at least 1, not {wanted}", "max_tokens")
         limits = context.require_limits()
+        if options.stops:
+            found = self._model.tokenizer.special_tokens_in(options.stops)
+            options.special_stops = {text: token for text, token in found.items() if token < limits.vocab_size}
         num_choices = len(given) * options.n
         if num_choices > MAX_PROMPTS:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")

@@ -120,7 +120,11 @@ FIELDS: tuple[Field, ...] = (
             "1 to 128, at most 1024 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
             "to a request with that seed. The prompt is computed and moved once",
         ),
-        ("stop", "text or up to 16 texts of 1 to 256 characters"),
+        (
+            "stop",
+            "text or up to 16 texts of 1 to 256 characters. Special tokens in them are found, too, although the answer "
+            "does not show them; a text that is one special token also counts as its id in `stop_token_ids`",
+        ),
         ("seed", "64 bits, without the sign; default random"),
         ("stream", "server-sent events"),
         ("stream_options", "with `stream` only"),

@@ -45,6 +45,13 @@ class OutputOptions(msgspec.Struct):
     """Every event has the usage of its choice so far."""
     return_receipt: bool = False
     """The proof contains the receipt of the only choice."""
+    special_stops: dict[str, int] = {}
+    """Special tokens whose texts occur in `stops`: ids by text."""
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids of the stops that are the text of a special token: D stops there."""
+        return [self.special_stops[stop] for stop in self.stops if stop in self.special_stops]
 
 
 def _token_ids(values: list[int], vocab_size: int, name: str) -> tuple[int, ...]:
@@ -151,6 +158,8 @@ def sampling_params(
         raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")
     if more_eos and not body.ignore_eos:
         stop_ids = [*(stop_ids or ()), *more_eos]
+    if options.special_stops:
+        stop_ids = [*(stop_ids or ()), *options.stop_ids]
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,

@@ -208,7 +208,7 @@ class ServedModel:
 
     def may_skip_special(self, plan: MessagePlan) -> bool:
         """Return whether the plan finds its marks in a text without special tokens."""
-        return self.tokenizer.special_texts.isdisjoint(plan.marks())
+        return self.tokenizer.special_token_ids.keys().isdisjoint(plan.marks())
 
     def require_known(self, ids: Sequence[int], limits: ModelLimits, param: str, is_text: bool) -> None:
         """Raise InvalidRequest if the model has no embedding for one of the ids (not empty). That may happen with a

@@ -8,6 +8,7 @@ space gets one more, as SentencePiece does and as these models were trained).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -52,9 +53,11 @@ class Tokenizer:
         """All ids that end a text, from tokenizer_config.json, generation_config.json and config.json."""
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         """One more than the largest token id; a model's logits row may be longer."""
-        added = backend.get_added_tokens_decoder().values()
-        self.special_texts = frozenset(token.content for token in added if token.special)
-        """Texts of the tokens that a decoder leaves out if it skips special tokens."""
+        added = backend.get_added_tokens_decoder().items()
+        self.special_token_ids = {token.content: token_id for token_id, token in added if token.special}
+        """Ids, by text, of the tokens that a decoder leaves out if it skips special tokens."""
+        longest_first = sorted(self.special_token_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._longest_chars = _longest_chars(backend)
         self._words = WordEncoder.of(backend)
         self.token_bytes = token_bytes(backend)
@@ -112,6 +115,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text. Leaves out unknown ids; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def special_tokens_in(self, texts: Sequence[str]) -> dict[str, int]:
+        """Return the special tokens whose texts occur in these texts: ids by text."""
+        return {found: self.special_token_ids[found] for text in texts for found in self._special.findall(text)}
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a new incremental decoder for one stream of tokens."""

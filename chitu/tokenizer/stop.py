@@ -6,9 +6,12 @@ The result does not depend on how the text is split into deltas: the stop string
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from chitu.errors import InvalidRequest
+
+FIRST_MARK = 0xD800
 
 
 def end_before_mark(text: str, marks: Sequence[str], heads: Collection[str], longest: int) -> int:
@@ -26,16 +29,29 @@ def end_before_mark(text: str, marks: Sequence[str], heads: Collection[str], lon
 class StopScanner:
     """A scanner that holds back the longest end of the text that may become a stop string, and nothing more."""
 
-    __slots__ = ("_heads", "_held", "_include_stop", "_longest", "_stopped", "_stops")
+    __slots__ = ("_heads", "_held", "_include_stop", "_longest", "_stopped", "_stops", "_texts", "marks")
 
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        """`include_stop`: end the text after the stop string, not before it. InvalidRequest if one is empty."""
+    def __init__(
+        self, stops: Sequence[str], include_stop: bool = False, special: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        """`include_stop`: end the text after the stop string, not before it. `special`: ids, by text, of tokens that
+        are not part of the text but of stop strings. InvalidRequest if a stop string is empty."""
         if not all(stops):
             raise InvalidRequest("a stop string must not be empty", param="stop")
-        self._stops = tuple(stops)
+        # Half a surrogate pair is in no text, and takes the place of such a token.
+        marks = {text: chr(FIRST_MARK + i) for i, text in enumerate(sorted(special, key=len, reverse=True))}
+        self.marks = {special[text]: mark for text, mark in marks.items()}
+        """What to push for these tokens."""
+        self._texts = {ord(mark): text for text, mark in marks.items()}
+        with_marks = []
+        for stop in stops if marks else ():
+            for text, mark in marks.items():
+                stop = stop.replace(text, mark)
+            with_marks.append(stop)
+        self._stops = tuple(dict.fromkeys((*stops, *with_marks)))
         self._include_stop = include_stop
-        self._heads = frozenset(stop[0] for stop in stops)
-        self._longest = max(map(len, stops), default=0)
+        self._heads = frozenset(stop[0] for stop in self._stops)
+        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self._stopped = False
 
@@ -49,16 +65,21 @@ class StopScanner:
                 return self._cut(text), True
         at = end_before_mark(text, self._stops, self._heads, self._longest)
         self._held = text[at:]
-        return text[:at], False
+        return self._shown(text[:at]), False
 
     def _cut(self, text: str) -> str:
         """Return the text up to the stop string that it holds."""
         self._stopped = True
         self._held = ""
         end, start = min((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0)
-        return text[: end if self._include_stop else start]
+        shown = self._shown(text[:start])
+        return shown + text[start:end].translate(self._texts) if self._include_stop else shown
+
+    def _shown(self, text: str) -> str:
+        """Return the text without marks."""
+        return text.translate(dict.fromkeys(self._texts)) if self._texts else text
 
     def finish(self) -> str:
         """Return the text held back, after the request ended for another reason."""
         held, self._held = self._held, ""
-        return held
+        return self._shown(held)

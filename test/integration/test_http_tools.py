@@ -205,7 +205,7 @@ def test_responses_whole_and_streamed_have_the_items_that_the_model_wrote(client
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     for kind in ("reasoning_text", "output_text", "function_call_arguments"):
-        assert kinds.count(f"response.{kind}.delta") > 2
+        assert kinds.count(f"response.{kind}.delta") >= 2  # of calls: one each, when it is complete
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 4
     streamed_text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert streamed_text == "Let me look."

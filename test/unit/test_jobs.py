@@ -266,6 +266,21 @@ async def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_gr
     assert len(world.away.tasks) == 2, "the second waits for the same"
 
 
+def test_a_stop_string_that_is_a_special_token_is_a_stop_id_also_if_eos_is_ignored() -> None:
+    world = World()
+    ids = [world.model.tokenizer.encode(text, add_special_tokens=False)[0] for text in ("<|im_start|>", "<|im_end|>")]
+    for fields, expected in (
+        ({"stop": "<|im_start|>"}, ids[:1]),
+        ({"stop": ["a", "<|im_end|>", "<|im_start|>"], "stop_token_ids": [7, ids[0]]}, [7, ids[0], ids[1]]),
+        ({"stop": "<|im_end|>", "ignore_eos": True, "skip_special_tokens": False}, ids[1:]),
+        ({"stop": ["\n<|im_end|>", "<|im_end"]}, []),
+    ):
+        for job in (world.completion("a", **fields), world.chat("a", **fields)):
+            assert job.samplings[0].stop_token_ids == tuple(expected)
+            assert set(expected) <= world.model.ends_of(job.samplings[0])
+    assert World(vocab_size=ids[0]).completion([[1]], stop="<|im_start|>").samplings[0].stop_token_ids == ()
+
+
 def ids_of(job: Job) -> list[list[int]]:
     return [list(unpack_i32(prompt.token_ids)) for prompt in job.prompts]
 

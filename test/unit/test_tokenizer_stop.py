@@ -55,6 +55,22 @@ def test_of_two_stops_complete_at_once_the_longer_wins() -> None:
     assert feed(["c", "abc"], ["xabc"]) == (["x"], True)
 
 
+def test_a_token_that_is_not_in_the_text_is_found_in_a_stop_string_and_nowhere_else() -> None:
+    for include, shown in ((False, ["a", "", "b", ""]), (True, ["a", "", "b", "\n<e><ee>"])):
+        scanner = StopScanner(["never", "\n<e><ee>", "<ee>x"], include, {"<e>": 5, "<ee>": 6})
+        e, ee = scanner.marks[5], scanner.marks[6]
+        assert [scanner.push(text) for text in ("a" + e, "\n" + ee, "b\n" + e)] == [
+            ("a", False),
+            ("\n", False),
+            ("b", False),
+        ]
+        assert scanner.push(ee) == (shown[3], True)
+    scanner = StopScanner(["<e>", "e>b"], False, {"<e>": 5})
+    assert scanner.push("a<e") == ("a", False) and scanner.push(">") == ("", True)  # spelled by other tokens
+    scanner = StopScanner(["e>b", "<e>c"], False, {"<e>": 5})
+    assert scanner.push(scanner.marks[5] + "b") == ("b", False) and not scanner.finish()
+
+
 def test_after_a_hit_nothing_comes_out_any_more() -> None:
     scanner = StopScanner(["."])
     assert scanner.push("a.b") == ("a", True)

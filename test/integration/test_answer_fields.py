@@ -1,0 +1,93 @@
+"""Fields that say where an answer ends and what it looks like, on real processes: 1P1D with the embedded model, whose
+chat template is replaced by one with Llama 3's calls."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from nursery import FORKED
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
+from chitu.launch.local import LocalCluster
+from chitu.tokenizer import Tokenizer
+
+MARK = "<|im_start|>"
+[MARK_ID] = Tokenizer.load(TINY_MODEL_DIR).encode(MARK, add_special_tokens=False)
+TEMPLATE = """{#- <|start_header_id|> "parameters" -#}{% if tools %}{% endif %}
+{%- for message in messages %}{{ message.content }}{% endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = tmp_path_factory.mktemp("model") / "tiny"
+    shutil.copytree(TINY_MODEL_DIR, model)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    settings = [f"model.path={model}", "model.served_name=m"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        yield cluster.url
+
+
+def asked(url: str, route: str, **fields: Any) -> dict[str, Any]:
+    """Return the answer that is not streamed, after comparing it with that of a stream."""
+    if route == "chat/completions":
+        fields["messages"] = [{"role": "user", "content": "hello"}]
+    else:
+        fields["prompt"] = "hello"
+    body = {"temperature": 0, "return_token_ids": True, **fields}
+    reply = httpx.post(f"{url}/v1/{route}", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    whole: dict[str, Any] = reply.json()
+    streaming = {"stream": True, "stream_options": {"include_usage": True}}
+    events = httpx.post(f"{url}/v1/{route}", json={**body, **streaming}, timeout=120)
+    assert events.status_code == 200, events.text
+    parts = [json.loads(line[6:]) for line in events.text.splitlines() if line.startswith("data: {")]
+    choices = [part["choices"][0] for part in parts if part["choices"]]
+    [choice] = whole["choices"]
+    if "text" in choice:
+        assert "".join(part["text"] for part in choices) == choice["text"]
+    else:
+        shown = "".join(part["delta"].get("content") or "" for part in choices)
+        assert shown == (choice["message"]["content"] or "")
+        calls = [call["function"] for part in choices for call in part["delta"].get("tool_calls") or ()]
+        assert calls == [call["function"] for call in choice["message"].get("tool_calls") or ()]
+    assert choices[-1]["finish_reason"] == choice["finish_reason"]
+    assert [token for part in choices for token in part.get("token_ids") or ()] == choice["token_ids"]
+    assert parts[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == len(choice["token_ids"])
+    return choice
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize("included", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "num_tokens"),
+    [(MARK, 1), (["never", MARK], 1), ([MARK * 2, "never"], 2), ([MARK * 3, MARK * 2], 2), (["a" + MARK], 6)],
+)
+def test_a_stop_string_may_have_special_tokens(
+    url: str, route: str, skips: bool, included: bool, stop: Any, num_tokens: int
+) -> None:
+    fields = {"stop": stop, "skip_special_tokens": skips, "include_stop_str_in_output": included}
+    logprobs = {"logprobs": True} if route.startswith("chat") else {"logprobs": 0}
+    choice = asked(url, route, max_tokens=6, allowed_token_ids=[MARK_ID], **fields, **logprobs)
+    assert choice["token_ids"] == [MARK_ID] * num_tokens
+    assert choice["finish_reason"] == ("length" if num_tokens == 6 else "stop")
+    text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+    assert text == ("" if skips and num_tokens == 6 else MARK * num_tokens if included or num_tokens == 6 else "")
+    entries = choice["logprobs"].get("content") or choice["logprobs"]["tokens"]
+    assert len(entries) == num_tokens
+
+
+def test_at_a_stop_string_that_is_a_special_token_nothing_more_is_computed(url: str) -> None:
+    for fields, finish in (({"stop": MARK}, "stop"), ({"stop_token_ids": [MARK_ID]}, "stop"), ({"stop": "l"}, "text")):
+        allowed = {"allowed_token_ids": [MARK_ID]} if finish == "stop" else {"guided_regex": "hello"}
+        body = {"prompt": "hello", "max_tokens": 9, "return_proof": True, "return_receipt": True, **fields, **allowed}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["chitu"]["receipt"]["finish"] == finish, answer  # whether D or the router ended it
