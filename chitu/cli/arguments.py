@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from chitu import __version__
+from chitu.config.cluster_key import API_KEYS
 from chitu.config.key_paths import is_number
 from chitu.config.load import DEFAULT_TOPOLOGY, packaged_topologies
 from chitu.config.topology import MAX_PORT
@@ -21,8 +23,8 @@ BENCHMARKS = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; it sets `command` to the name of one."""
+def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of all commands, which sets `command` to the name of one, and the parser of each by name."""
     parser = argparse.ArgumentParser(prog="chitu", description="Prefill/decode disaggregated LLM serving.")
     parser.add_argument("--version", action="version", version=f"chitu {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -47,10 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0 (greedy)")
 
     command = commands.add_parser("explain", help="show where a running cluster's requests spend their time")
-    command.add_argument(
-        "source", nargs="?", default=DEFAULT_URL, metavar="URL | FILE", help=f"(default: {DEFAULT_URL})"
+    either = command.add_mutually_exclusive_group()
+    either.add_argument(
+        "source", nargs="?", metavar="FILE", help="what --save wrote, in place of a router (or its URL)"
     )
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    _add_router(command, either)
     command.add_argument(
         "--seconds", type=_positive(float), default=10.0, metavar="S", help="seconds to watch (default: 10)"
     )
@@ -85,8 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
 
     command = commands.add_parser("verify", help="check that a running cluster answers like one undivided engine")
-    command.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    either = command.add_mutually_exclusive_group()
+    either.add_argument("source", nargs="?", metavar="URL", help="the same as --url URL")
+    _add_router(command, either)
     command.add_argument("--model", metavar="DIR", help="checkpoint folder of the reference (default: the cluster's)")
     command.add_argument("--reference", metavar="URL", help="a running undivided engine, instead of starting one")
     command.add_argument("--device", default="cpu", help="device of the reference that is started (default: cpu)")
@@ -118,8 +122,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     source = command.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
-    source.add_argument("--url", default=DEFAULT_URL, help=f"a running cluster (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    _add_router(command, source)
     command.add_argument("--device", default="cpu", help="device of the engine that is started (default: cpu)")
     command.add_argument(
         "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
@@ -166,7 +169,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.add_argument("--node-index", type=int, metavar="K", help="index of this host; run it on all at once")
-    return parser
+    return parser, commands.choices
 
 
 def _port(text: str) -> int:
@@ -189,15 +192,30 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], int | float]:
     return read
 
 
-def _refuse_key(_key: str) -> str:
-    raise argparse.ArgumentTypeError(
-        "`ps` shows command lines to all users: put the key into the environment as CHITU_API_KEY"
+def _refuse_key(command: argparse.ArgumentParser, variable: str) -> None:
+    """Have `--api-key` refused, with the environment variable that takes it."""
+
+    def refuse(_key: str) -> str:
+        raise argparse.ArgumentTypeError(
+            f"`ps` shows command lines to all users: put the key into the environment as {variable}"
+        )
+
+    command.add_argument("--api-key", type=refuse, help=argparse.SUPPRESS)
+
+
+class _Adding(Protocol):
+    """A parser or a group of its options."""
+
+    def add_argument(self, *names: str, default: str, help: str) -> argparse.Action: ...
+
+
+def _add_router(command: argparse.ArgumentParser, group: _Adding | None = None) -> None:
+    """Add the options of a command that uses a running cluster; `--url` to `group` if its place may be taken by
+    another."""
+    (group or command).add_argument(
+        "--url", default=DEFAULT_URL, help=f"the router, http(s)://HOST[:PORT][/PATH] (default: {DEFAULT_URL})"
     )
-
-
-def _add_router(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--url", default=DEFAULT_URL, help=f"the router (default: {DEFAULT_URL})")
-    command.add_argument("--api-key", type=_refuse_key, help=argparse.SUPPRESS)
+    _refuse_key(command, "CHITU_API_KEY")
 
 
 def _add_topology(command: argparse.ArgumentParser) -> None:
@@ -208,3 +226,4 @@ def _add_topology(command: argparse.ArgumentParser) -> None:
         help=f"a file or one of {', '.join(packaged_topologies())} (default: {DEFAULT_TOPOLOGY}), and dotted overrides",
     )
     command.add_argument("--model", metavar="PATH", help="checkpoint folder or Hugging Face id, overrides model.path")
+    _refuse_key(command, API_KEYS)

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from chitu.cli.arguments import make_parser
+from chitu.cli.unknown_options import unrecognized
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr
 from chitu.errors import ChituError, ConfigError
 
@@ -61,11 +62,14 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser()
+    parser, parsers = make_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes positional arguments after an option for unknown ones; here they are overrides like those before.
-    if rest and (not hasattr(arguments, "topology") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    takes_keys = hasattr(arguments, "topology")
+    if rest and (not takes_keys or any(word.startswith("-") for word in rest)):
+        command = parsers[arguments.command]
+        options = [word for word in re.findall(r"--[a-z-]+", command.format_usage()) if word != "--help"]
+        command.error(unrecognized(sys.argv[1:] if argv is None else argv, rest, options, takes_keys))
     if rest:
         arguments.topology += rest
     return arguments
@@ -136,7 +140,9 @@ def _chat(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from chitu.client.explain import explain_cluster
 
-    return explain_cluster(arguments.source, api_key(), arguments.seconds, arguments.save, arguments.json)
+    return explain_cluster(
+        arguments.source or arguments.url, api_key(), arguments.seconds, arguments.save, arguments.json
+    )
 
 
 def _trace(arguments: argparse.Namespace) -> int:
@@ -207,7 +213,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
         options = VerifyOptions(
-            url=arguments.url,
+            url=arguments.source or arguments.url,
             model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
             reference=arguments.reference,
             device=arguments.device,

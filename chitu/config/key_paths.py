@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec.inspect as inspection
@@ -66,7 +66,7 @@ def _type_at(path: str) -> inspection.Type | None:
     return kind
 
 
-def nearest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str:
     """Return `; did you mean ...?`, or ""."""
     found = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -52,8 +52,14 @@ def find_topology(name: str | None) -> Path:
             return candidate
     raise ConfigError(
         f"there is no topology file {name!r}: give a path, or one of {', '.join(packaged_topologies())}"
-        + (nearest(Path(name).name, packaged_topologies()) or ("; a model is given as --model" if "/" in name else ""))
+        + (_nearest_topology(name) or ("; a model is given as --model" if "/" in name else ""))
     )
+
+
+def _nearest_topology(name: str) -> str:
+    """Return `; did you mean ...?`, or "". The suffix does not count, since all names have it."""
+    stems = {file.removesuffix(".yaml"): file for file in packaged_topologies()}
+    return nearest(Path(name).name.removesuffix(".yaml"), stems).replace("'?", ".yaml'?")
 
 
 def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +17,14 @@ class Health:
     joined: dict[str, int]
 
 
-def ask_health(host: str, port: int, timeout_s: float = 1.0) -> Health | None:
-    """Return the router's health, or None if no valid answer arrives within `timeout_s`."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+def ask_health(url: str, timeout_s: float = 1.0) -> Health | None:
+    """Return the health of the router at `url` (http or https, with a path or without one), or None if no valid answer
+    arrives within `timeout_s`."""
+    parts = urlsplit(url)
+    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = make(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", "/health")
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
         reply = connection.getresponse()
         body = json.loads(reply.read())
         joined = {item["name"]: int(item["incarnation"]) for item in body["instances"] if not item["draining"]}

@@ -15,7 +15,6 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -80,9 +79,6 @@ def _join_as(
     url: str,
 ) -> int:
     topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
-    # Use the API address that was just reached: `run_node` waits for the instance there.
-    host, port = _router_at(url)
-    topology = with_router(topology, port=port, http_host=host)
     with tempfile.TemporaryDirectory(prefix="chitu-join-") as folder:
         file = Path(folder) / "topology.yaml"
         file.write_text(dump_topology(topology), encoding="utf-8")
@@ -90,6 +86,7 @@ def _join_as(
             hosts=None,
             index=_host_index(topology, options.role, rank),
             only=instance_name(options.role, rank),
+            url=url,
             cluster_key=known_key(options.url),
             ready_timeout_s=options.ready_timeout_s,
             log_dir=options.log_dir,
@@ -149,13 +146,6 @@ def grown(
 def _host_index(topology: Topology, role: Role, rank: int) -> int:
     host = find_instance(topology, role, rank).config.host
     return host_names(topology).index(same_host(host))
-
-
-def _router_at(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.scheme != "http" or parts.path:
-        raise ConfigError(f"{url} is no address of a router itself, which is http://HOST:PORT")
-    return parts.hostname or "", parts.port or 80
 
 
 def own_address(router: RouterConfig) -> str:

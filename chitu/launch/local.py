@@ -144,7 +144,7 @@ class LocalCluster:
 
     def _all_joined(self, live: list[Member]) -> bool:
         """Return whether the router has the present incarnation of every live instance."""
-        health = ask_health(self.host, self.ports["port"]) if self.ports else None
+        health = ask_health(self.url) if self.ports else None
         if health is None or not (health.is_usable or missing_roles(self.topology)):
             return False
         return all(

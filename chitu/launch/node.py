@@ -61,6 +61,8 @@ class NodeOptions:
     log_dir: str | None = None
     only: str | None = None
     """Name of the only process to run (`D1`), unless another live process has it; the node ends after its drain."""
+    url: str = ""
+    """URL of the API, if this node reaches it elsewhere than at the topology's address (through a proxy)."""
     cluster_key: str = ""
     """Cluster key that overrides the topology's and the environment's; empty: theirs."""
     on_failure: str | None = None
@@ -115,6 +117,7 @@ class Node:
         self.removes_logs = not (options.log_dir or topology.log.dir)
         """Whether `stop` removes the logs, unless a process died."""
         self._only = options.only or ""
+        self._url = options.url
         try:
             self.supervisor = Supervisor(
                 list(self._specs),
@@ -148,7 +151,7 @@ class Node:
     @property
     def url(self) -> str:
         router = self.topology.dp_config.router
-        return api_url(api_host(router), router.port)
+        return self._url or api_url(api_host(router), router.port)
 
     def start(self) -> None:
         """Start everything at once: instances retry to join until the router is up."""
@@ -172,8 +175,7 @@ class Node:
         words = [
             f"{member.name} is {member.progress.state}" for member in local.values() if member.progress.state != "ready"
         ]
-        router = self.topology.dp_config.router
-        health = ask_health(api_host(router), router.port)
+        health = ask_health(self.url)
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
         if self._only in health.joined and local[self._only].progress.state != "ready":

@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     """Verify the cluster. Raise Impossible if nothing can be compared, and the errors of `RouterClient`."""
-    client = RouterClient(options.url, api_key(), flag="URL")
+    client = RouterClient(options.url, api_key())
     before = client.cluster()
     layout, max_model_len = layout_of(before), before.max_model_len
     if layout is None or max_model_len is None:

@@ -24,7 +24,7 @@ import uvloop
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import listening_host, with_router_ports
+from chitu.config.topology import listening_host, with_router, with_router_ports
 from chitu.config.topology_checks import warn_of_faults, warn_of_open_api, warn_without_key
 from chitu.errors import ChituError
 from chitu.http.limits import HTTPLimits
@@ -59,6 +59,9 @@ class RouterProcess:
         whole, topology = topology, with_share(topology, 0)
         config = topology.dp_config.router
         self._deadlines = config.pd_disaggregation.deadlines
+        host = listening_host(config)
+        mine, *self._theirs = listen_together(host, config.port, "dp_config.router.port", config.workers)
+        topology = with_router(topology, port=mine.getsockname()[1])
         secrets = derive(cluster_key_of(topology))
         self._context = context = make_context(secrets)
         is_several = config.workers > 1
@@ -72,8 +75,6 @@ class RouterProcess:
             return self._cluster
 
         self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets)
-        host = listening_host(config)
-        mine, *self._theirs = listen_together(host, config.port, "dp_config.router.port", config.workers)
         limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)
         headers = [("x-chitu-worker", "0")] if is_several else []
         self._http = HTTPServer(self._api.app, mine, headers, limits)

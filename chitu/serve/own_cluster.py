@@ -90,5 +90,5 @@ def _require_others(view: ClusterView, info: InstanceInfo) -> None:
     if not left.usable:
         raise LastInstance(
             f"without {info.name} nothing could be served ({left.why_unusable()}): start another one first, "
-            "or use force"
+            f"or force it (`chitu drain {info.name} --force`)"
         )

@@ -17,6 +17,7 @@ import httpx
 import pytest
 from nursery import FORKED, forked_router
 from serve_process import ServeProcess
+from tls_proxy import CERTIFICATE, tls_proxy
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import parse_topology
@@ -27,6 +28,7 @@ from chitu.testing.router_process import RouterUnderTest, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
+SIZES = {"cache": {"num_pages": 64}, "scheduler": {"threads": 1}}
 CHITU = [sys.executable, "-m", "chitu.cli"]
 LONG = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
 
@@ -94,14 +96,27 @@ def test_a_router_without_workers_of_its_own_answers_every_client_before_it_ends
 
 def test_a_pair_joins_a_router_that_began_alone(model: Path) -> None:
     """The topology has no instance that the new ones could be like."""
-    sizes = {"cache": {"num_pages": 64}, "scheduler": {"threads": 1}}
-    with LocalCluster(router_alone(model, **sizes), entries=FORKED) as cluster, ExitStack() as stack:
+    with LocalCluster(router_alone(model, **SIZES), entries=FORKED) as cluster, ExitStack() as stack:
         cluster.wait_ready()
         for role in ("prefill", "decode", "unified"):
             stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url]))
         wait_until(lambda: len(health(cluster.url).json()["instances"]) == 3, 120.0, lambda: health(cluster.url).text)
         answer = complete(cluster.url, max_tokens=4, return_proof=True)
         assert (answer.status_code, answer.headers["x-chitu-decode"]) == (200, "D0"), answer.text
+
+
+def test_an_instance_joins_and_is_drained_through_a_proxy_with_tls_and_a_path(model: Path) -> None:
+    with LocalCluster(router_alone(model, **SIZES), entries=FORKED) as cluster, ExitStack() as stack:
+        cluster.wait_ready()
+        url = stack.enter_context(tls_proxy(cluster.ports["port"]))
+        trusted = {"SSL_CERT_FILE": str(CERTIFICATE), ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
+        joined = stack.enter_context(ServeProcess([*CHITU, "join", "unified", "--url", url], trusted))
+        joined.wait_line(f"U0 is ready: U0 joined {url}", timeout_s=120)
+        words = [*CHITU, "drain", "U0", "--url", url]
+        last = subprocess.run(words, env={**os.environ, **trusted}, capture_output=True, text=True, check=False)
+        assert (last.returncode, "`chitu drain U0 --force`" in last.stderr) == (1, True), last.stderr
+        assert subprocess.run([*words, "--force"], env={**os.environ, **trusted}, check=False).returncode == 0
+        assert joined.process.wait(WAIT_S) == 0
 
 
 def test_a_router_that_is_to_end_serves_on_until_a_balancer_has_noticed(model: Path, tmp_path: Path) -> None:

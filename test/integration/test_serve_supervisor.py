@@ -335,7 +335,7 @@ def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
         started.kill(ROUTER)
         wait_until(lambda: not Path(f"/proc/{first}").exists() or not started.alive(ROUTER), 5, "the router's death")
         started.poll()
-        assert ask_health(started.host, ports["port"]) is None
+        assert ask_health(started.url) is None
         started.wait_ready(60)
         assert started.ports["port"] == ports["port"]
         assert started.pid(ROUTER) != first

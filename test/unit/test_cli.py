@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from chitu.cli import main
+from chitu.cli.unknown_options import INSTANCES, KEYS
+from chitu.config.key_paths import known_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,6 +70,56 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str], words: li
     printed = [line for line in capsys.readouterr().err.strip().splitlines() if line.startswith("chitu")]
     assert len(printed) == 1
     assert part in printed[0]
+
+
+TP = "dp_config.router.{}_schedulers.0.tp_size=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serve", "--tensor-parallel-size", "2"], f"{TP.format('prefill')} {TP.format('decode')}"),
+        (["node", "--node-index", "0", "-tp", "2"], f"{TP.format('prefill')} {TP.format('decode')}"),
+        (["serve", "--max-model-len=4096", "--once"], "the topology has it: model.max_model_len=4096"),
+        (["plan", "--chunksize", "64"], "the topology has it: scheduler.chunk_size=64"),
+        (["join", "decode", "--disable-radix-cache"], "the topology has it: cache.prefix_cache=off"),
+        (["doctor", "--served-model-name", "m"], "the topology has it: model.served_name=m"),
+        (["serve", "--model-path", "/m"], "did you mean --model?"),
+        (["serve", "--prot", "0"], "did you mean --port?"),
+        (["chat", "--tmperature", "0"], "did you mean --temperature?"),
+        (["drain", "D0", "--tensor-parallel-size", "2"], "unrecognized arguments: --tensor-parallel-size 2"),
+        (["serve", "--pipeline-parallel-size", "2"], "a key of the topology is given as a.b=c"),
+        (["serve", "--api-key", "secret"], "as CHITU_API_KEYS"),
+        (["drain", "D0", "--api-key", "secret"], "as CHITU_API_KEY"),
+        (["explain", "saved.json", "--url", "http://a:1"], "not allowed with argument"),
+        (["verify", "--url", "http://a:1", "http://b:1"], "not allowed with argument"),
+    ],
+)
+def test_an_unknown_option_is_explained_under_the_usage_of_its_own_command(
+    capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2 and printed.startswith(f"usage: chitu {words[0]} ")
+    assert printed.strip().endswith(says) or says in printed.splitlines()[-1]
+    assert "secret" not in printed
+
+
+def test_options_of_other_engines_lead_to_keys_that_exist() -> None:
+    for named in KEYS.values():
+        prefill = named.replace(INSTANCES, "dp_config.router.prefill_schedulers.0")
+        assert prefill.partition("=")[0] in set(known_keys()), named
+
+
+@pytest.mark.parametrize("command", ["chat", "drain", "explain", "join", "snapshot", "trace", "verify"])
+def test_every_command_of_a_running_cluster_names_it_by_the_same_option(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = {"chat": ["hi"], "drain": ["D0"], "join": ["decode"], "trace": ["id"]}
+    words["snapshot"] = ["id", str(tmp_path / "kept")]
+    assert main([command, *words.get(command, []), "--url", "nonsense://x"]) == 2
+    assert "nonsense://x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,9 @@ def test_a_wrong_override_says_why(override: str, part: str) -> None:
 
 
 def test_a_wrong_file_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as unlike:
+        load_topology("nofile.yaml")
+    assert "did you mean" not in unlike.value.message
     with pytest.raises(ConfigError, match=r"unified_locl.*did you mean 'unified_local.yaml'"):
         load_topology("unified_locl.yaml")
     for text, part in [("a: [", "line"), ("- 1", "mapping"), ("model: {path: a}\nmodel: {path: b}", "given twice")]:
