@@ -26,8 +26,8 @@ except ConfigError as error: print(f'chitu: {error.message}', file=sys.stderr); 
     export CHITU_CLUSTER_KEY=$key
 }
 
-run_node() { # TOPOLOGY ADDRESS,... INDEX [argument...]: this node's processes, in place of the script
+run_node() { # TOPOLOGY MACHINE,... INDEX [argument...]: this node's processes, in place of the script
     [ -n "$2" ] || exit 2
-    export PD_MASTER_ADDR=${2%%,*}
+    case ${2%%,*} in *[!0-9.]*) ;; *) export PD_MASTER_ADDR=${2%%,*} ;; esac # a name is another address on its own machine
     exec "$PYTHON" -m chitu.cli node "$1" --hosts "$2" --node-index "$3" "${@:4}"
 }

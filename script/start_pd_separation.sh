@@ -30,8 +30,9 @@ done
 [ -n "$names" ] || fail "give the machines: --hosts A,B"
 [ -n "$by_ssh$index" ] || fail "give --ssh, or on each machine --node-index 0, 1, ..."
 IFS=, read -ra machines <<<"$names"
+# The node looks up its own name; the others may not be there yet.
+[ -n "$by_ssh" ] || run_node "$topology" "$names" "$index" "${arguments[@]}"
 addresses=$(addresses_of "${machines[@]}")
-[ -n "$by_ssh" ] || run_node "$topology" "$addresses" "$index" "${arguments[@]}"
 
 # ------------------------------------------------------------------------------------------------------------ by ssh
 # TERM: what each machine would redraw on its terminal of -tt, the others' lines would break, or end up in a file.

@@ -1,7 +1,7 @@
 """IPv4 addresses of a cluster's machines by name, as all of the machines know them.
 
-Called by the launch scripts, `chitu node` and `chitu doctor` with the machines given to them. On Debian a machine's own
-name is 127.0.1.1, at which no other machine reaches it: its address is then the one from which it reaches another.
+Called by the launch scripts and `chitu doctor` with all machines, by `chitu node` for its own. On Debian a machine's
+own name is 127.0.1.1, at which no other machine reaches it: its address is then the one from which it reaches another.
 """
 
 from __future__ import annotations
@@ -18,6 +18,23 @@ from chitu.errors import ConfigError
 def addresses_of(names: Sequence[str]) -> list[str]:
     """Return the address of each name; addresses stay. Raise ConfigError for a name without one."""
     return [_address_of(name, [other for other in names if other != name]) for name in names]
+
+
+def with_own_address(names: Sequence[str], index: int) -> list[str]:
+    """Return the names of a cluster's machines with the address of this one, number `index`, in place of its name. The
+    others stay: whoever connects to them looks them up, each time anew, since they may start later or move.
+
+    Raise ConfigError if the own name has no address here, and is not the host name of this machine either.
+    """
+    own, others = names[index], [name for name in names if name != names[index]]
+    try:
+        address = _address_of(own, others)
+    except ConfigError:
+        # A pod's name in its service may exist only once it is ready; its host name always has its address.
+        if own.partition(".")[0] != socket.gethostname().partition(".")[0]:
+            raise
+        address = _address_of(socket.gethostname(), others)
+    return [*names[:index], address, *names[index + 1 :]]
 
 
 def _address_of(name: str, others: Sequence[str]) -> str:

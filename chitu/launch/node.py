@@ -24,7 +24,7 @@ from chitu.config.load import load_topology, pd_master_addr
 from chitu.config.topology import api_host, api_url, host_names, instances, instances_on
 from chitu.config.topology_checks import check, missing_roles, open_api
 from chitu.errors import ConfigError, RankTaken
-from chitu.launch.addresses import addresses_of
+from chitu.launch.addresses import with_own_address
 from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
@@ -84,7 +84,8 @@ class Node:
     ) -> None:
         topology = load_topology(config, overrides)
         if options.hosts is not None:
-            overrides = [*overrides, *host_overrides(topology, addresses_of(options.hosts))]
+            host_at(load_topology(config, [*overrides, *host_overrides(topology, options.hosts)]), options.index)
+            overrides = [*overrides, *host_overrides(topology, with_own_address(options.hosts, options.index))]
         if options.threads_per_rank is not None:
             overrides = [*overrides, *thread_overrides(topology, options.threads_per_rank)]
         topology = load_topology(config, overrides)

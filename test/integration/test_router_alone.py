@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from network import Network
 from nursery import FORKED, forked_router
 from serve_process import ServeProcess
 from tls_proxy import CERTIFICATE, tls_proxy
@@ -117,6 +119,34 @@ def test_an_instance_joins_and_is_drained_through_a_proxy_with_tls_and_a_path(mo
         assert (last.returncode, "`chitu drain U0 --force`" in last.stderr) == (1, True), last.stderr
         assert subprocess.run([*words, "--force"], env={**os.environ, **trusted}, check=False).returncode == 0
         assert joined.process.wait(WAIT_S) == 0
+
+
+def test_a_node_starts_while_the_names_of_others_have_no_address(model: Path, tmp_path: Path) -> None:
+    """Pods of a first roll-out, and a router that starts again while one of them is away."""
+    ports = {name: port for port, name in enumerate(("stats_port", "token_port"), 29600)}
+    pd = {"coordination_port": 29602, "metadata_sync_port": 29603, "bootstrap_port": 29604}
+    router = {**ports, "pd_disaggregation": pd, "host": "r.example", "unified_schedulers": [{"host": "u.example"}]}
+    config = {"model": {"path": str(model), "served_name": "m"}, "dp_config": {"router": router}, **SIZES}
+    (tmp_path / "t.yaml").write_text(msgspec.json.encode(config).decode())
+    with Network(["first", "second"]) as network, ExitStack() as stack:
+        first, second = network.address("first"), network.address("second")
+
+        def node(host: str, index: int, hosts: str) -> ServeProcess:
+            words = [*CHITU, "node", str(tmp_path / "t.yaml"), "--hosts", hosts, "--node-index", str(index)]
+            argv = network.argv(host, words)
+            return stack.enter_context(ServeProcess(argv, {ENVIRONMENT_KEY: "of this cluster 0123456789"}, tmp_path))
+
+        alone = node("second", 1, f"absent.invalid,{second}")
+        served = node("first", 0, f"{first},absent.invalid")
+        alone.wait_line("U0: ready", timeout_s=120)
+        with network.inside("first"):
+            assert health(f"http://{first}:21003").status_code == 503
+        assert alone.signal_and_wait(signal.SIGTERM) == 0
+        joined = node("second", 1, f"{first},{second}")
+        served.wait_line("Ctrl-C ends it", timeout_s=120)
+        with network.inside("first"):
+            assert complete(f"http://{first}:21003", max_tokens=4).status_code == 200
+        assert joined.signal_and_wait(signal.SIGTERM) == served.signal_and_wait(signal.SIGTERM) == 0
 
 
 def test_a_router_that_is_to_end_serves_on_until_a_balancer_has_noticed(model: Path, tmp_path: Path) -> None:
