@@ -82,7 +82,11 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--log-dir", help="folder of the log (default: a new one under the temporary folder)")
 
     command = commands.add_parser("drain", help="let an instance finish what it runs, leave the cluster and end")
-    command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("instance", nargs="?", metavar="NAME", help="P0, D1, U0")
+    which.add_argument(
+        "--self", action="store_true", help="what the launcher on this machine or in this container runs"
+    )
     _add_router(command)
     command.add_argument("--force", action="store_true", help="even if nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")

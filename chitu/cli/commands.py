@@ -194,11 +194,13 @@ def _join(arguments: argparse.Namespace) -> int:
 
 def _drain(arguments: argparse.Namespace) -> int:
     from chitu.client.client import RouterClient
-    from chitu.launch.drain import credential, drain
+    from chitu.launch.drain import credential, drain, drain_self
 
-    client = RouterClient(arguments.url, credential(arguments.url))
-    say = functools.partial(print, flush=True)
-    drain(client, arguments.instance, force=arguments.force, wait=not arguments.no_wait, say=say)
+    how = {"force": arguments.force, "wait": not arguments.no_wait, "say": functools.partial(print, flush=True)}
+    if arguments.self:
+        drain_self(**how)
+    else:
+        drain(RouterClient(arguments.url, credential(arguments.url)), [arguments.instance], **how)
     return 0
 
 

@@ -22,7 +22,7 @@ def addresses_of(names: Sequence[str]) -> list[str]:
 
 def with_own_address(names: Sequence[str], index: int) -> list[str]:
     """Return the names of a cluster's machines with the address of this one, number `index`, in place of its name. The
-    others stay: whoever connects to them looks them up, each time anew, since they may start later or move.
+    others stay and are looked up anew at each connection, since these machines may start later or move.
 
     Raise ConfigError if the own name has no address here, and is not the host name of this machine either.
     """

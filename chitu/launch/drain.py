@@ -1,15 +1,18 @@
-"""`chitu drain D1`: has the router drain an instance and reports when it left. Blocking; in the caller's thread."""
+"""`chitu drain D1`: has the router drain an instance and reports when it left. `chitu drain --self`: those that a
+launcher on this machine runs. Blocking; in the caller's thread."""
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from chitu.client.client import RouterClient
 from chitu.config.load import api_key, cluster_key
 from chitu.config.topology import is_loopback
-from chitu.launch.run_dir import cluster_key_at
+from chitu.errors import ConfigError
+from chitu.launch.run_dir import cluster_key_at, running_launchers
 from chitu.net.curve import derive
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
@@ -35,27 +38,58 @@ def known_key(url: str) -> str:
         return ""
 
 
-def drain(client: RouterClient, name: str, *, force: bool, wait: bool, say: Callable[[str], None]) -> None:
-    """Drain an instance. Return once it has left the cluster (`wait`), or once the router sends it nothing new.
+def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool, say: Callable[[str], None]) -> None:
+    """Drain instances, all at once. Return once they have left the cluster (`wait`), or once the router sends them
+    nothing new.
 
     The drain goes on if the wait is interrupted. Raise UnknownInstance, LastInstance (without `force`), and the errors
     of `RouterClient`.
     """
-    name = name.upper()
-    incarnation = client.drain(name, force)
-    say(f"{name} drains: it gets no new requests, finishes what runs, and leaves")
-    shown = -1
-    while wait:
-        instance = _find(client.cluster(), name)
-        if instance is None or instance.incarnation != incarnation:
-            say(f"{name} has left; its process has ended or is about to, with exit code 0")
-            return
-        load = instance.load
-        left = load.waiting + load.transferring + load.running + load.retracted if load is not None else 0
-        if left != shown:
-            shown = left
-            say(f"{name}: {left} requests left")
-        time.sleep(POLL_S)
+    left = {}
+    for name in map(str.upper, names):
+        left[name] = client.drain(name, force)
+        say(f"{name} drains: it gets no new requests, finishes what runs, and leaves")
+    shown: dict[str, int] = {}
+    while wait and left:
+        snapshot = client.cluster()
+        for name, incarnation in list(left.items()):
+            instance = _find(snapshot, name)
+            if instance is None or instance.incarnation != incarnation:
+                say(f"{name} has left; its process has ended or is about to, with exit code 0")
+                del left[name]
+                continue
+            load = instance.load
+            count = load.waiting + load.transferring + load.running + load.retracted if load is not None else 0
+            if count != shown.get(name, -1):
+                shown[name] = count
+                say(f"{name}: {count} requests left")
+        if left:
+            time.sleep(POLL_S)
+
+
+def drain_self(*, force: bool, wait: bool, say: Callable[[str], None]) -> None:
+    """Drain what the launcher of this user on this machine, or in this container, runs, as `drain` does. An instance
+    that is not in the cluster, as it has left or not joined yet, needs no drain.
+
+    Raise ConfigError if no launcher runs here, or several do.
+    """
+    launchers = running_launchers()
+    if not launchers:
+        raise ConfigError(f"no launcher of this user runs here (none has a folder in {tempfile.gettempdir()})")
+    if len(launchers) > 1:
+        each = "; ".join(f"{' '.join(one.instances) or 'the router alone'} of {one.url}" for one in launchers)
+        raise ConfigError(f"{len(launchers)} launchers of this user run here ({each}): name an instance, and its --url")
+    (own,) = launchers
+    secrets = derive(own.cluster_key)
+    client = RouterClient(own.url, secrets.token if secrets is not None else api_key())
+    present = {instance.name for instance in client.cluster().instances if instance.status != "down"}
+    names = [name for name in own.instances if name in present]
+    for name in own.instances:
+        if name not in present:
+            say(f"{name} is not in the cluster")
+    if not own.instances:
+        say("the launcher runs the router alone, which a signal drains (deadlines.drain_delay_s, drain_s)")
+    drain(client, names, force=force, wait=wait, say=say)
 
 
 def _find(snapshot: ClusterSnapshot, name: str) -> InstanceSnapshot | None:

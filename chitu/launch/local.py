@@ -42,6 +42,7 @@ from chitu.launch.nodes import launch_problems
 from chitu.launch.placement import look_for, with_shares
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
 from chitu.launch.preflight import require_preflight
+from chitu.launch.run_dir import Launched
 from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
 
@@ -120,7 +121,10 @@ class LocalCluster:
         self.supervisor.poll()
         if not self.ports and (ports := self.members[ROUTER].progress.ports):
             self.ports = dict(ports)
-            self.supervisor.run_dir.keep_key(ports["port"], cluster_key_of(self.topology))
+            key = cluster_key_of(self.topology)
+            self.supervisor.run_dir.keep_key(ports["port"], key)
+            own = tuple(name for name in self.members if name != ROUTER)
+            self.supervisor.run_dir.keep_launched(Launched(self.url, own, key))
             for name in self.members:
                 if name != ROUTER:
                     self.supervisor.start(name)

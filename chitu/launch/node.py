@@ -35,6 +35,7 @@ from chitu.launch.placement import place
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
+from chitu.launch.run_dir import Launched
 from chitu.launch.stop_signals import SIGNALS, stop_on_signals
 from chitu.launch.supervisor import StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
@@ -156,8 +157,11 @@ class Node:
 
     def start(self) -> None:
         """Start everything at once: instances retry to join until the router is up."""
-        if self.has_router and (key := cluster_key_of(self.topology)):
+        key = cluster_key_of(self.topology)
+        if self.has_router and key:
             self.supervisor.run_dir.keep_key(self.topology.dp_config.router.port, key)
+        own = tuple(name for name in self._specs if name != ROUTER)
+        self.supervisor.run_dir.keep_launched(Launched(self.url, own, key))
         for name in self._specs:
             self.supervisor.start(name)
 

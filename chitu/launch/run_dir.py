@@ -2,8 +2,8 @@
 them.
 
 Owned by `Supervisor`; one thread. Each child has its TMPDIR in it. The launcher keeps the folder locked while it lives,
-so after a kill -9 the next launcher of the same user can tell abandoned folders, and removes them. The cluster key is
-there under the router's HTTP port, where `chitu drain` of the same user finds it.
+so after a kill -9 the next launcher of the same user can tell abandoned folders, and removes them. Commands of the same
+user find there the cluster key, under the router's HTTP port, and what the launcher runs (`chitu drain --self`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 PREFIX = "chitu-run-"
+LAUNCHED = "launched.json"
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """What a launcher runs."""
+
+    url: str
+    """URL of the router's API."""
+    instances: tuple[str, ...]
+    """Names of its instances; empty if it runs the router alone."""
+    cluster_key: str = ""
 
 
 class RunDir:
@@ -51,6 +64,10 @@ class RunDir:
     def keep_key(self, port: int, cluster_key: str) -> None:
         """Store the key for `cluster_key_at`. `port` is the router's HTTP port."""
         self.keep(f"key-{port}", cluster_key)
+
+    def keep_launched(self, launched: Launched) -> None:
+        """Store what this launcher runs, for `running_launchers`."""
+        self.keep(LAUNCHED, msgspec.json.encode(launched).decode())
 
     def keep(self, name: str, text: str) -> Path:
         """Write a file that only this user can read, and return its path."""
@@ -93,6 +110,16 @@ def cluster_key_at(port: int) -> str:
             if not is_abandoned:
                 return (path / f"key-{port}").read_text(encoding="utf-8")
     return ""
+
+
+def running_launchers() -> list[Launched]:
+    """Return what the launchers of this user on this machine (or in this container) run."""
+    found = []
+    for path, is_abandoned in _own_folders():
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            if not is_abandoned:
+                found.append(msgspec.json.decode((path / LAUNCHED).read_bytes(), type=Launched))
+    return found
 
 
 def _own_folders() -> Iterator[tuple[Path, bool]]:

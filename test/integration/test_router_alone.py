@@ -107,6 +107,32 @@ def test_a_pair_joins_a_router_that_began_alone(model: Path) -> None:
         assert (answer.status_code, answer.headers["x-chitu-decode"]) == (200, "D0"), answer.text
 
 
+def test_what_runs_in_a_container_is_drained_without_its_name(model: Path, tmp_path: Path) -> None:
+    """A pod that joined does not know its rank. Its temporary folder is its own."""
+    with LocalCluster(router_alone(model, **SIZES), entries=FORKED) as cluster, ExitStack() as stack:
+        cluster.wait_ready()
+        pods = [{"TMPDIR": str(tmp_path / name)} for name in ("first", "second", "empty")]
+        for pod in pods:
+            Path(pod["TMPDIR"]).mkdir()
+        words = [*CHITU, "join", "unified", "--url", cluster.url]
+        key = {ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
+        joined = [stack.enter_context(ServeProcess(words, {**pod, **key})) for pod in pods[:2]]
+        names = [pod.wait_line(r"(U\d) is ready", timeout_s=120)[1] for pod in joined]
+
+        def drain_self(pod: Mapping[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+            argv = [*CHITU, "drain", "--self", *options]
+            return subprocess.run(argv, env={**os.environ, **pod}, capture_output=True, text=True, check=False)
+
+        drained = drain_self(pods[0])
+        assert drained.returncode == 0 and f"{names[0]} has left" in drained.stdout, drained.stderr
+        assert joined[0].process.wait(WAIT_S) == 0 and joined[1].process.poll() is None
+        last = drain_self(pods[1])
+        assert (last.returncode, "--force" in last.stderr) == (1, True)
+        assert drain_self(pods[1], "--force").returncode == 0 and joined[1].process.wait(WAIT_S) == 0
+        absent = drain_self(pods[2])
+        assert (absent.returncode, "no launcher of this user runs here" in absent.stderr) == (2, True)
+
+
 def test_an_instance_joins_and_is_drained_through_a_proxy_with_tls_and_a_path(model: Path) -> None:
     with LocalCluster(router_alone(model, **SIZES), entries=FORKED) as cluster, ExitStack() as stack:
         cluster.wait_ready()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from chitu.launch.run_dir import RunDir, cluster_key_at
+from chitu.launch.run_dir import Launched, RunDir, cluster_key_at, running_launchers
 
 PORT, KEY = 21003, "a cluster key of some length"
 
@@ -61,6 +61,18 @@ def test_a_folder_of_another_user_is_not_taken(
         with pytest.raises(OSError, match="belongs to another user"):
             folder.make_empty("P0")
     assert list(folder.path.iterdir()) == []
+
+
+def test_commands_find_what_the_launchers_that_live_run(temporary: Path, folder: RunDir) -> None:
+    assert running_launchers() == []
+    own = Launched("http://127.0.0.1:21003", ("P0", "D0"), KEY)
+    folder.keep_launched(own)
+    killed = temporary / "chitu-run-killed"
+    killed.mkdir()
+    (killed / "launched.json").write_bytes((folder.path / "launched.json").read_bytes())
+    (temporary / "chitu-run-broken").mkdir()
+    assert running_launchers() == [own]
+    assert (folder.path / "launched.json").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_on_a_file_system_without_locks_is_used(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
