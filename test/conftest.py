@@ -36,6 +36,10 @@ settings.load_profile("chitu")
 ROOT_END = "-----END CERTIFICATE-----\n"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--random-requests", type=int, default=400, help="how many of test_random_requests.py: 1 to 2000")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let `certifi` name a file with a single root certificate. Each new HTTP client reads all roots, 20 ms of a core,
     and tests make a thousand clients that talk to this machine without TLS."""
