@@ -7,6 +7,7 @@ works in Rust without the GIL and counts its work, so a hostile grammar ends wit
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from chitu.errors import InvalidRequest
 from chitu.grammars.marks import behind_reasoning
+from chitu.grammars.schema import enforceable, find_fault, in_plain_words
 from chitu.grammars.tool_calls import tool_calls_lark
 from chitu.protocol import Grammar, ToolCalls
 
@@ -38,6 +40,8 @@ MASK_GRACE_S, MASK_S_PER_TOKEN = 0.5, 0.005
 with an error, because the other answers of its batch wait for each mask."""
 MAX_GBNF_CHARS = 2048
 """Characters of a grammar in GBNF (`root ::= ...`): its translation, in Python, takes quadratic time."""
+FAULT_S = 0.5
+"""Processor time in which the place of an error within a schema is looked for."""
 ERROR_CHARS = 300
 """Characters of an error of llguidance that are repeated to the client."""
 
@@ -118,7 +122,8 @@ class GrammarCompiler:
         self._eos = frozenset(eos)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Compile a grammar. Raise InvalidRequest if its text is invalid, is not supported, or costs too much."""
+        """Compile a grammar. Raise InvalidRequest if its text is invalid, is not supported, or costs too much. If a
+        JSON schema in it is at fault, `param` is the schema's index and the place within it: `0.properties.a`."""
         try:
             source = self._source(grammar)
             if grammar.reasoning is not None:
@@ -133,13 +138,25 @@ class GrammarCompiler:
             if not matcher.is_error():
                 compiled.matcher().mask()
                 return compiled
+        end_s = time.thread_time() + FAULT_S
+        for index, schema in enumerate(_schemas_of(grammar)):
+            fault = find_fault(schema, self._problem_of, lambda: time.thread_time() < end_s)
+            if fault is not None:
+                raise InvalidRequest(in_plain_words(fault.problem), f"{index}{fault.path}")
         raise InvalidRequest(f"{grammar.kind}: {_in_one_line(matcher.get_error())}")
+
+    def _problem_of(self, schema: Any) -> str:
+        """Return why this schema alone would be refused; empty if it would not."""
+        source = self._engine.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+        matcher = self._engine(self._tokens, source, log_level=0, limits=self._limits)
+        return _in_one_line(matcher.get_error()) if matcher.is_error() else ""
 
     def _source(self, grammar: Grammar) -> str:
         text = grammar.text
         if grammar.kind == "json_object":
             text = '{"type":"object"}'
         if grammar.kind in ("json_object", "json_schema"):
+            text = json.dumps(enforceable(json.loads(text)))
             return self._engine.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
         if grammar.kind == "regex":
             return self._engine.grammar_from_regex(text)
@@ -151,6 +168,14 @@ class GrammarCompiler:
         if grammar.kind == "lark" and "::=" in text:
             text = _lark_of_gbnf(text)
         return self._engine.grammar_from_lark(text)
+
+
+def _schemas_of(grammar: Grammar) -> list[Any]:
+    """Return the JSON schemas that a grammar has, as they are enforced."""
+    if grammar.kind == "tool_calls":
+        calls = msgspec.json.decode(grammar.text, type=ToolCalls).calls
+        return [enforceable(json.loads(bytes(call.schema))) for call in calls]
+    return [enforceable(json.loads(grammar.text))] if grammar.kind == "json_schema" else []
 
 
 def _lark_of_gbnf(text: str) -> str:

@@ -10,6 +10,7 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_mark
+from chitu.grammars.schema import enforceable
 from chitu.protocol import ToolCalls
 
 
@@ -28,7 +29,7 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
-        text = json.dumps({**schema, "x-guidance": dict(json_options)})
+        text = json.dumps({**enforceable(schema), "x-guidance": dict(json_options)})
         rules.append(f"call_{i}: {begin} %json {text} {with_mark(call.end, added_tokens)}")
     call_of_any = " | ".join(f"call_{i}" for i in range(len(rules)))
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]

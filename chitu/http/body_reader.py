@@ -56,7 +56,7 @@ class BodyReader:
                 verdict = self._verdict(JudgeGrammar(grammar, facts.vocab_size))
                 refusal = await _while_wanted(exchange, verdict)
                 if refusal is not None:
-                    raise InvalidRequest(f"{job.grammar_param}: {refusal.message}", job.grammar_param)
+                    raise job.refusal(refusal)
         except (NoInstance, Capacity) as error:
             raise self._router.rejected(error) from None
         return job

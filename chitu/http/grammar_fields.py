@@ -44,13 +44,18 @@ _NOT_GUIDED = (msgspec.UNSET, None, None, None)
 
 
 def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:
-    if wanted.type == "json_object":
-        return [_grammar("json_object", "", "response_format")]
+    param = "response_format.json_schema" if wanted.json_schema is not None else "response_format.schema"
+    if wanted.json_schema is None and _is_left_out(wanted.schema):
+        if wanted.type == "json_schema":
+            raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
+        return [_grammar("json_object", "", "response_format")] if wanted.type == "json_object" else []
     if wanted.type == "text":
-        return []
+        raise InvalidRequest(f"{param} says what JSON looks like, but the type is 'text'; it is json_schema", param)
     if wanted.json_schema is None:
-        raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
-    param = "response_format.json_schema.schema"
+        return [_grammar("json_schema", _schema(wanted.schema, param), param)]
+    if not _is_left_out(wanted.schema):
+        raise InvalidRequest("response_format.schema and response_format.json_schema are the same; give one", param)
+    param = f"{param}.schema"
     return [_grammar("json_schema", _schema(wanted.json_schema.schema, param), param)]
 
 

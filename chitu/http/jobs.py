@@ -6,8 +6,9 @@ Pure; part of `BodyWork`. Every error is returned to the client.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,8 +17,9 @@ from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_
 from chitu.http.grammar_fields import grammar_of
 from chitu.http.messages.call_grammar import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
-from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody
+from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody, Tool
 from chitu.http.request_checks import (
+    ChosenTools,
     chat_messages,
     chosen_tools,
     completion_prompts,
@@ -55,6 +57,16 @@ class Prompt(msgspec.Struct):
     """Tokens before `echo` that the tokenizer added; None if `echo` was decoded from tokens."""
 
 
+class CallSchema(NamedTuple):
+    param: str
+    """Name of its field."""
+    why: str
+    """The reason why calls follow it."""
+
+
+_PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
+
+
 class Job(msgspec.Struct):
     """A parsed request: prompts times n choices."""
 
@@ -76,6 +88,21 @@ class Job(msgspec.Struct):
     """Warnings for the client about fields that had no effect."""
     grammar_param: str | None = None
     """Name of the field that the samplings' grammar comes from."""
+    call_schemas: tuple[CallSchema, ...] = ()
+    """Schemas in a grammar of calls."""
+
+    def refusal(self, error: InvalidRequest) -> InvalidRequest:
+        """Return the error of compiling the grammar with the field that is at fault. Its `param` is that of
+        `GrammarCompiler.compile`."""
+        place = None if error.param is None else _PLACE.fullmatch(error.param)
+        if place is None:
+            return InvalidRequest(f"{self.grammar_param}: {error.message}", self.grammar_param)
+        if not self.call_schemas:
+            param = f"{self.grammar_param}{place[2]}"
+            return InvalidRequest(f"{param}: {error.message}", param)
+        schema = self.call_schemas[int(place[1])]
+        param = f"{schema.param}{place[2]}"
+        return InvalidRequest(f"{param}: {error.message} ({schema.why})", param)
 
     @property
     def why_not_kept(self) -> str:
@@ -164,7 +191,8 @@ class JobParser:
         except InvalidRequest as error:
             raise error_for_responses(error) from None
         if job.grammar_param is not None:
-            job.grammar_param = error_for_responses(InvalidRequest("", job.grammar_param)).param
+            job.grammar_param = _for_responses(job.grammar_param)
+        job.call_schemas = tuple([schema._replace(param=_for_responses(schema.param)) for schema in job.call_schemas])
         job.echo = echo_of(body)
         job.options.include_usage = True
         return job
@@ -177,9 +205,11 @@ class JobParser:
         }
         tools = chosen_tools(body)
         text = self._model.render(chat_messages(body.messages), variables, warnings, tools.offered)
-        plan, calls = self._model.message_plan(body, text, tools.offered), None
+        plan, calls, schemas = self._model.message_plan(body, text, tools.offered), None, []
         if tools.enforced and plan is not None and plan.calls is not None:
-            calls = grammar_of_calls(plan.calls, tools.enforced, plan.is_parallel, tools.is_required)
+            schemas = _call_schemas(body.tools or (), tools)
+            params = [schema.param for schema in schemas]
+            calls = grammar_of_calls(plan.calls, tools.enforced, params, plan.is_parallel, tools.is_required)
             plan = plan._replace(is_enforced=True)
         reasoning = plan.reasoning_ahead(text) if plan is not None else None
         if variables.get("enable_thinking") is False:
@@ -199,6 +229,7 @@ class JobParser:
             # The grammar holds from the first token on, so there is no reasoning.
             plan = plan._replace(reasoning=None, is_reasoning=False)
         job.plan = plan
+        job.call_schemas = tuple(schemas)
         return job
 
     def _job(
@@ -284,6 +315,18 @@ class JobParser:
         elif options.echo:
             prompt.echo = self._model.tokenizer.decode(ids, options.skip_special_tokens)
         return prompt
+
+
+def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]:
+    """Return where the schemas of the enforced tools are in the body."""
+    places = {tool.function.name: f"tools[{i}].function.parameters" for i, tool in enumerate(given)}
+    names = [tool["function"]["name"] for tool in tools.enforced]
+    why = "tool_choice enforces calls of {!r}" if tools.is_required else "{!r} is strict"
+    return [CallSchema(places[name], why.format(name)) for name in names]
+
+
+def _for_responses(param: str) -> str:
+    return error_for_responses(InvalidRequest("", param)).param or param
 
 
 def _require_room_for_logprobs(num_tokens: int, count: int, options: OutputOptions) -> None:

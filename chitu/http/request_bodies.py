@@ -111,6 +111,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[msgspec.Raw | msgspec.UnsetType, documented(type="object")] = msgspec.UNSET
 
 
 _Schema = Annotated[msgspec.Raw | msgspec.UnsetType, documented(anyOf=[{"type": "object"}, {"type": "string"}])]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from chitu.grammars.schema import ENFORCED_FORMATS
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 ABORT = "/abort_request"
@@ -139,14 +141,17 @@ FIELDS: tuple[Field, ...] = (
         ("min_tokens", "0 to `max_tokens`: no eos and no stop id before so many tokens"),
         ("stop_token_ids", "up to 256"),
         ("ignore_eos", "not if the answer follows a grammar"),
-        ("response_format", "the format of the answer, like each of the next eleven"),
+        ("response_format", "the format of the answer, like each of the next twelve"),
         ("response_format.type", "`text`, `json_object` or `json_schema`"),
-        ("response_format.json_schema", "with `type` `json_schema`"),
+        ("response_format.json_schema", "with `type` `json_schema` or `json_object`"),
         (
             "response_format.json_schema.schema",
             "up to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of "
-            "`properties`. Keywords that are not supported (`not`, `if`, `uniqueItems`, ...) are refused",
+            f"`properties`. Of `format`, {', '.join(sorted(ENFORCED_FORMATS))} hold; any other is an annotation and "
+            "has no effect. What cannot be enforced (`not`, `if`, `uniqueItems`, `oneOf` whose schemas may allow the "
+            "same value, ...) is refused with its place",
         ),
+        ("response_format.schema", "the same schema, as other servers take it"),
         ("structured_outputs", "with one of its fields"),
         ("structured_outputs.json", "a JSON schema, as an object or as JSON text"),
         ("structured_outputs.json_object", "`true`: any JSON object"),
@@ -287,7 +292,7 @@ FIELDS: tuple[Field, ...] = (
         ("text", ""),
         ("text.format", ""),
         ("text.format.type", "`text`, `json_object` or `json_schema`"),
-        ("text.format.schema", "of `json_schema`: the answer follows it"),
+        ("text.format.schema", "of `json_schema` or `json_object`: the answer follows it"),
         ("metadata", "up to 16 texts; repeated in the answer"),
         ("chat_template_kwargs", "as of a chat"),
         ("return_proof", "as of a chat; a stream has it in its last event"),

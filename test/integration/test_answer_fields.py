@@ -91,3 +91,46 @@ def test_at_a_stop_string_that_is_a_special_token_nothing_more_is_computed(url: 
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()
         assert answer["choices"][0]["finish_reason"] == "stop"
         assert answer["chitu"]["receipt"]["finish"] == finish, answer  # whether D or the router ended it
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"type": "function", "name": "f", "parameters": {"a": 1}}', {"a": 1}),
+        ('{"name": "f"}', {}),
+        ('{"name": "f", "parameters": null}', {}),
+        ('{"name": "f", "parameters": {"a": "x\n\ty"}}', {"a": "x\n\ty"}),
+        ('```json\n[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]\n```', {}),
+        ('{"name": "f", "parameters": {"a": "x"y"}}', None),
+        ('{"answer": 5}', None),
+    ],
+)
+def test_a_call_is_the_same_streamed_and_not(url: str, text: str, arguments: dict[str, Any] | None) -> None:
+    choice = asked(url, "chat/completions", tools=[TOOL], guided_choice=[text], max_tokens=200)
+    if arguments is None:
+        assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+    else:
+        [call] = choice["message"]["tool_calls"]
+        assert call["function"]["name"] == "f" and json.loads(call["function"]["arguments"]) == arguments
+        assert not choice["message"]["content"] and choice["finish_reason"] == "tool_calls"
+    asked(url, "chat/completions", tools=[TOOL], guided_choice=[text], max_tokens=12)  # cut off
+
+
+def test_a_schema_is_obeyed_under_any_type_and_an_annotation_refuses_nothing(url: str) -> None:
+    secret = {"type": "string", "format": "password", "maxLength": 5}
+    schema = {"type": "object", "properties": {"zz": secret}, "required": ["zz"], "additionalProperties": False}
+    for given in ({"schema": schema}, {"json_schema": {"schema": schema}}):
+        wanted = {"type": "json_object", **given}
+        choice = asked(url, "chat/completions", response_format=wanted, max_tokens=60)
+        assert json.loads(choice["message"]["content"]).keys() == {"zz"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    choice = asked(url, "chat/completions", tools=[tool], tool_choice="required", max_tokens=100)
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]).keys() == {"zz"}
+    tool["function"]["parameters"] = {"properties": {"a": {"not": {}}}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [TOOL, tool], "tool_choice": "required"}
+    tool["function"]["name"] = "g"
+    error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "tools[1].function.parameters.properties.a" and "'g'" in error["message"], error

@@ -37,6 +37,14 @@ def format_of(**fields: Any) -> dict[str, Any]:
             "response_format.json_schema.schema",
         ),
         ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        *(
+            ({"response_format": {"type": kind, **given}}, *OF_SCHEMA, param)
+            for kind in ("json_object", "json_schema")
+            for given, param in (
+                ({"schema": SCHEMA, "json_schema": None}, "response_format.schema"),
+                ({"json_schema": {"schema": SCHEMA}, "schema": None}, "response_format.json_schema.schema"),
+            )
+        ),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {}}, "json_object", "", "response_format"),
         ({"guided_json": SCHEMA}, *OF_SCHEMA, "guided_json"),
         ({"guided_json": json.dumps(SCHEMA)}, *OF_SCHEMA, "guided_json"),
@@ -76,6 +84,13 @@ def test_without_them_the_answer_is_free(fields: dict[str, Any]) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (format_of(name="n"), "response_format.json_schema.schema"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "text", "schema": SCHEMA}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": SCHEMA}}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": SCHEMA}, "schema": SCHEMA}},
+            "response_format.json_schema",
+        ),
         ({"guided_json": [1]}, "guided_json"),
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
@@ -144,11 +159,43 @@ def test_a_strict_tool_is_obeyed_or_refused_by_its_name(tmp_path: Path) -> None:
     loose = {"type": "function", "function": {**TOOL["function"], "strict": False}}
     assert world.chat("a", tools=[loose]).samplings[0].grammar is None
     assert world.chat("a", tools=[TOOL], tool_choice="none").samplings[0].grammar is None
-    odd = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}
-    for fields, param in (({"tools": [odd]}, "tools"), ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex")):
+    odd = {"type": "function", "function": {"name": "g", "parameters": {"properties": {"x": {"not": {}}}}}}
+    strict = {**odd, "function": {**odd["function"], "strict": True}}
+    place = "tools[1].function.parameters.properties.x"
+    for fields, param, why in (
+        ({"tools": [TOOL, strict]}, place, "not cannot be enforced ('g' is strict)"),
+        ({"tools": [TOOL, odd], "tool_choice": "required"}, place, "(tool_choice enforces calls of 'g')"),
+        ({"tools": [TOOL, odd], "tool_choice": {"type": "function", "function": {"name": "g"}}}, place, "of 'g')"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "both say"),
+        (
+            {"tools": [TOOL, {**strict, "function": {**strict["function"], "parameters": {"type": "array"}}}]},
+            None,
+            "'g'",
+        ),
+    ):
         with pytest.raises(InvalidRequest) as raised:
             world.chat("a", **fields)
-        assert raised.value.param == param
+        assert raised.value.param == (param or "tools[1].function.parameters.type")
+        assert why in raised.value.message and raised.value.message.startswith(raised.value.param)
+    assert world.chat("a", tools=[TOOL, odd]).samplings[0].grammar is not None  # no call of it is enforced
+    of_responses = {"type": "function", **strict["function"]}
+    with pytest.raises(InvalidRequest) as raised:
+        world.job("responses", json.dumps({"input": "a", "tools": [of_responses]}).encode())
+    assert raised.value.param == "tools[0].parameters.properties.x"
+
+
+def test_a_schema_of_responses_is_never_dropped() -> None:
+    def asked(**format_: Any) -> Any:
+        body = {"input": "a", "text": {"format": format_}, "max_output_tokens": 1}
+        return World().job("responses", json.dumps(body).encode()).samplings[0].grammar
+
+    for kind in ("json_schema", "json_object"):
+        assert json.loads(asked(type=kind, name="n", schema=SCHEMA).text) == SCHEMA
+    assert asked(type="json_object").kind == "json_object" and asked(type="text") is None
+    for wrong in ({"type": "text", "schema": SCHEMA}, {"type": "json_schema"}):
+        with pytest.raises(InvalidRequest) as raised:
+            asked(**wrong)
+        assert raised.value.param == "text.format.schema"
 
 
 def test_no_more_than_one_call_is_made_where_the_template_could_not_take_them_back(tmp_path: Path) -> None:

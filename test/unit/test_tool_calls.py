@@ -590,7 +590,7 @@ def test_arguments_that_are_no_object_reach_the_template_as_text() -> None:
 @pytest.mark.parametrize("calls", KNOWN.values())
 def test_an_enforced_call_is_read_as_one(calls: type[CallParser]) -> None:
     tools = [{"type": "function", "function": {"name": name}} for name in sorted(NAMES)]
-    grammar = grammar_of_calls(calls, tools, True, True)
+    grammar = grammar_of_calls(calls, tools, ["p"] * len(tools), True, True)
     record = msgspec.json.decode(grammar.text, type=ToolCalls)
     assert (
         grammar.kind == "tool_calls"
@@ -602,14 +602,16 @@ def test_an_enforced_call_is_read_as_one(calls: type[CallParser]) -> None:
     text = record.separator.join(written if record.is_parallel else written[:1])
     expected = [(name, ADD) for name in sorted(NAMES)][: len(written) if record.is_parallel else 1]
     assert read(plan(calls), text, 3) == ("", "", expected)
-    assert not msgspec.json.decode(grammar_of_calls(calls, tools, False, True).text, type=ToolCalls).is_parallel
+    assert not msgspec.json.decode(
+        grammar_of_calls(calls, tools, ["p"] * len(tools), False, True).text, type=ToolCalls
+    ).is_parallel
 
 
 @pytest.mark.parametrize("calls", KNOWN.values())
 def test_calls_of_strict_tools_follow_their_schemas_in_free_text_and_are_read_so(calls: type[CallParser]) -> None:
     parameters = {"properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
     tools = [{"function": {"name": "add", "parameters": parameters}}, {"function": {"name": "look"}}]
-    grammar = grammar_of_calls(calls, tools, True, False)
+    grammar = grammar_of_calls(calls, tools, ["p"] * len(tools), True, False)
     matcher_of = GrammarCompiler(TINY, TINY.vocab_size).compile(grammar).matcher
 
     def allows(text: str) -> bool:
@@ -639,8 +641,8 @@ def test_what_cannot_be_enforced_is_refused() -> None:
     for parameters in ({"type": "array"}, {"enum": ["x" * MAX_GRAMMAR_CHARS]}):
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         with pytest.raises(InvalidRequest) as raised:
-            grammar_of_calls(HermesParser, [tool], True, True)
-        assert raised.value.param == "tools"
+            grammar_of_calls(HermesParser, [tool], ["tools[3].function.parameters"], True, True)
+        assert raised.value.param == ("tools" if "enum" in parameters else "tools[3].function.parameters.type")
 
 
 def test_mistrals_ids_are_what_its_template_takes() -> None:

@@ -14,18 +14,24 @@ from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 
 
 def grammar_of_calls(
-    parser: type[CallParser], tools: Sequence[dict[str, Any]], is_parallel: bool, is_required: bool
+    parser: type[CallParser],
+    tools: Sequence[dict[str, Any]],
+    params: Sequence[str],
+    is_parallel: bool,
+    is_required: bool,
 ) -> Grammar:
     """Return the grammar of calls of `tools` (as the chat template takes them) in the format that the parser reads.
+    `params`: names of the fields of their parameters.
     `is_parallel` permits several calls if the format does. Unless `is_required`, calls are optional, in free text.
     Raise InvalidRequest for parameters that are not an object, or too long a schema."""
     calls = []
-    for tool in tools:
+    for tool, param in zip(tools, params, strict=True):
         function = tool["function"]
         schema = {"type": "object", **(function.get("parameters") or {})}
         if schema["type"] != "object":
-            name = f"tools: the parameters of {function['name']!r}"
-            raise InvalidRequest(f"{name} must be of type 'object' where a call is enforced", "tools")
+            name = function["name"]
+            param = f"{param}.type"
+            raise InvalidRequest(f"{param} must be 'object', since calls of {name!r} are enforced", param)
         begin, end = parser.written(function["name"])
         calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end))
     several = is_parallel and (parser.separator is not None or not is_required)

@@ -24,7 +24,15 @@ from chitu.http.request_bodies import (
     Tool,
     ToolFunction,
 )
-from chitu.http.responses.body import ITEM_TYPES, PART_TYPES, InputItem, InputPart, ResponsesBody, ResponsesToolChoice
+from chitu.http.responses.body import (
+    ITEM_TYPES,
+    PART_TYPES,
+    InputItem,
+    InputPart,
+    ResponsesBody,
+    ResponsesToolChoice,
+    TextFormat,
+)
 
 _NAMES = (
     (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
@@ -69,13 +77,19 @@ def chat_body(body: ResponsesBody) -> ChatBody:
         stream=body.stream,
         tools=[Tool(t.type, ToolFunction(t.name, t.description, t.parameters, t.strict)) for t in body.tools or ()],
         tool_choice=choice,
-        response_format=ResponseFormat(text.type, JsonSchemaFormat(text.schema)) if text is not None else None,
+        response_format=_response_format(text) if text is not None else None,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
         return_proof=body.return_proof,
         return_receipt=body.return_receipt,
     )
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    if given.type == "json_schema":
+        return ResponseFormat(given.type, JsonSchemaFormat(given.schema))
+    return ResponseFormat(given.type, schema=given.schema)
 
 
 def _messages(items: list[InputItem]) -> list[ChatMessage]:

@@ -1,0 +1,117 @@
+"""JSON schemas: annotations never refuse and constrain nothing; what cannot be enforced is named with its place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from test_grammars import COMPILER, allows
+
+from chitu.errors import InvalidRequest
+from chitu.grammars import CompiledGrammar
+from chitu.grammars.schema import ENFORCED_FORMATS, enforceable
+from chitu.protocol import Grammar, ToolCall, ToolCalls
+
+ANNOTATED_FORMATS = [
+    *(
+        "password",
+        "path",
+        "binary",
+        "byte",
+        "base64",
+        "regex",
+        "uri-reference",
+        "json-pointer",
+        "relative-json-pointer",
+    ),
+    *("iri", "color", "markdown", "html", "url", "cuid", "ulid", "nanoid", "directory-path", "file-path", "multi-line"),
+    *("phone", "idn-email", "idn-hostname", "uri-template", "int32", "unknown", "Email"),
+]
+ANNOTATIONS: dict[str, Any] = {
+    **dict.fromkeys(("title", "description", "$comment", "contentEncoding", "contentMediaType"), "x"),
+    **dict.fromkeys(("deprecated", "readOnly", "writeOnly", "nullable", "$recursiveAnchor"), True),
+    **{key: {"format": "zz"} for key in ("default", "example", "contentSchema", "x-foo", "discriminator", "xml")},
+    **{key: ["a"] for key in ("examples", "x-enum-varnames", "propertyOrdering")},
+    **dict.fromkeys(("$schema", "$anchor", "$dynamicAnchor"), "http://spec.openapis.org/oas/3.1"),
+    **dict.fromkeys(("$id", "id"), "not a URI"),
+    "uniqueItems": False,
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), True),
+    **{key: {} for key in ("dependentRequired", "dependentSchemas", "dependencies", "if", "then", "else")},
+    **dict.fromkeys(("minContains", "maxContains"), 1),
+    "propertyNames": {"type": "string", "description": "x"},
+    "format": None,
+}
+
+
+def compiled(schema: Any) -> CompiledGrammar:
+    return COMPILER.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    [{"format": name} for name in ANNOTATED_FORMATS] + [{name: value} for name, value in ANNOTATIONS.items()],
+    ids=lambda annotation: "-".join(map(str, next(iter(annotation.items()))))[:40],
+)
+def test_an_annotation_never_refuses_and_constrains_nothing(annotation: dict[str, Any]) -> None:
+    text = {"type": ["string", "null"], **annotation}
+    assert allows(compiled(text), '"any <text>"') and allows(compiled(text), "null")
+    schema = {
+        **annotation,
+        "type": "object",
+        "properties": {"default": text, "format": {"anyOf": [text, {"type": "array", "items": text}]}},
+        "additionalProperties": {"$ref": "#/$defs/enum"},
+        "$defs": {"enum": text},
+        "required": ["default"],
+    }
+    for value in ({"default": "x"}, {"default": "x", "format": ["y"], "z": None}):
+        assert allows(compiled(schema), json.dumps(value, separators=(",", ":"))), value
+    calls = ToolCalls((ToolCall("<", msgspec.Raw(json.dumps(schema).encode()), ">"),), "<", is_required=True)
+    COMPILER.compile(Grammar("tool_calls", msgspec.json.encode(calls).decode()))
+
+
+def test_formats_that_the_engine_knows_are_enforced_and_it_knows_no_other() -> None:
+    for name in sorted(ENFORCED_FORMATS):
+        assert not allows(compiled({"type": "string", "format": name}), '"%"'), name
+    engine, tokens = COMPILER._engine, COMPILER._tokens
+    for name in ANNOTATED_FORMATS:
+        source = engine.grammar_from_json_schema(json.dumps({"type": "string", "format": name}))
+        assert name == "unknown" or f"Unknown format: {name}" in engine(tokens, source, log_level=0).get_error()
+
+
+def test_data_are_no_schemas() -> None:
+    kept = {"enum": [{"format": "password", "uniqueItems": False}], "properties": {"format": {"const": {"if": 1}}}}
+    assert enforceable(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "says"),
+    [
+        ({"not": {}}, "0", "not cannot be enforced"),
+        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "0.properties.a.items", "uniqueItems"),
+        ({"properties": {"b": {}, "a": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}}}, "0.properties.a", "use anyOf"),
+        ({"anyOf": [{"type": "null"}, {"$ref": "#/$defs/X"}]}, "0.anyOf[1]", r"'/\$defs/X' does not exist"),
+        ({"items": {"$ref": "http://a/b"}}, "0.items", "'http://a/b' is not part of this schema"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"properties": {"y": {"contains": {}}}}}},
+            "0.$defs.X.properties.y",
+            "contains",
+        ),
+        ({"$ref": "#/$defs/X", "$defs": {"X": {"items": {"$ref": "#/$defs/X"}, "not": {}}}}, "0.$defs.X", "not"),
+        ({"properties": {"a": {"pattern": "("}}}, "0.properties.a", "unclosed group"),
+        ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "0", "Unsatisfiable"),
+        ({"properties": {"a": {"format": 5}}}, "0.properties.a", "format"),
+    ],
+)
+def test_what_cannot_be_enforced_is_named_with_its_place(schema: Any, place: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as raised:
+        compiled(schema)
+    assert raised.value.param == place and "option" not in raised.value.message
+    if "$ref" in json.dumps(schema) or says == "Unsatisfiable":  # such a property is left out
+        return
+    texts = [json.dumps(schema) for schema in ({"type": "object"}, {"type": "object", "properties": {"x": schema}})]
+    calls = ToolCalls(tuple(ToolCall(f"<{i}", msgspec.Raw(text.encode())) for i, text in enumerate(texts)), "<")
+    with pytest.raises(InvalidRequest, match=says) as raised:
+        COMPILER.compile(Grammar("tool_calls", msgspec.json.encode(calls).decode()))
+    assert raised.value.param == f"1.properties.x{place[1:]}" and " at 3" not in raised.value.message
