@@ -193,13 +193,16 @@ class PDSchedulerService:
         self._step.start()
         self._is_warm.wait()
 
-    def run(self) -> int:
+    def run(self, on_member: Callable[[bool], None] = lambda is_member: None) -> int:
         """Serve until `stop`, a refusal or a drain, and return the exit code. By then no thread computes, writes or
-        owns an open socket of the protocol."""
+        owns an open socket of the protocol.
+
+        `on_member` is called, on the heartbeat thread, when this instance has become a member that takes requests, and
+        when it is none any more."""
         step = self._step
         threads = [
             ServiceThread("comm", self._comm_loop),
-            ServiceThread("heartbeat", self._heartbeat_loop),
+            ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
         ]
         if self._engine.tiers is not None:
             self._engine.tiers.start(ServiceThread)
@@ -332,14 +335,14 @@ class PDSchedulerService:
 
     # ---------------------------------------------------------------------------------------------------- other threads
 
-    def _heartbeat_loop(self) -> None:
+    def _heartbeat_loop(self, on_member: Callable[[bool], None]) -> None:
         identity = self._identity
         # Only the newest state is worth sending: a router that was away needs no history.
         address = self._comm.router.host, self._comm.router.stats_port
         socket = PushSocket(self._comm.context, *address, most_queued=10, queues_unconnected=False)
         watch = SilenceWatch(self._deadlines)
         clock = RealClock()
-        sent_s, is_away = clock.monotonic(), False
+        sent_s, is_away, was_member = clock.monotonic(), False, False
         due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
         while not self._stop_step.wait(SHORTEST_BEAT_S):
             self._heartbeat_wake.wait(max(0.0, due_s - clock.monotonic()))
@@ -350,6 +353,9 @@ class PDSchedulerService:
                 self._look(watch)
                 for failed in self._failures.repeats():
                     self._comm.send_stats(failed)
+            if (is_member := self._comm.joined and not self._stop.is_set()) != was_member:
+                was_member = is_member
+                on_member(is_member)
             kv = self._engine.kv
             load = msgspec.structs.replace(
                 self._scheduler.load,

@@ -338,6 +338,10 @@ class RouterConfig(Section, frozen=True):
 class DPConfig(Section, frozen=True):
     scheduler_base_port: Port | None = None
     """Request port of the scheduler process that reads this (one per torchrun); overrides its `port`."""
+    probe_port: Port | None = None
+    """HTTP port of each launcher (`chitu serve`, `node`, `join`) for `/livez` and `/readyz`: 200 if its processes are
+    up, its instances have joined, and nothing drains or ends. On all addresses if the cluster has one that is not
+    loopback. Unset: none."""
     router: RouterConfig = field(default_factory=RouterConfig)
 
 

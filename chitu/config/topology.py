@@ -127,6 +127,14 @@ def api_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def probe_address(topology: Topology, host: str) -> tuple[str, int] | None:
+    """Return where the launcher of `host` answers probes; None if it does not. Probes come from outside the machine or
+    container unless everything is on loopback."""
+    port = topology.dp_config.probe_port
+    is_inside = is_loopback(host) and is_loopback(listening_host(topology.dp_config.router))
+    return None if port is None else ("127.0.0.1" if is_inside else "0.0.0.0", port)
+
+
 def router_ports(router: RouterConfig) -> dict[str, int]:
     """Return the ports that the router listens on, by key path."""
     pd = router.pd_disaggregation

@@ -31,7 +31,7 @@ from types import TracebackType
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host, with_router
+from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host, probe_address, with_router
 from chitu.config.topology_checks import check, missing_roles
 from chitu.errors import ConfigError
 from chitu.launch.device_shares import assign_devices
@@ -94,6 +94,7 @@ class LocalCluster:
             env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
             max_log_bytes=topology.log.max_mb << 20,
             popen=self._entries.popen,
+            probe_address=probe_address(topology, router.host),
         )
         self.members = self.supervisor.members
         self._write_config()

@@ -21,7 +21,7 @@ from itertools import chain
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_cluster_key, with_own_key
 from chitu.config.load import load_topology, pd_master_addr
-from chitu.config.topology import api_host, api_url, host_names, instances, instances_on
+from chitu.config.topology import api_host, api_url, host_names, instances, instances_on, probe_address
 from chitu.config.topology_checks import check, missing_roles, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.addresses import with_own_address
@@ -129,6 +129,7 @@ class Node:
                 on_event=on_event,
                 env={ENVIRONMENT_KEY: cluster_key_of(topology)},
                 max_log_bytes=topology.log.max_mb << 20,
+                probe_address=probe_address(topology, host),
             )
         except LogTaken as error:
             if self._only:  # it starts, and has not joined
@@ -253,6 +254,8 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
             for note in (*node.device_notes, *([describe(own, node.devices)] if own else [])):
                 display.say(f"{node.label} devices: {note}")
+            if (port := node.supervisor.probe_port) is not None:
+                display.say(f"{node.label} probes: /livez and /readyz on port {port}")
             if node.ways:
                 display.say(f"{node.label} transfers: {node.ways}")
             if node.has_router and (warning := open_api(node.topology)):

@@ -1,7 +1,8 @@
 """Start progress of a process, reported to the supervisor through a file that has one line of JSON.
 
 The supervisor names the file in `CHITU_PROGRESS_FILE`; an instance writes `{"state": "warmup"}`, `{"state": "ready",
-"incarnation": ...}` (so that the router's reports on an instance can be matched to this process, not an earlier one),
+"incarnation": ..., "is_member": ...}` (so that the router's reports on an instance can be matched to this process, not
+an earlier one; written again when it joins, drains, or is no member any more),
 at its end `{"state": "drained"}` if an operator drained it, `{"state": "taken"}` if another process has its rank, and
 while it reads weights `{"state": "loading", "done": bytes, "total": bytes}`. The router writes `{"state": "ready",
 "ports": ...}`. It is a file, not a pipe, so that it works through torchrun, and a process started by hand needs none.
@@ -41,6 +42,8 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     total: int = 0
     incarnation: int = 0
     """Incarnation of a ready instance."""
+    is_member: bool = False
+    """Whether a ready instance is in the router's newest cluster view and does not drain."""
     ports: Mapping[str, int] = {}
     """Actual ports of a ready router, by short key name."""
 
@@ -55,8 +58,8 @@ class ProgressWriter:
     def state(self, state: str) -> None:
         self._write(Progress(state))
 
-    def ready(self, incarnation: int = 0, ports: Mapping[str, int] = {}) -> None:
-        self._write(Progress("ready", incarnation=incarnation, ports=ports))
+    def ready(self, incarnation: int = 0, ports: Mapping[str, int] = {}, *, is_member: bool = False) -> None:
+        self._write(Progress("ready", incarnation=incarnation, is_member=is_member, ports=ports))
 
     def loading(self, done: int, total: int) -> None:
         """Report the bytes of weights read so far. It may be called often: it writes at most every MIN_INTERVAL_S."""

@@ -59,6 +59,8 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
         own = instances(cluster.topology)
         for note in (*placement.notes, *([describe(own, cluster.node)] if own else [])):
             display.say(f"devices: {note}")
+        if (port := cluster.supervisor.probe_port) is not None:
+            display.say(f"probes: /livez and /readyz on port {port}")
         if placement.ways:
             display.say(f"transfers: {placement.ways}")
         display.say(f"logs: {cluster.log_dir}")

@@ -1,10 +1,9 @@
 """Processes of one machine over all their incarnations: starts, watches, reports deaths, restarts, ends together.
 
 Used by `LocalCluster` (all processes of a topology), by `launch/node.py` (those of one node) and by the router for its
-API processes (`serve/replicas.py`). It has no thread of its own: everything happens inside its methods, in the caller's
-thread, which must outlive the processes (they die with the thread that started them, see `process.py`). Each process
-writes `NAME.log` into `log_dir`. The death of a process that was never ready fails the start; any later death is an
-event.
+API processes (`serve/replicas.py`). All but the answers to probes happens inside its methods, in the caller's thread,
+which must outlive the processes (they die with the thread that started them, see `process.py`). Each process writes
+`NAME.log` into `log_dir`. The death of a process that was never ready fails the start; any later death is an event.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 from chitu.errors import ConfigError, Internal
 from chitu.launch.log_files import claim_log
 from chitu.launch.plan import ROUTER, ProcessSpec
+from chitu.launch.probes import Probes
 from chitu.launch.process import ChildProcess
 from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress, write_progress
 from chitu.launch.run_dir import RunDir
@@ -78,9 +78,12 @@ class Supervisor:
         max_log_bytes: int = 0,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         stalled_s: float = STALLED_S,
+        probe_address: tuple[str, int] | None = None,
     ) -> None:
         """Make the members without starting them. With `log_dir` None the processes write to this one's output.
-        `max_log_bytes` limits each process's log."""
+        `max_log_bytes` limits each process's log. `probe_address`: where probes are answered until the end.
+
+        Raise ConfigError if probes cannot be answered there."""
         self._run_dir: RunDir | None = None
         """The launcher's folder, from the first start to the end."""
         self.members = {name: Member(name) for name in names}
@@ -99,6 +102,8 @@ class Supervisor:
         self._starts = 0
         self._was_clean = True
         """Whether no process died."""
+        self._is_ending = False
+        self._probes = Probes(*probe_address, self.why_unready) if probe_address is not None else None
 
     def start(self, name: str) -> None:
         """Start a process that is not running."""
@@ -159,6 +164,18 @@ class Supervisor:
             and not member.has_left
         ]
 
+    def why_unready(self) -> str:
+        """Return why not all processes serve now, or "". Any thread: it reads what the processes report."""
+        if self._is_ending:
+            return "this launcher ends"
+        for member in self.members.values():
+            found = read_progress(self._progress_path(member.name)) if member.child is not None else Progress("dead")
+            if found.state != "ready":
+                return f"{member.name} is {found.state}"
+            if member.name != ROUTER and not found.is_member:
+                return f"{member.name} is not in the cluster, or drains"
+        return ""
+
     def stop(self, drain_s: float, delay_s: float = 0.0) -> dict[str, int | None]:
         """Drain and end everything, the router first, so that no new request arrives. Return exit codes by name.
 
@@ -172,6 +189,7 @@ class Supervisor:
         # time, in which it tells its clients what became of the rest.
         turns = (router, end_s - 0.4 * drain_s if workers else end_s), (workers, end_s)
         awaited: list[ChildProcess] = []
+        self._is_ending = True
         try:
             for children, until_s in turns:
                 awaited += children
@@ -188,6 +206,9 @@ class Supervisor:
                     member.exit_code = member.child.exit_code()
                     member.child = None
                 codes[member.name] = member.exit_code
+            if self._probes is not None:
+                self._probes.close()
+                self._probes = None
             if self._run_dir is not None:
                 self._run_dir.remove()
                 self._run_dir = None
@@ -203,6 +224,10 @@ class Supervisor:
         if self._was_clean:
             shutil.rmtree(self.log_dir, ignore_errors=True)
         return self._was_clean
+
+    @property
+    def probe_port(self) -> int | None:
+        return self._probes.port if self._probes is not None else None
 
     @property
     def run_dir(self) -> RunDir:

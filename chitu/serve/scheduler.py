@@ -147,7 +147,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     _stop_on_signals(service.stop)
     progress.ready(identity.incarnation)
     logger.info("%s serves on port %d", identity.name, comm.port)
-    code = service.run()
+    code = service.run(lambda is_member: progress.ready(identity.incarnation, is_member=is_member))
     if service.was_drained:
         progress.state(DRAINED)
     elif service.rank_was_taken:

@@ -4,6 +4,7 @@ it alone."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,10 +115,13 @@ def test_what_runs_in_a_container_is_drained_without_its_name(model: Path, tmp_p
         pods = [{"TMPDIR": str(tmp_path / name)} for name in ("first", "second", "empty")]
         for pod in pods:
             Path(pod["TMPDIR"]).mkdir()
-        words = [*CHITU, "join", "unified", "--url", cluster.url]
+        words = [*CHITU, "join", "unified", "--url", cluster.url, "dp_config.probe_port=0"]
         key = {ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
         joined = [stack.enter_context(ServeProcess(words, {**pod, **key})) for pod in pods[:2]]
         names = [pod.wait_line(r"(U\d) is ready", timeout_s=120)[1] for pod in joined]
+        for pod in joined:  # one that has lost the race for U0 has started again, with another free port
+            port = re.findall(r"probes: .* on port (\d+)", "\n".join(pod.lines))[-1]
+            wait_until(lambda port=port: httpx.get(f"http://127.0.0.1:{port}/readyz").status_code == 200, WAIT_S, port)
 
         def drain_self(pod: Mapping[str, str], *options: str) -> subprocess.CompletedProcess[str]:
             argv = [*CHITU, "drain", "--self", *options]

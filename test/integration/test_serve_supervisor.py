@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
+import msgspec
 import psutil
 import pytest
 from nursery import forked
@@ -25,8 +27,9 @@ from chitu.errors import ConfigError
 from chitu.launch.health import ask_health
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec
+from chitu.launch.probes import MAX_CONNECTIONS
 from chitu.launch.process import ChildProcess, processes_marked
-from chitu.launch.progress import Progress, read_progress
+from chitu.launch.progress import Progress, read_progress, write_progress
 from chitu.launch.supervisor import Supervisor
 from chitu.testing.router_process import wait_until
 
@@ -341,6 +344,50 @@ def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
         assert started.pid(ROUTER) != first
         assert events[0].startswith("router ended (killed by SIGKILL)")
         assert "starts again in 0.25 s" in events[0]
+
+
+def test_probes_say_whether_all_processes_of_a_launcher_serve(model: Path) -> None:
+    events: list[str] = []
+    overrides = [f"model.path={model}", "model.served_name=good", DRAIN, "dp_config.probe_port=0"]
+    topology, logs = load_topology(None, overrides), model / "logs"
+    started = LocalCluster(
+        *(topology,), log_dir=str(logs), restart=True, entries=WITHOUT_TORCHRUN, env=ENVIRONMENT, on_event=events.append
+    )
+    port = started.supervisor.probe_port
+    assert port
+
+    def probe(path: str = "/readyz", method: str = "GET") -> tuple[int, str]:
+        reply = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=10, trust_env=False)
+        return reply.status_code, reply.text
+
+    assert (probe("/livez")[0], probe()) == (200, (503, '{"status":"unready","reason":"router is dead"}'))
+    with started:
+        started.wait_ready(60)
+        assert probe() == (200, '{"status":"ok","reason":""}') and probe("/readyz", "HEAD") == (200, "")
+        assert [probe("/health")[0], probe("/livez", "POST")[0]] == [404, 405]
+        reported = read_progress(logs / "D0.progress")
+        write_progress(logs / "D0.progress", msgspec.structs.replace(reported, is_member=False))
+        assert "D0 is not in the cluster, or drains" in probe()[1]
+        write_progress(logs / "D0.progress", reported)
+        started.kill("D0")
+        started.wait_exit("D0")
+        assert probe()[0] == 503 and probe("/livez")[0] == 200
+        started.wait_ready(60)
+        assert probe()[0] == 200
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS + 1)]
+        assert silent[-1].recv(1) == b"", "one too many"
+        for connection in silent:
+            connection.close()
+        wait_until(lambda: probe()[0] == 200, 20, "an answer")
+    with pytest.raises(httpx.ConnectError):
+        probe()
+
+
+def test_a_probe_port_that_is_taken_is_named(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = [f"dp_config.probe_port={other.getsockname()[1]}", f"model.path={model}"]
+        with pytest.raises(ConfigError, match=r"dp_config\.probe_port: cannot listen on 127\.0\.0\.1:"):
+            LocalCluster(load_topology(None, taken), log_dir=str(model / "logs"), entries=FORKED)
 
 
 def test_processes_that_ignore_the_signal_are_killed(model: Path) -> None:

@@ -49,7 +49,7 @@ tempfile.mkdtemp(prefix="left-behind-")
 progress.state("warmup")
 if behaviour == "slow":
     signal.pause()
-progress.ready(1)
+progress.ready(1, is_member=True)
 if behaviour == "refused":
     print("the router refused me", flush=True)
     sys.exit(1)
