@@ -65,9 +65,11 @@ class PDScheduler:
         self._clock = parts.clock
         self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
         self._resources.sync_step = self._sync_step
-        self._sequences = Sequences(self._resources)
-        self._decode = DecodeManager(parts.config, self._sequences, parts.clock, parts.receiver)
         self._trace = None if parts.tracer is None else SchedulerTrace(parts.tracer, parts.cache)
+        self._sequences = Sequences(self._resources)
+        if parts.tracer is not None:
+            self._sequences = Sequences(self._resources, parts.tracer.end)
+        self._decode = DecodeManager(parts.config, self._sequences, parts.clock, parts.receiver)
         self._traced: Mapping[bytes, object] = {} if self._trace is None else self._trace.rooms
         """Traced rooms; empty if nothing is traced."""
         sender, open_admission = parts.sender, self._open_admission

@@ -22,7 +22,7 @@ from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.request_ends import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduling.inbox import Inbox, StepCommand
-from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.scheduling.sequence import Sequence, queue_order
 from chitu.instance.scheduling.sequences import Sequences
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -50,8 +50,9 @@ GONE_WORKERS = 64
 _ROLES = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
 """Role of the instance that takes a kind of request."""
 
-ARRIVALS_PER_PRIORITY = 1 << 48
-"""More requests than an instance ever receives, so priority takes precedence over order of arrival."""
+PRIORITY_SHARE = 0.25
+"""Share of `deadlines.queue_s` by which a priority moves a request at most (`queue_order`). So against order of arrival
+no request waits longer than for half of that deadline."""
 
 
 class RequestArrivals:
@@ -89,7 +90,9 @@ class RequestArrivals:
             self._ends.cancel(word.room)
 
     def cancel_all(self) -> None:
-        self._uncompiled.clear()
+        uncompiled, self._uncompiled = self._uncompiled, {}
+        for message in uncompiled.values():
+            self._end_trace(message)
         self._ends.cancel_all()
 
     def cancel_worker(self, incarnation: int) -> None:
@@ -101,9 +104,19 @@ class RequestArrivals:
         self._prefill.flush()
 
     def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
-        rooms = [message.room]
-        if not isinstance(message, PrefillRequest):
-            rooms += [fork.room for fork in message.forks]
+        self._admit(message)
+        if message.trace and message.room not in self._uncompiled:
+            self._end_trace(message)
+
+    def _end_trace(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+        """End the traced rooms of a request of which no sequence was made; `Sequences` ends the others."""
+        if self._parts.tracer is not None:
+            for room in _rooms_of(message):
+                if room not in self._sequences:
+                    self._parts.tracer.end(room)
+
+    def _admit(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+        rooms = _rooms_of(message)
         if len(set(rooms)) < len(rooms) or any(
             room in self._uncompiled or room in self._sequences for room in rooms
         ):  # not refused: the router knows rooms only, and would end the first request
@@ -157,9 +170,12 @@ class RequestArrivals:
             forks = tuple(fork for fork in message.forks if fork.room != room)
             if first == room or (message.forks and not forks):
                 del self._uncompiled[first]
+                self._end_trace(message)
                 return True
             if len(forks) < len(message.forks):
                 self._uncompiled[first] = msgspec.structs.replace(message, forks=forks)
+                if self._parts.tracer is not None:
+                    self._parts.tracer.end(room)
                 return True
         return False
 
@@ -187,6 +203,7 @@ class RequestArrivals:
 
     def _sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
         self._count += 1
+        arrival_s, most_s = self._parts.clock.monotonic(), PRIORITY_SHARE * self._parts.deadlines.queue_s
         sampling = None if isinstance(message, PrefillRequest) else message.sampling
         stop_ids: frozenset[int] = frozenset()
         asks = message if isinstance(message, PrefillRequest) else message.sampling
@@ -197,8 +214,8 @@ class RequestArrivals:
         sequence = Sequence(
             message.room,
             message.request_id,
-            message.priority * ARRIVALS_PER_PRIORITY + self._count,
-            self._parts.clock.monotonic(),
+            queue_order(arrival_s, self._count, message.priority, most_s),
+            arrival_s,
             message.token_ids,
             sampling,
             num_emitted,
@@ -267,6 +284,11 @@ class RequestArrivals:
         if num_waiting and num_waiting + choices > self._parts.config.max_waiting_requests:
             return Capacity(f"{num_waiting} requests wait here already (scheduler.max_waiting_requests)")
         return None
+
+
+def _rooms_of(message: PrefillRequest | DecodeRequest | UnifiedRequest) -> list[bytes]:
+    forks = () if isinstance(message, PrefillRequest) else message.forks
+    return [message.room, *(fork.room for fork in forks)]
 
 
 def _wrong_ids(what: str, ids: ArrayLike, vocab_size: int) -> str:

@@ -2,8 +2,9 @@
 
 Made by the process entry, used by every thread of an instance. The comm thread registers traced rooms (`begin`), any
 thread that sees something of one adds a record, and the thread `trace`, which starts with the first of them, sends the
-records to the router's stats port. Invariants: `rooms` is empty while nothing is traced, and then one lookup in it is
-all that tracing costs; `add` never blocks; records that find no room are counted, and the count is sent to the router.
+records to the router's stats port. The step thread ends a room with its last record, and in any case when no sequence
+has it (any longer). Invariants: `rooms` is empty while nothing is traced, and then one lookup in it is all that tracing
+costs; `add` never blocks; records that find no room are counted, and the count is sent to the router.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class Tracer:
             pairs += [(fork.room, fork.request_id) for fork in message.forks]
         with self._lock:
             for room, request_id in pairs:
-                self.rooms[room] = TracedRoom(request_id, room_text(room), has_frames)
+                self.rooms.setdefault(room, TracedRoom(request_id, room_text(room), has_frames))
             while len(self.rooms) > MAX_ROOMS:
                 del self.rooms[next(iter(self.rooms))]
         if self._thread is None:
@@ -166,9 +167,9 @@ class Tracer:
         self.add(room, TraceFrame, direction=direction, port=port, num_bytes=len(frame), data=data)
 
     def end(self, room: bytes) -> None:
-        """Note that the last record of a room was added."""
+        """Note that the last record of a room was added, or that the room is gone from here. Idempotent."""
         traced = self.rooms.get(room)
-        if traced is not None:
+        if traced is not None and traced.ended_s is None:
             traced.ended_s = self._clock.monotonic()
 
     def close(self) -> None:

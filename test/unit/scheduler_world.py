@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
@@ -20,10 +21,16 @@ from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.net.threads import ServiceThread
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import (
+    DecodeRequest,
     Finish,
+    KVLayout,
+    PrefillRequest,
     SamplingParams,
+    SchedulerMessage,
+    UnifiedRequest,
     pack_i32,
     token_codec,
     unpack_logprobs,
@@ -31,7 +38,8 @@ from chitu.protocol import (
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
 from chitu.testing.late_executor import LateExecutor
-from chitu.types import Ready
+from chitu.tracing.tracer import Tracer
+from chitu.types import Ready, Role
 
 PAGE_SIZE = 4
 INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=2, eos_token_ids=(2,))
@@ -40,6 +48,26 @@ INFO = ExecutorInfo(num_slots=8, max_model_len=200, vocab_size=1000, num_layers=
 def make_aux(count: int) -> MetadataBuffers:
     """Return aux slots without room for real logits."""
     return MetadataBuffers(np.zeros((count, 128), np.uint8), 64)
+
+
+class Silence:
+    """A socket that the tracer never uses."""
+
+    def send(self, frame: bytes) -> bool:
+        raise AssertionError
+
+    def close(self) -> None: ...
+
+
+class TracedScheduler(PDScheduler):
+    """A scheduler each of whose requests is traced."""
+
+    def submit(self, message: SchedulerMessage) -> None:
+        tracer = self._parts.tracer
+        if tracer is not None and isinstance(message, (PrefillRequest, DecodeRequest, UnifiedRequest)):
+            message = msgspec.structs.replace(message, trace="records")
+            tracer.begin(message, b"")
+        super().submit(message)
 
 
 class Instance:
@@ -77,7 +105,10 @@ class Instance:
         self.aux = make_aux(aux_slots)
         self.executor = executor(INFO, num_pages, PAGE_SIZE, np.zeros((aux_slots, 128), np.uint8))
         self.late = late(self.executor)
-        self.scheduler = PDScheduler(
+        layout = KVLayout("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
+        self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: Silence(), self.clock)
+        self.tracer._thread = ServiceThread("trace", lambda: None)  # never started: nothing forgets a room
+        self.scheduler = TracedScheduler(
             PDSchedulerParts(
                 config=config
                 or SchedulerConfig(
@@ -96,6 +127,7 @@ class Instance:
                 tiers=self.make_tiers(),
                 overlap=overlap,
                 grammars=grammars,
+                tracer=self.tracer,
             )
         )
 
@@ -140,6 +172,8 @@ class Instance:
     def check_empty(self) -> None:
         self.cache.check_idle()
         assert not self.executor.saved_keys
+        untold = [room for room, traced in self.tracer.rooms.items() if traced.ended_s is None]
+        assert not untold, "rooms that would be traced for ever"
         load = self.scheduler.load
         assert (load.waiting, load.transferring, load.running, load.retracted) == (0, 0, 0, 0)
         assert load.pages_free + load.pages_cached == load.pages_total

@@ -3,8 +3,9 @@
 Pure policy: values in, values out. Used by D and by unified instances.
 
 Why it cannot deadlock: a request that could not fit the pool alone is refused on arrival. Every running request can be
-retracted to host memory, the youngest first, so the oldest always gets pages. A transfer ends within a deadline, and
-its pages then belong to a running (retractable) request. Retracted requests resume before anything new starts.
+retracted to host memory, the last in `Sequence.order` first, so the first always gets pages. A transfer ends within a
+deadline, and its pages then belong to a running (retractable) request. Retracted requests resume before anything new
+starts.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ def may_admit(free_pages: int, wanted_pages: int, reserve: int, nothing_active: 
 def victims_for_growth(
     running: Iterable[Sequence], needy: set[Sequence], free_pages: int, coming_back: Callable[[bytes], int]
 ) -> list[Sequence]:
-    """Return the sequences to retract, youngest first, so that all others can take their next step. `coming_back`
-    counts the pages that a room frees, in addition to the rooms passed to it before.
+    """Return the sequences to retract, the last in order first, so that all others can take their next step.
+    `coming_back` counts the pages that a room frees, in addition to the rooms passed to it before.
 
     A needy request that is retracted itself no longer needs its page.
     """
-    by_age = sorted(running, key=lambda s: s.order)
+    by_order = sorted(running, key=lambda s: s.order)
     victims: list[Sequence] = []
     demand = len(needy)
-    while by_age and demand > free_pages:
-        victim = by_age.pop()
+    while by_order and demand > free_pages:
+        victim = by_order.pop()
         victims.append(victim)
         free_pages += coming_back(victim.room)
         demand -= victim in needy

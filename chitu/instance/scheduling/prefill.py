@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
 
 
 def by_urgency(waiting: Iterable[Sequence]) -> list[Sequence]:
-    """Return the sequences, announced before unannounced, each group by priority and arrival."""
+    """Return the sequences, announced before unannounced, each group by `Sequence.order`."""
     return sorted(waiting, key=lambda s: (not s.announced, s.order))
 
 
@@ -51,7 +51,7 @@ def speculation_to_undo(
     """Return the unannounced holders of pages, youngest first, that must give way so that an announced request fits.
     Return [] if none must, or if all together hold too little. `coming_back` is as in `victims_for_growth`."""
     victims: list[Sequence] = []
-    for sequence in sorted((s for s in holders if not s.announced), key=lambda s: -s.order):
+    for sequence in sorted((s for s in holders if not s.announced), key=lambda s: s.order, reverse=True):
         if pages_wanted <= 0 and aux_wanted <= 0:
             break
         victims.append(sequence)

@@ -12,14 +12,26 @@ from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
 from chitu.protocol.sequence_states import SequenceState
 
 
+def queue_order(arrival_s: float, number: int, priority: int, most_s: float) -> tuple[float, int]:
+    """Return the place of a request in every queue of an instance, and in the order in which running requests give way:
+    the time of its arrival, moved by its priority. The `number` of its arrival decides between equal times.
+
+    A priority below 0 moves it ahead, one above 0 back, by less than `most_s`: by half of that for 1, two thirds for 2.
+    So urgent requests overtake only what came shortly before them, and a request ages: after twice `most_s` nothing
+    that arrives overtakes it any more, whatever the priorities. A place never changes, so no two requests can retract
+    each other in turn.
+    """
+    return arrival_s + most_s * priority / (1 + abs(priority)), number
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on one instance, compared by identity. `order` is by the client's priority, then by arrival here. The
-    sequence with the lowest comes first everywhere, and gives way last."""
+    """One request on one instance, compared by identity. The sequence with the lowest `order` (see `queue_order`) comes
+    first everywhere, and gives way last."""
 
     room: bytes
     request_id: str
-    order: int
+    order: tuple[float, int]
     arrival_s: float
     prompt: bytes
     """Tokens to prefill, int32 LE: the client's prompt, then `num_continued` tokens of output."""

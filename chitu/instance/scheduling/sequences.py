@@ -7,7 +7,7 @@ ends once, and is freed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from chitu.instance.scheduling.resources import Resources
@@ -16,10 +16,12 @@ from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_TRANSITIONS, Se
 
 
 class Sequences:
-    """The sequences of an instance by state. `resources` are what they hold."""
+    """The sequences of an instance by state. `resources` are what they hold; `on_gone` gets the room of each sequence
+    that leaves."""
 
-    def __init__(self, resources: Resources) -> None:
+    def __init__(self, resources: Resources, on_gone: Callable[[bytes], None] = lambda room: None) -> None:
         self.resources = resources
+        self._on_gone = on_gone
         self._all: dict[bytes, Sequence] = {}
         self._queues: dict[SequenceState, dict[bytes, Sequence]] = {state: {} for state in SequenceState}
         self.dropped_keys: list[int] = []
@@ -104,3 +106,4 @@ class Sequences:
     def _remove(self, sequence: Sequence) -> None:
         self.resources.free_now(sequence)
         del self._all[sequence.room], self._queues[sequence.state][sequence.room]
+        self._on_gone(sequence.room)
