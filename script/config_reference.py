@@ -28,12 +28,14 @@ TYPES = {
     "NotNegative": "0 to 10^9",
     "Fraction": "above 0, to 1",
     "Share": "0 to 1",
+    "Priority": "0 or less",
     "str": "text",
     "bool": "`true`, `false`",
     "int": "number",
     "float": "number",
     "None": "unset",
     "tuple[str, ...]": "list of text",
+    "tuple[Priority, ...]": "list, each 0 or less",
 }
 
 

@@ -139,10 +139,11 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from chitu.client.explain import explain_cluster
+    from chitu.launch.drain import credential
 
-    return explain_cluster(
-        arguments.source or arguments.url, api_key(), arguments.seconds, arguments.save, arguments.json
-    )
+    source = arguments.source or arguments.url
+    known = credential(source) if "://" in source else None
+    return explain_cluster(source, known, arguments.seconds, arguments.save, arguments.json)
 
 
 def _trace(arguments: argparse.Namespace) -> int:

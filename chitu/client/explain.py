@@ -22,12 +22,13 @@ PAUSE_S = 0.2
 
 
 def explain_cluster(
-    source: str, api_key: str | None = None, seconds: float = 10.0, save: str | None = None, as_json: bool = False
+    source: str, credential: str | None = None, seconds: float = 10.0, save: str | None = None, as_json: bool = False
 ) -> int:
     """Print the explanation and return exit code 0. `source` is the URL of a router, or the path of a file that `save`
-    wrote. Ctrl-C ends the observation. Raise ConfigError if the file is unreadable, ChituError if no router answers."""
+    wrote. `credential`: an API key, which shows its tenant's requests, or the cluster's token, which shows all. Ctrl-C
+    ends the observation. Raise ConfigError if the file is unreadable, ChituError if no router answers."""
     if "://" in source:
-        snapshots = _watch(RouterClient(source, api_key), seconds)
+        snapshots = _watch(RouterClient(source, credential), seconds)
     else:
         snapshots = _read(Path(source))
     if save is not None:

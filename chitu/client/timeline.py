@@ -103,6 +103,11 @@ def with_running(
     return FoundRecords([*found.records, request], found.num_unreadable, found.is_cut)
 
 
+def rooms_of(attempts: Iterable[RequestSnapshot]) -> set[str]:
+    """Return the rooms that instances' records of these attempts have."""
+    return {room for a in attempts for room in (a.room, a.prompt_room) if room is not msgspec.UNSET}
+
+
 def answer_of(found: FoundRecords, request_id: str) -> TraceAnswer:
     return TraceAnswer(timeline_of(found, request_id), found.records)
 
@@ -113,17 +118,10 @@ def timeline_of(found: FoundRecords, request_id: str) -> Timeline:
     attempts = [attempt for choice in request.choices for attempt in choice] if request is not None else []
     sent_s = {attempt.room: attempt.created_at_s for attempt in attempts}
     zero_s = request.arrived_s if request is not None else 0.0
+    sent_s |= {a.prompt_room: a.created_at_s for a in attempts if a.prompt_room is not msgspec.UNSET}
     rooms: dict[tuple[str, str], list[AnyTraceRecord]] = {}
     for record in found.records:
-        if (
-            record.room and record.room not in sent_s
-        ):  # a prompt with several choices, or an earlier request with this id
-            group_s = [a.created_at_s for a in attempts if a.request_id == record.request_id]
-            if group_s and len(requests) == 1:
-                sent_s[record.room] = min(group_s)
-            elif request is not None:
-                continue
-        if record.room:
+        if record.room and (request is None or record.room in sent_s):  # else of another request with this id
             rooms.setdefault((record.room, record.instance), []).append(record)
     spans = _router_spans(request) if request is not None else []
     notes = _notes(found, request, len(requests))

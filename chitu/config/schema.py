@@ -20,6 +20,8 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e9)]
 Fraction = Annotated[float, Meta(gt=0, le=1)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Priority = Annotated[int, Meta(ge=-(1 << 31) + 1, le=0)]
+"""Bound of priorities. 0 is the default of requests, which no bound may refuse."""
 
 
 AUTO_DEVICES = ("auto",)
@@ -322,6 +324,11 @@ class RouterConfig(Section, frozen=True):
     api_key_salts: tuple[str, ...] = ()
     """One salt for each of `api_keys`, in their order: keys with the same salt share cached pages. Empty: no two keys
     do, so that no client can infer another one's prompts from the time to first token."""
+    min_priority: Priority = 0
+    """Lowest `priority` that a request may have; lower ones get 400. The lowest number goes first, and 0 is the
+    default, so unless this is lower, no client goes ahead of the others. With the cluster's token there is no bound."""
+    api_key_min_priorities: tuple[Priority, ...] = ()
+    """One such bound for each of `api_keys`, in their order. Empty: `min_priority` for all."""
     otlp_endpoint: str = ""
     """Base URL of an OpenTelemetry collector (OTLP over HTTP), such as `http://127.0.0.1:4318`: it gets a trace of each
     request. Needs the extra `otel`, whose `OTEL_*` variables set the rest (sampling, headers, batches). Empty: none."""

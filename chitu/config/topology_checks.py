@@ -142,12 +142,13 @@ def _api_key_problems(router: RouterConfig) -> Iterator[str]:
     for index, key in enumerate(router.api_keys):
         if not key or key != key.strip():
             yield f"dp_config.router.api_keys.{index} is empty or has a space at an end: no client can send such a key"
-    num_keys, num_salts = len(router.api_keys), len(router.api_key_salts)
-    if num_keys and num_salts and num_keys != num_salts:
-        yield (
-            f"dp_config.router.api_key_salts has {num_salts} entries for {num_keys} API keys: give each key one, in "
-            "their order, or none at all"
-        )
+    lists = {"api_key_salts": router.api_key_salts, "api_key_min_priorities": router.api_key_min_priorities}
+    for name, entries in lists.items():
+        if router.api_keys and entries and len(entries) != len(router.api_keys):
+            yield (
+                f"dp_config.router.{name} has {len(entries)} entries for {len(router.api_keys)} API keys: give each "
+                "key one, in their order, or none at all"
+            )
 
 
 def _instance_problems(topology: Topology) -> Iterator[str]:

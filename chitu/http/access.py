@@ -3,8 +3,10 @@
 The page, `/health` and `/livez` are open to all. If `api_keys` are configured, everything else requires one of them. An
 operator's calls (`/admin/...`) require the cluster's token if the cluster has a key, since API keys are for its users.
 Without a cluster key they require an API key; with neither, they must come from this machine and not from a web page.
-Traces are shown to the operator and to the API key whose requests they are; without API keys, to this machine. The
-token is accepted wherever an API key is. Secrets are compared in constant time.
+The token is accepted wherever an API key is. Secrets are compared in constant time.
+
+An API key belongs to a tenant (`api_key_salts`). It sees the requests of its tenant alone, in whatever route; the
+operator sees all. Without API keys all clients see all requests, except their traces, which are for this machine.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from hashlib import blake2b
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
-from chitu.errors import Forbidden, RateLimited, Unauthorized
+from chitu.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
 from chitu.http.limits import PROBE_PATHS
 from chitu.net.bearer import bearer, is_bearer
 from chitu.net.curve import ClusterSecrets
@@ -26,6 +28,8 @@ OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
 OPEN_FOLDER = "/web/"
 """The page's files, which are in every copy of the project."""
 ADMIN_FOLDER = "/admin/"
+PROCESS_PATHS = frozenset({"/admin/record", "/admin/abort"})
+"""Paths for the router's other API processes alone, which act for every tenant."""
 TRACE_FOLDER = "/trace/"
 """Records of requests, with their tokens."""
 API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is not one of this server's")
@@ -39,9 +43,13 @@ IPV6_NETWORK_BYTES = 8
 
 class Access:
     def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, clock: Clock) -> None:
-        self._token = [secrets.token.encode()] if secrets is not None else []
+        token = process_token(config, secrets)
+        self._token = [token.encode()] if token else []
+        self._has_cluster_key = secrets is not None
         self._api_keys = [key.encode() for key in config.api_keys]
         self._salts = _salts(config, self._token)
+        self._min_priority = config.min_priority
+        self._min_priorities = dict(zip(self._api_keys, config.api_key_min_priorities, strict=False))
         per_s, burst = config.admission.requests_per_s, config.admission.burst
         self._limiter: RateLimiter[bytes] | None = RateLimiter(clock, per_s, burst) if per_s else None
 
@@ -49,7 +57,7 @@ class Access:
         """Raise Unauthorized or Forbidden if the request may not be answered."""
         path: str = scope["path"]
         if path.startswith(ADMIN_FOLDER):
-            self._require_operator(scope, header(scope, b"authorization"))
+            self._require_operator(scope, path, header(scope, b"authorization"))
         elif path.startswith(TRACE_FOLDER) and not self._api_keys:
             if not is_bearer(header(scope, b"authorization"), self._token):
                 _require_local(scope, "without api_keys, traces are shown with the cluster's token, or to this machine")
@@ -60,7 +68,7 @@ class Access:
         """Raise RateLimited if the client requests more generations than its share. Call after `require`."""
         if self._limiter is None:
             return  # parsing the client's address costs as much as parsing the request's JSON
-        wait_s = self._limiter.take(self._client(scope))
+        wait_s = self._limiter.take(self.client(scope))
         if wait_s:
             raise RateLimited("too many requests a second (router.admission.requests_per_s); come back later", wait_s)
 
@@ -70,26 +78,52 @@ class Access:
         return self._salts.get(bearer(header(scope, b"authorization")) or b"", "") if self._salts else ""
 
     def trace_tenant(self, scope: Scope) -> str | None:
-        """Return the tenant whose traces may be read; None for all tenants. Call after `require`."""
+        """Return the tenant whose requests the caller may see (records, traces, snapshots); None: those of all. Call
+        after `require`."""
         is_operator = is_bearer(header(scope, b"authorization"), self._token)
         return None if is_operator or not self._api_keys else self.cache_salt(scope)
 
-    def _require_operator(self, scope: Scope, authorization: bytes | None) -> None:
-        if self._token:
+    def require_priority(self, scope: Scope, priority: int) -> None:
+        """Raise InvalidRequest if the client may not ask for this priority. The lowest goes first; none from 0 on is
+        refused. Call after `require`."""
+        if priority < self._min_priority or self._min_priorities:
+            authorization = header(scope, b"authorization")
+            if not is_bearer(authorization, self._token):
+                key = bearer(authorization) or b""
+                _require_priority(priority, self._min_priorities.get(key, self._min_priority))
+
+    def require_kept_priority(self, tenant: str, priority: int) -> None:
+        """Raise InvalidRequest if no key of a tenant may ask for the priority of its kept request. Without API keys it
+        is not known who asked, so what an earlier router took is taken."""
+        keys = [key for key in self._api_keys if self._salts[key] == tenant]
+        if keys:
+            _require_priority(priority, min(self._min_priorities.get(key, self._min_priority) for key in keys))
+
+    def _require_operator(self, scope: Scope, path: str, authorization: bytes | None) -> None:
+        if self._token and (self._has_cluster_key or path in PROCESS_PATHS):
             _require(authorization, self._token, *TOKEN)
         elif self._api_keys:
-            _require(authorization, self._api_keys, *API_KEY)
+            _require(authorization, [*self._api_keys, *self._token], *API_KEY)
         else:
             _require_local(scope, "without cluster_key or api_keys, admin calls are taken from this machine")
 
-    def _client(self, scope: Scope) -> bytes:
-        """Return what a rate belongs to: the API key if keys are required, else the address."""
+    def client(self, scope: Scope) -> bytes:
+        """Return whose share of the router a request takes: that of its API key if keys are required, else of its
+        address."""
         if self._api_keys:
             return bearer(header(scope, b"authorization")) or b""
         address = _address(scope)
         if address is None:
             return b""
         return address.packed if address.version == 4 else address.packed[:IPV6_NETWORK_BYTES]
+
+
+def process_token(config: RouterConfig, secrets: ClusterSecrets | None) -> str:
+    """Return the credential that the router's processes give each other: the cluster's token. Without a cluster key it
+    is made of all API keys, so that no holder of one of several has it; empty if there are none."""
+    if secrets is not None or not config.api_keys:
+        return secrets.token if secrets is not None else ""
+    return blake2b("\n".join(config.api_keys).encode(), digest_size=32, person=b"chitu processes").hexdigest()
 
 
 def _salts(config: RouterConfig, tokens: list[bytes]) -> dict[bytes, str]:
@@ -101,6 +135,15 @@ def _salts(config: RouterConfig, tokens: list[bytes]) -> dict[bytes, str]:
     salts = [b"salt" + salt.encode() for salt in config.api_key_salts] or [b"key" + key for key in keys]
     tenants = [*zip(keys, salts, strict=True), *((token, b"key" + token) for token in tokens)]
     return {key: blake2b(tenant, digest_size=SALT_BYTES).hexdigest() for key, tenant in tenants}
+
+
+def _require_priority(priority: int, bound: int) -> None:
+    if priority < bound:
+        raise InvalidRequest(
+            f"priority: {priority} is below {bound}, the lowest that this client may ask for (router.min_priority); "
+            "the lowest number goes first, and 0 is the default",
+            "priority",
+        )
 
 
 def _require(authorization: bytes | None, known: list[bytes], missing: str, wrong: str) -> None:

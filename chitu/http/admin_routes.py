@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel
 
 from chitu.config.schema import Topology
 from chitu.errors import InvalidRequest
 from chitu.http.cluster_source import ClusterSource
+from chitu.net.http import Scope
 from chitu.protocol import encode
 
 
@@ -47,10 +48,12 @@ def add_admin_routes(
     cluster: ClusterSource,
     topology: Callable[[], Topology],
     abort: Callable[[str, str], int],
-    snapshot: Callable[[str], bytes] | None,
+    snapshot: Callable[[str, str | None], bytes] | None,
+    tenant_of: Callable[[Scope], str | None],
 ) -> None:
     """Add the routes to `app`. `topology`: what an instance needs to join. `abort`: see `RunningAnswers`. `snapshot`:
-    see `KeptRequests`; None if there is no folder of kept requests."""
+    see `KeptRequests`; None if there is no folder of kept requests. `tenant_of`: the tenant whose requests a caller may
+    see; None for all, as an operator with the cluster's token."""
 
     @app.post("/admin/drain")
     async def drain(body: DrainBody) -> DrainReply:
@@ -68,12 +71,12 @@ def add_admin_routes(
         return {"status": "flushing"}
 
     @app.post("/admin/snapshot")
-    async def take_snapshot(body: SnapshotBody) -> Response:
+    async def take_snapshot(request: Request, body: SnapshotBody) -> Response:
         """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
         The request runs on."""
         if snapshot is None:
             raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies for snapshots")
-        return Response(snapshot(body.request_id), media_type="application/octet-stream")
+        return Response(snapshot(body.request_id, tenant_of(request.scope)), media_type="application/octet-stream")
 
     @app.post("/admin/abort", include_in_schema=False)
     async def abort_here(body: AbortHere) -> dict[str, int]:

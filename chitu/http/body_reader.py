@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from chitu.errors import Capacity, InvalidRequest, NoInstance
@@ -18,7 +18,7 @@ from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.http.served_model import ServedModel
 from chitu.http.token_counts import TokensAnswer
-from chitu.net.http import ClientGone
+from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
 from chitu.router.routing import Candidates
@@ -30,21 +30,30 @@ T = TypeVar("T")
 
 
 class BodyExecutor(Protocol):
-    async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
-        """Return or raise what `BodyWork` does. Cancel the call if its result is no longer wanted."""
+    async def do(self, task: BodyTask, raw: bytes | bytearray, client: bytes = b"") -> Any:
+        """Return or raise what `BodyWork` does, in the turn of a `client`. Cancel the call if its result is no longer
+        wanted."""
 
 
 class BodyReader:
     def __init__(
-        self, model: ServedModel, router: PDRequestRouter, executor: BodyExecutor, takes_unknown: bool
+        self,
+        model: ServedModel,
+        router: PDRequestRouter,
+        executor: BodyExecutor,
+        takes_unknown: bool,
+        client_of: Callable[[Scope], bytes],
     ) -> None:
+        """`client_of`: the client in whose turn the executor works for a request."""
         self._model = model
         self._router = router
         self._work = BodyWork(model, takes_unknown)
         self._executor = executor
         self._known: tuple[Candidates, ClusterFacts] | None = None
         self._verdicts: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
-        self._judging: dict[Grammar, asyncio.Future[InvalidRequest | None]] = {}
+        self._client_of = client_of
+        self._judging: dict[tuple[bytes, Grammar], asyncio.Future[InvalidRequest | None]] = {}
+        """Grammars that wait for a verdict, by client: no client waits for the turn of another."""
 
     async def job(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> Job:
         """Return the job of a generation route. Errors are for the client, and raised before the request is sent on."""
@@ -53,7 +62,7 @@ class BodyReader:
             job: Job = await self._read(ReadBody(route, facts), raw, exchange)
             grammar = job.samplings[0].grammar
             if grammar is not None:
-                verdict = self._verdict(JudgeGrammar(grammar, facts.vocab_size))
+                verdict = self._verdict(JudgeGrammar(grammar, facts.vocab_size), self._client_of(exchange.scope))
                 refusal = await _while_wanted(exchange, verdict)
                 if refusal is not None:
                     raise job.refusal(refusal)
@@ -85,26 +94,26 @@ class BodyReader:
     async def _read(self, task: ReadBody, raw: bytes | bytearray, exchange: Exchange) -> Any:
         if _is_small(raw):
             return self._work.read(task, raw, lambda: None)
-        return await _while_wanted(exchange, self._executor.do(task, raw))
+        return await _while_wanted(exchange, self._executor.do(task, raw, self._client_of(exchange.scope)))
 
-    async def _verdict(self, task: JudgeGrammar) -> InvalidRequest | None:
-        grammar = task.grammar
+    async def _verdict(self, task: JudgeGrammar, client: bytes) -> InvalidRequest | None:
+        grammar, key = task.grammar, (client, task.grammar)
         if grammar in self._verdicts:
             self._verdicts.move_to_end(grammar)
             return self._verdicts[grammar]
-        if grammar not in self._judging:
-            self._judging[grammar] = asyncio.ensure_future(self._judge(task))
+        if key not in self._judging:
+            self._judging[key] = asyncio.ensure_future(self._judge(task, client))
         # Keep it running if the client leaves: other requests may wait for the same grammar.
-        return await asyncio.shield(self._judging[grammar])
+        return await asyncio.shield(self._judging[key])
 
-    async def _judge(self, task: JudgeGrammar) -> InvalidRequest | None:
+    async def _judge(self, task: JudgeGrammar, client: bytes) -> InvalidRequest | None:
         verdict: InvalidRequest | None = None
         try:
-            await self._executor.do(task, b"")
+            await self._executor.do(task, b"", client)
         except InvalidRequest as error:
             verdict = error
         finally:
-            del self._judging[task.grammar]
+            del self._judging[client, task.grammar]
         self._verdicts[task.grammar] = verdict
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)

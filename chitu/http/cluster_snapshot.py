@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,12 +20,19 @@ from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceS
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role, instance_name
 
-Change = tuple[int, int]
-"""Version of the cluster's state. Between two equal values nothing happened except heartbeats."""
+Change = tuple[object, int]
+"""Version of what a reader sees of the cluster. Between two equal values nothing happened except heartbeats."""
+
+
+class _Shared(NamedTuple):
+    record: RouterRecord
+    encoded: bytes
+    change: Change
 
 
 class SnapshotSource:
-    """Builds the snapshot; for streams at most once per `MIN_AGE_S` however many read it."""
+    """Builds the snapshot; for streams at most once per `MIN_AGE_S` and tenant, however many read it. `tenant`: the one
+    whose requests it shows; None: all (see `Access.trace_tenant`)."""
 
     MIN_AGE_S = 0.1
 
@@ -42,8 +51,11 @@ class SnapshotSource:
         self._cluster = cluster
         self._clock = clock
         self._version = version
-        self._shared: tuple[bytes, Change] = b"", (-1, -1)
-        self._shared_at_s = -math.inf
+        self._shared: dict[str | None, _Shared] = {}
+        """Newest snapshot of streams, by tenant; as many as there are API keys, at most."""
+        self._recent = RouterRecord(())
+        self._recent_at_s = -math.inf
+        self._asking = asyncio.Lock()
         self.is_closed = False
         """Whether the process is ending, so that streams end too."""
 
@@ -51,27 +63,38 @@ class SnapshotSource:
     def model_name(self) -> str:
         return self._model.name
 
-    async def fresh(self) -> bytes:
+    async def fresh(self, tenant: str | None) -> bytes:
         """Return JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
-        return msgspec.json.encode(self._snapshot(await self._cluster.record()))
+        return msgspec.json.encode(self._snapshot(await self._cluster.record(), tenant))
 
-    async def shared(self) -> tuple[bytes, Change]:
+    async def shared(self, tenant: str | None) -> tuple[bytes, Change]:
         """Return JSON of a snapshot that is at most `MIN_AGE_S` old, and the `Change` that it includes."""
-        now_s = self._clock.monotonic()
-        if now_s - self._shared_at_s >= self.MIN_AGE_S:
-            record = await self._cluster.record()
-            self._shared = msgspec.json.encode(self._snapshot(record)), self._change(record)
-            self._shared_at_s = now_s
-        return self._shared
+        record = await self._recent_record()
+        shared = self._shared.get(tenant)
+        if shared is None or shared.record is not record:
+            encoded = msgspec.json.encode(self._snapshot(record, tenant))
+            shared = self._shared[tenant] = _Shared(record, encoded, self._change(record, tenant))
+        return shared.encoded, shared.change
 
-    async def change(self) -> Change:
+    async def change(self, tenant: str | None) -> Change:
         """Return the `Change` of the cluster as of a moment ago."""
-        return self._change(await self._cluster.record())
+        return self._change(await self._recent_record(), tenant)
 
-    def _change(self, record: RouterRecord) -> Change:
-        return sum(worker.version for worker in record.workers), self._cluster.view.version
+    async def _recent_record(self) -> RouterRecord:
+        async with self._asking:  # one reader asks for all
+            now_s = self._clock.monotonic()
+            if now_s - self._recent_at_s >= self.MIN_AGE_S:
+                self._recent, self._recent_at_s = await self._cluster.record(), now_s
+            return self._recent
 
-    def _snapshot(self, record: RouterRecord) -> ClusterSnapshot:
+    def _change(self, record: RouterRecord, tenant: str | None) -> Change:
+        """Return the version. A tenant's does not grow with the requests of others."""
+        version: object = sum(worker.version for worker in record.workers)
+        if tenant is not None:
+            version = tuple((request.room, request.state) for request in _requests(record, tenant))
+        return version, self._cluster.view.version
+
+    def _snapshot(self, record: RouterRecord, tenant: str | None) -> ClusterSnapshot:
         limits = self._model.limits(self._router.candidates)
         return ClusterSnapshot(
             model=self._model.name,
@@ -83,7 +106,7 @@ class SnapshotSource:
             router_incarnation=str(self._cluster.view.router_incarnation),
             in_flight=record.in_flight,
             instances=self.instances(),
-            requests=_requests(record),
+            requests=_requests(record, tenant),
             workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers),
         )
 
@@ -110,10 +133,12 @@ def transport_in_use(topology: Topology, view: ClusterView) -> str:
     return " and ".join(names[is_local] for is_local in sorted(pairs, reverse=True))
 
 
-def _requests(record: RouterRecord) -> tuple[RequestSnapshot, ...]:
-    """Return the newest requests of all API processes, which share a machine and so its clock."""
-    ended = sorted((r for worker in record.workers for r in worker.ended), key=lambda r: r.ended_at_s or 0.0)
-    running = sorted((r for worker in record.workers for r in worker.running), key=lambda r: r.created_at_s)
+def _requests(record: RouterRecord, tenant: str | None) -> tuple[RequestSnapshot, ...]:
+    """Return the tenant's newest requests of all API processes, which share a machine and so its clock."""
+    ended = [r for worker in record.workers for r in worker.ended if tenant is None or r.tenant == tenant]
+    running = [r for worker in record.workers for r in worker.running if tenant is None or r.tenant == tenant]
+    ended.sort(key=lambda r: r.ended_at_s or 0.0)
+    running.sort(key=lambda r: r.created_at_s)
     return (*ended[-KEPT_RECORDS:], *running[-KEPT_RECORDS:])
 
 

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge
+from chitu.http.access import Access
 from chitu.http.body_decoder import abort_decoder, warning_header
 from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute
@@ -53,6 +54,7 @@ def make_control_app(
     cluster: ClusterSource,
     source: SnapshotSource,
     bodies: BodyReader,
+    access: Access,
     config: RouterConfig,
     version: str,
     abort: Callable[[str, Scope], Awaitable[int]],
@@ -65,7 +67,7 @@ def make_control_app(
     _add_abort_route(app, abort, config.unknown_fields == "warn")
     _add_health_routes(app, router, cluster)
     _add_metrics_route(app, cluster, source)
-    add_web_routes(app, source)
+    add_web_routes(app, source, access)
     app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     return app
 

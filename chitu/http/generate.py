@@ -59,16 +59,19 @@ class GenerationRoutes:
         config: RouterConfig,
         clock: Clock,
         tenant_salt: Callable[[Scope], str],
+        require_priority: Callable[[Scope, int], None],
         trace: Callable[[Scope, float, Callable[[], RequestSpan]], None] | None = None,
     ) -> None:
-        """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `trace` gets every request that
-        is over: its arrival, and a function that makes its spans if needed."""
+        """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `require_priority`: see
+        `Access`. `trace` gets every request that is over: its arrival, and a function that makes its spans if
+        needed."""
         self._model = model
         self._router = router
         self._bodies = bodies
         self._max_body_bytes = config.max_body_bytes
         self._clock = clock
         self._tenant_salt = tenant_salt
+        self._require_priority = require_priority
         self._trace = trace
         self.running = RunningAnswers(router.cancel)
         self.keeps = False
@@ -88,6 +91,8 @@ class GenerationRoutes:
             timeout_s = client_timeout_s(scope)
             running.trace = self._router.trace.level(header(scope, b"x-chitu-trace"))
             job = await self._bodies.job(route, raw, exchange)
+            if job.priority < 0:
+                self._require_priority(scope, job.priority)
             self._require_open()  # again: a large body or a grammar takes time
             created_s = int(time.time())
             if self.keeps and not job.why_not_kept:  # its body counts as being read until it is over
@@ -174,6 +179,7 @@ class GenerationRoutes:
                     timeout_s=job.timeout_s,
                     cache_salt=job.cache_salt,
                     priority=job.priority,
+                    tenant=running.tenant,
                     trace=running.trace,
                 )
                 for i in range(options.n)
@@ -237,7 +243,8 @@ class GenerationRoutes:
         if job.options.return_receipt and kept is not None and self._model.layout is not None:
             (choice,) = running.choices
             receipt = receipt_of(self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens)
-        return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt)
+        sums = [choice.generation.page_sums for choice in running.choices]
+        return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt, sums)
 
     # ------------------------------------------------------------------------------------------------------- answering
 

@@ -86,8 +86,11 @@ class KeptRequests:
         router: PDRequestRouter,
         bodies: BodyReader,
         routes: GenerationRoutes,
+        require_priority: Callable[[str, int], None],
         clock: Clock,
     ) -> None:
+        """`require_priority`: raises InvalidRequest if a tenant may not have a priority."""
+        self._require_priority = require_priority
         self._folder = folder
         self._model = model
         self._router = router
@@ -193,11 +196,12 @@ class KeptRequests:
             finish=cast(Any, source.finish.reason if source.finish is not None else ""),
         )
 
-    def snapshot(self, name: str) -> bytes:
-        """Return what the router would write of the newest request with this id, which runs on: a file that another
-        router can take up. UnknownRequest if none runs, InvalidRequest if such a request cannot be kept."""
+    def snapshot(self, name: str, tenant: str | None) -> bytes:
+        """Return what the router would write of the tenant's (None: any) newest request with this id, which runs on: a
+        file that another router can take up. UnknownRequest if none runs, InvalidRequest if such a request cannot be
+        kept."""
         taken = {id(each.answer): each for each in self._taken}
-        for answer in reversed(self._running.named(name)):
+        for answer in reversed([each for each in self._running.named(name) if tenant in (None, each.tenant)]):
             each = taken.get(id(answer))
             record = self._record_of(answer) if each is None else self._record_again(each)
             if record is not None:
@@ -260,6 +264,7 @@ class KeptRequests:
             raise NoInstance(self._router.candidates.why_unusable())
         if job.why_not_kept:
             raise InvalidRequest(f"{job.why_not_kept}: such a request is not kept")
+        self._require_priority(record.tenant, job.priority)
         ids, sampling = record.prompt_token_ids, record.sampling
         if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:
             raise InvalidRequest(f"{len(ids)} + {sampling.max_tokens} tokens; {limits.max_model_len} are served here")
@@ -280,6 +285,7 @@ class KeptRequests:
             timeout_s=record.left_s,
             cache_salt=job.cache_salt,
             priority=job.priority,
+            tenant=record.tenant,
         )
         answer = RunningAnswer(record.tenant, self._clock.monotonic())
         each = TakenUp(record, job, request, self._routes.decoder_of(job, sampling), answer)

@@ -66,8 +66,8 @@ class ProofAttempt(msgspec.Struct, frozen=True):
     stages: StageTimes | None
     """Stage times that P and D report, each on its own clock. Null if D did not end the attempt itself."""
     page_sums: str | msgspec.UnsetType = msgspec.UNSET
-    """With `return_page_sums`: checksums of the leading full pages that the attempt left on D, 16 hex digits each,
-    layer by layer."""
+    """With `return_page_sums`, of the attempt that finished: checksums of the leading full pages that it left on D, 16
+    hex digits each, layer by layer."""
 
 
 class ProofChoice(msgspec.Struct, frozen=True):
@@ -109,13 +109,17 @@ def proof_of(
     indices: Iterable[int],
     cached_tokens: int,
     receipt: Receipt | None = None,
+    page_sums: Sequence[str | msgspec.UnsetType] = (),
 ) -> Proof:
-    """Return the proof. `records`: attempts of each choice, at least one. `indices`: the choices that are returned."""
+    """Return the proof. `records`: attempts of each choice, at least one. `indices`: the choices that are returned.
+    `page_sums`: those of each choice, which its last attempt left; empty if none are known."""
     places: dict[int, int] = {choice: index for index, choice in enumerate(indices)}
     choices = [
         ProofChoice(places.get(i), stages_of(moments, attempts), [_attempt(record) for record in attempts])
         for i, attempts in enumerate(records)
     ]
+    for choice, sums in zip(choices, page_sums, strict=False):
+        choice.attempts[-1] = msgspec.structs.replace(choice.attempts[-1], page_sums=sums)
     moved = [choice.attempts[-1].kv_bytes for choice in choices]
     last = [choice.attempts[-1] for choice in choices]
     return Proof(
@@ -176,7 +180,6 @@ def _attempt(record: RequestSnapshot) -> ProofAttempt:
         record.cached_tokens,
         record.kv_bytes if is_known else None,
         record.stages,
-        record.page_sums,
     )
 
 

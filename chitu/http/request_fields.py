@@ -189,8 +189,9 @@ FIELDS: tuple[Field, ...] = (
         ),
         (
             "priority",
-            "32 bits, default 0: of the requests that wait on an instance the lowest is first; the highest is "
-            "retracted first; no running request stops for it",
+            "32 bits, default 0, the lowest is first (as in vLLM): on P and D it moves a request ahead of those that "
+            "came up to a quarter of `deadlines.queue_s` before it (half of that at -1), or back, so that none waits "
+            "for ever; the last is retracted first. Below `router.min_priority` (default 0): 400",
         ),
         (
             "prompt_logprobs",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +19,9 @@ from starlette.staticfiles import StaticFiles
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.errors import TooManyRequests
+from chitu.http.access import Access
 from chitu.http.cluster_snapshot import SnapshotSource
+from chitu.net.fair_share import NoPlace, Places
 
 WEB_DIR = Path(__file__).parent / "web"
 PAGE_HEADERS = {
@@ -27,10 +30,13 @@ PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
 }
-MAX_WATCHERS = 64
-"""Event streams at once; each costs the loop an encoded snapshot's write per change."""
+MAX_WATCHERS = 256
+"""Event streams at once; each costs the loop an encoded snapshot's write per change. One client has a quarter at most
+(`Places`)."""
+PAUSE_S = SnapshotSource.MIN_AGE_S + 0.002
+"""Time between two looks. The loop may wake a millisecond early, when the last snapshot is not old enough yet."""
 HEARTBEAT_TURNS = 5
-"""Longest time between two events, in units of `MIN_AGE_S`, since loads change without a request too."""
+"""Looks after which an event comes without a change, since loads change without a request too."""
 
 
 class _PageFiles(StaticFiles):
@@ -42,7 +48,7 @@ class _PageFiles(StaticFiles):
         return response
 
 
-def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
+def add_web_routes(app: FastAPI, source: SnapshotSource, access: Access) -> None:
     watchers = Watchers(source)
 
     @app.get("/", include_in_schema=False)
@@ -52,16 +58,20 @@ def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
     app.mount("/web", _PageFiles(directory=WEB_DIR))
 
     @app.get("/cluster")
-    async def cluster() -> Response:
-        """Return the instances with their loads, and the requests that run or ended lately."""
-        return Response(await source.fresh(), media_type="application/json", headers={"cache-control": "no-store"})
+    async def cluster(request: Request) -> Response:
+        """Return the instances with their loads, and the requests that run or ended lately: with API keys those of the
+        key's tenant, with the cluster's token all."""
+        snapshot = await source.fresh(access.trace_tenant(request.scope))
+        return Response(snapshot, media_type="application/json", headers={"cache-control": "no-store"})
 
     @app.get("/cluster/events")
     async def cluster_events(request: Request) -> Response:
         """Stream the same as server-sent events: one at every change, at most ten and at least two a second."""
-        watchers.require_room()
+        client = access.client(request.scope)
+        watchers.require_room(client)
+        events = watchers.events(client, access.trace_tenant(request.scope))
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(watchers.events(), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     if source.model_name == TINY_MODEL_NAME:
         from chitu.workloads import tiny
@@ -75,25 +85,27 @@ def add_web_routes(app: FastAPI, source: SnapshotSource) -> None:
 
 
 class Watchers:
-    """The open event streams."""
+    """The open event streams, shared by the clients (`Access.client`)."""
 
     def __init__(self, source: SnapshotSource) -> None:
         self._source = source
-        self._count = 0
+        self._places: Places[bytes] = Places(MAX_WATCHERS)
 
-    def require_room(self) -> None:
-        if self._count >= MAX_WATCHERS:
-            raise TooManyRequests(f"{self._count} clients watch the cluster already")
-
-    async def events(self) -> AsyncIterator[bytes]:
-        self._count += 1
+    def require_room(self, client: bytes) -> None:
+        """Raise TooManyRequests if the client has its share of the streams."""
         try:
+            with self._places.place(client):
+                pass
+        except NoPlace:
+            free = self._places.num_free
+            raise TooManyRequests(f"you watch the cluster already: {free} more streams are left for others") from None
+
+    async def events(self, client: bytes, tenant: str | None) -> AsyncIterator[bytes]:
+        with suppress(NoPlace), self._places.place(client):
             while not self._source.is_closed:
-                encoded, shown = await self._source.shared()
+                encoded, shown = await self._source.shared(tenant)
                 yield b"data: %b\n\n" % encoded
                 for _ in range(HEARTBEAT_TURNS):
-                    await asyncio.sleep(SnapshotSource.MIN_AGE_S)
-                    if self._source.is_closed or await self._source.change() != shown:
+                    await asyncio.sleep(PAUSE_S)
+                    if self._source.is_closed or await self._source.change(tenant) != shown:
                         break
-        finally:
-            self._count -= 1

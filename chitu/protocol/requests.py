@@ -17,7 +17,7 @@ MAX_BAD_WORDS = 256
 """Most sequences of tokens; one word of a client is two of them, with and without a space before it."""
 MAX_BAD_WORD_TOKENS = 16
 MAX_PRIORITY = (1 << 31) - 1
-"""Largest priority; the smallest is its negative. The lowest goes first."""
+"""Largest priority; the smallest is its negative. The lowest goes first; 0 is the default."""
 MAX_FORKS = 128
 """Most choices of one prompt that one message asks for."""
 

@@ -47,9 +47,10 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     """Output of earlier attempts that was prefilled again here, after the prompt. `output_tokens` counts it too."""
     cached_tokens: int = 0
     """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
-    page_sums: str | msgspec.UnsetType = msgspec.UNSET
-    """If the request asked for them (`return_page_sums`): checksums of the leading full pages that it left on D, each
-    16 hex digits, layer by layer."""
+    prompt_room: str | msgspec.UnsetType = msgspec.UNSET
+    """Room of the prompt, if it was sent once for several choices: the only one that P sees."""
+    tenant: str | msgspec.UnsetType = msgspec.UNSET
+    """Tenant of the API key that asked (a hash), if the router has API keys."""
 
 
 InstanceStatus = Literal["up", "draining", "down"]
@@ -97,6 +98,7 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     instances: tuple[InstanceSnapshot, ...]
     """All instances of the topology, P first, in rank order."""
     requests: tuple[RequestSnapshot, ...]
-    """Oldest first: the last ones that ended, and those that run."""
+    """Requests that the reader may see (of an API key: those of its tenant), oldest first: the last ones that ended,
+    and those that run. All other numbers are of the whole cluster."""
     workers: tuple[WorkerSnapshot, ...] = ()
     """API processes that serve; one is the router itself."""

@@ -41,7 +41,9 @@ class GenerateRequest(msgspec.Struct):
     """Prompts share cached pages only if their salts are equal. None: this request uses no cached page, and leaves
     none."""
     priority: int = 0
-    """The lowest value goes first, wherever requests wait on P and D."""
+    """The lowest value goes first, wherever requests wait on P and D, within limits (`queue_order`)."""
+    tenant: str = ""
+    """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""
     trace: TraceLevel = ""
     """Whether P and D record what they do for it."""
 
@@ -129,7 +131,8 @@ class Attempt(msgspec.Struct, eq=False):
             attempt=self.number,
             continued_tokens=self.num_continued,
             cached_tokens=self.cached_tokens,
-            page_sums=finish.page_sums.hex() if finish is not None and finish.page_sums else msgspec.UNSET,
+            prompt_room=room_text(self.group.room) if self.group is not None else msgspec.UNSET,
+            tenant=generation.request.tenant or msgspec.UNSET,
         )
 
 
@@ -215,6 +218,13 @@ class Generation:
         if self.kept_logprobs is not None:
             self.kept_logprobs += taken
         return taken
+
+    @property
+    def page_sums(self) -> str | msgspec.UnsetType:
+        """Return the checksums of the pages that its last attempt left on D, in hex, if it asks for them. They are for
+        its own client alone, since equal prompts of any tenants have equal ones."""
+        finish = self.finish
+        return finish.page_sums.hex() if finish is not None and finish.page_sums else msgspec.UNSET
 
     def end_reason(self) -> str:
         """Return why the newest token is the last one, as D would report it; empty if more are to come."""

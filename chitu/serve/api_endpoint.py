@@ -98,12 +98,14 @@ class ApiEndpoint:
         self._healing: set[asyncio.Task[None]] = set()
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
-        bodies = BodyReader(model, self.router, self._body_processes, takes_unknown)
         access = Access(config, secrets, clock)
+        bodies = BodyReader(model, self.router, self._body_processes, takes_unknown, access.client)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         spans = self._spans.record if self._spans is not None else None
-        self._routes = GenerationRoutes(model, self.router, bodies, config, clock, access.cache_salt, spans)
+        self._routes = GenerationRoutes(
+            model, self.router, bodies, config, clock, access.cache_salt, access.require_priority, spans
+        )
         hot = {
             "/v1/completions": partial(self._routes.answer, route="completion"),
             "/v1/chat/completions": partial(self._routes.answer, route="chat"),
@@ -113,7 +115,7 @@ class ApiEndpoint:
         if (keep := config.kept_requests).dir is not None:
             folder = KeptFolder(keep, Path(keep.dir).expanduser().absolute())
             routes, self._routes.keeps = self._routes, True
-            self._kept = KeptRequests(folder, model, self.router, bodies, routes, clock)
+            self._kept = KeptRequests(folder, model, self.router, bodies, routes, access.require_kept_priority, clock)
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         running = self._routes.running
@@ -122,13 +124,15 @@ class ApiEndpoint:
             tenant = access.cache_salt(scope)
             return running.abort(name, tenant) + await self.siblings.abort(name, tenant)
 
-        cold = make_control_app(model, self.router, cluster, self._snapshots, bodies, config, chitu.__version__, abort)
+        cold = make_control_app(
+            model, self.router, cluster, self._snapshots, bodies, access, config, chitu.__version__, abort
+        )
 
         def for_joining() -> Topology:
             return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
 
         snapshot = self._kept.snapshot if self._kept is not None else None
-        add_admin_routes(cold, cluster, for_joining, running.abort, snapshot)
+        add_admin_routes(cold, cluster, for_joining, running.abort, snapshot, access.trace_tenant)
         add_trace_route(cold, cluster, files.folder, access.trace_tenant, clock)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
         self._token_reader: BulkReader | None = None

@@ -1,9 +1,9 @@
 """The processes for work that would delay the tokens of other requests: large bodies and grammars. Loop thread.
 
 Owned by `ApiEndpoint`. There are three kinds of tasks, which do not wait for each other. One task of each kind runs at
-a time, so there are three processes at most, and none before the first task. If a process dies in a task, the task is
-retried once. It fails if the second process dies too, or if a process uses up its CPU time. The next task gets a new
-process.
+a time, so there are three processes at most, and none before the first task. Clients take turns, so one waits for at
+most one task of each other. If a process dies in a task, the task is retried once. It fails if the second process dies
+too, or if a process uses up its CPU time. The next task gets a new process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from chitu.config.schema import ModelConfig
 from chitu.errors import Capacity, Internal, PoisonRequest
 from chitu.http.body_work import BODY_S, BodyTask, JudgeGrammar, too_costly
 from chitu.launch.process import MARK, describe_exit
+from chitu.net.fair_share import NoPlace, Turns
 from chitu.serve.body_process import ANSWER, HEAD, TASK, UNWANTED
 
 log = logging.getLogger(__name__)
 
 HUGE_BODY_BYTES = 256 << 10
-MAX_WAITING = 256
-"""Unfinished tasks of one kind, at most. `router.max_total_body_bytes` bounds the bytes of their bodies."""
+MAX_TASKS = 1024
+"""Unfinished tasks of one kind, at most; one client has a quarter at most (`Places`). `router.max_total_body_bytes`
+bounds the bytes of their bodies."""
 TRIES = 2
 HUNG_S = 10 * BODY_S
 """A process that does not answer for this long is stopped or waits forever, and is killed."""
@@ -140,27 +142,23 @@ class BodyProcesses:
         self._setup = pickle.dumps((model, takes_unknown))
         self._idle: list[BodyProcess] = []
         self._busy: set[BodyProcess] = set()
-        self._turns = {kind: asyncio.Lock() for kind in ("grammar", "huge", "large")}
-        self._num_waiting = dict.fromkeys(self._turns, 0)
+        self._turns: dict[str, Turns[bytes]] = {kind: Turns(MAX_TASKS) for kind in ("grammar", "huge", "large")}
 
     @property
     def pids(self) -> list[int]:
         """Pids of the live processes."""
         return [process._popen.pid for process in (*self._idle, *self._busy) if process.exit_code is None]
 
-    async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
-        """Return or raise what `BodyWork` does for the task. Capacity if too many tasks wait already."""
+    async def do(self, task: BodyTask, raw: bytes | bytearray, client: bytes = b"") -> Any:
+        """Return or raise what `BodyWork` does for the task. Capacity if too many tasks of the client wait already."""
         is_grammar = isinstance(task, JudgeGrammar)
         kind = "grammar" if is_grammar else "huge" if len(raw) > HUGE_BODY_BYTES else "large"
-        if self._num_waiting[kind] >= MAX_WAITING:
-            what = "grammars wait to be compiled" if is_grammar else "large bodies wait to be read"
-            raise Capacity(f"{MAX_WAITING} {what} already")
-        self._num_waiting[kind] += 1
         try:
-            async with self._turns[kind]:
+            async with self._turns[kind].turn(client):
                 return await self._do(task, raw)
-        finally:
-            self._num_waiting[kind] -= 1
+        except NoPlace:
+            what = "grammars wait to be compiled" if is_grammar else "large bodies wait to be read"
+            raise Capacity(f"too many of your {what} already") from None
 
     async def _do(self, task: BodyTask, raw: bytes | bytearray) -> object:
         code = 0

@@ -14,6 +14,7 @@ import msgspec
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, Internal, from_code
+from chitu.http.access import process_token
 from chitu.http.cluster_source import WorkerReport
 from chitu.net.curve import ClusterSecrets
 from chitu.protocol import ApiProcess, ClusterView
@@ -31,15 +32,10 @@ ANSWER_S = 2.0
 _decode_report = msgspec.msgpack.Decoder(WorkerReport).decode
 
 
-def credential_of(config: RouterConfig, secrets: ClusterSecrets | None) -> str:
-    """Return what `Access` accepts as an operator's credential; empty if it requires none on this machine."""
-    return secrets.token if secrets is not None else next(iter(config.api_keys), "")
-
-
 class Siblings:
     def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, index: int) -> None:
         """`index`: index of this process, which is not one of the siblings."""
-        credential = credential_of(config, secrets)
+        credential = process_token(config, secrets)
         self._authorization = f"Authorization: Bearer {credential}\r\n" if credential else ""
         self._index = index
         self._others: tuple[ApiProcess, ...] = ()

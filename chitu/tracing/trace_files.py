@@ -14,7 +14,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -129,8 +129,10 @@ class TraceFiles:
                 raise
 
 
-def find_records(folder: Path, request_id: str) -> FoundRecords:
-    """Return the records of a request and its choices, and every report of missing records. Blocks."""
+def find_records(
+    folder: Path, request_id: str, is_wanted: Callable[[AnyTraceRecord], bool] = lambda record: True
+) -> FoundRecords:
+    """Return the wanted records of a request and its choices, and every report of missing records. Blocks."""
     text = _encoder.encode(request_id)[1:-1]
     needles = (b'"request_id":"' + text, b'"kind":"loss"')
     records: list[AnyTraceRecord] = []
@@ -142,7 +144,7 @@ def find_records(folder: Path, request_id: str) -> FoundRecords:
             except (msgspec.DecodeError, UnicodeDecodeError):
                 num_unreadable += 1
                 continue
-            if not isinstance(record, TraceLoss) and not is_of(record.request_id, request_id):
+            if not (isinstance(record, TraceLoss) or (is_of(record.request_id, request_id) and is_wanted(record))):
                 continue
             num_bytes += len(line)
             if num_bytes > MAX_FOUND_BYTES:

@@ -183,6 +183,8 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
             body[name] = rng.randint(1, 8)
     if body.get("n") is not None:
         body["n"] = rng.randint(1, 4)
+    if body.get("priority") is not None:
+        body["priority"] = abs(body["priority"])  # the others are the operator's to allow
     if path == "/v1/responses":
         body["input"] = rng.choice(["", "a", [{"role": "user", "content": "b"}]])
         for name in ("tools", "tool_choice", "text", "reasoning", "chat_template_kwargs"):

@@ -9,15 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.config.schema import AdmissionConfig, RouterConfig
-from chitu.errors import ChituError, Forbidden, RateLimited, Unauthorized
-from chitu.http.access import SALT_BYTES, Access
-from chitu.http.trace_route import may_read
+from chitu.errors import ChituError, Forbidden, InvalidRequest, RateLimited, Unauthorized
+from chitu.http.access import SALT_BYTES, Access, process_token
 from chitu.net.curve import derive
 from chitu.net.http import error_headers
 from chitu.net.rate_limit import RateLimiter
-from chitu.protocol.trace import TraceRequest
+from chitu.protocol import MAX_PRIORITY
 from chitu.testing.clock import FakeClock
-from chitu.tracing.trace_files import FoundRecords
 
 SECRETS = derive("a key of more than sixteen characters")
 assert SECRETS is not None
@@ -213,14 +211,58 @@ def test_a_key_sees_the_traces_of_its_own_requests_alone() -> None:
     assert first == guard.cache_salt(request("/v1/completions", "sk-1"))
     assert guard.trace_tenant(request("/trace/r", TOKEN)) is None
     assert access()[0].trace_tenant(request("/trace/r")) is None
-    theirs = FoundRecords([traced(first)])
-    assert may_read(theirs, first) and may_read(theirs, None) and not may_read(theirs, second)
-    assert not may_read(FoundRecords([traced(first), traced(second)]), first), "one id, of two tenants"
-    assert not may_read(FoundRecords([]), first), "whose it is nobody knows"
 
 
-def traced(tenant: str) -> TraceRequest:
-    times = {"at_s": 1.0, "arrived_s": 0.0, "received_s": 0.0}
-    return TraceRequest(
-        request_id="r", room="", instance="router", path="/", tenant=tenant, error="", choices=(), **times
-    )
+def test_without_a_cluster_key_no_holder_of_an_api_key_acts_for_the_other_processes() -> None:
+    """They report on the requests of all tenants, and abort them."""
+    config = RouterConfig(api_keys=("sk-1", "sk-2"))
+    guard, token = Access(config, None, FakeClock()), process_token(config, None)
+    for path in ("/admin/record", "/admin/abort"):
+        assert verdict(guard, request(path, "sk-1")) is Unauthorized
+        assert verdict(guard, request(path, token)) is None
+    for credential in ("sk-2", token):
+        assert verdict(guard, request("/admin/drain", credential)) is None
+    assert guard.trace_tenant(request("/admin/snapshot", "sk-1")) == guard.cache_salt(request("/", "sk-1")) != ""
+    assert process_token(RouterConfig(api_keys=("sk-1",)), None) != token
+    assert process_token(RouterConfig(), None) == "" and process_token(config, SECRETS) == TOKEN
+
+
+def allowed(guard: Access, priority: int, credential: str | None) -> bool:
+    try:
+        guard.require_priority(request("/v1/completions", credential), priority)
+    except InvalidRequest as error:
+        assert error.param == "priority" and str(priority) in error.message and "router.min_priority" in error.message
+        return False
+    return True
+
+
+def test_no_client_goes_ahead_of_the_default_priority_unless_the_topology_allows_it() -> None:
+    guard = Access(RouterConfig(), SECRETS, FakeClock())
+    assert [allowed(guard, priority, None) for priority in (MAX_PRIORITY, 0, -1)] == [True, True, False]
+    assert allowed(guard, -MAX_PRIORITY, TOKEN), "the operator"
+    assert not allowed(guard, -1, "no token") and not allowed(Access(RouterConfig(), None, FakeClock()), -1, "")
+    assert allowed(Access(RouterConfig(min_priority=-3), None, FakeClock()), -3, None)
+    assert not allowed(Access(RouterConfig(min_priority=-3), None, FakeClock()), -4, None)
+
+
+def test_each_api_key_has_its_bound_of_priorities() -> None:
+    keys = {"api_keys": ("sk-1", "sk-2", "sk-3"), "api_key_salts": ("x", "y", "x")}
+    config = RouterConfig(**keys, min_priority=-9, api_key_min_priorities=(-2, 0, -5))
+    guard = Access(config, SECRETS, FakeClock())
+    for key, bound in (("sk-1", -2), ("sk-2", 0), ("sk-3", -5), (TOKEN, -MAX_PRIORITY)):
+        assert allowed(guard, bound, key) and allowed(guard, 7, key)
+        assert bound == -MAX_PRIORITY or not allowed(guard, bound - 1, key)
+    assert allowed(Access(RouterConfig(**keys, min_priority=-9), None, FakeClock()), -9, "sk-2"), "one for all"
+
+
+def test_a_kept_request_has_no_priority_that_no_key_of_its_tenant_may_have() -> None:
+    keys = {"api_keys": ("sk-1", "sk-2", "sk-3"), "api_key_salts": ("x", "y", "x")}
+    guard = Access(RouterConfig(**keys, api_key_min_priorities=(-2, 0, -5)), SECRETS, FakeClock())
+    first, second, operator = (guard.cache_salt(request("/", key)) for key in ("sk-1", "sk-2", TOKEN))
+    guard.require_kept_priority(first, -5)
+    guard.require_kept_priority(second, 0)
+    guard.require_kept_priority(operator, -MAX_PRIORITY)
+    for tenant, priority in ((first, -6), (second, -1)):
+        with pytest.raises(InvalidRequest):
+            guard.require_kept_priority(tenant, priority)
+    Access(RouterConfig(), SECRETS, FakeClock()).require_kept_priority("", -7)  # whoever asked

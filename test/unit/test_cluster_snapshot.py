@@ -1,12 +1,24 @@
-"""The transports that move KV, as the page and `chitu chat` show them."""
+"""The snapshot of the cluster: whose requests it shows to whom, what it costs, and the transports in it."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
 import pytest
+from router_world import pair, two_pairs
 
 from chitu.config.load import load_topology
-from chitu.http.cluster_snapshot import transport_in_use
-from chitu.protocol import ClusterView, InstanceInfo, KVLayout
+from chitu.config.schema import Topology
+from chitu.errors import TooManyRequests
+from chitu.http.cluster_snapshot import SnapshotSource, transport_in_use
+from chitu.http.cluster_source import RouterRecord, WorkerReport, report_of
+from chitu.http.web_routes import MAX_WATCHERS, Watchers
+from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, encode
+from chitu.protocol.snapshot import ClusterSnapshot
+from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32", vocab_size=100)
@@ -37,3 +49,94 @@ def test_auto_is_shown_as_what_it_comes_to(overrides: list[str], members: dict[s
     prefixes = {"transport": "dp_config.router.pd_disaggregation."}
     words = [f"{prefixes.get(word.split('=')[0], 'dp_config.router.')}{word}" for word in overrides]
     assert transport_in_use(load_topology(None, words), view(**members)) == expected
+
+
+class Cluster:
+    """A `ClusterSource` of two API processes, whose reports crossed a process boundary."""
+
+    def __init__(self, *tenants: str) -> None:
+        self.worlds = [pair(), two_pairs()]
+        self.view = view(P0="localhost", D0="localhost")
+        self.num_asked = 0
+        for world in self.worlds:
+            for tenant in tenants:
+                room = world.add(tenant=tenant)[1]
+                world.tokens([room], [Finish(room, "stop", page_sums=b"12345678")])
+                world.add(tenant=tenant)
+
+    def loads(self) -> dict[Any, Any]:
+        return {}
+
+    async def record(self) -> RouterRecord:
+        self.num_asked += 1
+        reports = [encode(report_of(world.router, i, self.view)) for i, world in enumerate(self.worlds)]
+        return RouterRecord(tuple(msgspec.msgpack.decode(report, type=WorkerReport) for report in reports))
+
+
+def source_of(cluster: Cluster, clock: FakeClock) -> SnapshotSource:
+    model = SimpleNamespace(name="m", limits=lambda candidates: None)
+    return SnapshotSource(Topology(), cast(Any, model), cluster.worlds[0].router, cast(Any, cluster), clock, "0")
+
+
+def test_a_tenant_sees_its_own_requests_in_all_api_processes_and_the_operator_all() -> None:
+    source = source_of(Cluster("a", "b", "b"), FakeClock())
+    for tenant, expected in (("a", ["a"] * 4), ("b", ["b"] * 8), (None, ["a", "b", "b"] * 4), ("c", []), ("", [])):
+        for encoded in (asyncio.run(source.fresh(tenant)), asyncio.run(source.shared(tenant))[0]):
+            shown = msgspec.json.decode(encoded, type=ClusterSnapshot)
+            assert sorted(str(request.tenant) for request in shown.requests) == sorted(expected)
+            assert b"page_sums" not in encoded and b"12345678".hex().encode() not in encoded
+
+
+def test_without_api_keys_requests_have_no_tenant_and_everybody_sees_them() -> None:
+    encoded = asyncio.run(source_of(Cluster(""), FakeClock()).fresh(None))
+    assert len(msgspec.json.decode(encoded, type=ClusterSnapshot).requests) == 4 and b"tenant" not in encoded
+
+
+def test_streams_of_a_tenant_cost_one_encoding_and_all_streams_one_record_in_each_interval() -> None:
+    cluster, clock = Cluster("a", "b"), FakeClock()
+    source = source_of(cluster, clock)
+
+    async def read() -> list[bytes]:
+        return [(await source.shared(tenant))[0] for tenant in ("a", "b", "a", None, "b")]
+
+    first = asyncio.run(read())
+    assert first[0] is first[2] and first[1] is first[4] and cluster.num_asked == 1
+    clock.advance(SnapshotSource.MIN_AGE_S)
+    again = asyncio.run(read())
+    assert again[0] is not first[0] and again[0] is again[2] and cluster.num_asked == 2
+
+
+def test_a_tenant_is_not_told_when_requests_of_others_begin_and_end() -> None:
+    cluster, clock = Cluster("a", "b"), FakeClock()
+    source = source_of(cluster, clock)
+
+    def changes() -> list[object]:
+        clock.advance(2 * SnapshotSource.MIN_AGE_S)
+        return [asyncio.run(source.change(tenant)) for tenant in ("a", "b", None)]
+
+    before = changes()
+    assert changes() == before
+    world = cluster.worlds[0]
+    room = world.add(tenant="b")[1]
+    begun = changes()
+    assert [old == new for old, new in zip(before, begun, strict=True)] == [True, False, False]
+    world.tokens([room])
+    assert [old == new for old, new in zip(begun, changes(), strict=True)] == [True, False, False]
+
+
+def test_streams_of_one_client_leave_room_for_those_of_others() -> None:
+    async def main() -> None:
+        watchers = Watchers(source_of(Cluster(""), FakeClock()))
+        streams = [watchers.events(b"greedy", None) for _ in range(MAX_WATCHERS)]
+        started = [await anext(stream, b"") for stream in streams]
+        assert sum(map(bool, started)) == MAX_WATCHERS // 4
+        with pytest.raises(TooManyRequests):
+            watchers.require_room(b"greedy")
+        watchers.require_room(b"another")
+        other = watchers.events(b"another", None)
+        assert await anext(other)
+        for stream in (*streams, other):
+            await cast(Any, stream).aclose()
+        watchers.require_room(b"greedy")
+
+    asyncio.run(main())

@@ -42,7 +42,7 @@ async def collect(num_tokens: int) -> tuple[int, bytes]:
     """Return how many turns of the event loop other tasks had, and the answer."""
     router: Any = SimpleNamespace(cancel=lambda generation, **more: None)
     none: Any = None
-    routes = GenerationRoutes(none, router, none, RouterConfig(), FakeClock(), lambda scope: "")
+    routes = GenerationRoutes(none, router, none, RouterConfig(), FakeClock(), lambda scope: "", none)
     options, prompt = output_options(CompletionBody(n=CHOICES)), Prompt(b"", 1, "")
     running = RunningAnswer("", 0.0)
     for _ in range(CHOICES):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -285,13 +286,22 @@ def test_the_api_alone_can_listen_elsewhere_and_without_keys_that_is_warned_of(
     assert open_api(with_api_keys(topology, ("a-key",))) is None
 
 
+@pytest.mark.parametrize(("name", "values"), [("api_key_salts", "ab"), ("api_key_min_priorities", ("-1", "0"))])
 @pytest.mark.parametrize(
-    ("keys", "salts", "is_wrong"), [(0, 0, 0), (0, 2, 0), (2, 0, 0), (2, 2, 0), (2, 1, 1), (1, 2, 1)]
+    ("keys", "entries", "is_wrong"), [(0, 0, 0), (0, 2, 0), (2, 0, 0), (2, 2, 0), (2, 1, 1), (1, 2, 1)]
 )
-def test_each_api_key_has_a_salt_or_none_has(keys: int, salts: int, is_wrong: bool) -> None:
-    topology = load_topology(None, [f"dp_config.router.api_key_salts=[{','.join('ab'[:salts])}]"])
+def test_each_api_key_has_an_entry_or_none_has(
+    name: str, values: Sequence[str], keys: int, entries: int, is_wrong: bool
+) -> None:
+    topology = load_topology(None, [f"dp_config.router.{name}=[{','.join(values[:entries])}]"])
     problems = found(with_api_keys(topology, ("a-key", "b-key")[:keys]))
-    assert [problem for problem in problems if "api_key_salts" in problem] == problems and len(problems) == is_wrong
+    assert [problem for problem in problems if name in problem] == problems and len(problems) == is_wrong
+
+
+@pytest.mark.parametrize("setting", ["min_priority=1", "api_key_min_priorities=[0,5]", "min_priority=-3000000000"])
+def test_a_bound_of_priorities_that_would_refuse_the_default_is_refused_itself(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting.split("=")[0]):
+        load_topology(None, [f"dp_config.router.{setting}"])
 
 
 def test_all_addresses_are_no_address_of_a_host_and_on_one_host_too() -> None:

@@ -36,6 +36,7 @@ class Client:
 
     def __init__(self) -> None:
         self.is_client_gone = False
+        self.scope: dict[str, Any] = {}
         self._on_gone: Callable[[], None] | None = None
 
     def call_when_gone(self, on_gone: Callable[[], None] | None) -> None:
@@ -60,7 +61,7 @@ class Away:
         self.may_end: asyncio.Event | None = None
         self.num_unwanted = 0
 
-    async def do(self, task: BodyTask, raw: bytes | bytearray) -> Any:
+    async def do(self, task: BodyTask, raw: bytes | bytearray, client: bytes = b"") -> Any:
         self.tasks.append(task)
         try:
             if self.may_end is not None:
@@ -87,7 +88,7 @@ class World:
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
         self.work = BodyWork(self.model, False)
         self.away = Away(self.work)
-        self.reader = BodyReader(self.model, cast(PDRequestRouter, router), self.away, False)
+        self.reader = BodyReader(self.model, cast(PDRequestRouter, router), self.away, False, lambda scope: b"")
         self.client = Client()
         self.tokenized: list[str] = []
         self.on_tokenized: Callable[[], None] = lambda: None
@@ -423,7 +424,7 @@ def test_text_offsets_of_a_prompt_that_is_repeated_are_places_in_its_text(prompt
     world = World()
     none: Any = None
     router: Any = SimpleNamespace(cancel=none)
-    routes = GenerationRoutes(world.model, router, none, RouterConfig(), FakeClock(), lambda scope: "")
+    routes = GenerationRoutes(world.model, router, none, RouterConfig(), FakeClock(), lambda scope: "", none)
     job = world.completion(prompt, echo=True, logprobs=0, **more)
     [own], [sampling] = job.prompts, job.samplings
     choice = routes.choice_of(job, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own)

@@ -227,12 +227,16 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
     async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
-        return SimpleNamespace(why_not_kept="")
+        return SimpleNamespace(why_not_kept="", priority=-1)
 
     def stale_handle(*_: object) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    kept = KeptRequests(of, model, router, SimpleNamespace(job_again=job_again), routes, clock)  # type: ignore[arg-type]
+    def require_priority(tenant: str, priority: int) -> None:
+        assert (tenant, priority) == ("t", -1)
+
+    bodies = SimpleNamespace(job_again=job_again)
+    kept = KeptRequests(of, model, router, bodies, routes, require_priority, clock)  # type: ignore[arg-type]
     kept.tick()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
     assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["request" if leaves else "refused"]

@@ -35,13 +35,25 @@ def spans_us(proof: Proof) -> list[int]:
 def proof(world: World, *generations: Generation, kept: tuple[int, ...] = (0,)) -> Proof:
     """Return the proof of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
     records = [generation.attempts() for generation in generations]
-    return proof_of(Moments(-3.0, -1.0, world.clock.monotonic()), records, kept, cached_tokens=2)
+    sums = [generation.page_sums for generation in generations]
+    return proof_of(Moments(-3.0, -1.0, world.clock.monotonic()), records, kept, cached_tokens=2, page_sums=sums)
 
 
 def finish(world: World, room: bytes, token: int, kv_bytes: int = 4096) -> None:
     """Send the last token, and D's report of the request's end."""
     world.router.on_tokens(TokenBatch(1, [room], [token], [Finish(room, "length", "", "", kv_bytes, STAGES)]))
     world.router.flush()
+
+
+def test_checksums_of_pages_are_in_the_proof_of_the_own_answer_and_in_no_record() -> None:
+    world = pair()
+    generation, room = world.add()
+    other, other_room = world.add()
+    world.router.on_tokens(TokenBatch(1, [room], [7], [Finish(room, "length", page_sums=b"\x01\xff")]))
+    world.router.on_tokens(TokenBatch(1, [other_room], [7], [Finish(other_room, "length")]))
+    made = proof(world, generation, other, kept=(0, 1))
+    assert [choice.attempts[-1].page_sums for choice in made.choices] == ["01ff", msgspec.UNSET]
+    assert b"01ff" not in msgspec.json.encode([*world.router.journal.ended, *generation.ended])
 
 
 @given(st.lists(SPAN_S, min_size=7, max_size=7), st.booleans(), st.none() | st.tuples(SPAN_S, SPAN_S))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chitu.config.schema import RouterConfig, Topology
 from chitu.config.topology import with_router
 from chitu.errors import BadFrame, Capacity, Unauthorized
-from chitu.http.access import Access
+from chitu.http.access import Access, process_token
 from chitu.net.curve import derive
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
@@ -32,7 +32,7 @@ from chitu.protocol import (
 from chitu.serve.api_endpoint import ApiEndpoint, with_share
 from chitu.serve.lifetime import Ending
 from chitu.serve.replica import ReplicaCluster
-from chitu.serve.siblings import Siblings, credential_of
+from chitu.serve.siblings import Siblings
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
@@ -56,7 +56,7 @@ def test_the_shares_add_up_to_what_the_router_may_take(workers: int, max_in_flig
 def test_what_processes_ask_each_other_is_taken_for_an_operators(cluster_key: str, api_keys: tuple[str, ...]) -> None:
     config, secrets = RouterConfig(workers=2, api_keys=api_keys), derive(cluster_key)
     access = Access(config, secrets, FakeClock())
-    credential = credential_of(config, secrets)
+    credential = process_token(config, secrets)
     headers = [(b"authorization", b"Bearer " + credential.encode())] if credential else []
     access.require({"path": "/admin/record", "client": ("127.0.0.1", 5), "headers": headers})
     if credential:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
+from chitu.http.trace_route import records_of
 from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
 from chitu.protocol.cluster import stats_codec
-from chitu.protocol.trace import AnyTraceRecord, TraceArrival, TraceEnd, TraceFrame, TraceLoss
+from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.trace import AnyTraceRecord, TraceArrival, TraceEnd, TraceFrame, TraceLoss, TraceRequest
 from chitu.testing.clock import FakeClock
 from chitu.tracing import trace_files, tracer
 from chitu.tracing.router_trace import RouterTrace
@@ -238,3 +241,50 @@ def test_the_header_goes_over_the_sample_unless_the_operator_wants_none(tmp_path
     assert level(None, sample=1.0, by_header=False) == "records" and level(b"0", by_header=False) == ""
     with pytest.raises(InvalidRequest, match=r"trace\.by_header"):
         level(b"1", by_header=False)
+
+
+def attempt(room: str, tenant: str = "", **fields: Any) -> RequestSnapshot:
+    return RequestSnapshot(room, "r", "P0", "D0", "finished", 4, 1, 1.0, 1.4, 1.5, 8, None, "", tenant=tenant, **fields)
+
+
+def traced(tenant: str, *attempts: RequestSnapshot) -> TraceRequest:
+    times = {"at_s": 1.6, "arrived_s": 0.9, "received_s": 0.95}
+    return TraceRequest(
+        request_id="r", room="", instance="router", path="/", tenant=tenant, error="", choices=(attempts,), **times
+    )
+
+
+def test_each_tenant_reads_its_own_records_of_an_id_that_both_used(tmp_path: Path) -> None:
+    files = Written(tmp_path, 1 << 20)
+    frame = {"request_id": "r", "instance": "router", "at_s": 1.0, "direction": "received", "num_bytes": 3}
+    for room in ("a1", "a-prompt", "b1", "a2"):
+        files.add(msgspec.structs.replace(ended("r", message=room), room=room))
+        files.add(TraceFrame(**frame, room=room, port="token", data=b"abc"))
+        files.add(TraceFrame(**frame, room=room, port="request", data=b"abc"))
+    files.add(traced("a", attempt("a1", "a", prompt_room="a-prompt")))
+    files.add(traced("b", attempt("b1", "b")))
+    for tenant, running, rooms in (
+        ("a", [], {"", "a1", "a-prompt"}),
+        ("b", [], {"", "b1"}),
+        ("a", [attempt("a2", "a")], {"", "a1", "a2", "a-prompt"}),
+        ("c", [], set()),
+        (None, [], {"", "a1", "a-prompt", "b1", "a2"}),
+    ):
+        found = records_of(tmp_path, "r", tenant, running).records
+        assert {record.room for record in found} == rooms
+        assert all(each.tenant == tenant for each in found if isinstance(each, TraceRequest) and tenant)
+        data = {(each.port, each.data) for each in found if isinstance(each, TraceFrame)}
+        tokens = b"abc" if tenant is None else b""
+        assert data <= {("token", tokens), ("request", b"abc")}, "a message with tokens has those of other requests"
+
+
+def test_records_of_other_tenants_take_no_room_from_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_files, "MAX_FOUND_BYTES", 2000)
+    files = Written(tmp_path, 1 << 20)
+    for n in range(50):
+        files.add(msgspec.structs.replace(ended("r"), room=f"b{n}"))
+        files.add(traced("b", attempt(f"b{n}", "b")))
+    files.add(msgspec.structs.replace(ended("r"), room="a1"))
+    files.add(traced("a", attempt("a1", "a")))
+    found = records_of(tmp_path, "r", "a", [])
+    assert [record.room for record in found.records] == ["a1", ""] and not found.is_cut
