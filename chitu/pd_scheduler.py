@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from chitu.engine.executor import LayerCallback, StepHandle, StepPlan
+from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
 from chitu.errors import Internal, InvalidRequest
 from chitu.instance.decode_manager import DecodeManager
 from chitu.instance.instance_load import InstanceLoad
@@ -129,6 +129,7 @@ class PDScheduler:
             self._arrivals.take(word)
         self._take_transfer_events()
         self._ends.expire()
+        self._faults.check_device()
         step = self._schedule()
         is_launching = step.has_work
         if is_launching:
@@ -251,6 +252,8 @@ class PDScheduler:
             raise Internal(f"a step sampled slots {result.slots}, its plan says {step.slots}")
         self._resources.read()
         self._load.steps += 1
+        if not is_sound(result):
+            self._end_unsound(step, result)
         self._prefill.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
@@ -260,6 +263,17 @@ class PDScheduler:
                 self._ends.fail(sequence, InvalidRequest(failures[step.slots[place]]))
             else:
                 self._emit(sequence, token, logprobs.get(place) if logprobs else None)
+
+    def _end_unsound(self, step: _LaunchedStep, result: StepResult) -> None:
+        """End the sequences whose numbers are not finite, before anything of the step is cached."""
+        slots = {slot for slot, token in zip(result.slots, result.tokens, strict=True) if token < 0}.union(
+            result.unsound
+        )
+        chunks = zip(step.chunks, step.chunk_slots, strict=True)
+        self._faults.end_unsound([chunk.sequence for chunk, slot in chunks if slot in slots])
+        sampled = zip(step.sequences, step.slots, strict=True)
+        self._faults.end_unsound([sequence for sequence, slot in sampled if slot in slots])
+        self._load.unsound = self._faults.num_unsound
 
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:

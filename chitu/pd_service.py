@@ -24,7 +24,7 @@ from chitu.config.overlap import overlaps_steps
 from chitu.config.schema import InstanceConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor
-from chitu.errors import ChituError, RankTaken
+from chitu.errors import ChituError, ConfigError, RankTaken
 from chitu.grammars import GrammarStore
 from chitu.instance.comm import CommCallbacks, CommLoop
 from chitu.instance.failure_reports import FailureReports
@@ -128,6 +128,8 @@ class PDSchedulerService:
         self._is_warm = threading.Event()
         self._stop_step = threading.Event()
         self._exit_code = 0
+        self._problem: ConfigError | None = None
+        """Why the model cannot be served, as its warm-up has found."""
         self._failures = FailureReports(comm.send_stats)
         self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
@@ -189,9 +191,11 @@ class PDSchedulerService:
 
     def warm_up(self) -> None:
         """Start the step thread and wait for its warm-up, which runs there as libraries keep handles and plans for each
-        thread. An exception in it ends the process."""
+        thread. Raise ConfigError if the model cannot be served; any other exception in it ends the process."""
         self._step.start()
         self._is_warm.wait()
+        if self._problem is not None:
+            raise self._problem
 
     def run(self, on_member: Callable[[bool], None] = lambda is_member: None) -> int:
         """Serve until `stop`, a refusal or a drain, and return the exit code. By then no thread computes, writes or
@@ -276,8 +280,13 @@ class PDSchedulerService:
 
     def _step_loop(self) -> None:
         self._engine.prepare_step_thread()
-        self._engine.executor.warmup()
-        self._is_warm.set()
+        try:
+            self._engine.executor.warmup()
+        except ConfigError as error:
+            self._problem = error
+            return
+        finally:
+            self._is_warm.set()
         while not self._stop_step.is_set():
             if not self._scheduler.step():
                 self._wake.wait(IDLE_WAIT_S)

@@ -112,7 +112,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then prefills, then decodes, in plan order."""
+    """Sampled tokens, `tokens[i]` for `slots[i]`: first tokens, then prefills, then decodes, in plan order. A token is
+    negative if none can be drawn: a logit of its row is NaN or infinite."""
 
     slots: list[int]
     tokens: list[int]
@@ -122,6 +123,13 @@ class StepResult(msgspec.Struct, array_like=True):
     """Logprobs by slot, for chunks that ask: lines of equal length as in `logprobs`, in order of position."""
     failures: dict[int, str] = {}
     """Reasons, by slot, why no token can follow the request's grammar. Its token in `tokens` is then invalid."""
+    unsound: list[int] = []
+    """Slots of prefill chunks that sample nothing and end in numbers that are not finite: neither is their KV."""
+
+
+def is_sound(result: StepResult) -> bool:
+    """Return whether all numbers of a step are finite, as far as it was checked."""
+    return not result.unsound and min(result.tokens, default=0) >= 0
 
 
 class LayerCallback(Protocol):

@@ -23,9 +23,10 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.engine.sampler import Sampler
+from chitu.engine.sampling_ops import is_finite, is_sound
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_logprobs import ROWS_AT_ONCE, Lines, StepLogprobs, joined, logprob_lines
-from chitu.engine.step_tokens import Mark, StepTokens
+from chitu.engine.step_tokens import Checks, Mark, StepTokens
 from chitu.engine.upload import upload
 from chitu.engine.warmup import Shapes, run_warmup
 from chitu.errors import ConfigError, Internal
@@ -79,6 +80,8 @@ class ModelRunner:
         """Logprobs, by slot, of the prompt chunks of the step that is being launched."""
         self._lines: list[Lines] = []
         """Logprobs of the sampled tokens of the step that is being launched."""
+        self._checks: list[Checks] = []
+        """Whether the rows of its chunks that sample nothing are finite."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
         self.info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
 
@@ -96,7 +99,7 @@ class ModelRunner:
         with torch.inference_mode():
             slots, tokens_N, lines = self._launch(plan, on_layer)
             failures = {} if self._sampler is None else self._sampler.take_failures()
-            return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, failures)
+            return self._tokens.launched(slots, tokens_N, lines, self._prompt_lines, failures, self._checks)
 
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         """Launch a step and return its result."""
@@ -124,7 +127,7 @@ class ModelRunner:
     def append_tokens(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
         """Append the tokens that the main rank sampled for these slots last; for tensor-parallel followers."""
         if slots:
-            self._slots.append_tokens(slots, upload(tokens, self._device))
+            self._slots.append_tokens(slots, upload(tokens, self._device).clamp_(min=0))
 
     def close(self) -> None:
         """Drop saved copies. The pool belongs to the service."""
@@ -136,7 +139,7 @@ class ModelRunner:
         self, plan: StepPlan, on_layer: LayerCallback | None
     ) -> tuple[list[int], torch.Tensor | None, Lines | None]:
         """Launch the plan. Return the slots that sample, and their tokens and logprobs on the device."""
-        self._lines, self._prompt_lines = [], {}
+        self._lines, self._prompt_lines, self._checks = [], {}, []
         for offload in plan.offload:
             self._offload(offload.slot, offload.key)
         for slot in plan.release:
@@ -193,6 +196,7 @@ class ModelRunner:
             if chunk.logprobs >= 0:
                 self._note_prompt_logprobs(chunk, hidden_TD[end + 1 - chunk.length : end + 1])
         wanted = [(chunk, row) for chunk, row in zip(chunks, ends, strict=True) if chunk.sample or chunk.aux_slot >= 0]
+        self._check_ends(chunks, ends, hidden_TD)
         rows = [row for _, row in wanted] + list(range(decode_row, decode_row + len(decoding)))
         if not rows:
             return None
@@ -201,15 +205,27 @@ class ModelRunner:
         logits_RV = self._model.logits(hidden_TD)
         if logits_RV is None:
             return None  # on a tensor-parallel follower: the main rank samples
-        for index, (chunk, _) in enumerate(wanted):
-            if chunk.aux_slot >= 0:
-                self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]
+        in_aux = [(index, chunk) for index, (chunk, _) in enumerate(wanted) if chunk.aux_slot >= 0]
+        for index, chunk in in_aux:
+            self._pool.aux_logits[chunk.aux_slot] = logits_RV[index]
+        if in_aux:  # checked again by whoever samples from there; their KV must not be cached meanwhile
+            rows_RV = logits_RV if len(in_aux) == len(rows) else logits_RV[upload([i for i, _ in in_aux], self._device)]
+            self._checks.append(Checks([chunk.slot for _, chunk in in_aux], is_sound(rows_RV)))
         if not sampled_slots:
             return None
         picked = [i for i, (chunk, _) in enumerate(wanted) if chunk.sample] + list(range(len(wanted), len(rows)))
         if len(picked) < len(rows):
             logits_RV = logits_RV[upload(picked, self._device)]
         return self._sample(logits_RV, sampled_slots, first_place)
+
+    def _check_ends(self, chunks: list[PrefillChunk], ends: list[int], hidden_TD: torch.Tensor) -> None:
+        """Check the last row of chunks without logits: what is not finite in K or V of a row is so in all later rows.
+        Followers read no step, so the main rank alone checks."""
+        parts = zip(chunks, ends, strict=True)
+        open_ends = [(chunk.slot, end) for chunk, end in parts if not chunk.sample and chunk.aux_slot < 0]
+        if open_ends and self._model.is_main:
+            rows_RD = hidden_TD[upload([end for _, end in open_ends], self._device)]
+            self._checks.append(Checks([slot for slot, _ in open_ends], is_finite(rows_RD)))
 
     def _compute(
         self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
@@ -239,7 +255,7 @@ class ModelRunner:
 
     def _sample(self, logits_RV: torch.Tensor, slots: list[int], first_place: int) -> torch.Tensor:
         tokens = self._sampler_of(slots).sample(logits_RV, slots)
-        self._slots.append_tokens(slots, tokens)
+        self._slots.append_tokens(slots, tokens.clamp(min=0))  # the next step may read it before the host has
         self._note_logprobs(logits_RV, slots, tokens, first_place)
         return tokens
 

@@ -174,18 +174,20 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: Tensor, slots: list[int]) -> Tensor:
         """Return each slot's next token: int64 `[N]` on the device, from float32 `[N, vocab]`, row i for `slots[i]`.
+        It is NO_TOKEN if the row is not sound (`sampling_ops.is_sound`), or no token is left to choose.
 
         Every slot must be admitted and occur only once. Counts the tokens as emitted; does not change `logits`.
         """
-        if not self._special:
-            return logits.argmax(dim=-1)
-        layout = self._layout_for(slots)
+        layout = self._layout_for(slots) if self._special else None
         if layout is None:
-            return logits.argmax(dim=-1)
+            return sampling_ops.greedy(logits)
         if self._kernels is not None:
-            tokens = self._sample_by_kernels(self._kernels, logits, layout)
+            drawn = self._sample_by_kernels(self._kernels, logits, layout)
         else:
-            tokens = self._sample_by_torch(logits, layout)
+            drawn = sampling_ops.marked(self._sample_by_torch(logits, layout), sampling_ops.is_sound(logits))
+        tokens = drawn
+        if layout.follows:
+            tokens = drawn.clamp(min=0)
         if layout.penalised is not None:
             self._remember(
                 layout.penalised_slots,
@@ -198,7 +200,7 @@ class Sampler:
             self._owed.note(layout.courses, layout.rows, tokens)
         if layout.masked:
             self._count_down(layout.masked)
-        return tokens
+        return drawn
 
     def take_failures(self) -> dict[int, str]:
         """Return and forget, by slot, why its newest token is invalid: no token was left that its grammar allows."""
@@ -219,7 +221,7 @@ class Sampler:
         work = logits.index_select(0, layout.rows)
         if layout.num_edited:
             self._edit_(work[: layout.num_edited], layout)
-        chosen = [work[: layout.num_greedy].argmax(dim=-1)] if layout.num_greedy else []
+        chosen = [sampling_ops.greedy(work[: layout.num_greedy])] if layout.num_greedy else []
         chosen += [self._draw(work, segment, layout.slots) for segment in layout.segments]
         special = torch.cat(chosen) if len(chosen) > 1 else chosen[0]
         self._ints[:, POSITION].index_add_(0, layout.slots, torch.ones_like(layout.slots))

@@ -129,6 +129,12 @@ class BatchLayout:
     is_cut: bool
     """Whether some row has a top-k or top-p."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether the tokens are kept here, for penalties, bad words or grammars."""
+        has_words = self.restrictions is not None and self.restrictions.words is not None
+        return self.penalised is not None or has_words or self.courses is not None
+
 
 def place(state: SamplingSlot) -> int:
     """Return the sort key of a special row in the work matrix."""

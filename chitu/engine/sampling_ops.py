@@ -107,6 +107,29 @@ def penalised(
     return logits_ML.clamp_(max=LARGEST_LOGIT)
 
 
+def is_finite(rows_RX: Tensor) -> Tensor:
+    """Return, bool `[R]`, whether all numbers of a row are finite."""
+    largest_R: Tensor = torch.linalg.vector_norm(rows_RX, torch.inf, dim=-1)
+    return largest_R.isfinite()
+
+
+def is_sound(logits_RV: Tensor) -> Tensor:
+    """Return, bool `[R]`, whether a token can be drawn: no logit is NaN or infinity, and not all are minus infinity
+    (the logit of a token that is never drawn)."""
+    return logits_RV.amax(dim=-1).isfinite()
+
+
+def marked(tokens_R: Tensor, is_sound_R: Tensor) -> Tensor:
+    """Return the tokens, with NO_TOKEN for rows that are not sound."""
+    return tokens_R.masked_fill(~is_sound_R, numbers.NO_TOKEN)
+
+
+def greedy(logits_RV: Tensor) -> Tensor:
+    """Return the token with the largest logit of each row, the first of equal ones; NO_TOKEN if the row is not
+    sound."""
+    return marked(logits_RV.argmax(dim=-1), is_sound(logits_RV))
+
+
 def unit_of(temperature: float) -> float:
     """Return the divisor of scaled logits; 0 means argmax."""
     return temperature * math.log(2)
@@ -212,11 +235,12 @@ def _largest(scaled_MV: Tensor, count: int) -> Tensor:
 def choose(weights_MV: Tensor, key_M: Tensor) -> Tensor:
     """Return, int64 `[M]`, the token whose weight over its exponential number is largest; of equal ones the first.
 
-    `key`: of `draw_keys`. A row without any weight (all logits NaN or -inf) gets token 0.
+    `key`: of `draw_keys`. A row without any weight (the largest logit is not finite) gets NO_TOKEN.
     """
     if weights_MV.device.type == "cpu":
         return torch.tensor([_choose_one(weights_V, key) for weights_V, key in zip(weights_MV, key_M, strict=True)])
-    return (weights_MV.trunc() / exponential(token_bits(key_M, weights_MV.shape[-1]))).argmax(dim=-1)
+    largest = (weights_MV.trunc() / exponential(token_bits(key_M, weights_MV.shape[-1]))).max(dim=-1)
+    return marked(largest.indices, largest.values > 0.0)
 
 
 def _choose_one(weights_V: Tensor, key: Tensor) -> int:
@@ -231,5 +255,5 @@ def _choose_one(weights_V: Tensor, key: Tensor) -> int:
         bounds_V[token] = weights_V[token].trunc() / exponential(bits_V[token])
         best = int(bounds_V.argmax())
         if best == token:
-            return token
+            return token if bounds_V[token] > 0.0 else numbers.NO_TOKEN
         token = best

@@ -18,6 +18,7 @@ import torch
 
 from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
+from chitu.engine.sampling_ops import is_sound, marked
 from chitu.layers.decoder import DecoderModel
 from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
@@ -130,7 +131,7 @@ class StepGraphs:
 
     def decode(self, slots: list[int], positions: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed each slot's token at `positions`. Return logits float32 `[B, V]` and greedy tokens int64 `[B]`, already
-        appended to their sequences. The next call overwrites both."""
+        appended to their sequences; NO_TOKEN where none can be drawn. The next call overwrites both."""
         size = next(size for size in self._decode_sizes if size >= len(slots))
         recording = self._decodes.get(size)
         if recording is None:
@@ -173,9 +174,10 @@ class StepGraphs:
             logits = self._model.logits(hidden_BD)
             assert logits is not None  # one rank
             logits_BV.copy_(logits)
-            tokens_B.copy_(logits_BV.argmax(-1))
+            greedy_B = logits_BV.argmax(-1)
             # The last column of the table takes what a full sequence emits but never feeds.
-            table.token_ids[rows_2B[0], rows_2B[1] + 1] = tokens_B
+            table.token_ids[rows_2B[0], rows_2B[1] + 1] = greedy_B
+            tokens_B.copy_(marked(greedy_B, is_sound(logits_BV)))
             rows_2B[1] += rows_2B[0] != table.scratch_slot
 
         return _Decode(rows_2B, self._recorder.record(body), logits_BV, tokens_B)

@@ -84,8 +84,8 @@ class StepLogprobs:
         if len(rows) < len(slots):
             where = upload(rows, self._device)
             logits_RV, tokens_R = logits_RV.index_select(0, where), tokens_R.index_select(0, where)
-        # As wide as the widest of all slots, so that parts of one step can be concatenated.
-        lines_MC = logprob_lines(logits_RV, tokens_R, max(self._counts.values()))
+        # As wide as the widest of all slots, so that parts of one step can be concatenated. NO_TOKEN has no logprob.
+        lines_MC = logprob_lines(logits_RV, tokens_R.clamp(min=0), max(self._counts.values()))
         return Lines([first_place + row for row in rows], [self._counts[slots[row]] for row in rows], lines_MC)
 
 

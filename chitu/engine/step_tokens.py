@@ -9,9 +9,9 @@ A `Mark` is a CUDA event, or in tests a twin that passes when the test lets it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -29,10 +29,18 @@ class Mark(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Checks(NamedTuple):
+    """Whether the numbers of some slots are sound."""
+
+    slots: list[int]
+    is_sound_N: torch.Tensor
+    """bool, on the device."""
+
+
 @dataclass(slots=True)
 class _Buffer:
     numbers: torch.Tensor
-    """Tokens, then the lines of their logprobs; int64, in host memory."""
+    """Tokens, the lines of their logprobs, then checks; int64, in host memory."""
     is_unread: bool = False
 
 
@@ -44,6 +52,7 @@ class _UnreadStep:
     lines: Lines | None
     prompt_lines: dict[int, torch.Tensor]
     failures: dict[int, str]
+    checked: list[int]
 
     def is_done(self) -> bool:
         return self.mark.query()
@@ -51,9 +60,9 @@ class _UnreadStep:
     def result(self) -> StepResult:
         self.mark.synchronize()
         if self.buffer is None:
-            return _result([], None, None, self.prompt_lines, {})
+            return _result([], None, None, self.prompt_lines, {}, [])
         self.buffer.is_unread = False
-        return _result(self.slots, self.buffer.numbers, self.lines, self.prompt_lines, self.failures)
+        return _result(self.slots, self.buffer.numbers, self.lines, self.prompt_lines, self.failures, self.checked)
 
 
 def _result(
@@ -62,14 +71,22 @@ def _result(
     lines: Lines | None,
     prompt_lines: dict[int, torch.Tensor],
     failures: dict[int, str],
+    checked: list[int],
 ) -> StepResult:
     prompts = {slot: packed_matrix(lines_TC) for slot, lines_TC in prompt_lines.items()}
-    tokens = [] if numbers is None else numbers[: len(slots)].tolist()
-    if lines is None or numbers is None:
-        return StepResult(slots, tokens, {}, prompts, failures)
-    own = numbers[len(slots) : len(slots) + lines.lines_MC.numel()].view(lines.lines_MC.shape)
-    packed = dict(zip(lines.places, packed_lines(own, lines.counts), strict=True))
-    return StepResult(slots, tokens, packed, prompts, failures)
+    if numbers is None:
+        return StepResult(slots, [], {}, prompts, failures)
+    end = len(slots)
+    packed = {}
+    if lines is not None:
+        own = numbers[end : end + lines.lines_MC.numel()].view(lines.lines_MC.shape)
+        packed = dict(zip(lines.places, packed_lines(own, lines.counts), strict=True))
+        end += own.numel()
+    unsound = []
+    if checked:
+        checks = numbers[end : end + len(checked)].tolist()
+        unsound = [slot for slot, is_sound in zip(checked, checks, strict=True) if not is_sound]
+    return StepResult(slots, numbers[: len(slots)].tolist(), packed, prompts, failures, unsound)
 
 
 class StepTokens:
@@ -82,7 +99,7 @@ class StepTokens:
         self._buffers: list[_Buffer] = []
         if mark is not None:
             self._buffers = [
-                _Buffer(torch.zeros(most * (2 + 2 * MAX_LOGPROBS), dtype=torch.int64, pin_memory=is_pinned))
+                _Buffer(torch.zeros(most * (3 + 2 * MAX_LOGPROBS), dtype=torch.int64, pin_memory=is_pinned))
                 for _ in range(MAX_UNREAD_STEPS)
             ]
 
@@ -93,14 +110,19 @@ class StepTokens:
         lines: Lines | None = None,
         prompt_lines: dict[int, torch.Tensor] | None = None,
         failures: dict[int, str] | None = None,
+        checks: Sequence[Checks] = (),
     ) -> StepHandle:
         """Return the handle of the step just launched. `tokens_N[i]` is for `slots[i]`; None if it samples none.
         `prompt_lines`, by slot, are large and rare: each gets its own copy. `failures`: as in `StepResult`."""
         prompt_lines, failures = prompt_lines or {}, failures or {}
+        checked = [slot for each in checks for slot in each.slots]
+        parts = [] if tokens_N is None else [tokens_N]
         if tokens_N is not None and lines is not None:
-            tokens_N = torch.cat([tokens_N, lines.lines_MC.flatten()])
+            parts.append(lines.lines_MC.flatten())
+        parts += [each.is_sound_N.long() for each in checks]
+        tokens_N = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
         if self._mark is None:
-            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures))
+            return DoneStep(_result(slots, tokens_N, lines, prompt_lines, failures, checked))
         buffer = None
         if tokens_N is not None:
             buffer = self._buffers[self._turn]
@@ -110,7 +132,7 @@ class StepTokens:
             buffer.is_unread = True
             buffer.numbers[: len(tokens_N)].copy_(tokens_N, non_blocking=True)
         prompt_lines = {slot: _on_host(lines_TC) for slot, lines_TC in prompt_lines.items()}
-        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures)
+        return _UnreadStep(slots, self._mark(), buffer, lines, prompt_lines, failures, checked)
 
 
 def _on_host(lines_TC: torch.Tensor) -> torch.Tensor:

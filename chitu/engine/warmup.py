@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chitu.engine.executor import Admit, Executor, FirstToken, PrefillChunk, StepPlan, StepResult
+from chitu.engine.executor import Admit, Executor, FirstToken, PrefillChunk, StepPlan, StepResult, is_sound
+from chitu.errors import ConfigError
 from chitu.protocol import SamplingParams, pack_i32
 
 WARMUP_PROMPT_TOKENS = 256
@@ -34,7 +35,8 @@ class Shapes:
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
     """Run one prefill in two chunks (the second sees the first) with its logits, a token from an aux row, decodes at
-    batch 1 and at the widest batch that fits, and `shapes.prompts`."""
+    batch 1 and at the widest batch that fits, and `shapes.prompts`. Raise ConfigError if logits are not finite, also
+    those of a prompt of another token: no request could be served."""
     info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
     if prompt_len < 2:
@@ -42,10 +44,12 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     half = prompt_len // 2
     admit = _admit(shapes, 0, prompt_len, first_page=0, spare=2, sampling=RANDOM)
     _run(executor, StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, half)]))
-    _run(executor, StepPlan(prefill=[_last(shapes, 0, half, prompt_len - half)]))
+    is_finite = is_sound(_run(executor, StepPlan(prefill=[_last(shapes, 0, half, prompt_len - half)])))
     if shapes.samples:
         _run(executor, StepPlan(decode=[0]))
     _run(executor, StepPlan(release=[0]))
+    if not is_finite:
+        _require_finite(executor, shapes)
     if shapes.samples and shapes.num_aux_slots:  # D: the KV and the logits of the last position came from P
         came = Admit(0, admit.token_ids, prompt_len, prompt_len, admit.pages, RANDOM)
         _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
@@ -53,6 +57,18 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if shapes.samples:
         _decode_wide(executor, shapes)
     _long_prompts(executor, shapes)
+
+
+def _require_finite(executor: Executor, shapes: Shapes) -> None:
+    """Try a prompt of a token other than 0: no text may have that one."""
+    admit = _admit(shapes, 0, 1, first_page=0, spare=0, sampling=GREEDY, token=executor.info.vocab_size // 2)
+    result = _run(executor, StepPlan(admit=[admit], prefill=[_last(shapes, 0, 0, 1)]))
+    _run(executor, StepPlan(release=[0]))
+    if not is_sound(result):
+        raise ConfigError(
+            "model.path: the model's logits are not finite (NaN or infinite): its weights are damaged (`chitu doctor` "
+            "looks at them), or too large for model.dtype"
+        )
 
 
 def _decode_wide(executor: Executor, shapes: Shapes) -> None:
@@ -83,10 +99,18 @@ def _long_prompts(executor: Executor, shapes: Shapes) -> None:
         _run(executor, StepPlan(release=slots))
 
 
-def _admit(shapes: Shapes, slot: int, prompt_len: int, first_page: int, spare: int, sampling: SamplingParams) -> Admit:
-    """Return the admission of a prompt of zeros on consecutive pages, with room for `spare` more tokens."""
+def _admit(
+    shapes: Shapes,
+    slot: int,
+    prompt_len: int,
+    first_page: int,
+    spare: int,
+    sampling: SamplingParams,
+    token: int = 0,
+) -> Admit:
+    """Return the admission of a prompt of equal tokens on consecutive pages, with room for `spare` more tokens."""
     pages = range(first_page, first_page - -(prompt_len + spare) // shapes.page_size)
-    tokens = pack_i32([0] * prompt_len)
+    tokens = pack_i32([token] * prompt_len)
     return Admit(slot, tokens, prompt_len, 0, tuple(pages), sampling if shapes.samples else None)
 
 

@@ -221,6 +221,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_evicted_pages", "Cached pages that were given to other requests", "evictions"),
         ("chitu_instance_host_evicted_pages", "Pages that host memory gave up for others", "host_evictions"),
         ("chitu_instance_bad_pages", "Pages from disk or store that were not what they should be", "bad_pages"),
+        ("chitu_instance_unsound_requests", "Requests whose logits were not finite (NaN or infinite)", "unsound"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),

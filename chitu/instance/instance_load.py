@@ -25,6 +25,7 @@ class InstanceLoad:
         self.prompt_tokens = 0
         """Prompt tokens computed since the start."""
         self.bytes_moved = self.bytes_saved = 0
+        self.unsound = 0
         self.report()
 
     def note_backlog(self, now_s: float, is_full: bool) -> None:
@@ -71,6 +72,7 @@ class InstanceLoad:
             tokens_dropped=tokens.tokens_dropped,
             bytes_moved=self.bytes_moved,
             bytes_saved=self.bytes_saved,
+            unsound=self.unsound,
             retractions=self._decode.retractions,
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,

@@ -1,4 +1,4 @@
-"""A step that raised: which sequences caused it, and how all others continue.
+"""A step that raised, or computed numbers that are not finite: which sequences caused it, and how all others continue.
 
 Owned by `PDScheduler`, step thread only. The executor forgets the slots of that step, and its sequences are admitted
 again with the KV that they had before it. Their KV is in the pages alone, and computing a token again writes the same
@@ -7,7 +7,8 @@ alone are known. They fail; each other sequence gets its token once. P's layers 
 again. Their transfer may overlap the second write, which `verify_kv` can take for damage; that costs another attempt.
 
 Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
-tried. Two errors are not caught: those that the device reports only when a step is read (CUDA errors are sticky), and
+tried, as after a request whose logits are not finite: NaN and infinity have no token, and their KV must not be cached.
+Two errors are not caught: those that the device reports only when a step is read (CUDA errors are sticky), and
 `Internal` (a broken invariant, which no sequence causes). With tensor parallelism no error is caught: a rank that
 raised has left the other ranks within a reduction.
 """
@@ -15,9 +16,10 @@ raised has left the other ranks within a reduction.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult
+from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult, is_sound
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
 from chitu.instance.decode_manager import DecodeManager, admit
 from chitu.instance.request_ends import RequestEnds
@@ -28,8 +30,12 @@ from chitu.instance.scheduling.sequences import Sequences
 from chitu.log import about
 from chitu.protocol import SamplingParams, pack_i32
 from chitu.protocol.sequence_states import OPEN_STATES, SequenceState
+from chitu.types import Role
 
 logger = logging.getLogger(__name__)
+
+_NOBODY = b"nobody"
+"""Room of the tokens that no request needs."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,6 +67,7 @@ class _Outcome:
     logprobs: dict[int, bytes] = field(default_factory=dict)
     prompt_logprobs: dict[int, bytes] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    unsound: list[int] = field(default_factory=list)
     done: set[Sequence] = field(default_factory=set)
     raised: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences that raise alone, with their errors."""
@@ -74,6 +81,55 @@ class StepFaults:
         self._resources = sequences.resources
         self._decode = decode
         self._ends = ends
+        self._has_aux = parts.role is Role.PREFILL
+        self.num_unsound = 0
+        """Requests since the start that ended because their logits were not finite."""
+        self._is_in_doubt = False
+        """Whether such a request ended since the device was last known to compute finite numbers."""
+
+    def end_unsound(self, sequences: Iterable[Sequence]) -> None:
+        """End those of the sequences that are open: their logits are not finite. Nothing of them is cached."""
+        for sequence in sequences:
+            if sequence.state not in OPEN_STATES:
+                continue
+            self._is_in_doubt = True
+            self.num_unsound += len(sequence.choices)
+            for each in (sequence, *sequence.choices):
+                each.keys = None
+            text = f"{self._name} computed logits for this request that are not finite (NaN or infinite)"
+            logger.error(
+                "request %s: logits behind %d tokens are not finite: damaged weights, an overflow, or a broken device",
+                *(sequence.request_id, sequence.kv_len),
+                extra=about(sequence.request_id),
+            )
+            self._ends.fail(sequence, StepFailed(text))
+
+    def check_device(self) -> None:
+        """If a request ended because its logits were not finite, compute tokens that no request needs. Raise Internal,
+        which ends the process, if no logits of these are finite either. If no slot or page is free, a later turn tries
+        again."""
+        slots, cache, aux = self._resources.slots, self._resources.cache, self._resources.aux
+        if not (self._is_in_doubt and slots.num_free and cache.num_available_pages):
+            return
+        if self._has_aux and not aux.num_free:
+            return
+        self._resources.sync_step()
+        self._is_in_doubt = False
+        slot, aux_slot = slots.next_free, self._resources.take_aux() if self._has_aux else -1
+        pages = tuple(cache.reserve(_NOBODY, 1))
+        sampling = None if self._has_aux else SamplingParams(max_tokens=1, temperature=0.0)
+        chunk = PrefillChunk(slot, 0, 1, sample=sampling is not None, aux_slot=aux_slot)
+        results = []
+        for token in (0, self._executor.info.vocab_size // 2):  # a single token's embedding may be damaged
+            admit = Admit(slot, pack_i32([token]), 1, 0, pages, sampling)
+            plan = StepPlan(release=slots.take_releases(), admit=[admit], prefill=[chunk])
+            results.append(self._executor.launch(plan).result())
+            self._executor.launch(StepPlan(release=[slot])).result()
+        if aux_slot >= 0:
+            aux.free(aux_slot)
+        cache.remove_task(_NOBODY)
+        if not any(map(is_sound, results)):
+            raise Internal(f"{self._name} computes no finite logits any more, not even for a prompt of one token")
 
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
         """Compute and return what is left of a step whose launch raised `error`. Raise that if nothing can be."""
@@ -171,6 +227,7 @@ class StepFaults:
         outcome.tokens.update(zip(result.slots, result.tokens, strict=True))
         outcome.prompt_logprobs.update(result.prompt_logprobs)
         outcome.failures.update(result.failures)
+        outcome.unsound.extend(result.unsound)
         outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
         for part in parts:
             part.sequence.admitted = True
@@ -203,5 +260,6 @@ class StepFaults:
         slots = [sequence.slot for sequence in order if sequence.slot in outcome.tokens]
         logprobs = {place: outcome.logprobs[slot] for place, slot in enumerate(slots) if slot in outcome.logprobs}
         tokens = [outcome.tokens[slot] for slot in slots]
-        done = DoneStep(StepResult(slots, tokens, logprobs, outcome.prompt_logprobs, outcome.failures))
+        result = StepResult(slots, tokens, logprobs, outcome.prompt_logprobs, outcome.failures, outcome.unsound)
+        done = DoneStep(result)
         return Step(step.plan, first_tokens, chunks, decoding), done

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.layers.latent import LatentAttentionLayer
 from chitu.layers.shard import Shard
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LinearWeight, Ops, RotaryTable
@@ -106,6 +107,11 @@ class DecoderModel:
                 on_layer(index)
             x_TD = self._mlp_add(x_TD, layer.post_attention_norm_D, layer.mlp)
         return x_TD
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank gets the logits."""
+        return self.shard is None or self.shard.rank == MAIN_RANK
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""

@@ -7,6 +7,8 @@ every device gets the same integer: `n = round(t)`, a polynomial in `t - n`, and
 logarithm that turns a uniform number into an exponential one is made in the same way, backwards.
 """
 
+NO_TOKEN = -1
+"""In place of a token: a logit of the row is NaN or infinity, or no token may be chosen."""
 WEIGHT_BITS = 40
 """log2 of the weight of the most probable token. 2^22 such weights still fit an int64."""
 SMALLEST_EXPONENT = -60.0

@@ -62,6 +62,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Pages since start that host memory evicted for others."""
     bad_pages: int = 0
     """Pages since start that came from disk or store with wrong content."""
+    unsound: int = 0
+    """Requests since start that ended because their logits were not finite (NaN or infinite)."""
     retractions: int = 0
     unknown_frames: int = 0
     backlog_s: float = 0.0

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from chitu.engine import sampling_ops
 from chitu.engine.sampler import Sampler
 from chitu.errors import Internal
+from chitu.ops.sampling_numbers import NO_TOKEN
 from chitu.protocol import MAX_BAD_WORD_TOKENS, SamplingParams
 
 CPU = torch.device("cpu")
@@ -385,7 +386,8 @@ def test_a_cpu_finds_the_winner_that_all_exponential_numbers_give() -> None:
     weights[0] = 0.0
     key = sampling_ops.draw_keys(torch.arange(500), torch.arange(500) % 7)
     scores = weights.trunc() / sampling_ops.exponential(sampling_ops.token_bits(key, VOCAB))
-    assert torch.equal(sampling_ops.choose(weights, key), scores.argmax(dim=-1))
+    found = sampling_ops.choose(weights, key)
+    assert found[0] == NO_TOKEN and torch.equal(found[1:], scores[1:].argmax(dim=-1))
 
 
 def test_logits_that_differ_by_rounding_give_the_same_draw() -> None:
@@ -417,13 +419,14 @@ def test_top_p_that_needs_more_than_the_first_candidates_is_exact() -> None:
         assert run(sampler, [0, 1, 2], rows) == expected
 
 
-def test_ids_outside_the_vocabulary_and_hopeless_rows_give_valid_tokens() -> None:
+def test_ids_outside_the_vocabulary_are_ignored_and_hopeless_rows_have_no_token() -> None:
     sampler = Sampler(2, VOCAB, CPU, (VOCAB + 3,))
     sampler.admit(0, ids([1]), 1, SamplingParams(max_tokens=5, logit_bias={VOCAB: 5.0, -1: 5.0}, min_tokens=3))
     sampler.admit(1, ids([1]), 1, SamplingParams(max_tokens=5, top_p=0.5))
     hopeless = torch.full((2, VOCAB), -math.inf)
     hopeless[0] = math.nan
-    assert all(0 <= token < VOCAB for token in run(sampler, [0, 1], hopeless))
+    assert run(sampler, [0, 1], hopeless) == [NO_TOKEN] * 2
+    assert all(0 <= token < VOCAB for token in run(sampler, [0, 1], logits_of(2)))
 
 
 def test_rows_may_be_strided_as_aux_rows_are() -> None:

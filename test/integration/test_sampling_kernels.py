@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from chitu.engine import sampling_ops
 from chitu.engine.sampler import Sampler
+from chitu.ops.sampling_numbers import NO_TOKEN
 from chitu.protocol import SamplingParams
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
@@ -112,16 +113,32 @@ def test_any_batch_over_any_row_gets_the_tokens_of_the_twin(
     )
 
 
-def test_rows_without_a_number_on_top_give_the_first_token_and_greedy_ones_what_argmax_says() -> None:
-    batch = [params(), params(top_k=4, top_p=0.5), GREEDY]
-    for hopeless in (-math.inf, math.nan, math.inf):
-        logits = logits_of(len(batch), 1)
-        logits[:, :] = hopeless if hopeless == -math.inf else logits
-        logits[:, 50] = hopeless
-        slots = list(range(len(batch)))
-        found = sampler_of(batch, ROOMY).sample(logits, slots).tolist()
-        assert found == sampler_of(batch, None).sample(logits, slots).tolist()
-        assert found == [0] * 2 + [0 if hopeless == -math.inf else 50]
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_rows_with_a_logit_that_is_not_finite_have_no_token_and_their_neighbours_theirs(bad: float) -> None:
+    """Also if bias, restrictions or penalties change that logit, and behind a chunk of the row that is sound."""
+    samplers = sampler_of(MIXED, ROOMY), sampler_of(MIXED, None)
+    slots, logits = list(range(len(MIXED))), logits_of(len(MIXED), 1)
+    sound = [sampler_of(MIXED, capacity).sample(logits, slots).tolist() for capacity in (ROOMY, None)]
+    for row in slots[::2]:
+        logits[row, slice(None) if bad == -math.inf else (7 * row + 3) % VOCAB] = bad
+    found, expected = (sampler.sample(logits, slots).tolist() for sampler in samplers)
+    assert found == expected == [NO_TOKEN if row % 2 == 0 else sound[0][row] for row in slots] and sound[0] == sound[1]
+    logits = logits_of(len(MIXED), 2)
+    assert samplers[0].sample(logits, slots).tolist() == samplers[1].sample(logits, slots).tolist()
+
+
+def test_rows_of_which_nothing_is_left_have_no_token_and_masks_alone_are_no_fault() -> None:
+    everything = {token: -math.inf for token in range(VOCAB)}
+    ways: list[dict[str, object]] = [{}, {"top_k": 4, "top_p": 0.5}, {"temperature": 0.0}]
+    all_but_one = {token: bias for token, bias in everything.items() if token != 50}
+    batch = [params(logit_bias=bias, **way) for bias in (everything, all_but_one) for way in ways]
+    logits, slots = logits_of(len(batch), 1), list(range(len(batch)))
+    for capacity in (ROOMY, None):
+        assert sampler_of(batch, capacity).sample(logits, slots).tolist() == [NO_TOKEN] * 3 + [50] * 3
+    huge = logits * 1e37  # a low temperature makes them infinite
+    cold = [params(temperature=1e-4), params(temperature=1e-4, top_k=3), GREEDY]
+    tokens = [sampler_of(cold, capacity).sample(huge[:3], [0, 1, 2]).tolist() for capacity in (ROOMY, None)]
+    assert tokens[0] == tokens[1] == [NO_TOKEN, NO_TOKEN, int(huge[2].argmax())]
 
 
 def test_rows_may_be_strided_and_plain_ones_are_argmax() -> None:

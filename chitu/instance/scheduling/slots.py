@@ -17,6 +17,11 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def next_free(self) -> int:
+        """The slot that `take` gives next. The executor may still have to release it (`take_releases`)."""
+        return self._free[-1]
+
     def take(self, sequence: Sequence) -> None:
         """Reserve a slot for a sequence; the caller checked `num_free`."""
         sequence.slot = self._free.pop()

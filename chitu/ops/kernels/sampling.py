@@ -43,6 +43,10 @@ RUNG = tl.constexpr((numbers.WEIGHT_BITS + 1.0) / THRESHOLDS**2)
 """Rung i of the ladder is `RUNG * (i + 1)^2` bits below the row's maximum. Below the last, weights are 0. Exact."""
 LOWEST = tl.constexpr(-(1 << 63))
 LARGEST_KEY = tl.constexpr(0x7FFFFFFF)
+INFINITY_KEY = tl.constexpr(0x7F800000)
+"""`_ordered` of infinity; that of minus infinity is `-INFINITY_KEY - 1`."""
+LARGEST_PACKED = tl.constexpr((1 << 63) - 1)
+NO_TOKEN = tl.constexpr(numbers.NO_TOKEN)
 
 
 @triton.jit
@@ -109,6 +113,12 @@ def _raced(weight, ids, draw):
 
 
 @triton.jit
+def _token_of(winner):
+    """Return the token that won, NO_TOKEN if not even that has a weight."""
+    return tl.where((winner >> 32) > 0, (winner & LARGEST_KEY) ^ LARGEST_KEY, NO_TOKEN)
+
+
+@triton.jit
 def _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDITED: tl.constexpr):
     """Load logits, NaN past the end. `source`: the row's index among the edited rows, -1 if it is not edited."""
     if HAS_EDITED:
@@ -122,7 +132,8 @@ def _logits(logits_ptr, row_stride, edited_ptr, row, source, ids, vocab, HAS_EDI
 
 @triton.jit
 def _best(peaks_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """Return key and id of a row's largest logit, as `_peaks` packs them; of equal logits the first."""
+    """Return key and id of a row's largest logit, as `_peaks` packs them; of equal logits the first. The key is that of
+    NaN if a logit was NaN or infinity before the edits."""
     c = tl.arange(0, CHUNKS_PAD)
     return tl.max(tl.load(peaks_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=LOWEST), 0)
 
@@ -141,6 +152,9 @@ def _peaks(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     x = _logits(logits_ptr, row_stride, edited_ptr, row, tl.load(rows_ptr + row), ids, vocab, HAS_EDITED)
     packed = (_ordered(x).to(tl.int64) << 32) | (ids ^ LARGEST_KEY).to(tl.int64)
+    if HAS_EDITED:
+        x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab, other=0.0)
+    packed = tl.where(x < float("inf"), packed, LARGEST_PACKED)
     tl.store(peaks_ptr + row * CHUNKS + chunk, tl.max(tl.where(ids < vocab, packed, LOWEST), 0))
     if chunk == 0:
         tl.store(found_ptr + row, 0)
@@ -275,7 +289,9 @@ def _finish(
     best = _best(peaks_ptr, row, CHUNKS, CHUNKS_PAD)
     unit = tl.load(floats_ptr + slot * num_floats + UNIT, mask=slot >= 0, other=0.0).to(tl.float32)
     if unit == 0.0:
-        tl.store(tokens_ptr + row, (best & LARGEST_KEY) ^ LARGEST_KEY)
+        best_key = best >> 32
+        is_finite = (best_key < INFINITY_KEY) & (best_key > -INFINITY_KEY - 1)
+        tl.store(tokens_ptr + row, tl.where(is_finite, (best & LARGEST_KEY) ^ LARGEST_KEY, NO_TOKEN))
         return
     floats_ptr += slot * num_floats
     ints_ptr += slot * num_ints
@@ -285,7 +301,7 @@ def _finish(
     tl.store(ints_ptr + POSITION, tl.load(ints_ptr + POSITION) + 1)
     if (top_k == 0) & (top_p >= 1.0):
         winner = _best(sums_ptr, row, CHUNKS, CHUNKS_PAD)
-        tl.store(tokens_ptr + row, (winner & LARGEST_KEY) ^ LARGEST_KEY)
+        tl.store(tokens_ptr + row, _token_of(winner))
         return
     c = tl.arange(0, CHUNKS_PAD)
     total = tl.sum(tl.load(sums_ptr + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
@@ -332,7 +348,7 @@ def _finish(
             CAPACITY, CHUNK, HAS_EDITED,
         )  # fmt: skip
         winner = tl.maximum(winner, tl.max(_raced(tl.where(key >= least, weight, 0), ids, draw), 0))
-    tl.store(tokens_ptr + row, (winner & LARGEST_KEY) ^ LARGEST_KEY)
+    tl.store(tokens_ptr + row, _token_of(winner))
 
 
 class SamplingKernels:
@@ -370,7 +386,8 @@ class SamplingKernels:
         is_drawn: bool,
         is_cut: bool,
     ) -> torch.Tensor:
-        """Return the next token of every row, int64 `[B]`, and add 1 to the position of the slots that drew.
+        """Return the next token of every row, int64 `[B]`, and add 1 to the position of the slots that drew. It is
+        NO_TOKEN if a logit is NaN or infinity in `logits_BV`, or none is left to choose.
 
         `logits_BV`, `edited_EV`: float32, dense within a row. `rows_2B`: int64, each row's index in `edited_EV` or -1
         for `logits_BV`, and its slot or -1 for argmax. `floats`, `ints`: the slots' tables, columns as in
