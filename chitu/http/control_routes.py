@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -24,8 +25,9 @@ from chitu.http.body_work import BodyRoute
 from chitu.http.cluster_snapshot import SnapshotSource
 from chitu.http.cluster_source import ClusterSource
 from chitu.http.exchange import EXCHANGE
-from chitu.http.metrics_text import MetricsReport, render_metrics
+from chitu.http.metrics_text import MetricsReport, render_pieces
 from chitu.http.openapi_document import openapi_document
+from chitu.http.pieces import in_pieces
 from chitu.http.request_bodies import LARGE_BODY_BYTES
 from chitu.http.served_model import ServedModel
 from chitu.http.web_routes import add_web_routes
@@ -182,7 +184,7 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSo
             ],
             "ready": {str(role): any(i.role is role for i in candidates.serving) for role in Role},
         }
-        return JSONResponse(body, 503 if reason else 200)
+        return Response(msgspec.json.encode(body), 503 if reason else 200, media_type="application/json")
 
 
 def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSource) -> None:
@@ -191,5 +193,5 @@ def _add_metrics_route(app: FastAPI, cluster: ClusterSource, source: SnapshotSou
         record = await cluster.record()
         counted = [worker.metrics for worker in record.workers]
         report = MetricsReport(app.version, len(counted), counted, record.coordination, source.instances())
-        body, content_type = render_metrics(report, request.headers.get("accept", ""))
-        return Response(body, headers={"content-type": content_type})
+        pieces, content_type = render_pieces(report, request.headers.get("accept", ""))
+        return await in_pieces(pieces, {"content-type": content_type})

@@ -1,13 +1,15 @@
 """Metric families of the Prometheus library, built from numbers that were counted elsewhere. Pure.
 
 Used by `metrics_text.py`. The library's own counters are not used: they take a lock and look up labels on every count,
-and their values can neither be sent to another process nor added up over processes.
+and their values can neither be sent to another process nor added up over processes. A family comes in parts of
+`PART_SAMPLES`, made one after the other: one of a large cluster takes too long to be made and written at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import accumulate, islice
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,6 +18,8 @@ from prometheus_client.utils import floatToGoString
 from chitu.router.metrics import TIME_BOUNDS_S, Histograms, TimeHistogram
 from chitu.types import Role
 
+PART_SAMPLES = 400
+"""Samples of a part; they take about 3 ms."""
 PER_INSTANCE = ("role", "instance")
 _BOUNDS = [*map(floatToGoString, TIME_BOUNDS_S), "+Inf"]
 _ROLE_OF_LETTER = {role.letter: str(role) for role in Role}
@@ -37,32 +41,37 @@ def by_instance(numbers: Mapping[str, float]) -> Samples:
     return [((_ROLE_OF_LETTER[name[0]], name), number) for name, number in sorted(numbers.items())]
 
 
-def counter(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Metric:
-    """Return a counter family. `name` comes without `_total`."""
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, number in samples:
-        family.add_metric(values, number)
-    return family
+def counter(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Iterator[Metric]:
+    """Yield the parts of a counter family. `name` comes without `_total`."""
+    return _parts(lambda: CounterMetricFamily(name, text, labels=labels), samples)
 
 
-def gauge(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, number in samples:
-        family.add_metric(values, number)
-    return family
+def gauge(name: str, text: str, samples: Samples, labels: tuple[str, ...] = ()) -> Iterator[Metric]:
+    return _parts(lambda: GaugeMetricFamily(name, text, labels=labels), samples)
 
 
-def histogram(name: str, text: str, times: TimeHistogram) -> Metric:
+def histogram(name: str, text: str, times: TimeHistogram) -> Iterator[Metric]:
     family = HistogramMetricFamily(name, text, labels=())
     family.add_metric((), _buckets(times), times.sum_s)
-    return family
+    yield family
 
 
-def histograms(name: str, text: str, times: Histograms) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=PER_INSTANCE)
-    for instance, of_one in sorted(times.items()):
-        family.add_metric((_ROLE_OF_LETTER[instance[0]], instance), _buckets(of_one), of_one.sum_s)
-    return family
+def histograms(name: str, text: str, times: Histograms) -> Iterator[Metric]:
+    samples = (
+        ((_ROLE_OF_LETTER[instance[0]], instance), _buckets(of_one), of_one.sum_s)
+        for instance, of_one in sorted(times.items())
+    )
+    return _parts(lambda: HistogramMetricFamily(name, text, labels=PER_INSTANCE), samples, len(_BOUNDS))
+
+
+def _parts(make: Callable[[], Any], samples: Iterable[tuple[Any, ...]], size: int = 1) -> Iterator[Metric]:
+    """Yield at least one family with the arguments of its `add_metric`, each of which makes `size` samples."""
+    rest, is_first = iter(samples), True
+    while (part := list(islice(rest, PART_SAMPLES // size))) or is_first:
+        is_first, family = False, make()
+        for arguments in part:
+            family.add_metric(*arguments)
+        yield family
 
 
 def _buckets(times: TimeHistogram) -> list[tuple[str, float]]:

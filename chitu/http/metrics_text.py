@@ -25,6 +25,8 @@ from chitu.router.routing.breaker import BreakerState
 from chitu.types import Role
 
 OPENMETRICS = "application/openmetrics-text"
+END = b"# EOF\n"
+"""Last line of OpenMetrics."""
 
 
 class MetricsReport(NamedTuple):
@@ -41,28 +43,52 @@ class MetricsReport(NamedTuple):
     """Instances of the topology, and those that joined in addition."""
 
 
-class _Families(Collector):
-    def __init__(self, report: MetricsReport) -> None:
-        self._report = report
+class _Part(Collector):
+    """One part of a family, as the library's encoders take it."""
+
+    def __init__(self, part: Metric) -> None:
+        self._part = part
 
     def collect(self) -> Iterator[Metric]:
-        report = self._report
-        total = add_up(report.workers)
-        yield gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
-        yield gauge("chitu_router_workers", "API processes that the numbers are of", one(report.num_workers))
-        yield from _requests(total)
-        yield from _ports(total, report.coordination)
-        yield from _stages(total)
-        yield from _membership(total, report.coordination, report.instances)
-        yield from _loads(report.instances)
+        yield self._part
 
 
-def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]:
-    """Return body and content type: OpenMetrics if the `Accept` header names it, else Prometheus text."""
+def render_pieces(report: MetricsReport, accept: str = "") -> tuple[Iterator[bytes], str]:
+    """Return the body in pieces, each of which is made in a few milliseconds when it is taken, and the content type:
+    OpenMetrics if the `Accept` header names it, else Prometheus text."""
     # Do not pass the client's header on: the library fails if its version is not a number.
     wanted = OPENMETRICS if OPENMETRICS in accept else ""
     encode, content_type = choose_encoder(wanted)
-    return encode(_Families(report)), content_type
+
+    def pieces() -> Iterator[bytes]:
+        name = ""
+        for part in _families(report):
+            text = encode(_Part(part)).removesuffix(END)
+            while part.name == name and text.startswith(b"#"):  # the family's head is there already
+                text = text.partition(b"\n")[2]
+            name = part.name
+            yield text
+        if wanted:
+            yield END
+
+    return pieces(), content_type
+
+
+def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]:
+    """Return the whole body and the content type."""
+    pieces, content_type = render_pieces(report, accept)
+    return b"".join(pieces), content_type
+
+
+def _families(report: MetricsReport) -> Iterator[Metric]:
+    total = add_up(report.workers)
+    yield from gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
+    yield from gauge("chitu_router_workers", "API processes that the numbers are of", one(report.num_workers))
+    yield from _requests(total)
+    yield from _ports(total, report.coordination)
+    yield from _stages(total)
+    yield from _membership(total, report.coordination, report.instances)
+    yield from _loads(report.instances)
 
 
 def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
@@ -76,65 +102,67 @@ def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
 
 def _requests(total: RouterMetrics) -> Iterator[Metric]:
     codes = _service_codes()
-    yield counter("chitu_requests", "Requests accepted; each choice of each prompt is one", one(total.requests))
-    yield gauge(
+    yield from counter("chitu_requests", "Requests accepted; each choice of each prompt is one", one(total.requests))
+    yield from gauge(
         "chitu_requests_in_flight",
         "Requests running: prefill until the first token, then decode",
         by_key(total.in_flight, ("prefill", "decode")),
         ("state",),
     )
-    yield counter(
+    yield from counter(
         "chitu_requests_finished",
         "Requests that ended well; a stop string counts as stop",
         by_key(total.finished, ("stop", "length")),
         ("reason",),
     )
-    yield counter(
+    yield from counter(
         "chitu_requests_failed",
         "Accepted requests whose client got an error",
         by_key(total.failed, codes),
         ("code",),
     )
-    yield counter("chitu_requests_cancelled", "Requests whose client left, or aborted them", one(total.cancelled))
-    yield counter("chitu_requests_rejected", "Requests refused on arrival", by_key(total.rejected, codes), ("code",))
-    yield counter("chitu_attempts", "Tries of a request on a pair", one(total.attempts))
-    yield counter(
+    yield from counter("chitu_requests_cancelled", "Requests whose client left, or aborted them", one(total.cancelled))
+    yield from counter(
+        "chitu_requests_rejected", "Requests refused on arrival", by_key(total.rejected, codes), ("code",)
+    )
+    yield from counter("chitu_attempts", "Tries of a request on a pair", one(total.attempts))
+    yield from counter(
         "chitu_retries",
         "Failed attempts that another followed, by the code of the failure",
         by_key(total.retries, codes),
         ("code",),
     )
-    yield counter(
+    yield from counter(
         "chitu_cross_checks",
         "Answers that a second P computed, by what was found (verify_compute)",
         by_key(total.cross_checks, OUTCOMES),
         ("outcome",),
     )
-    yield counter(
+    yield from counter(
         "chitu_recomputes", "Retries after the first token: a request went on elsewhere", one(total.continuations)
     )
-    yield counter(
+    yield from counter(
         "chitu_recomputed_tokens",
         "Prompt and output tokens that recomputes prefilled again",
         one(total.recomputed_tokens),
     )
-    yield counter("chitu_prompt_tokens", "Prompt tokens of accepted requests", one(total.prompt_tokens))
-    yield counter("chitu_output_tokens", "Tokens received for requests", one(total.tokens - total.stale_tokens))
-    yield counter("chitu_stale_tokens", "Tokens that came for requests that were over", one(total.stale_tokens))
-    yield histogram("chitu_time_to_first_token_seconds", "From acceptance to the first token", total.ttft)
-    yield histogram(
+    yield from counter("chitu_prompt_tokens", "Prompt tokens of accepted requests", one(total.prompt_tokens))
+    yield from counter("chitu_output_tokens", "Tokens received for requests", one(total.tokens - total.stale_tokens))
+    yield from counter("chitu_stale_tokens", "Tokens that came for requests that were over", one(total.stale_tokens))
+    yield from histogram("chitu_time_to_first_token_seconds", "From acceptance to the first token", total.ttft)
+    yield from histogram(
         "chitu_inter_token_latency_seconds", "From a token to the next one of its request", total.inter_token
     )
-    yield histogram(
+    yield from histogram(
         "chitu_request_duration_seconds", "From acceptance to the end of requests that ended well", total.e2e
     )
 
 
 def _ports(total: RouterMetrics, coordination: CoordinationMetrics) -> Iterator[Metric]:
-    yield histogram("chitu_router_loop_lag_seconds", "How late a timer of the router's loop came", total.loop_lag)
+    yield from histogram("chitu_router_loop_lag_seconds", "How late a timer of the router's loop came", total.loop_lag)
     bad = {"token": total.bad_token_messages, **coordination.bad_frames}
-    yield counter("chitu_router_bad_frames", "Messages that could not be read", by_key(bad), ("port",))
-    yield counter(
+    yield from counter("chitu_router_bad_frames", "Messages that could not be read", by_key(bad), ("port",))
+    yield from counter(
         "chitu_router_unknown_heartbeats",
         "Heartbeats of processes that are not members",
         one(coordination.unknown_heartbeats),
@@ -149,7 +177,7 @@ def _stages(total: RouterMetrics) -> Iterator[Metric]:
         ("chitu_kv_transfer_seconds", "P: from the logits to the last byte in D's memory", total.transfer),
         ("chitu_decode_admission_seconds", "D: from arrival to the announcement of its pages", total.admission),
     ):
-        yield histograms(name, text, times)
+        yield from histograms(name, text, times)
 
 
 # ----------------------------------------------------------------------------------------------- the instances' share
@@ -167,22 +195,22 @@ def _membership(
         ("chitu_instance_age_seconds", "Since it joined", coordination.ages_s),
         ("chitu_instance_heartbeat_age_seconds", "Since its last heartbeat", coordination.heartbeat_ages_s),
     ):
-        yield gauge(name, text, by_instance(numbers), PER_INSTANCE)
+        yield from gauge(name, text, by_instance(numbers), PER_INSTANCE)
     for name, text, counts in (
         ("chitu_instance_leases_expired", "Leases that ended because no heartbeat came", coordination.expired_leases),
         ("chitu_instance_deaths", "Processes that ended without a goodbye", coordination.deaths),
         ("chitu_instance_breaker_openings", "How often its circuit breakers opened", total.breaker_openings),
     ):
-        yield counter(name, text, by_instance({**names, **counts}), PER_INSTANCE)
-    yield gauge(
+        yield from counter(name, text, by_instance({**names, **counts}), PER_INSTANCE)
+    yield from gauge(
         "chitu_instance_breaker",
         "API processes whose circuit breaker of the instance is in that state",
-        [
+        (
             ((*labels, state), count)
             for name, states in sorted(total.breakers.items())
             for labels, _ in by_instance({name: 0})
             for (state,), count in by_key(states, get_args(BreakerState))
-        ],
+        ),
         (*PER_INSTANCE, "state"),
     )
 
@@ -195,18 +223,18 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_pages", "KV pages; the states add up to all of them", "state", _pages),
         ("chitu_instance_aux_slots", "Slots for logits rows", "state", _aux_slots),
     ):
-        samples = [
+        samples = (
             ((*labels, part), number) for labels, load in loads for part, number in parts_of(labels[0], load).items()
-        ]
-        yield gauge(name, text, samples, (*PER_INSTANCE, label))
-    tiers = [((*labels, tier), number) for labels, load in loads for tier, number in _tier_tokens(load).items()]
+        )
+        yield from gauge(name, text, samples, (*PER_INSTANCE, label))
+    tiers = (((*labels, tier), number) for labels, load in loads for tier, number in _tier_tokens(load).items())
     text = "Prompt tokens whose pages came from outside the pool, and were not computed"
-    yield counter("chitu_instance_tier_tokens", text, tiers, (*PER_INSTANCE, "tier"))
-    waiting = [(labels, load.waiting_tokens) for labels, load in loads]
-    yield gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
-    suspended = [(labels, len(load.suspended)) for labels, load in loads]
+    yield from counter("chitu_instance_tier_tokens", text, tiers, (*PER_INSTANCE, "tier"))
+    waiting = ((labels, load.waiting_tokens) for labels, load in loads)
+    yield from gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
+    suspended = ((labels, len(load.suspended)) for labels, load in loads)
     text = "D that this P does not write to until a failed write has settled"
-    yield gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
+    yield from gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
@@ -226,7 +254,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
     ):
-        yield counter(name, text, [(labels, getattr(load, field)) for labels, load in loads], PER_INSTANCE)
+        yield from counter(name, text, ((labels, getattr(load, field)) for labels, load in loads), PER_INSTANCE)
 
 
 def _tier_tokens(load: LoadReport) -> dict[str, int]:

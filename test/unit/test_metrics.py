@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
-from chitu.http.metrics_text import MetricsReport, render_metrics
+from chitu.http.metric_families import PART_SAMPLES
+from chitu.http.metrics_text import MetricsReport, render_metrics, render_pieces
 from chitu.protocol import Finish, LoadReport, PrefillTimes, RequestFailed, SamplingParams, StageTimes, pack_i32
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.generation import GenerateRequest
@@ -319,3 +320,25 @@ def test_the_page_of_metrics_lists_every_family_and_no_other() -> None:
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         exported[name] = (family.type, labels, family.documentation)
     assert written == exported
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text"])
+def test_the_page_of_a_large_cluster_comes_in_small_pieces_that_together_are_one_page(accept: str) -> None:
+    names = [f"{role.letter}{rank}" for role in (Role.PREFILL, Role.DECODE) for rank in range(300)]
+    roles = {role.letter: str(role) for role in Role}
+    instances = tuple(InstanceSnapshot(n, roles[n[0]], "up", "h", 1, "1", LoadReport()) for n in names)
+    counted = RouterMetrics(breakers={name: {"closed": 1} for name in names})
+    for name in names:
+        counted.queue[name].observe(0.1)
+    ages = CoordinationMetrics(ages_s=dict.fromkeys(names, 1.0))
+    pieces, content_type = render_pieces(MetricsReport("1", 1, [counted], ages, instances), accept)
+    texts = [piece.decode() for piece in pieces]
+    assert max(text.count("\n") for text in texts) <= 1.2 * PART_SAMPLES
+    parse = parse_openmetrics if accept else parse_text
+    found = {family.name: family for family in parse("".join(texts))}
+    assert len(found) == "".join(texts).count("# TYPE "), "each family has one head"
+    assert accept in content_type
+    assert {s.labels["instance"] for s in found["chitu_instance_pages"].samples} == set(names)
+    assert len(found["chitu_instance_pages"].samples) == 4 * len(names)
+    sums = [s for s in found["chitu_prefill_queue_seconds"].samples if s.name.endswith("_sum")]
+    assert len(sums) == len(names)
