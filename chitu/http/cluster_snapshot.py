@@ -124,13 +124,16 @@ def transport_in_use(topology: Topology, view: ClusterView) -> str:
     """Return the transport in use. `auto` uses memory that both ends map on one machine, Mooncake between machines."""
     router = topology.dp_config.router
     configured = router.pd_disaggregation.transport
-    at = [(info.role, "localhost" if is_loopback(info.host) else info.host) for info in view.instances]
-    pairs = {p == d for role, p in at if role is Role.PREFILL for other, d in at if other is Role.DECODE}
-    if configured != "auto" or not pairs:
+    hosts: dict[Role, set[str]] = {role: set() for role in Role}
+    for info in view.instances:
+        hosts[info.role].add("localhost" if is_loopback(info.host) else info.host)
+    prefill, decode = hosts[Role.PREFILL], hosts[Role.DECODE]
+    if configured != "auto" or not (prefill and decode):
         return configured
+    pairs = ([True] if prefill & decode else []) + ([False] if len(prefill | decode) > 1 else [])
     is_cuda = any(is_gpu(device) for item in instances(topology) for device in item.config.devices)
     names = {True: "cuda_ipc" if is_cuda else "shm", False: "mooncake"}
-    return " and ".join(names[is_local] for is_local in sorted(pairs, reverse=True))
+    return " and ".join(names[is_local] for is_local in pairs)
 
 
 def _requests(record: RouterRecord, tenant: str | None) -> tuple[RequestSnapshot, ...]:

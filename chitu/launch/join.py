@@ -28,11 +28,11 @@ from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
+from chitu.net.curve import MAX_SOCKETS
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role, instance_name
 
 CONNECT_TIMEOUT_S = 5.0
-MAX_RANK = 1023
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ def grown(
 
     Raise ConfigError if that instance already runs.
     """
-    if not 0 <= rank <= MAX_RANK:
-        raise ConfigError(f"the rank {rank} is not within 0 and {MAX_RANK}")
+    if not 0 <= rank < MAX_SOCKETS:  # a topology lists every rank below, and the router has a socket for each instance
+        raise ConfigError(f"the rank {rank} is not within 0 and {MAX_SOCKETS - 1}")
     if any(item.name == instance_name(role, rank) and item.status != "down" for item in known):
         raise ConfigError(f"{instance_name(role, rank)} is in the cluster: drain it first, or give another --rank")
     places = {(item.role, int(item.name[1:])): item.host for item in known} | {(str(role), rank): host}

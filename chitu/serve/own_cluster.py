@@ -25,8 +25,8 @@ class OwnCluster:
         self._router = router
         self._membership = membership
         self._siblings = siblings
-        self._ended = RouterMetrics()
-        """Sum of the metrics of API processes that have ended."""
+        self._ended: RouterMetrics | None = None
+        """Sum of the metrics of API processes that have ended, if any."""
         self.is_ending = False
 
     @property
@@ -41,12 +41,12 @@ class OwnCluster:
 
     def note_ended(self, metrics: RouterMetrics) -> None:
         """Add the metrics of an API process that died: its counters, which must not fall, but not its gauges."""
-        self._ended = add_up([self._ended, metrics])
+        self._ended = add_up([metrics] if self._ended is None else [self._ended, metrics])
         self._ended.in_flight, self._ended.breakers = {}, {}
 
     def own_report(self) -> WorkerReport:
         own = report_of(self._router, 0, self.view)
-        metrics = add_up([own.metrics, self._ended])
+        metrics = own.metrics if self._ended is None else add_up([own.metrics, self._ended])
         coordination = self._membership.metrics()
         return msgspec.structs.replace(own, metrics=metrics, coordination=coordination, is_ending=self.is_ending)
 

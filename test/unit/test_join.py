@@ -9,7 +9,8 @@ from chitu.config.schema import AUTO_DEVICES, InstanceConfig
 from chitu.config.topology import instances
 from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
-from chitu.launch.join import MAX_RANK, grown, next_rank
+from chitu.launch.join import grown, next_rank
+from chitu.net.curve import MAX_SOCKETS
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role
 
@@ -80,7 +81,7 @@ def test_where_no_instance_of_a_role_is_an_example_it_has_the_default_settings()
 
 def test_what_cannot_be_added_is_refused() -> None:
     topology, members = load_topology(None), known(P0="127.0.0.1", D0="127.0.0.1")
-    assert len(instances(grown(topology, members, Role.DECODE, MAX_RANK, "127.0.0.1"))) == MAX_RANK + 2
-    for rank in (-1, MAX_RANK + 1):
+    assert len(instances(grown(topology, members, Role.DECODE, 5000, "127.0.0.1"))) == 5002
+    for rank in (-1, MAX_SOCKETS):
         with pytest.raises(ConfigError, match=f"the rank {rank} is not within"):
             grown(topology, members, Role.DECODE, rank, "127.0.0.1")
