@@ -1,20 +1,20 @@
 """Membership of the cluster: which instances are alive, in which incarnation, until when.
 
-The pure core: messages and a clock in, replies and a view out. `serve/membership.py` is its shell on the router's
-loop thread, and its only caller.
+The pure core: messages and a clock in, replies and changes of the view out. `serve/membership.py` is its shell on the
+router's loop thread, and its only caller.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank). A process that joins for the first time
 replaces another one, unless it yields. A replaced one is refused from then on, as is one that returns to find its place
 taken. All live P and D can exchange pages (`compatibility.py`). An instance is in the view exactly while its lease
 runs, or until its death is known sooner (by its pid on this machine, from its launcher on another). A lost instance is
 reported once through `on_lost`, after it left the view. The view calls an instance dead only if all its processes are
-known to have ended; silence and a Leave of its own prove nothing. Nothing here depends on requests.
+known to have ended; silence and a Leave of its own prove nothing. Nothing here depends on requests, and the work of a
+join or a heartbeat does not depend on the number of members.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout, RankTaken
 from chitu.net.sockets import check_address
+from chitu.net.view_feed import ViewSender
 from chitu.protocol import (
     PROTOCOL_VERSION,
     ApiProcess,
@@ -37,8 +38,9 @@ from chitu.protocol import (
     Leave,
     LoadReport,
     LostInstance,
+    ViewChange,
 )
-from chitu.router.compatibility import why_incompatible
+from chitu.router.compatibility import MemberKinds
 from chitu.router.metrics import CoordinationMetrics
 from chitu.types import Role
 
@@ -49,12 +51,8 @@ MAX_TICK_GAP_S = 0.5
 LINGER_S = 2.0
 """Delay from the end of an instance's processes until it is called dead: its kernel may still be sending what they
 wrote, as it does over TCP."""
-KEPT_REPLACED = 1024
-"""Replaced incarnations that are remembered, to be refused."""
-KEPT_DEAD = 64
-"""Deaths listed in a view; peers remember those of their own peers."""
-KEPT_LOST = 8
-"""Losses listed in a view, with their reasons; API processes see every view."""
+KEPT_REPLACED = 16_384
+"""Replaced incarnations that are remembered, to be refused: several for each instance of a large cluster."""
 
 
 @dataclass(slots=True)
@@ -71,14 +69,15 @@ class _Member:
 
 @dataclass(slots=True)
 class CoordinationEvents:
-    """Callbacks. If `on_joined` raises, the instance is not admitted. `on_lost` runs after the instance left the view,
-    `on_change` after every change of it."""
+    """Callbacks. If `on_joined` raises, the instance is not admitted. `on_lost` runs once the instance is no member;
+    the next view lacks it. `on_change` runs after every change of what the next view has."""
 
     on_joined: Callable[[InstanceInfo], None]
     on_lost: Callable[[InstanceInfo, str, bool], None]
     """The instance, the reason, and whether its process is known to have died: not if it was silent or left by
     itself."""
-    on_change: Callable[[ClusterView], None]
+    on_change: Callable[[], None]
+    """Soon after it `next_change` has to be called, once for any number of changes."""
     on_heartbeat: Callable[[Heartbeat], None]
     """Called when a live incarnation renewed its lease."""
 
@@ -93,12 +92,28 @@ class PDCoordination:
         self._members: dict[tuple[Role, int], _Member] = {}
         self._last: dict[tuple[Role, int], InstanceInfo] = {}
         """Incarnation that joined last as this instance, member or not."""
-        self._replaced: deque[int] = deque(maxlen=KEPT_REPLACED)
+        self._kinds = MemberKinds()
+        self._replaced: dict[int, None] = {}
+        """Incarnations that are refused, in the order in which they were replaced."""
         self._ended: list[tuple[float, int]] = []
         """Incarnations without a process, each after the time from which it may be called dead; in this order."""
         self._last_tick_s = clock.monotonic()
-        self.view = ClusterView(router_incarnation, 0, ())
+        self._feed = ViewSender(router_incarnation)
         self._metrics = CoordinationMetrics()
+
+    @property
+    def view(self) -> ClusterView:
+        """The view of the last `next_change`."""
+        return self._feed.view
+
+    @property
+    def has_change(self) -> bool:
+        """Whether something has changed since the last `next_change`."""
+        return self._feed.is_changed
+
+    def next_change(self) -> ViewChange:
+        """Return what has changed since the last call, which `view` includes from now on; see `ViewSender`."""
+        return self._feed.next_change()
 
     def on_message(self, message: CoordinationMessage, identity: bytes = b"") -> CoordinationReply | None:
         """Handle one message of an instance; return the reply, if it has one."""
@@ -151,8 +166,8 @@ class PDCoordination:
         if self._ended and self._ended[0][0] <= now_s:
             dead = [incarnation for due_s, incarnation in self._ended if due_s <= now_s]
             del self._ended[: len(dead)]
-            self.view = msgspec.structs.replace(self.view, dead=(*self.view.dead, *dead)[-KEPT_DEAD:])
-            self._publish()
+            self._feed.note_dead(dead)
+            self._events.on_change()
 
     def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
         """Remove an instance whose process has ended, without waiting for its lease."""
@@ -174,14 +189,14 @@ class PDCoordination:
 
     def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
         """Set the API processes that live (`router.workers`); requests of one that is left out have no reader."""
-        self.view = msgspec.structs.replace(self.view, workers=workers)
-        self._publish()
+        self._feed.set_workers(workers)
+        self._events.on_change()
 
     def flush_caches(self, number: int) -> None:
         """Publish a flush: every instance that sees a view with this number drops what it has cached; views repeat
         it."""
-        self.view = msgspec.structs.replace(self.view, cache_flush=number)
-        self._publish()
+        self._feed.set_cache_flush(number)
+        self._events.on_change()
 
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """Return the last report of each member."""
@@ -207,9 +222,8 @@ class PDCoordination:
 
     def _drain(self, member: _Member) -> None:
         if not member.info.draining:
-            member.info = msgspec.structs.replace(member.info, draining=True)
             log.info("%s drains", member.info.name)
-            self._publish()
+            self._set_info(member, msgspec.structs.replace(member.info, draining=True))
 
     def _join(self, join: Join, identity: bytes) -> None:
         if join.protocol_version != PROTOCOL_VERSION:
@@ -236,43 +250,49 @@ class PDCoordination:
                 f"{info.name} is in the cluster (pid {present.info.pid} on {present.info.host}): drain it first, or "
                 "give another --rank"
             )
-        for member in self._members.values():
-            if (member.info.role, member.info.engine_rank) != key and (reason := why_incompatible(info, member.info)):
-                raise IncompatibleLayout(reason)
+        if present is not None and not is_other:
+            # Peers that see it for the first time must learn that it was new to this router.
+            info = msgspec.structs.replace(info, first_view=present.info.first_view)
+        is_repetition = present is not None and present.info == info
+        if not is_repetition and (reason := self._kinds.why_incompatible(info)):
+            raise IncompatibleLayout(reason)
         if present is not None and not is_other:
             present.identity = identity
             present.lease_end_s = lease_end_s
-            # Peers that see it for the first time must learn that it was new to this router.
-            info = msgspec.structs.replace(info, first_view=present.info.first_view)
-            if present.info != info and not present.info.draining:
-                present.info = info
-                self._publish()
+            if not is_repetition and not present.info.draining:
+                self._set_info(present, info)
             return
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
         self._events.on_joined(info)  # raises if it gets no socket: then it is no member
         if is_other:
-            self._replaced.append(last.incarnation)
+            self._replaced[last.incarnation] = None
+            if len(self._replaced) > KEPT_REPLACED:
+                del self._replaced[next(iter(self._replaced))]
         self._last[key] = info
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
+        self._kinds.add(info)
         log.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
-        self._publish()
+        self._feed.put(info)
+        self._events.on_change()
+
+    def _set_info(self, member: _Member, info: InstanceInfo) -> None:
+        self._kinds.remove(member.info)
+        self._kinds.add(info)
+        member.info = info
+        self._feed.put(info)
+        self._events.on_change()
 
     def _note_ended(self, info: InstanceInfo) -> None:
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
 
     def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:
         del self._members[(member.info.role, member.info.engine_rank)]
+        self._kinds.remove(member.info)
         log.warning("%s is gone: %s", member.info.name, reason)
-        lost = (*self.view.lost, LostInstance(member.info.incarnation, reason, has_died))
-        self.view = msgspec.structs.replace(self.view, lost=lost[-KEPT_LOST:])
-        self._publish()
+        self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
+        self._events.on_change()
         self._events.on_lost(member.info, reason, has_died)
-
-    def _publish(self) -> None:
-        instances = tuple(member.info for _, member in sorted(self._members.items()))
-        self.view = msgspec.structs.replace(self.view, version=self.view.version + 1, instances=instances)
-        self._events.on_change(self.view)
 
 
 def _proves_death(leave: Leave, info: InstanceInfo) -> bool:

@@ -77,6 +77,8 @@ class PDRequestRouter:
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
         self._admission = Admission(config, clock)
+        self._admitted = Candidates()
+        """Candidates that admission knows; new ones are applied when it is asked."""
         self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines, trace)
         self._links = self._dispatcher.by_id
         self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
@@ -158,6 +160,10 @@ class PDRequestRouter:
                 f"prompts of {self._attempts.num_tokens} tokens are running and {num_tokens} more would pass the limit "
                 f"of {self._max_tokens} (router.max_tokens_in_flight); try again later"
             )
+        candidates = self.candidates
+        if candidates is not self._admitted:
+            self._admitted = candidates
+            self._admission.on_view(candidates)
         self._admission.require()
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
@@ -355,7 +361,6 @@ class PDRequestRouter:
     def on_view(self, view: ClusterView) -> None:
         """Apply a new cluster view; new requests are routed by it at once."""
         self._selector.on_view(view)
-        self._admission.on_view(self._selector.candidates)
 
     def on_joined(self, instance: InstanceInfo) -> None:
         key = instance_key(instance)
@@ -369,6 +374,7 @@ class PDRequestRouter:
         key = instance_key(instance)
         self._dispatcher.close(key)
         self._selector.on_lost(key)
+        self._admission.forget(key)
         self._attempts.on_lost(key, reason, has_died)
         self.flush()
 

@@ -43,7 +43,7 @@ class MetricsReport(NamedTuple):
     """Instances of the topology, and those that joined in addition."""
 
 
-class _Part(Collector):
+class _FamilyPart(Collector):
     """One part of a family, as the library's encoders take it."""
 
     def __init__(self, part: Metric) -> None:
@@ -63,7 +63,7 @@ def render_pieces(report: MetricsReport, accept: str = "") -> tuple[Iterator[byt
     def pieces() -> Iterator[bytes]:
         name = ""
         for part in _families(report):
-            text = encode(_Part(part)).removesuffix(END)
+            text = encode(_FamilyPart(part)).removesuffix(END)
             while part.name == name and text.startswith(b"#"):  # the family's head is there already
                 text = text.partition(b"\n")[2]
             name = part.name

@@ -24,6 +24,7 @@ from chitu.kv_transfer.kv_manager import TransferSide
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.link import LinkReceivers
 from chitu.net.sockets import bind, connect
+from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.protocol import (
     PROTOCOL_VERSION,
     VIEW_TOPIC,
@@ -101,6 +102,7 @@ class CommLoop:
         self._coordination = connect(
             self.context, zmq.DEALER, router.host, router.coordination_port, queues_unconnected=False
         )
+        self._feed = ViewReceiver(clock.monotonic())
         self._view = self._open_view()
         self._stats = connect(self.context, zmq.PUSH, router.host, router.stats_port)
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
@@ -116,7 +118,7 @@ class CommLoop:
         """Whether the router's newest view lists this instance."""
         self._next_join_s = 0.0
         self.num_views = 0
-        """Views received so far, including repeated ones; any thread may read it."""
+        """How often the router has shown that the view here is its newest; any thread may read it."""
         self.tracer: Tracer | None = None
         """Tracer of requests, if any; set before `run`."""
         self.received = LinkReceivers()
@@ -196,7 +198,8 @@ class CommLoop:
 
     def _open_view(self) -> zmq.Socket[bytes]:
         socket = connect(self.context, zmq.SUB, self.router.host, self.router.metadata_sync_port)
-        socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
+        for topic in (VIEW_TOPIC, self._feed.topic):
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
         return socket
 
     def _renew_view(self, poller: zmq.Poller) -> None:
@@ -304,16 +307,21 @@ class CommLoop:
         return instance
 
     def _drain_views(self, instance: InstanceInfo, kv: TransferSide | None, callbacks: CommCallbacks) -> InstanceInfo:
-        view: ClusterView | None = None
+        is_sign = False
         for frame in _received(self._view):
             try:
-                view = view_codec.decode(frame[-1])
+                is_sign |= self._feed.take(view_codec.decode(frame[-1]))
             except (BadFrame, UnknownKind) as error:
                 self.bad_frames += 1
                 logger.warning("view: bad frame: %s", error)
-        if view is None:
+        if self._feed.should_ask(self._clock.monotonic()):
+            ask_for_whole(self._view, self._feed.topic)
+        if not is_sign:
             return instance
         self.num_views += 1
+        view = self._feed.view
+        if (view.router_incarnation, view.version) == (self._router_incarnation, self._view_version):
+            return instance
         own = next((member for member in view.instances if member.incarnation == instance.incarnation), None)
         if self.joined and own is None:
             self._next_join_s = 0.0
@@ -327,9 +335,6 @@ class CommLoop:
                 logger.warning("a new router took over")
                 callbacks.on_new_router()
             self._router_incarnation = view.router_incarnation
-            self._view_version = -1
-        if view.version == self._view_version:
-            return instance
         self._view_version = view.version
         workers = {process.incarnation for process in view.workers}
         for worker in self._workers - workers:

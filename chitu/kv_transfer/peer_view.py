@@ -23,7 +23,7 @@ from chitu.protocol import ClusterView, InstanceInfo
 from chitu.types import Role
 
 PidAlive = Callable[[int], bool]
-KEPT_ABSENT = 256
+KEPT_ABSENT = 2048
 """Incarnations that are remembered beside those in the newest view: far more than rooms wait for."""
 KEPT_ROUTERS = 256
 """Number of routers whose order is remembered."""

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 256
 """Messages read before yielding to the event loop, so that a flood on one socket cannot starve the others."""
+MAX_TURN_S = 0.005
+"""Time after which a `FrameReader` yields, since a message may cost much more than another: a join takes 0.3 ms."""
 FEW_MESSAGES = 2
 """Usual number of messages at a time. Up to this number the reader checks after each whether there are more, which
 costs a third of the exception that reports none. With more messages the one exception is cheaper."""
@@ -61,10 +63,13 @@ class FrameReader:
     def _drain(self) -> None:
         if self._closed:
             return
-        receive = self._socket.recv_multipart
+        receive, time = self._socket.recv_multipart, self._loop.time
+        end_s = time() + MAX_TURN_S
         try:
             for _ in range(MAX_MESSAGES_PER_TURN):
                 self._take(receive(zmq.NOBLOCK))
+                if time() >= end_s:
+                    break
             self._loop.call_soon(self._drain)
         except zmq.Again:
             pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
 log = logging.getLogger(__name__)
@@ -60,16 +60,22 @@ class ProcessDeaths(Generic[K]):
         self._pidfds: dict[K, int] = {}
         self._followed: set[K] = set()
 
-    def follow(self, processes: Mapping[K, ProcessName]) -> None:
-        """Watch exactly these processes from now on. A key means the same process for ever."""
-        for key in self._followed - processes.keys():
-            self._forget(key)
-        for key in processes.keys() - self._followed:
+    def follow(self, key: K, process: ProcessName) -> None:
+        """Watch a process from now on. A key means the same process for ever."""
+        if key not in self._followed:
             self._followed.add(key)
-            self._watch(key, processes[key])
+            self._watch(key, process)
+
+    def forget(self, key: K) -> None:
+        self._followed.discard(key)
+        pidfd = self._pidfds.pop(key, None)
+        if pidfd is not None:
+            self._loop.remove_reader(pidfd)
+            os.close(pidfd)
 
     def close(self) -> None:
-        self.follow({})
+        for key in list(self._followed):
+            self.forget(key)
 
     def _watch(self, key: K, process: ProcessName) -> None:
         if not self._namespace or process.pid_namespace != self._namespace or process.pid <= 0:
@@ -92,14 +98,7 @@ class ProcessDeaths(Generic[K]):
 
     def _died(self, key: K) -> None:
         if key in self._followed:
-            self._forget(key)
-            # The caller's list still has it, and it must not be reported again.
+            self.forget(key)
+            # The caller follows it still, and it must not be reported again.
             self._followed.add(key)
             self._on_death(key)
-
-    def _forget(self, key: K) -> None:
-        self._followed.discard(key)
-        pidfd = self._pidfds.pop(key, None)
-        if pidfd is not None:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)

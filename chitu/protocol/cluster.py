@@ -283,7 +283,10 @@ class Drain(Wire, frozen=True, tag="drain"):
 
 
 VIEW_TOPIC = b"view"
-"""First frame of a `ClusterView` on the metadata port."""
+"""First frame of a `ViewChange` on the metadata port."""
+WHOLE_TOPIC = b"whole"
+"""First frame of a `ClusterView` on that port, followed by 8 bytes that its one reader drew. To subscribe to it is to
+ask for a view: the router sends one for each subscription, and so after every new connection."""
 STATS_TOPIC = b"stats"
 """First frame, on that port, of a message from the router's stats port: its other API processes learn loads and
 failures from it. Unused if the router is one process."""
@@ -309,12 +312,13 @@ class LostInstance(Wire, frozen=True):
 
 
 class ClusterView(Wire, frozen=True, tag="cluster_view"):
-    """The cluster view: its live members. Published on every change and at least every `heartbeat_interval_s`, which
-    makes up for messages that PUB drops."""
+    """The cluster view: its live members. Sent whole to a reader that asks for it; from then on the reader follows it
+    by the changes (`net/view_feed.py`)."""
 
     router_incarnation: int
     version: int
     instances: tuple[InstanceInfo, ...]
+    """By role and rank."""
     workers: tuple[ApiProcess, ...] = ()
     """The router's API processes (`router.workers`); empty if it is one process. One that disappears is dead, and its
     rooms have no reader."""
@@ -328,6 +332,26 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     """Latest members that left, and why."""
 
 
+class ViewChange(Wire, frozen=True, tag="view_change"):
+    """What makes a view of `after` the view of `version`. Published soon after every change, and at least every
+    `heartbeat_interval_s`, then perhaps with two equal numbers: a reader that has another one has missed a change."""
+
+    router_incarnation: int
+    version: int
+    after: int
+    joined: tuple[InstanceInfo, ...] = ()
+    """New members, and members whose record is another one now."""
+    left: tuple[tuple[Role, int], ...] = ()
+    """Role and rank of each that is no member any more."""
+    workers: tuple[ApiProcess, ...] = ()
+    """All of them, as in the view; so is `cache_flush`."""
+    cache_flush: int = 0
+    dead: tuple[int, ...] = ()
+    """Those that the view of `after` does not list; so are `lost`."""
+    lost: tuple[LostInstance, ...] = ()
+
+
+ViewMessage = Union[ClusterView, ViewChange]
 CoordinationMessage = Union[Join, Leave, Drain]
 CoordinationReply = Union[JoinReply, Drain]
 
@@ -349,4 +373,4 @@ class RouteEntry(Wire, frozen=True):
 stats_codec: Codec[StatsMessage] = Codec(StatsMessage)
 coordination_codec: Codec[CoordinationMessage] = Codec(CoordinationMessage)
 coordination_reply_codec: Codec[CoordinationReply] = Codec(CoordinationReply)
-view_codec: Codec[ClusterView] = Codec(ClusterView)
+view_codec: Codec[ViewMessage] = Codec(ViewMessage)

@@ -1,16 +1,64 @@
 """Why two instances cannot be in one cluster: different models or pages, or no transport between their memories. Pure.
 
 Called by the router for each instance that joins (`pd_coordination.py`). P and D write into each other's pages; a
-unified instance only has to have the same model.
+unified instance only has to have the same model. All live P and D fit each other, so a new one is compared with one
+member of each kind (`MemberKinds`), however many members there are.
 """
 
 from __future__ import annotations
+
+from itertools import islice
+from typing import NamedTuple
 
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.types import Role
 
 PD = "dp_config.router.pd_disaggregation"
 MEMORY = {"cpu": "host memory", "cuda": "GPU memory"}
+
+
+class InstanceKind(NamedTuple):
+    """What decides whether an instance fits another one."""
+
+    role: Role
+    layout: KVLayout
+    device: str
+    ways: tuple[str, ...]
+    """Its ways to other machines, or all of its ways if none leaves the machine."""
+
+    @classmethod
+    def of(cls, info: InstanceInfo) -> InstanceKind:
+        far = tuple(way for way in info.ways if "@" not in way)
+        return cls(info.role, info.layout, info.device, far or info.ways)
+
+
+class MemberKinds:
+    """The members by kind."""
+
+    def __init__(self) -> None:
+        self._members: dict[InstanceKind, dict[int, InstanceInfo]] = {}
+        """By kind, then by rank."""
+
+    def add(self, info: InstanceInfo) -> None:
+        self._members.setdefault(InstanceKind.of(info), {})[info.engine_rank] = info
+
+    def remove(self, info: InstanceInfo) -> None:
+        kind = InstanceKind.of(info)
+        members = self._members[kind]
+        del members[info.engine_rank]
+        if not members:
+            del self._members[kind]
+
+    def why_incompatible(self, new: InstanceInfo) -> str:
+        """Return why it fits one of the members, other than the one whose place it takes, not; empty if it fits."""
+        for kind, members in self._members.items():
+            others = (info for info in members.values() if (info.role, info.engine_rank) != (new.role, new.engine_rank))
+            # Members of one kind differ only in the ways within their machines.
+            is_far = new.role is kind.role or not new.ways or not kind.ways or not set(new.ways).isdisjoint(kind.ways)
+            for other in islice(others, 1) if is_far else others:
+                if reason := why_incompatible(new, other):
+                    return reason
+        return ""
 
 
 def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:

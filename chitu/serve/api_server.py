@@ -68,7 +68,8 @@ class RouterProcess:
 
         def cluster_of(router: PDRequestRouter, siblings: Siblings) -> OwnCluster:
             self._membership = Membership(
-                *(config, context, router, secrets, self._on_replica if is_several else None),
+                *(config, context, router, secrets, siblings.on_view),
+                on_replica=self._on_replica if is_several else None,
                 on_trace=lambda lines: self._api.on_trace(lines),
             )
             self._cluster = OwnCluster(router, self._membership, siblings)
@@ -118,7 +119,6 @@ class RouterProcess:
 
     def _on_replicas(self, processes: tuple[ApiProcess, ...]) -> None:
         self._membership.coordination.set_workers(processes)
-        self._api.siblings.on_view(self._membership.coordination.view)
 
 
 async def _serve(topology: Topology, flush_log: Callable[[], None]) -> None:

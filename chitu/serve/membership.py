@@ -1,17 +1,22 @@
 """The half of the router that keeps the cluster's membership: coordination, stats, metadata sync, bootstrap.
 
-The shell of `PDCoordination`: its sockets (ROUTER coordination, PUB metadata sync, PULL stats), the bootstrap server,
+The shell of `PDCoordination`: its sockets (ROUTER coordination, XPUB metadata sync, PULL stats), the bootstrap server,
 the time, and the processes of members on this machine, whose deaths it reports to the core. Owned by the process that
 was started as the router, on its loop thread. It reports events to the request router of the same process; other API
-processes (`router.workers`) read them from the metadata port. It has no part in the HTTP API or in requests. Invariant:
-every message is decoded and checked before the core sees it; bad ones are counted.
+processes (`router.workers`) read them from the metadata port. It has no part in the HTTP API or in requests.
+
+Invariants: every message is decoded and checked before the core sees it; bad ones are counted. Changes of the view are
+published at most every `GATHER_S`, together, and routed by from then on; a loss counts at once. Nothing here but a
+whole view for a reader that asks has the size of the cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
+from itertools import islice
 
 import msgspec
 import zmq
@@ -25,6 +30,7 @@ from chitu.net.aio import FrameReader
 from chitu.net.curve import ClusterSecrets
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
+from chitu.net.view_feed import asked_topic
 from chitu.pd_coordination import CoordinationEvents, PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
@@ -46,6 +52,12 @@ from chitu.types import Role, new_incarnation
 
 log = logging.getLogger(__name__)
 
+GATHER_S = 0.02
+"""Shortest time between two changes of the view. A lone one is published at once."""
+MAX_WHOLES = 32
+"""Whole views sent in that time, so that the many readers that ask after a broken network delay nothing else: 0.6 GB/s
+to 2,000 instances."""
+
 
 class Membership:
     """The membership of one cluster. Binds at construction (port 0: OS-picked; ConfigError if that fails). Call
@@ -57,21 +69,24 @@ class Membership:
         context: zmq.Context[zmq.Socket[bytes]],
         router: PDRequestRouter,
         secrets: ClusterSecrets | None,
+        on_view: Callable[[ClusterView], None],
         on_replica: Callable[[ReplicaHeartbeat], None] | None,
         on_trace: Callable[[TraceLines], None],
     ) -> None:
-        """Call on the running loop. `on_replica`: None if the router is one process."""
+        """Call on the running loop. `on_view` gets each view that is published, after `router`. `on_replica`: None if
+        the router is one process."""
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock = RealClock()
         self._router = router
+        self._on_view = on_view
         self._on_replica = on_replica
         self._on_trace = on_trace
         self._loop = asyncio.get_running_loop()
         events = CoordinationEvents(
-            on_joined=router.on_joined,
-            on_lost=router.on_lost,
-            on_change=self._on_view,
+            on_joined=self._on_joined,
+            on_lost=self._on_lost,
+            on_change=self._publish_soon,
             on_heartbeat=router.on_heartbeat,
         )
         self.coordination = core = PDCoordination(clock, pd.deadlines, new_incarnation(), events)
@@ -81,7 +96,8 @@ class Membership:
 
         try:
             self._socket, self._coordination_port = open_port(zmq.ROUTER, pd.coordination_port)
-            self._pub, self._metadata_sync_port = open_port(zmq.PUB, pd.metadata_sync_port)
+            self._pub, self._metadata_sync_port = open_port(zmq.XPUB, pd.metadata_sync_port)
+            self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)  # a reader's new connection asks although its old one is open
             self._stats, self._stats_port = open_port(zmq.PULL, config.stats_port)
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
@@ -89,18 +105,22 @@ class Membership:
             BootstrapServer(lambda: core.view, secrets).app,
             listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
         )
-        self._readers: list[FrameReader] = []
+        self._readers: dict[str, FrameReader] = {}
         self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(
             self._loop, lambda instance: core.on_death(*instance)
         )
-        self._next_publish_s = 0.0
+        self._asked: dict[bytes, None] = {}
+        """Topics of the readers that wait for a whole view, first come first."""
+        self._published_s = self._next_beat_s = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Return once every port accepts connections."""
-        self._readers = [
-            FrameReader(self._loop, self._socket, self._on_coordination),
-            FrameReader(self._loop, self._stats, self._on_stats),
-        ]
+        self._readers = {
+            "coordination": FrameReader(self._loop, self._socket, self._on_coordination),
+            "stats": FrameReader(self._loop, self._stats, self._on_stats),
+            "metadata_sync": FrameReader(self._loop, self._pub, self._on_subscription),
+        }
         await self._bootstrap_http.start()
 
     def port_table(self) -> dict[str, int]:
@@ -112,14 +132,16 @@ class Membership:
         }
 
     def tick(self) -> None:
-        """Check the leases, and repeat the view when it is due."""
+        """Check the leases, and repeat the number of the view when it is due."""
         self.coordination.tick()
-        if self._clock.monotonic() >= self._next_publish_s:
-            self._publish(self.coordination.view)
+        if self._clock.monotonic() >= self._next_beat_s:
+            self._publish()
+        if self._readers:
+            self._readers["metadata_sync"].poke()  # what was published may have swallowed a wake-up
 
     def metrics(self) -> CoordinationMetrics:
         """Return the core's metrics, with the counts of messages that could not be decoded."""
-        bad_frames = {name: r.bad_messages for name, r in zip(("coordination", "stats"), self._readers, strict=True)}
+        bad_frames = {name: self._readers[name].bad_messages for name in ("coordination", "stats")}
         return msgspec.structs.replace(self.coordination.metrics(), bad_frames=bad_frames)
 
     def request_drain(self, role: Role, engine_rank: int) -> None:
@@ -130,27 +152,64 @@ class Membership:
         if found is not None:
             identity, info = found
             self._send(identity, Drain(role, engine_rank, info.incarnation))
-            self._readers[0].poke()
+            self._readers["coordination"].poke()
+            self._publish()
 
     async def stop(self, timeout_s: float) -> None:
         await self._bootstrap_http.stop(timeout_s)
         self._deaths.close()
-        for reader in self._readers:
+        if self._timer is not None:
+            self._timer.cancel()
+        for reader in self._readers.values():
             reader.close()
         for socket in (self._socket, self._pub, self._stats):
             socket.close(linger=0)
 
-    def _publish(self, view: ClusterView) -> None:
-        """Publish the view, and watch the processes of its members. Do nothing after `stop`: the router's timer runs
-        until the process ends."""
-        self._next_publish_s = self._clock.monotonic() + self._interval_s
-        if not self._pub.closed:
-            self._deaths.follow({(i.role, i.engine_rank, i.incarnation): _process(i) for i in view.instances})
-            self._pub.send_multipart([VIEW_TOPIC, encode(view)], zmq.NOBLOCK)
+    def _publish_soon(self) -> None:
+        """Publish what has changed, and whole views that were asked for, once the last time is `GATHER_S` ago."""
+        if self._timer is None and not self._pub.closed:
+            wait_s = self._published_s + GATHER_S - self._clock.monotonic()
+            self._timer = self._loop.call_later(max(0.0, wait_s), self._publish)
 
-    def _on_view(self, view: ClusterView) -> None:
-        self._router.on_view(view)
-        self._publish(view)
+    def _publish(self) -> None:
+        """Do nothing after `stop`: the router's timer runs until the process ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._pub.closed:
+            return
+        self._published_s, core = self._clock.monotonic(), self.coordination
+        had_change = core.has_change
+        if had_change or self._published_s >= self._next_beat_s:
+            self._next_beat_s = self._published_s + self._interval_s
+            change = encode(core.next_change())
+            if had_change:
+                self._router.on_view(core.view)
+                self._on_view(core.view)
+            self._pub.send_multipart([VIEW_TOPIC, change], zmq.NOBLOCK)
+        if self._asked:
+            whole = zmq.Frame(encode(core.view), copy=True)  # one copy for all who get it
+            for topic in list(islice(self._asked, MAX_WHOLES)):
+                del self._asked[topic]
+                self._pub.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
+                self._pub.send(whole, zmq.NOBLOCK, copy=False)
+            if self._asked:
+                self._publish_soon()
+
+    def _on_subscription(self, frames: list[bytes]) -> None:
+        topic = asked_topic(frames[0])
+        if topic is not None:
+            self._asked[topic] = None
+            self._publish_soon()
+
+    def _on_joined(self, info: InstanceInfo) -> None:
+        self._router.on_joined(info)
+        process = ProcessName(info.pid_namespace, info.pid, info.start_ticks)
+        self._deaths.follow((info.role, info.engine_rank, info.incarnation), process)
+
+    def _on_lost(self, info: InstanceInfo, reason: str, has_died: bool) -> None:
+        self._deaths.forget((info.role, info.engine_rank, info.incarnation))
+        self._router.on_lost(info, reason, has_died)
 
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
@@ -183,7 +242,3 @@ class Membership:
             return
         if self._on_replica is not None:  # each process knows its own rooms, and what it received of their requests
             self._pub.send_multipart([STATS_TOPIC, frames[0]], zmq.NOBLOCK)
-
-
-def _process(info: InstanceInfo) -> ProcessName:
-    return ProcessName(info.pid_namespace, info.pid, info.start_ticks)

@@ -20,6 +20,7 @@ import msgspec
 import uvloop
 import zmq
 
+from chitu.clock import Clock, RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
@@ -35,9 +36,11 @@ from chitu.net.aio import LINGER_MS, FrameReader
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
 from chitu.net.threads import end_process
+from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     STATS_TOPIC,
+    VIEW_TOPIC,
     ClusterView,
     Heartbeat,
     InstanceInfo,
@@ -59,23 +62,34 @@ HEARTBEAT_INTERVAL_S = 0.5
 
 
 class ReplicaCluster:
-    """`ClusterSource` of a replica. `on_frames` takes messages of the metadata port. Any of them may be lost: views,
-    heartbeats and reports of failures are repeated."""
+    """`ClusterSource` of a replica. `on_frames` takes messages of the metadata port. Any of them may be lost: what
+    `feed` misses is asked for, and heartbeats and reports of failures are repeated."""
 
-    def __init__(self, router: PDRequestRouter, index: int, siblings: Siblings, ports: Mapping[str, int]) -> None:
-        """`ports`: the router's ports by short key name."""
+    def __init__(
+        self,
+        router: PDRequestRouter,
+        index: int,
+        siblings: Siblings,
+        ports: Mapping[str, int],
+        ask: Callable[[bytes], None] = lambda topic: None,
+        clock: Clock = RealClock(),
+    ) -> None:
+        """`ports`: the router's ports by short key name. `ask` asks for a whole view, as `ask_for_whole` does."""
         self._router = router
         self._index = index
         self._siblings = siblings
         self._ports = ports
+        self._ask = ask
+        self._clock = clock
+        self.feed = ViewReceiver(clock.monotonic())
         self._members: dict[InstanceKey, InstanceInfo] = {}
         self._loads: dict[InstanceKey, LoadReport] = {}
         self._is_behind = False
         """Whether the connection to an instance of the newest view failed."""
-        self.view = ClusterView(0, -1, ())
+        self.view = self.feed.view
 
     def loads(self) -> Loads:
-        return {(key.role, key.engine_rank): self._loads.get(key, LoadReport()) for key in self._members}
+        return {key[:2]: self._loads.get(key, LoadReport()) for key in self._members}
 
     def ports(self) -> Mapping[str, int]:
         return self._ports
@@ -99,7 +113,10 @@ class ReplicaCluster:
         if len(frames) != 2:
             raise BadFrame(f"a message of {len(frames)} frames on the metadata port; two are expected")
         if frames[0] != STATS_TOPIC:
-            self.on_view(view_codec.decode(frames[1]))
+            if self.feed.take(view_codec.decode(frames[1])):
+                self.on_view(self.feed.view)
+            elif self.feed.should_ask(self._clock.monotonic()):
+                self._ask(self.feed.topic)
             return
         message = stats_codec.decode(frames[1])
         if isinstance(message, Heartbeat):
@@ -111,7 +128,7 @@ class ReplicaCluster:
             self._router.on_request_failed(message)
 
     def on_view(self, view: ClusterView) -> None:
-        if view.version == self.view.version and not self._is_behind:
+        if view is self.view and not self._is_behind:
             return
         self.view, self._is_behind = view, False
         self._siblings.on_view(view)
@@ -123,12 +140,13 @@ class ReplicaCluster:
                 log.warning("no connection to %s: %s", key.name, error)
                 del self._members[key]
                 self._is_behind = True
-        self._loads = {key: load for key, load in self._loads.items() if key in self._members}
         self._router.on_view(view)
-        why = {lost.incarnation: lost for lost in view.lost}
-        for key in [key for key in before if key not in self._members]:
+        gone = [key for key in before if key not in self._members]
+        why = {lost.incarnation: lost for lost in view.lost} if gone else {}
+        for key in gone:
             lost = why.get(key.incarnation)
             reason, has_died = (lost.reason, lost.has_died) if lost else ("it left the cluster", False)
+            self._loads.pop(key, None)
             self._router.on_lost(before[key], reason, has_died)
 
 
@@ -147,7 +165,7 @@ class ReplicaProcess:
         ports = {key.rpartition(".")[2]: port for key, port in router_ports(config).items()}
 
         def cluster_of(router: PDRequestRouter, siblings: Siblings) -> ReplicaCluster:
-            self.cluster = ReplicaCluster(router, index, siblings, ports)
+            self.cluster = ReplicaCluster(router, index, siblings, ports, self._ask_for_whole)
             return self.cluster
 
         model = ServedModel.load(topology.model, created_s)
@@ -159,7 +177,8 @@ class ReplicaProcess:
         self._http = HTTPServer(self._api.app, shared, [("x-chitu-worker", str(index))], limits)
         self._own = Listener(self._loop, listen(HOST, 0, "an API process"), self._http.adopt)
         self._view = connect(context, zmq.SUB, config.host, config.pd_disaggregation.metadata_sync_port)
-        self._view.setsockopt(zmq.SUBSCRIBE, b"")
+        for topic in (VIEW_TOPIC, STATS_TOPIC, self.cluster.feed.topic):
+            self._view.setsockopt(zmq.SUBSCRIBE, topic)
         self._stats = connect(context, zmq.PUSH, config.host, config.stats_port)
         self._ending = Ending()
         self._accepts = False
@@ -190,6 +209,9 @@ class ReplicaProcess:
         reader.close()
         self._context.destroy(linger=LINGER_MS)
         self._flush_log()
+
+    def _ask_for_whole(self, topic: bytes) -> None:
+        ask_for_whole(self._view, topic)
 
     def _on_signal(self) -> None:
         self._ending.ask()

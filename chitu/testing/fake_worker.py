@@ -31,6 +31,7 @@ from chitu.net.curve import derive, make_context
 from chitu.net.link import LinkReceivers
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import bind, connect
+from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.protocol import (
     PROTOCOL_VERSION,
     VIEW_TOPIC,
@@ -155,12 +156,16 @@ class FakeWorker:
         print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
         self._router_workers: set[int] = set()
+        self._feed = ViewReceiver(time.monotonic())
         self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
-        self._view.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
+        for topic in (VIEW_TOPIC, self._feed.topic):
+            self._view.setsockopt(zmq.SUBSCRIBE, topic)
         self._poller = zmq.Poller()
+        self._by_socket: dict[object, _Instance] = {}
         for instance in self._instances:
-            self._poller.register(instance.requests, zmq.POLLIN)
-            self._poller.register(instance.coordination, zmq.POLLIN)
+            for socket in (instance.requests, instance.coordination):
+                self._poller.register(socket, zmq.POLLIN)
+                self._by_socket[socket] = instance
         self._poller.register(self._view, zmq.POLLIN)
         self._trace = Path(options.trace) if options.trace else None
         self._stopping = False
@@ -236,26 +241,29 @@ class FakeWorker:
         if socket is self._view:
             self._drain_views()
             return
-        for instance in self._instances:
-            if socket is instance.requests:
-                self._drain_requests(instance)
-            elif socket is instance.coordination:
-                reply = coordination_reply_codec.decode(instance.coordination.recv())
-                self._note(instance, reply)
-                if isinstance(reply, JoinReply) and reply.code:
-                    print(f"{instance.name} refused: {reply.code}: {reply.message}", file=sys.stderr, flush=True)
-                elif isinstance(reply, Drain):
-                    instance.draining = True
-                    instance.coordination.send(encode(reply))
+        instance = self._by_socket[socket]
+        if socket is instance.requests:
+            self._drain_requests(instance)
+            return
+        reply = coordination_reply_codec.decode(instance.coordination.recv())
+        self._note(instance, reply)
+        if isinstance(reply, JoinReply) and reply.code:
+            print(f"{instance.name} refused: {reply.code}: {reply.message}", file=sys.stderr, flush=True)
+        elif isinstance(reply, Drain):
+            instance.draining = True
+            instance.coordination.send(encode(reply))
 
     def _drain_views(self) -> None:
-        view = None
+        before = self._feed.view
         try:
             while True:
-                view = view_codec.decode(self._view.recv_multipart(zmq.NOBLOCK)[-1])
+                self._feed.take(view_codec.decode(self._view.recv_multipart(zmq.NOBLOCK)[-1]))
         except zmq.Again:
             pass
-        if view is None:
+        if self._feed.should_ask(time.monotonic()):
+            ask_for_whole(self._view, self._feed.topic)
+        view = self._feed.view
+        if view is before:
             return
         members = {(i.role, i.engine_rank, i.incarnation) for i in view.instances}
         for instance in self._instances:

@@ -18,6 +18,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,7 @@ import zmq
 import zmq.asyncio
 
 from chitu.net.curve import ClusterSecrets
+from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.protocol import VIEW_TOPIC, view_codec
 from chitu.types import instance_name
 
@@ -152,15 +154,19 @@ class Wires:
     async def _watch(self, view_port: int, secrets: ClusterSecrets) -> None:
         """Follow the router's view, which bypasses the proxies, to learn where proxies are needed."""
         with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
-            socket.setsockopt(zmq.SUBSCRIBE, VIEW_TOPIC)
+            feed = ViewReceiver(time.monotonic())
+            for topic in (VIEW_TOPIC, feed.topic):
+                socket.setsockopt(zmq.SUBSCRIBE, topic)
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, secrets.curve_public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secrets.curve_secret)
             socket.setsockopt(zmq.CURVE_SERVERKEY, secrets.curve_public)
             socket.connect(f"tcp://{REAL_HOST}:{view_port}")
             while True:
-                view = view_codec.decode((await socket.recv_multipart())[-1])
-                for info in view.instances:
+                feed.take(view_codec.decode((await socket.recv_multipart())[-1]))
+                if feed.should_ask(time.monotonic()):
+                    ask_for_whole(socket, feed.topic)
+                for info in feed.view.instances:
                     name = instance_name(info.role, info.engine_rank)
                     for port in (info.port, info.control_port):
                         await self._listen(name, port)

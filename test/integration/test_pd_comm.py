@@ -15,6 +15,7 @@ from chitu.clock import RealClock
 from chitu.instance.comm import CommCallbacks, CommLoop, RouterAddress
 from chitu.net.sockets import PushSocket, bind, connect
 from chitu.net.threads import ServiceThread, Waker
+from chitu.net.view_feed import asked_topic
 from chitu.protocol import (
     PROTOCOL_VERSION,
     STATS_TOPIC,
@@ -28,6 +29,7 @@ from chitu.protocol import (
     KVLayout,
     LinkAck,
     SchedulerMessage,
+    ViewChange,
     coordination_codec,
     encode,
 )
@@ -48,7 +50,7 @@ class Router:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.stats, stats = bind(self.context, zmq.PULL, "127.0.0.1", 0)
         self.coordination, self.coordination_port = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
-        self.view, view = bind(self.context, zmq.PUB, "127.0.0.1", 0)
+        self.view, view = bind(self.context, zmq.XPUB, "127.0.0.1", 0)
         self.loop = CommLoop(
             "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
         )
@@ -137,6 +139,14 @@ class Router:
         self.view.send_multipart([VIEW_TOPIC, encode(view)])
         self.view.send_multipart([STATS_TOPIC, b"of the router's own processes"])
 
+    def asked_topic(self) -> bytes:
+        """Wait until the loop asks for a whole view, and return the topic that it asks for."""
+        while True:
+            assert self.view.poll(5000), "it does not ask"
+            topic = asked_topic(self.view.recv())
+            if topic is not None:
+                return topic
+
     def close(self) -> None:
         self.loop.stop()
         self.thread.join(5)
@@ -158,6 +168,43 @@ def test_it_joins_until_the_view_has_it(router: Router) -> None:
     assert not router.loop.joined
     router.publish(1, 1)
     assert router.loop.joined
+
+
+def test_it_gets_a_whole_view_that_is_sent_to_it_alone_and_follows_the_changes(router: Router) -> None:
+    topic = router.asked_topic()
+    others = topic[:-1] + bytes([topic[-1] ^ 1])
+    router.view.send_multipart([others, encode(ClusterView(1, 9, ()))])
+    router.view.send_multipart([topic, encode(ClusterView(1, 1, ()))])
+    other = msgspec.structs.replace(router.info, engine_rank=1, incarnation=78)
+    changes = [ViewChange(1, 2, 1, (router.info,)), ViewChange(1, 3, 2, (other,)), ViewChange(1, 3, 3)]
+    for change in changes:
+        router.view.send_multipart([VIEW_TOPIC, encode(change)])
+    while not router.views or router.views[-1].version < 3:
+        assert router.happened.wait(5), router.views
+    assert router.views[-1] == ClusterView(1, 3, (router.info, other))
+    assert router.loop.joined
+    router.view.send_multipart([VIEW_TOPIC, encode(ViewChange(1, 4, 3, left=((Role.DECODE, 0),)))])
+    for _ in range(50):  # those sent before it saw itself in a view come first
+        _, frame = router.coordination.recv_multipart()
+        join = coordination_codec.decode(frame)
+        if isinstance(join, Join) and join.instance.returns:
+            return
+    raise AssertionError("it does not join again")
+
+
+def test_who_missed_a_change_asks_for_the_whole_view_and_takes_no_later_change_for_it(router: Router) -> None:
+    topic = router.asked_topic()
+    router.view.send_multipart([topic, encode(ClusterView(1, 1, (router.info,)))])
+    router.happened.wait(5)
+    views = router.loop.num_views
+    while not router.view.poll(50):
+        router.view.send_multipart([VIEW_TOPIC, encode(ViewChange(1, 3, 3))])
+    assert router.asked_topic() == topic
+    assert (router.loop.num_views, len(router.views)) == (views, 1), "the router counts as silent meanwhile"
+    router.view.send_multipart([topic, encode(ClusterView(1, 3, (router.info,), cache_flush=5))])
+    while len(router.views) < 2:
+        assert router.happened.wait(5), router.views
+    assert router.views[-1].cache_flush == 5
 
 
 def test_joins_are_not_kept_for_a_router_that_is_not_there(router: Router) -> None:
@@ -184,7 +231,7 @@ def test_after_a_lease_without_a_view_it_hears_the_next_one_and_joins_a_new_rout
     port = router.view.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     router.view.close()
     assert not router.coordination.poll(3 * 1000 * LEASE_S), "what that router sends before its view would be dropped"
-    router.view, _ = bind(router.context, zmq.PUB, "127.0.0.1", int(port))
+    router.view, _ = bind(router.context, zmq.XPUB, "127.0.0.1", int(port))
     for _ in range(200):
         router.send_view(ClusterView(2, 1, ()))
         if router.coordination.poll(50):

@@ -78,7 +78,8 @@ def deaths_of(processes: Mapping[str, ProcessName], act: Act, wait_for: int) -> 
                 enough.set()
 
         deaths = ProcessDeaths(asyncio.get_running_loop(), on_death)
-        deaths.follow(processes)
+        for key, name in processes.items():
+            deaths.follow(key, name)
         act(deaths)
         if wait_for:
             await asyncio.wait_for(enough.wait(), PATIENCE_S)
@@ -106,15 +107,16 @@ def test_a_process_that_is_killed_is_reported_once_and_only_while_it_is_followed
     assert deaths_of({"a": name}, lambda deaths: None, wait_for=0) == []
 
     def forget_and_kill(deaths: ProcessDeaths[str]) -> None:
-        deaths.follow({})
-        deaths.follow({"a": name, "b": name})
-        deaths.follow({"b": name})
+        deaths.forget("a")
+        deaths.follow("a", name)
+        deaths.follow("b", name)
+        deaths.forget("a")
         child.kill()
 
     assert deaths_of({"a": name}, forget_and_kill, wait_for=1) == ["b"]
     assert pidfds() == before
     child.wait()
-    assert deaths_of({"a": name}, lambda deaths: deaths.follow({"a": name}), wait_for=1) == ["a"], "dead from the start"
+    assert deaths_of({"a": name}, lambda deaths: deaths.follow("a", name), wait_for=1) == ["a"], "dead from the start"
 
 
 def test_a_pid_that_another_process_has_by_now_is_a_death_and_one_of_elsewhere_tells_nothing(

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from chitu.protocol import InstanceInfo, KVLayout
-from chitu.router.compatibility import why_incompatible
+from chitu.router.compatibility import MemberKinds, why_incompatible
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
@@ -67,3 +67,27 @@ def test_a_unified_instance_needs_the_model_alone() -> None:
     assert why_incompatible(unified, prefill(TCP)) == ""
     alien = msgspec.structs.replace(unified, layout=msgspec.structs.replace(LAYOUT, model_hash="another"))
     assert "give both the same checkpoint" in why_incompatible(alien, prefill(TCP))
+
+
+def test_a_new_instance_is_compared_with_every_kind_and_in_doubt_with_every_member() -> None:
+    """Members of one kind may still differ in the ways that do not leave their machines."""
+    kinds = MemberKinds()
+    for rank in range(4):
+        here = f"{SHM}-{rank % 2}"
+        kinds.add(msgspec.structs.replace(prefill(here, TCP), engine_rank=rank))
+    assert kinds.why_incompatible(decode(TCP)) == ""
+    assert kinds.why_incompatible(decode()) == "", "it does not say which ways it has"
+    said = kinds.why_incompatible(decode(f"{SHM}-0", RDMA))
+    assert "P1" in said and "no transport" in said, "P0 and P2 share memory with it, P1 does not"
+    assert "P0" in kinds.why_incompatible(decode(f"{SHM}-5"))
+    for rank in (1, 3):
+        kinds.remove(msgspec.structs.replace(prefill(f"{SHM}-1", TCP), engine_rank=rank))
+    assert kinds.why_incompatible(decode(f"{SHM}-0", RDMA)) == ""
+
+
+def test_an_instance_need_not_fit_the_one_whose_place_it_takes() -> None:
+    kinds = MemberKinds()
+    kinds.add(prefill(SHM, dtype="float32"))
+    assert kinds.why_incompatible(prefill(SHM, dtype="bfloat16")) == ""
+    kinds.add(msgspec.structs.replace(prefill(SHM, dtype="float32"), engine_rank=1))
+    assert "P1" in kinds.why_incompatible(prefill(SHM, dtype="bfloat16"))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
 import msgspec
 import pytest
 
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity
-from chitu.pd_coordination import KEPT_DEAD, LINGER_S, CoordinationEvents, PDCoordination
+from chitu.net.view_feed import KEPT_DEAD
+from chitu.pd_coordination import LINGER_S, CoordinationEvents, PDCoordination
 from chitu.protocol import (
     PROTOCOL_VERSION,
     ApiProcess,
@@ -44,10 +48,14 @@ class World:
         events = CoordinationEvents(
             on_joined=lambda instance: self.on_joined(instance),
             on_lost=self._on_lost,
-            on_change=self.views.append,
+            on_change=self._publish,
             on_heartbeat=lambda heartbeat: None,
         )
         self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, events)
+
+    def _publish(self) -> None:
+        self.core.next_change()
+        self.views.append(self.core.view)
 
     def _on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         self.lost.append((instance.incarnation, reason))
@@ -302,10 +310,88 @@ def test_a_death_on_this_machine_is_told_and_silence_is_none() -> None:
 
 def test_the_view_keeps_the_last_deaths() -> None:
     world = World()
-    for incarnation in range(1, 100):
+    count = KEPT_DEAD + 100
+    for incarnation in range(1, count):
         world.join(info(incarnation=incarnation))
         world.core.on_death(Role.PREFILL, 0, incarnation)
     world.core.set_workers((ApiProcess(1, 7, 8001),))
     world.pass_time(LINGER_S + 0.1)
-    assert world.core.view.dead == tuple(range(100 - KEPT_DEAD, 100))
+    assert world.core.view.dead == tuple(range(count - KEPT_DEAD, count))
     assert world.core.view.workers == (ApiProcess(1, 7, 8001),)
+
+
+def work_of(act: Callable[[], object]) -> int:
+    """Return how many lines of the product ran."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if "/chitu/" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def of_many(count: int) -> World:
+    """Return a cluster of so many P and D on 8 machines, the last of which has joined long ago."""
+    world = World()
+    for rank in range(count):
+        ways = (f"shm@{rank % 8}", "mooncake over tcp")
+        for role in (Role.PREFILL, Role.DECODE):
+            joins = msgspec.structs.replace(info(role, rank, 1 + 2 * rank + (role is Role.DECODE)), ways=ways)
+            assert world.join(joins).code == ""
+    world.views.clear()
+    return world
+
+
+def test_the_work_of_a_join_a_heartbeat_and_a_loss_does_not_depend_on_how_many_are_there() -> None:
+    def work(count: int) -> dict[str, int]:
+        world = of_many(count)
+        joins = msgspec.structs.replace(info(Role.PREFILL, 5000, 99_999), ways=("shm@9", "mooncake over tcp"))
+        later = msgspec.structs.replace(joins, first_view=(7, 1))
+        alien = msgspec.structs.replace(joins, engine_rank=5001, layout=KVLayout("other", *([1] * 4), "float32", 9))
+        acts: dict[str, Callable[[], object]] = {
+            "join": lambda: world.join(joins),
+            "repetition": lambda: world.join(later),
+            "heartbeat": lambda: world.beat(joins),
+            "refusal": lambda: world.join(alien),
+            "death": lambda: world.core.on_death(Role.PREFILL, 5000, 99_999),
+        }
+        lines = {name: work_of(act) for name, act in acts.items()}
+        assert len(world.views) == 2, "a join and a death; a repetition changes nothing"
+        return lines
+
+    work(5)
+    few, many = work(5), work(300)
+    assert few == many
+    assert all(lines > 5 for lines in few.values())
+
+
+def test_any_number_of_changes_is_one_number_of_the_view() -> None:
+    world = World()
+    changes = 0
+
+    def note() -> None:
+        nonlocal changes
+        changes += 1
+
+    world.core = PDCoordination(
+        *(world.clock, DeadlineConfig(), 7),
+        CoordinationEvents(lambda _: None, world._on_lost, note, lambda _: None),
+    )
+    for rank in range(50):
+        world.join(info(rank=rank, incarnation=1 + rank))
+    world.core.on_death(Role.PREFILL, 0, 1)
+    assert (changes, world.core.view.version, world.core.has_change) == (51, 0, True)
+    change = world.core.next_change()
+    assert (change.version, change.after, len(change.joined)) == (1, 0, 49)
+    assert len(world.core.view.instances) == 49 and not world.core.has_change
+    assert world.core.next_change().version == 1

@@ -43,6 +43,7 @@ from chitu.protocol import (
     TransferStatus,
     TransportMessage,
     UnifiedRequest,
+    ViewChange,
     encode,
     pack_i32,
     pack_logprobs,
@@ -52,6 +53,7 @@ from chitu.protocol import (
     stats_codec,
     token_codec,
     unpack_i32,
+    view_codec,
 )
 from chitu.types import Role
 
@@ -71,6 +73,19 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "incarnation": 7,
             "lines": b"{}\n",
             "num_dropped": 2,
+        },
+    ),
+    (
+        ViewChange(7, 5, 4, left=((Role.DECODE, 3),), dead=(9,)),
+        view_codec,
+        "86a474797065ab766965775f6368616e6765b2726f757465725f696e6361726e6174696f6e07a776657273696f6e05a5616674657204a46c6566749192a66465636f646503a4646561649109",
+        {
+            "type": "view_change",
+            "router_incarnation": 7,
+            "version": 5,
+            "after": 4,
+            "left": [["decode", 3]],
+            "dead": [9],
         },
     ),
     (

@@ -15,6 +15,7 @@ from chitu.config.topology import with_router
 from chitu.errors import BadFrame, Capacity, Unauthorized
 from chitu.http.access import Access, process_token
 from chitu.net.curve import derive
+from chitu.net.view_feed import ASK_S
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     STATS_TOPIC,
@@ -26,6 +27,7 @@ from chitu.protocol import (
     LoadReport,
     LostInstance,
     RequestFailed,
+    ViewChange,
     Wire,
     encode,
 )
@@ -112,6 +114,26 @@ def test_a_view_says_who_came_and_who_left_and_why() -> None:
     assert world.view(2, 11, lost=(died,)) == [("view", 2), ("lost", 10, "its process has ended", True)]
     # A view may be lost: another instance took the place, and the reason is no longer known.
     assert world.view(9, 21) == [("joined", 21), ("view", 9), ("lost", 11, "it left the cluster", False)]
+
+
+def test_a_replica_follows_the_changes_and_asks_for_the_whole_view_when_it_missed_one() -> None:
+    asked: list[bytes] = []
+    clock = FakeClock()
+    world = World()
+    world.cluster = ReplicaCluster(world.router, 1, Siblings(RouterConfig(), None, 1), {}, asked.append, clock)
+    world.view(1, 10)
+    joined = InstanceInfo(Role.DECODE, 1, 11, "127.0.0.1", 1, 2, LAYOUT, 128)
+    died = LostInstance(10, "its process has ended", True)
+    change = ViewChange(5, 2, 1, (joined,), ((Role.DECODE, 0),), lost=(died,))
+    assert world.take(VIEW_TOPIC, change) == [
+        *(("joined", 11), ("view", 2)),
+        ("lost", 10, "its process has ended", True),
+    ]
+    assert world.take(VIEW_TOPIC, ViewChange(5, 2, 2)) == [], "the same is repeated"
+    clock.advance(ASK_S)
+    assert world.take(VIEW_TOPIC, ViewChange(5, 4, 3)) == []
+    assert asked == [world.cluster.feed.topic]
+    assert world.view(4, 11) == [("view", 4)]
 
 
 def test_who_cannot_be_connected_to_is_tried_again_with_the_next_view_though_it_is_the_same() -> None:

@@ -149,10 +149,15 @@ class Admission:
         self._decode = RoleQueue(queue for queue in queues if queue.role is Role.DECODE)
 
     def on_report(self, key: InstanceKey, load: LoadReport) -> None:
-        """Take an instance's report of its own load."""
+        """Take an instance's report of its own load, perhaps ahead of the view that has it."""
         queue = self._queues.get(key)
-        if queue is not None:
-            queue.report(load, self._clock.monotonic())
+        if queue is None:
+            queue = self._queues[key] = QueueEstimate(key.role, self._memory_s)
+        queue.report(load, self._clock.monotonic())
+
+    def forget(self, key: InstanceKey) -> None:
+        """Drop what is known of an instance that is gone."""
+        self._queues.pop(key, None)
 
     def on_sent(self, key: InstanceKey, prompt_tokens: int) -> None:
         """Count a request (or its half) that was sent to an instance."""

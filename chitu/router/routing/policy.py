@@ -7,7 +7,7 @@ beginning before. P and D are chosen one after the other, each by its own policy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -88,6 +88,11 @@ class Candidates:
             tuple(i for i in usable if i.role is Role.DECODE),
             tuple(i for i in usable if i.role is Role.UNIFIED),
         )
+
+    def without(self, gone: Set[InstanceKey]) -> Candidates:
+        """Return the candidates except those."""
+        groups = (self.prefill, self.decode, self.unified)
+        return Candidates(*(tuple(i for i in group if instance_key(i) not in gone) for group in groups))
 
     @property
     def has_pair(self) -> bool:

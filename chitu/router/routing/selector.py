@@ -51,22 +51,45 @@ class PairSelector:
         self._silent: dict[InstanceKey, frozenset[int]] = {}
         """Incarnations of the P that a D receives nothing from, by D."""
         self._requests = first_turn
-        self.candidates = Candidates()
-        self.on_view(ClusterView(0, 0, ()))
+        self._candidates = Candidates()
+        self._view: ClusterView | None = ClusterView(0, 0, ())
+        """Newest view until it is first used: views may come faster than requests."""
+        self._gone: set[InstanceKey] = set()
+        """Instances that were lost since that view came, until then too."""
+        self._refresh()
 
     # --------------------------------------------------------------------------------------------------- membership
 
+    @property
+    def candidates(self) -> Candidates:
+        """The instances that may get new requests; the same object until they change."""
+        self._refresh()
+        return self._candidates
+
     def on_view(self, view: ClusterView) -> None:
         """Apply a new cluster view; the next choice uses it."""
-        self.candidates = Candidates.of(view)
-        groups = self._loads.arrange((self.candidates.prefill, self.candidates.decode, self.candidates.unified))
+        self._view = view
+        self._gone.clear()
+
+    def _refresh(self) -> None:
+        if self._view is None and not self._gone:
+            return
+        if self._view is not None:
+            self._candidates, self._view = Candidates.of(self._view), None
+        if self._gone:
+            self._candidates = self._candidates.without(self._gone)
+            self._gone.clear()
+        candidates = self._candidates
+        groups = self._loads.arrange((candidates.prefill, candidates.decode, candidates.unified))
         self._prefill, self._decode, self._unified = groups
-        self._period = lcm(len(self.candidates.prefill), len(self.candidates.decode)) or 1
+        self._period = lcm(len(candidates.prefill), len(candidates.decode)) or 1
 
     def on_joined(self, key: InstanceKey) -> None:
         self._loads.add(key)
 
     def on_lost(self, key: InstanceKey) -> None:
+        """Choose an instance no more, although the newest view may have it."""
+        self._gone.add(key)
         self._loads.remove(key)
         self._silent.pop(key, None)
 
@@ -84,6 +107,7 @@ class PairSelector:
     @property
     def has_sound_pair(self) -> bool:
         """Whether there is a pair whose D receives messages from its P."""
+        self._refresh()
         decodes = self._decode.positions
         return any(not self.is_silent(prefill, decode) for prefill in self._prefill.positions for decode in decodes)
 
