@@ -8,6 +8,7 @@ works in Rust without the GIL and counts its work, so a hostile grammar ends wit
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -159,7 +160,7 @@ class GrammarCompiler:
             text = json.dumps(enforceable(json.loads(text)))
             return self._engine.grammar_from_json_schema(text, overrides=_JSON_OPTIONS)
         if grammar.kind == "regex":
-            return self._engine.grammar_from_regex(text)
+            return self._engine.grammar_from_regex(_with_ascii_classes(text))
         if grammar.kind == "choice":
             choices = msgspec.json.decode(text, type=list[str])
             return self._engine.grammar_from_regex("|".join(map(_literally, choices)))
@@ -187,6 +188,20 @@ def _lark_of_gbnf(text: str) -> str:
         return any_to_lark(text)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(str(error)) from error
+
+
+_ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
+
+
+def _with_ascii_classes(regex: str) -> str:
+    r"""Return a regular expression in which `\d`, `\w` and `\s` are ASCII, as other engines have it. A class may
+    stand within another one, so it takes the place of its escape everywhere."""
+
+    def ascii_class(found: re.Match[str]) -> str:
+        known = _ASCII_CLASSES.get(found[1].lower(), found[0])
+        return known.replace("[", "[^", 1) if found[1] in "DWS" else known
+
+    return re.sub(r"\\(.)", ascii_class, regex, flags=re.DOTALL)
 
 
 def _literally(text: str) -> str:

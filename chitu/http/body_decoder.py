@@ -16,6 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.http.cut_characters import cut_character
 from chitu.http.request_bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
@@ -32,8 +33,10 @@ from chitu.http.request_fields import (
     COMPLETIONS,
     DETOKENIZE,
     FIELDS,
+    OTHER_NAMES,
     REFUSED,
     RESPONSES,
+    SERVED,
     TOKENIZE,
     Field,
     fields_of,
@@ -117,7 +120,7 @@ class BodyDecoder(Generic[_BodyT]):
         except msgspec.ValidationError as error:
             raise _invalid(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+            raise cut_character(raw) or InvalidRequest(f"the body is not valid JSON: {error}") from error
 
     def _outlined(self, raw: bytes | bytearray, warnings: list[str] | None) -> msgspec.Struct:
         """Return the body's fields as JSON. Judges only the first unknown field, so a million of them cost nothing."""
@@ -164,11 +167,18 @@ class BodyDecoder(Generic[_BodyT]):
         if field is not None:
             raise _refusal(field, path)
         prefix = place[: place.rindex(".") + 1] if "." in place else ""
-        siblings = [name.removeprefix(prefix) for name in self._fields if name.startswith(prefix)]
+        siblings = [
+            name.removeprefix(prefix)
+            for name, known in self._fields.items()
+            if name.startswith(prefix) and "." not in name.removeprefix(prefix) and known.effect != REFUSED
+        ]
         name = place.removeprefix(prefix)
-        nearest = difflib.get_close_matches(name[:NAMED_CHARS].lower(), [s for s in siblings if "." not in s], 1)
-        elsewhere = [other.routes[0] for other in FIELDS if other.name == place]
-        hint = f"; {elsewhere[0]} has it" if elsewhere else f"; did you mean {prefix}{nearest[0]}?" if nearest else ""
+        nearest = difflib.get_close_matches(name[:NAMED_CHARS].lower(), siblings, 1)
+        elsewhere = [other.routes[0] for other in FIELDS if other.name == place and other.effect == SERVED]
+        meant = [here for here in OTHER_NAMES.get(place, ()) if here.split(".")[0] in self._fields]
+        if not meant and not elsewhere:
+            meant = [prefix + near for near in nearest]
+        hint = f"; did you mean {meant[0]}?" if meant else f"; {elsewhere[0]} has it" if elsewhere else ""
         text = f"{path[:NAMED_CHARS]}: {self._route} has no such field{hint}"
         if warnings is None:
             raise InvalidRequest(text, path[:NAMED_CHARS])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.http.cut_characters import cut_character
 from chitu.http.request_bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
@@ -93,7 +94,7 @@ def _schema(value: msgspec.Raw | msgspec.UnsetType, param: str) -> str:
     try:
         text = msgspec.json.decode(given, type=str) if given[:1] == b'"' else given.decode()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{param} is not valid JSON: {error}", param) from error
+        raise cut_character(given, param) or InvalidRequest(f"{param} is not valid JSON: {error}", param) from error
     if not text.lstrip().startswith("{"):
         raise InvalidRequest(f"{param} must be a JSON schema: an object, or a text that holds one", param)
     return text

@@ -44,8 +44,8 @@ MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 """Tool calls of one message."""
 MAX_TOOL_NAME_CHARS = 128
-MAX_ID_CHARS = 128
-"""Characters of a tool call's id."""
+MAX_ID_CHARS = 1 << 14
+"""Characters of a tool call's id: some providers put a signature of thousands of characters into it."""
 MAX_TEMPLATE_KWARGS = 64
 """Variables for the chat template that one request gives."""
 MAX_PROMPTS = 1024
@@ -232,11 +232,15 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     """A JSON schema."""
     strict: bool | None = None
+    # without effect
+    cache_control: Unread = msgspec.UNSET
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["function"]
     function: ToolFunction
+    # without effect
+    cache_control: Unread = msgspec.UNSET
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -264,6 +268,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     provider_specific_fields: Unread = msgspec.UNSET
     annotations: Unread = msgspec.UNSET
     type: Unread = msgspec.UNSET
+    id: Unread = msgspec.UNSET
+    thinking_blocks: Unread = msgspec.UNSET
+    reasoning_details: Unread = msgspec.UNSET
+    metadata: Unread = msgspec.UNSET
+    cache_control: Unread = msgspec.UNSET
 
 
 _Messages = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.http.cut_characters import cut_character
 from chitu.http.request_bodies import (
     EFFORTS,
     MAX_PROMPTS,
@@ -58,7 +59,8 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
         if "length <=" not in str(error):
             raise InvalidRequest(_SHAPE, "prompt") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"prompt is not valid JSON: {error}", "prompt") from error
+        broken = InvalidRequest(f"prompt is not valid JSON: {error}", "prompt")
+        raise cut_character(bytes(given), "prompt") or broken from error
     raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are taken", "prompt")
 
 
@@ -87,13 +89,7 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
                 raise InvalidRequest(f"{where}.content is required", f"{where}.content")
             content = ""  # templates add text to it
         if not isinstance(content, str):
-            for j, part in enumerate(content):
-                if part.type != "text" or part.text is None:
-                    raise InvalidRequest(
-                        f"{where}.content[{j}]: only parts of type 'text' are supported, not {part.type!r}",
-                        f"{where}.content[{j}]",
-                    )
-            content = "".join(part.text or "" for part in content)
+            content = text_of_parts([(part.type, part.text) for part in content], ("text",), f"{where}.content")
         message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
         if message.name is not None:
             message_of_template["name"] = message.name
@@ -105,6 +101,18 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
             message_of_template["reasoning_content"] = reasoning
         messages.append(message_of_template)
     return messages
+
+
+def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
+    """Return parts of content, each a type and a text, as one text: joined by line breaks, as vLLM and llama.cpp do.
+    Raise InvalidRequest for a part of another type, and for one without text."""
+    for i, (kind, text) in enumerate(parts):
+        if kind not in types:
+            known = ", ".join(map(repr, types))
+            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind[:40]!r}", f"{where}[{i}]")
+        if text is None:
+            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
+    return "\n".join([text for _, text in parts if text is not None])
 
 
 def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:

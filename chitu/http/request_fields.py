@@ -17,6 +17,29 @@ ABORT = "/abort_request"
 RESPONSES = "/v1/responses"
 GENERATION = (COMPLETIONS, CHAT)
 
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_new_tokens", "max_length", "max_tokens", "max_completion_tokens"),
+        ("max_tokens", "max_output_tokens"),
+    ),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "think", "preserve_thinking"), ("chat_template_kwargs.enable_thinking",)
+    ),
+    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), ("repetition_penalty",)),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), ("stop",)),
+    **dict.fromkeys(("grammar", "gbnf"), ("guided_grammar",)),
+    **dict.fromkeys(("format", "response_schema"), ("response_format", "text.format")),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning.effort")),
+    "temp": ("temperature",),
+    "num_return_sequences": ("n",),
+    "response_format": ("text.format",),
+    "top_n_tokens": ("top_logprobs", "logprobs"),
+    "messages": ("input",),
+    "input": ("messages", "prompt"),
+    "system": ("messages", "instructions"),
+}
+"""Name of a field in other servers, or at other routes -> what it is called here, of which a route has at most one."""
+
 SERVED: Literal["served"] = "served"
 REFUSED: Literal["refused"] = "refused"
 NO_EFFECT: Literal["without effect"] = "without effect"
@@ -59,7 +82,11 @@ FIELDS: tuple[Field, ...] = (
         (CHAT, TOKENIZE),
         SERVED,
         ("messages[].role", "up to 64 characters; `developer` is the template's `system`"),
-        ("messages[].content", "text, or up to 1024 parts; of an `assistant` also null or left out"),
+        (
+            "messages[].content",
+            "text, or up to 1024 parts, which a line break joins, as in vLLM and llama.cpp; of an `assistant` also "
+            "null or left out",
+        ),
         ("messages[].content[].type", "`text`"),
         ("messages[].content[].text", ""),
         ("messages[].name", "up to 64 characters; passed to the chat template, which may ignore it"),
@@ -67,12 +94,12 @@ FIELDS: tuple[Field, ...] = (
             "messages[].tool_calls",
             "up to 128, of an answer that is sent back; a chat template without calls leaves them out",
         ),
-        ("messages[].tool_calls[].id", "up to 128 characters"),
+        ("messages[].tool_calls[].id", "up to 16,384 characters"),
         ("messages[].tool_calls[].type", "`function`"),
         ("messages[].tool_calls[].function", ""),
         ("messages[].tool_calls[].function.name", "1 to 128 characters"),
         ("messages[].tool_calls[].function.arguments", "JSON; if not an object, passed to the template as text"),
-        ("messages[].tool_call_id", "up to 128 characters: the call that a message of the role `tool` answers"),
+        ("messages[].tool_call_id", "up to 16,384 characters: the call that a message of the role `tool` answers"),
         ("messages[].reasoning_content", "of an answer that is sent back; passed to the chat template"),
         ("messages[].reasoning", "the same, if `reasoning_content` is missing"),
         ("tools", "up to 128; in the prompt as the model's chat template writes them"),
@@ -94,6 +121,13 @@ FIELDS: tuple[Field, ...] = (
         ("messages[].annotations", "of an answer that is sent back"),
         ("messages[].provider_specific_fields", "of an answer that litellm sends back"),
         ("messages[].type", "lm-eval sends `text`"),
+        ("messages[].id", "of an answer that is sent back"),
+        ("messages[].thinking_blocks", "of an answer of another model; see `reasoning_content`"),
+        ("messages[].reasoning_details", "of an answer of another model; see `reasoning_content`"),
+        ("messages[].metadata", ""),
+        ("messages[].cache_control", "prompts are cached by their tokens"),
+        ("tools[].cache_control", "prompts are cached by their tokens"),
+        ("tools[].function.cache_control", "prompts are cached by their tokens"),
         ("messages[].tool_calls[].index", "of a streamed call that is sent back"),
         ("messages[].content[].cache_control", ""),
         ("messages[].content[].prompt_cache_breakpoint", ""),
@@ -155,9 +189,17 @@ FIELDS: tuple[Field, ...] = (
         ("structured_outputs", "with one of its fields"),
         ("structured_outputs.json", "a JSON schema, as an object or as JSON text"),
         ("structured_outputs.json_object", "`true`: any JSON object"),
-        ("structured_outputs.regex", "the whole answer matches it; syntax of Rust's `regex`, without look-around"),
+        (
+            "structured_outputs.regex",
+            "the whole answer matches it; syntax of Rust's `regex`, without look-around. `\\d`, `\\w` and `\\s` are "
+            "ASCII (in a schema's `pattern` `\\d` and `\\w` are, too); `\\p{...}` has the rest of Unicode",
+        ),
         ("structured_outputs.choice", "1 to 1024 texts of up to 1024 characters; the answer is one of them"),
-        ("structured_outputs.grammar", "context-free: llguidance's Lark, or GBNF of up to 2048 characters"),
+        (
+            "structured_outputs.grammar",
+            "context-free: llguidance's Lark, where `\\d`, `\\w` and `\\s` are Unicode's, or GBNF of up to 2048 "
+            "characters",
+        ),
         ("guided_json", "as `structured_outputs.json`"),
         ("guided_regex", "as `structured_outputs.regex`"),
         ("guided_choice", "as `structured_outputs.choice`"),
@@ -264,7 +306,7 @@ FIELDS: tuple[Field, ...] = (
         ("input", "text, or 1 to 2048 items: all turns, since nothing is stored"),
         ("input[].type", "`message` (default), `function_call`, `function_call_output`, `reasoning`"),
         ("input[].role", "of a message"),
-        ("input[].content", "of a message or reasoning: text, or up to 1024 parts"),
+        ("input[].content", "of a message or reasoning: text, or up to 1024 parts, which a line break joins"),
         ("input[].content[].type", "`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
         ("input[].content[].text", ""),
         ("input[].call_id", "of a call and its output"),
@@ -309,8 +351,11 @@ FIELDS: tuple[Field, ...] = (
         *(
             (f"input[].{parts}[].{name}", "")
             for parts in ("content", "output")
-            for name in ("annotations", "logprobs", "prompt_cache_breakpoint")
+            for name in ("annotations", "logprobs", "prompt_cache_breakpoint", "cache_control")
         ),
+        ("input[].metadata", ""),
+        ("input[].cache_control", "prompts are cached by their tokens"),
+        ("tools[].cache_control", "prompts are cached by their tokens"),
         ("reasoning.summary", "reasoning is returned as it is"),
         ("reasoning.generate_summary", "the same"),
         ("text.verbosity", ""),

@@ -54,6 +54,11 @@ KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+MULTIMODAL = ("text_config", "vision_config", "audio_config", "language_config", "llm_config", "thinker_config")
+LEAST_LIKENESS = 0.75
+"""Likeness, 0 to 1, from which on a known key is named as what was meant."""
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The known keys of one object."""
@@ -83,7 +88,11 @@ class Keys:
         return {key: value_of(named, key, wanted, where) for key, wanted in self.used.items()}
 
     def _unknown(self, key: str, where: str) -> str:
-        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1)
+        if key in MULTIMODAL:
+            return (
+                f"{where}: {key} is of a model of more than text, which is not supported; a text model has no such key"
+            )
+        near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1, cutoff=LEAST_LIKENESS)
         hint = f" (the nearest known one is {near[0]!r})" if near else ""
         return f"{where}: the key {key!r} is not known{hint}; remove it if the model computes the same without it"
 

@@ -134,3 +134,10 @@ def test_a_schema_is_obeyed_under_any_type_and_an_annotation_refuses_nothing(url
     tool["function"]["name"] = "g"
     error = httpx.post(f"{url}/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "tools[1].function.parameters.properties.a" and "'g'" in error["message"], error
+
+
+def test_a_digit_of_a_regular_expression_is_ascii(url: str) -> None:
+    for seed in range(8):
+        body = {"prompt": "a", "guided_regex": r"^\d{4}$", "temperature": 1, "seed": seed, "max_tokens": 40}
+        text = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+        assert len(text) == 4 and text.isascii() and text.isdigit()

@@ -186,6 +186,27 @@ def test_a_grammar_of_huge_extent_is_followed_or_ends_its_own_request(kind: Any,
         assert "cannot be followed" in error.message
 
 
+def test_classes_of_a_regular_expression_are_ascii_as_in_a_schemas_pattern() -> None:
+    for regex, yes, no in (
+        (r"^\d{2}$", "12", "\u0661\u0662"),
+        (r"[\d_]+", "1_", "\u0661"),
+        (r"[^\d]", "\u0661", "1"),
+        (r"[\D]", "\u0661", "1"),
+        (r"\w+", "aZ_9", "é"),
+        (r"\W", "é", "a"),
+        (r"\s\S", " é", "\u00a0é"),
+        (r"a\\d", "a\\d", "a\\1"),
+        (r"\p{L}", "é", "1"),
+    ):
+        compiled = COMPILER.compile(Grammar("regex", regex))
+        assert allows(compiled, yes) and not allows(compiled, no), regex
+        if not regex.startswith((r"[\d", r"\p", r"\s", r"a\\")):
+            of_schema = COMPILER.compile(
+                Grammar("json_schema", json.dumps({"type": "string", "pattern": f"^({regex})$"}))
+            )
+            assert allows(of_schema, f'"{yes}"') and not allows(of_schema, f'"{no}"'), regex
+
+
 def test_masks_that_cost_more_than_they_may_end_the_request() -> None:
     compiled = COMPILER.compile(Grammar("regex", "a+"))
     now_s = [0.0]

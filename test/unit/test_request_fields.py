@@ -30,9 +30,10 @@ from chitu.http.body_decoder import (
     tokenize_decoder,
     warning_header,
 )
+from chitu.http.grammar_fields import grammar_of
 from chitu.http.openapi_document import BODIES, openapi_document
 from chitu.http.request_bodies import LARGE_BODY_BYTES
-from chitu.http.request_checks import chat_messages
+from chitu.http.request_checks import chat_messages, completion_prompts, offered_tools
 from chitu.http.request_fields import (
     ABORT,
     CHAT,
@@ -40,6 +41,7 @@ from chitu.http.request_fields import (
     DETOKENIZE,
     FIELDS,
     NO_EFFECT,
+    OTHER_NAMES,
     REFUSED,
     RESPONSES,
     SERVED,
@@ -47,6 +49,7 @@ from chitu.http.request_fields import (
     Field,
     fields_of,
 )
+from chitu.http.responses.request import chat_body
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "a"}
@@ -218,7 +221,94 @@ UNKNOWN = [
     (TOKENIZE, {"add_special_token": False}, "add_special_token", "did you mean add_special_tokens?"),
     (DETOKENIZE, {"skip_special": True}, "skip_special", "did you mean skip_special_tokens?"),
     (CHAT, {"x\r\ny": 1}, "x\r\ny", "no such field"),
+    (CHAT, {"enable_thinking": False}, "enable_thinking", "did you mean chat_template_kwargs.enable_thinking?"),
+    (CHAT, {"n_predict": 5}, "n_predict", "did you mean max_tokens?"),
+    (COMPLETIONS, {"n_predict": 5}, "n_predict", "did you mean max_tokens?"),
+    (CHAT, {"predicton": 5}, "predicton", "no such field"),  # not the name of a field that is refused
+    (RESPONSES, {"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
+    (RESPONSES, {"response_format": {}}, "response_format", "did you mean text.format?"),
+    (CHAT, {"input": "a"}, "input", "did you mean messages?"),
 ]
+
+
+def test_other_names_lead_to_fields_that_are_served() -> None:
+    served = {field.name for field in FIELDS if field.effect == SERVED}
+    named = {here.split(".enable")[0] for meant in OTHER_NAMES.values() for here in meant}
+    assert named <= served
+
+
+@pytest.mark.parametrize("value", [None, "x", {"type": "ephemeral"}, []])
+def test_what_other_servers_add_to_messages_and_tools_has_no_effect(value: Any) -> None:
+    names = ("id", "thinking_blocks", "reasoning_details", "metadata", "cache_control")
+    tool = {"type": "function", "function": {"name": "f", "cache_control": value}, "cache_control": value}
+    messages = [{**USER, **dict.fromkeys(names, value)}]
+    for route in (CHAT, TOKENIZE):
+        decoded = decode(route, {"messages": messages, "tools": [tool]})
+        assert chat_messages(decoded.messages) == [USER]
+        assert offered_tools(decoded.tools) == [{"type": "function", "function": {"name": "f"}}]
+    item = {**USER, "metadata": value, "cache_control": value}
+    assert decode(RESPONSES, {"input": [item], "tools": [{"type": "function", "name": "f", "cache_control": value}]})
+
+
+def test_parts_of_a_text_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "Be terse."}, {"type": "text", "text": "Use bullets."}]
+    call = {"id": "1" * 4572, "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": parts},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1" * 4572, "content": parts},
+    ]
+    shown = chat_messages(decode(CHAT, {"messages": messages}).messages)
+    assert [message["content"] for message in shown] == ["Be terse.\nUse bullets.", "", "Be terse.\nUse bullets."]
+    of_input = [{"type": "input_text", "text": part["text"]} for part in parts]
+    items = [
+        {"role": "user", "content": of_input},
+        {"type": "function_call", "call_id": "1" * 4572, "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1" * 4572, "output": of_input},
+    ]
+    shown = chat_messages(chat_body(decode(RESPONSES, {"input": items})).messages)
+    assert [message["content"] for message in shown] == ["Be terse.\nUse bullets.", "", "Be terse.\nUse bullets."]
+
+
+def test_a_part_without_text_and_one_of_another_type_are_told_apart() -> None:
+    for part, param, says in (
+        ({"type": "text"}, "messages[0].content[1].text", "is required"),
+        ({"type": "text", "text": None}, "messages[0].content[1].text", "is required"),
+        ({"type": "video"}, "messages[0].content[1]", "only 'text' parts are supported, not 'video'"),
+    ):
+        body = decode(CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
+        with pytest.raises(InvalidRequest, match=says) as raised:
+            chat_messages(body.messages)
+        assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("raw", "param", "says"),
+    [
+        (rb'{"messages": [{"role": "user", "content": "a, {} \" \ud83d"}]}', "messages[0].content", "surrogate"),
+        (
+            rb'{"messages": [{"role": "", "content": [{"type": "", "text": "\ud83d\ude00 \\ud83d \udc00"}]}]}',
+            "messages[0].content[0].text",
+            "surrogate",
+        ),
+        (rb'{"stop": ["a", "\ud83d\u0041"], "messages": []}', "stop[1]", "surrogate"),
+        (b'{"messages": [], "stop": "a\xf0\x9f"}', "stop", "not UTF-8"),
+        (b'{"messages": [], "guided_json": {"title": "\xe4"}}', "guided_json.title", "not UTF-8"),
+        (rb'{"messages": [{"role": "user", "content": "\ud83d\ude00"}', None, "is not valid JSON"),
+    ],
+)
+def test_a_character_that_was_cut_in_two_is_named_with_its_field(raw: bytes, param: str | None, says: str) -> None:
+    for padding in (b"", b" " * LARGE_BODY_BYTES):
+        with pytest.raises(InvalidRequest, match=says) as raised:
+            grammar_of(DECODERS[CHAT].decode(raw + padding))
+        assert raised.value.param == param and ("was cut in two" in raised.value.message) is (param is not None)
+
+
+@pytest.mark.parametrize("prompt", [b'"a\xe6\x97"', b'["a", "\xe6\x97"]'])
+def test_a_prompt_with_a_part_of_a_character_is_named(prompt: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="was cut in two") as raised:
+        completion_prompts(DECODERS[COMPLETIONS].decode(b'{"prompt": ' + prompt + b"}"))
+    assert raised.value.param == ("prompt[1]" if prompt.startswith(b"[") else "prompt")
 
 
 @pytest.mark.parametrize(("route", "body", "param", "hint"), UNKNOWN)

@@ -38,6 +38,7 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Unread = msgspec.UNSET
     logprobs: Unread = msgspec.UNSET
     prompt_cache_breakpoint: Unread = msgspec.UNSET
+    cache_control: Unread = msgspec.UNSET
 
 
 _Parts = str | Annotated[list[InputPart], msgspec.Meta(max_length=MAX_PARTS)]
@@ -61,6 +62,8 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     namespace: Unread = msgspec.UNSET
     summary: Unread = msgspec.UNSET
     encrypted_content: Unread = msgspec.UNSET
+    metadata: Unread = msgspec.UNSET
+    cache_control: Unread = msgspec.UNSET
 
 
 class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -69,6 +72,8 @@ class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    # without effect
+    cache_control: Unread = msgspec.UNSET
 
 
 class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):

@@ -24,6 +24,7 @@ from chitu.http.request_bodies import (
     Tool,
     ToolFunction,
 )
+from chitu.http.request_checks import text_of_parts
 from chitu.http.responses.body import (
     ITEM_TYPES,
     PART_TYPES,
@@ -141,12 +142,7 @@ def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
 def _text(given: str | list[InputPart], where: str) -> str:
     if isinstance(given, str):
         return given
-    for i, part in enumerate(given):
-        if part.type not in PART_TYPES or part.text is None:
-            raise InvalidRequest(
-                f"{where}[{i}]: only parts of text are supported, not {part.type[:40]!r}", f"{where}[{i}]"
-            )
-    return "".join(part.text or "" for part in given)
+    return text_of_parts([(part.type, part.text) for part in given], PART_TYPES, where)
 
 
 def echo_of(body: ResponsesBody) -> dict[str, Any]:
