@@ -33,21 +33,60 @@ class SchemaFault(NamedTuple):
     problem: str
 
 
-def enforceable(schema: Any) -> Any:
-    """Return a schema without the keywords that constrain nothing."""
+def enforceable(schema: Any, root: Any = None) -> Any:
+    """Return a schema without the keywords that constrain nothing, and with `anyOf` for a `oneOf` that means the same.
+    `root`: the schema that its references are in, if it is a part of one."""
+    root = schema if root is None else root
     if isinstance(schema, list):
-        return [enforceable(entry) for entry in schema]
+        return [enforceable(entry, root) for entry in schema]
     if not isinstance(schema, dict):
         return schema
+    if "anyOf" not in schema and ("discriminator" in schema or _are_told_apart(schema.get("oneOf"), root)):
+        schema = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
     return {
         key: value
         if key in _DATA
-        else {name: enforceable(inner) for name, inner in value.items()}
+        else {name: enforceable(inner, root) for name, inner in value.items()}
         if key in _MAPS and isinstance(value, dict)
-        else enforceable(value)
+        else enforceable(value, root)
         for key, value in schema.items()
         if not _constrains_nothing(key, value, schema)
     }
+
+
+def _are_told_apart(schemas: Any, root: Any) -> bool:
+    """Return whether these are schemas of objects with a required property whose text tells them apart. llguidance sees
+    this only where no reference is on the way."""
+    if not isinstance(schemas, list):
+        return False
+    objects = [_target(schema, root) for schema in schemas]
+    if not all(isinstance(each.get("required"), list) and each.get("type") == "object" for each in objects):
+        return False
+    for name in objects[0]["required"] if objects else ():
+        texts = [_texts_of(each, name, root) if name in each["required"] else [] for each in objects]
+        if all(texts) and len({text for some in texts for text in some}) == sum(map(len, texts)):
+            return True
+    return False
+
+
+def _texts_of(schema: dict[str, Any], name: Any, root: Any) -> list[str]:
+    """Return the texts that a property may have; none if it may have other values, too."""
+    properties = schema.get("properties")
+    value = _target(properties.get(name), root) if isinstance(properties, dict) and isinstance(name, str) else {}
+    texts = [value["const"]] if "const" in value else value.get("enum")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        return []
+    return list(dict.fromkeys(texts))
+
+
+def _target(schema: Any, root: Any) -> dict[str, Any]:
+    """Return what a schema refers to, or itself; empty if that is not in the root."""
+    reference = schema.get("$ref") if isinstance(schema, dict) else None
+    if isinstance(reference, str):
+        schema = root if reference.startswith("#/") else None
+        for name in reference.split("/")[1:]:
+            schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema if isinstance(schema, dict) else {}
 
 
 def _constrains_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
@@ -82,9 +121,9 @@ def _constrains_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
 def find_fault(schema: Any, problem_of: Callable[[Any], str], may_try: Callable[[], bool]) -> SchemaFault | None:
     """Return the smallest part of a schema that is refused for the same reason as the whole; None if the whole is not
     refused. `problem_of` returns the reason, or an empty text. Once `may_try` is false, the search ends where it is."""
-    problem = problem_of(schema)
-    if not problem or not isinstance(schema, dict):
-        return SchemaFault("", problem) if problem else None
+    problem = problem_of(schema) if isinstance(schema, dict) else ""
+    if not problem:
+        return None
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     part, path, seen = schema, "", {id(schema)}
     while True:
@@ -112,10 +151,7 @@ def _parts(schema: dict[str, Any], root: dict[str, Any]) -> Iterator[tuple[str, 
         if key in _DATA or key in ("$defs", "definitions"):
             continue
         if key == "$ref" and isinstance(value, str) and value.startswith("#/"):
-            target: Any = root
-            for name in value[2:].split("/"):
-                target = target.get(name) if isinstance(target, dict) else None
-            if isinstance(target, dict):
+            if target := _target(schema, root):
                 yield "#" + value[1:].replace("/", "."), target
         elif key in _MAPS and isinstance(value, dict):
             yield from (

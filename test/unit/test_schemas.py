@@ -80,6 +80,32 @@ def test_formats_that_the_engine_knows_are_enforced_and_it_knows_no_other() -> N
         assert name == "unknown" or f"Unknown format: {name}" in engine(tokens, source, log_level=0).get_error()
 
 
+def kind(*texts: str, **more: Any) -> dict[str, Any]:
+    """Return a schema of objects that one of these texts tells apart."""
+    return {"type": "object", "properties": {"k": {"enum": list(texts)}}, "required": ["k"], **more}
+
+
+def test_a_union_whose_schemas_a_property_tells_apart_is_enforced() -> None:
+    for a, b, more in (
+        (kind("a"), kind("b"), {}),
+        (kind("a", "c"), kind("b"), {}),
+        (kind("a", required=[]), kind("b", required=[]), {"discriminator": {"propertyName": "k"}}),
+    ):
+        for union in ([a, b], [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]):
+            schema = {"type": "array", "items": {"oneOf": union, **more}, "$defs": {"A": a, "B": b}}
+            assert allows(compiled(schema), '[{"k":"a"},{"k":"b"}]') and not allows(compiled(schema), '[{"k":"x"}]')
+    a = kind("a")
+    for b in (
+        kind("a", "b"),
+        kind("b", required=[]),
+        {**kind("b"), "properties": {}},
+        {},
+        True,
+        kind("b", type="array"),
+    ):
+        assert enforceable({"oneOf": [a, b]}) == {"oneOf": [a, b]}
+
+
 def test_data_are_no_schemas() -> None:
     kept = {"enum": [{"format": "password", "uniqueItems": False}], "properties": {"format": {"const": {"if": 1}}}}
     assert enforceable(kept) == kept
