@@ -112,10 +112,11 @@ def request_of(number: int, vocab_size: int, end_of_thought: int) -> Drawn:
     body: dict[str, Any] = {"model": "m", "return_token_ids": True, "seed": _seed(rng), **_sampling(rng, vocab_size)}
     is_chat = rng.random() < 0.45
     body |= _chat(rng, end_of_thought) if is_chat else _completion(rng, vocab_size)
-    if "tools" in body:
-        body.pop("allowed_token_ids", None)  # leaves no token that a call could begin with
-    elif "allowed_token_ids" not in body and "ignore_eos" not in body and rng.random() < 0.2:
-        body |= rng.choice(GRAMMARS)
+    if "tools" in body or ("allowed_token_ids" not in body and rng.random() < 0.2):
+        for name in ("allowed_token_ids", "ignore_eos", "min_tokens"):  # a grammar says itself where an answer ends
+            body.pop(name, None)
+        if "tools" not in body:
+            body |= rng.choice(GRAMMARS)
     streams = not body.get("prompt_logprobs") and body.get("best_of", 0) <= body.get("n", 1)
     return Drawn(number, "/v1/chat/completions" if is_chat else "/v1/completions", body, streams)
 
