@@ -68,7 +68,11 @@ class _Formatter(logging.Formatter):
         return self.formatMessage(record)
 
 
-class _JsonFormatter(_Formatter):
+JSON_START = '{"time":'
+"""Beginning of every line of `JsonFormatter`."""
+
+
+class JsonFormatter(_Formatter):
     """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -210,22 +214,27 @@ def _is_part(name: str) -> bool:
 
 
 def setup_logging(
-    process: str, level: str = "INFO", modules: Iterable[str] = (), form: str = "text", deferred: bool = False
-) -> logging.Handler:
-    """Log one line per record to stderr: time, process name (`router`, `P0`), level, module, message. `modules` and
-    `form` are as the keys of `log` have them. `deferred`: see `DeferredHandler`; the handler is returned for its
-    `flush`."""
+    process: str,
+    level: str = "INFO",
+    modules: Iterable[str] = (),
+    form: str = "text",
+    deferred: bool = False,
+    descriptor: int | None = None,
+) -> LogHandler:
+    """Log one line per record to stderr, or to a descriptor: time, process name (`router`, `P0`), level, module,
+    message. `modules` and `form` are as the keys of `log` have them. `deferred`: see `DeferredHandler`; the handler is
+    returned for its `flush`."""
     # Do not collect what no line here shows: logging's own advice for speed.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     if sys.stderr is None:  # the starter has closed it
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-    output = io.BufferedWriter(_Output(sys.stderr.fileno()), 1 << 16)
+    output = io.BufferedWriter(_Output(sys.stderr.fileno() if descriptor is None else descriptor), 1 << 16)
     stream = io.TextIOWrapper(output, sys.stderr.encoding, "backslashreplace")
     handler = DeferredHandler(stream) if deferred else LogHandler(stream)
     if deferred:
         logging.setLogRecordFactory(_LeanRecord)
-    handler.setFormatter(_JsonFormatter(process) if form == "json" else _Formatter(process))
+    handler.setFormatter(JsonFormatter(process) if form == "json" else _Formatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, module_level in module_levels(modules).items():
         logging.getLogger(name).setLevel(module_level)

@@ -33,7 +33,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     _add_topology(command)
     command.add_argument("--port", type=_port, help="HTTP port, overrides dp_config.router.port (0: any free)")
     command.add_argument("--host", metavar="ADDRESS", help="address of the HTTP API (0.0.0.0: all addresses)")
-    command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
+    command.add_argument("--log-dir", help="folder of the logs (default: a new temporary one); -: stdout, in JSON")
     command.add_argument("--no-restart", action="store_true", help="do not restart a process that died")
     command.add_argument("--first-completion", action="store_true", help="print one completion once it serves")
     command.add_argument("--once", action="store_true", help="print one completion, then end (a smoke test)")
@@ -79,7 +79,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument(
         "--ready-timeout", type=_positive(float), default=600.0, metavar="S", help="seconds (default: 600)"
     )
-    command.add_argument("--log-dir", help="folder of the log (default: a new one under the temporary folder)")
+    command.add_argument("--log-dir", help="folder of the log (default: a new temporary one); -: stdout, in JSON")
 
     command = commands.add_parser("drain", help="let an instance finish what it runs, leave the cluster and end")
     which = command.add_mutually_exclusive_group(required=True)
@@ -150,7 +150,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument(
         "--ready-timeout", type=_positive(float), metavar="S", help="seconds to be ready in (default: 600)"
     )
-    command.add_argument("--log-dir", help="folder of the logs (default: a new one under the temporary folder)")
+    command.add_argument("--log-dir", help="folder of the logs (default: a new temporary one); -: stdout, in JSON")
     command.add_argument("--on-failure", metavar="COMMAND", help="command to run once if a process of this node dies")
 
     command = commands.add_parser("make-model", help="write a small random model with its tokenizer")

@@ -363,7 +363,8 @@ class LogConfig(Section, frozen=True):
     about one request, and `traceback`."""
     dir: str | None = None
     """Folder of the per-process logs of `chitu serve` and `chitu node`; unset: a new one in the temporary folder, which
-    is removed at the end unless a process died."""
+    is removed at the end unless a process died. `-`: all processes and the launcher log to its stdout, in JSON
+    (`format`), without a limit."""
     max_mb: Positive = 64
     """Maximum size of a process's log (MiB); beyond it, it is rotated to NAME.log.1, which replaces the last one."""
 

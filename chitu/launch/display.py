@@ -1,8 +1,8 @@
 """Start progress of `chitu serve`: a line for each process, with a bar while its weights load.
 
 On a terminal that can do it the lines are redrawn (rich); elsewhere one plain line is written per change of state.
-Everything goes to stderr. Used by `serve.py` and `node.py`, each from its one thread. If stderr is closed, output is
-lost and the cluster goes on.
+Everything goes to stderr, or with all logs to stdout. Used by `serve.py` and `node.py`, each from its one thread. If
+stderr is closed, output is lost and the cluster goes on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from typing import Any, TextIO
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
 from chitu.launch.progress import Progress
+from chitu.launch.stdout_log import StdoutLog
 from chitu.types import Role
 
 
 class PlainDisplay:
-    """A display with one line per change; it reports loading in steps of a quarter."""
+    """A display with one line per change; it reports loading in steps of a quarter. With `stdout` its lines are among
+    the logs there."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, stdout: StdoutLog | None = None) -> None:
         self._stream = stream
+        self._stdout = stdout
         self._start_s = time.monotonic()
         self._shown: dict[str, str] = {}
 
@@ -42,7 +45,15 @@ class PlainDisplay:
                 self.say(f"{name}: {text}")
 
     def say(self, text: str) -> None:
-        tell(f"[{time.monotonic() - self._start_s:6.1f} s] {text}", self._stream)
+        """Print a line about the start, with its time."""
+        self.tell(text if self._stdout is not None else f"[{time.monotonic() - self._start_s:6.1f} s] {text}")
+
+    def tell(self, text: str) -> None:
+        """Print what the user is to know."""
+        if self._stdout is not None:
+            self._stdout.say(text)
+        else:
+            tell(text, self._stream)
 
     def close(self) -> None:
         pass
@@ -56,6 +67,7 @@ class RichDisplay:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
 
+        self._stream = stream
         self._console = Console(file=stream, highlight=False)
         self._bars = Bars(
             TextColumn("{task.description:8}"),
@@ -80,6 +92,10 @@ class RichDisplay:
         with contextlib.suppress(OSError):
             self._console.print(text, markup=False)
 
+    def tell(self, text: str) -> None:
+        """Print what the user is to know, unwrapped. Call it after `close`."""
+        tell(text, self._stream)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._bars.stop()
@@ -91,15 +107,15 @@ def tell(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream or sys.stderr, flush=True)
 
 
-def make_display(stream: TextIO | None = None) -> PlainDisplay | RichDisplay:
+def make_display(stream: TextIO | None = None, stdout: StdoutLog | None = None) -> PlainDisplay | RichDisplay:
     """Make the display for a stream. A terminal that cannot redraw (TERM=dumb) gets plain lines, too."""
     stream = stream or sys.stderr
-    if stream.isatty():
+    if stdout is None and stream.isatty():
         from rich.console import Console
 
         if not Console(file=stream).is_dumb_terminal:
             return RichDisplay(stream)
-    return PlainDisplay(stream)
+    return PlainDisplay(stream, stdout)
 
 
 def chitu_command() -> str:
@@ -118,14 +134,17 @@ TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. 
 """A question that the embedded model can answer."""
 
 
-def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path, missing: Sequence[Role] = ()) -> str:
+def greeting(
+    model: ModelConfig, names: Sequence[str], url: str, log_dir: Path | None, missing: Sequence[Role] = ()
+) -> str:
     """Return the text to print once the cluster serves: its instances, addresses, and a first request to copy. With
     `missing` roles: what has to join first."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
+    logs = f"  (logs: {log_dir})" if log_dir is not None else ""
     if missing:
         commands = "\n".join(f"    {chitu_command()} join {role} --url {url}" for role in missing)
         return (
-            f"\nthe router of {name!r} listens at {url} with {', '.join(names) or 'no instance'}  (logs: {log_dir})\n"
+            f"\nthe router of {name!r} listens at {url} with {', '.join(names) or 'no instance'}{logs}\n"
             f"requests are answered with 503 until these join:\n\n{commands}\n\nCtrl-C ends it."
         )
     if name == TINY_MODEL_NAME:
@@ -133,7 +152,7 @@ def greeting(model: ModelConfig, names: Sequence[str], url: str, log_dir: Path, 
     else:  # not every model has a chat template
         path, asked = "completions", '"prompt": "Once upon a time"'
     return (
-        f"\nchitu serves {name!r} with {', '.join(names)} at {url}  (logs: {log_dir})\n\n"
+        f"\nchitu serves {name!r} with {', '.join(names)} at {url}{logs}\n\n"
         f"    curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"
         f'        -d \'{{"model": "{name}", "max_tokens": 32, {asked}}}\'\n\n'
         f"In a browser: {url}  In a terminal: {chitu_command()} chat --url {url}\nCtrl-C ends it."

@@ -28,6 +28,7 @@ from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
+from chitu.launch.stdout_log import STDOUT
 from chitu.net.curve import MAX_SOCKETS
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role, instance_name
@@ -139,7 +140,8 @@ def grown(
     lists = {section: tuple(configs) for section, configs in sections.items()}
     # The key is a port for one process, if the first instance was started by hand.
     dp_config = msgspec.structs.replace(topology.dp_config, scheduler_base_port=None)
-    log = msgspec.structs.replace(topology.log, dir=None)
+    # A folder is one of the router's machine.
+    log = msgspec.structs.replace(topology.log, dir=STDOUT if topology.log.dir == STDOUT else None)
     return with_router(msgspec.structs.replace(topology, dp_config=dp_config, log=log), **lists)
 
 

@@ -28,6 +28,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_own_key
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
@@ -43,6 +45,7 @@ from chitu.launch.placement import look_for, with_shares
 from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
 from chitu.launch.preflight import require_preflight
 from chitu.launch.run_dir import Launched
+from chitu.launch.stdout_log import STDOUT, StdoutLog
 from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
 
@@ -51,7 +54,7 @@ __all__ = ["LocalCluster", "StartFailed"]
 
 class LocalCluster:
     """A cluster on this machine; see the module's docstring. `port` is the HTTP port (0: any free one; None: the
-    topology's). `node` has the GPUs of this machine, if already known."""
+    topology's). `node` has the GPUs of this machine, if already known. With `stdout` all processes log there."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class LocalCluster:
         on_event: Callable[[str], None] | None = None,
         entries: Entries | None = None,
         node: NodeDevices | None = None,
+        stdout: StdoutLog | None = None,
     ) -> None:
         topology = on_one_host(topology)
         if port is not None:
@@ -79,23 +83,28 @@ class LocalCluster:
         router = topology.dp_config.router
         warn = on_event or (lambda text: None)
         require_preflight(topology, router.host, self._entries.reads_model, warn, self.node.cards)
+        if stdout is None and (log_dir or topology.log.dir) == STDOUT:
+            stdout = StdoutLog()
+        if stdout is not None:
+            topology = msgspec.structs.replace(topology, log=msgspec.structs.replace(topology.log, format="json"))
         self.topology = topology = with_own_key(topology)
         self.host = api_host(topology.dp_config.router)
         self.ports: dict[str, int] = {}
-        self.log_dir = make_log_dir(log_dir or topology.log.dir)
         self._cores = usable_cores()
-        self._config = str(self.log_dir / "topology.yaml")
         self.supervisor = Supervisor(
             [ROUTER, *(item.name for item in instances(topology))],
             self._spec,
-            self.log_dir,
+            make_log_dir(log_dir or topology.log.dir) if stdout is None else None,
             restart=restart,
             on_event=on_event or (lambda text: None),
             env={ENVIRONMENT_KEY: cluster_key_of(topology), **(env or {})},
             max_log_bytes=topology.log.max_mb << 20,
             popen=self._entries.popen,
             probe_address=probe_address(topology, router.host),
+            stdout=stdout,
         )
+        self.log_dir = self.supervisor.log_dir
+        self._config = str(self.log_dir / "topology.yaml")
         self.members = self.supervisor.members
         self._write_config()
 

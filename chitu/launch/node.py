@@ -36,6 +36,7 @@ from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
 from chitu.launch.preflight import require_preflight
 from chitu.launch.progress import Progress
 from chitu.launch.run_dir import Launched
+from chitu.launch.stdout_log import STDOUT, StdoutLog
 from chitu.launch.stop_signals import SIGNALS, stop_on_signals
 from chitu.launch.supervisor import StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
@@ -81,7 +82,12 @@ class Node:
     RankTaken as `missing` does."""
 
     def __init__(
-        self, config: str, overrides: Sequence[str], options: NodeOptions, on_event: Callable[[str], None]
+        self,
+        config: str,
+        overrides: Sequence[str],
+        options: NodeOptions,
+        on_event: Callable[[str], None],
+        stdout: StdoutLog | None = None,
     ) -> None:
         topology = load_topology(config, overrides)
         if options.hosts is not None:
@@ -101,10 +107,12 @@ class Node:
             reads_model = (options.entries or Entries()).reads_model
             names = None if options.only is None else (options.only,)
             require_preflight(placement.topology, host, reads_model, on_event, placement.node.cards, names)
-            self.log_dir = make_log_dir(options.log_dir or topology.log.dir)
+            self.log_dir = make_log_dir(options.log_dir or topology.log.dir) if stdout is None else None
         except ConfigError as error:
             raise ConfigError(f"{self.label} ({host}): {error.message}") from error
         topology, overrides, self.devices = placement.topology, placement.overrides, placement.node
+        if stdout is not None:
+            overrides = [*overrides, "log.format=json"]
         self.device_notes, self.ways = placement.notes, placement.ways
         if options.cluster_key:
             topology = with_cluster_key(topology, options.cluster_key)
@@ -130,6 +138,7 @@ class Node:
                 env={ENVIRONMENT_KEY: cluster_key_of(topology)},
                 max_log_bytes=topology.log.max_mb << 20,
                 probe_address=probe_address(topology, host),
+                stdout=stdout,
             )
         except LogTaken as error:
             if self._only:  # it starts, and has not joined
@@ -241,16 +250,18 @@ class Node:
 def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int:
     """Run this node's processes until a signal (return 0) or a failure (return 1). Return 2 if this node cannot run its
     part, before anything starts. Raise RankTaken if another process has the rank of `only`."""
-    with stop_on_signals() as stop, closing(make_display()) as display:
+    stdout = StdoutLog() if _log_dir(config, overrides, options) == STDOUT else None
+    with stop_on_signals() as stop, closing(make_display(stdout=stdout)) as display:
         try:
-            node = Node(config, overrides, options, display.say)
+            node = Node(config, overrides, options, display.say, stdout)
         except RankTaken:
             raise
         except (ConfigError, OSError) as error:
             display.close()
             return give_up(f"{error}", options.on_failure)
         try:
-            display.say(f"{node.label} ({node.host}): {' '.join(node.names)}; logs: {node.log_dir}")
+            logs = f"; logs: {node.log_dir}" if stdout is None else ""
+            display.say(f"{node.label} ({node.host}): {' '.join(node.names)}{logs}")
             own = [item for item in instances_on(node.topology, node.host) if item.name in node.names]
             for note in (*node.device_notes, *([describe(own, node.devices)] if own else [])):
                 display.say(f"{node.label} devices: {note}")
@@ -271,7 +282,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             display.close()
             node.note_pids()
             if not stop.is_set():
-                _say_ready(node)
+                display.tell(_ready_text(node))
             while not stop.wait(POLL_S):
                 node.supervisor.poll()
                 if dead := node.supervisor.dead():
@@ -279,7 +290,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
                     raise StartFailed(f"{node.label} ends because {dead[0].name} ended")
                 if options.only is not None and node.supervisor.member(options.only).has_left:
                     return 0
-            tell(f"{node.label} ends: running requests finish first")
+            display.tell(f"{node.label} ends: running requests finish first")
             return 0
         except RankTaken:
             if stop.is_set():
@@ -290,7 +301,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
             if stop.is_set():
                 return 0
             node.removes_logs = False  # they may have the reason
-            tell(f"chitu node: {error}")
+            display.tell(f"chitu node: {error}")
             _tell_others(options.on_failure)
             return 1
         finally:
@@ -311,12 +322,18 @@ def _taken(name: str) -> RankTaken:
     return RankTaken(f"another process has become {name} meanwhile: give another --rank, or none")
 
 
-def _say_ready(node: Node) -> None:
+def _log_dir(config: str, overrides: Sequence[str], options: NodeOptions) -> str | None:
+    """Return where the logs go as configured; None also if the topology cannot be read, which `Node` reports."""
+    with contextlib.suppress(ConfigError):
+        return options.log_dir or load_topology(config, overrides).log.dir
+    return None
+
+
+def _ready_text(node: Node) -> str:
     if node.has_router:
         names = [instance.name for instance in instances(node.topology)]
-        tell(greeting(node.topology.model, names, node.url, node.log_dir, missing_roles(node.topology)))
-    else:
-        tell(f"{node.label} is ready: {' '.join(node.names)} joined {node.url}")
+        return greeting(node.topology.model, names, node.url, node.log_dir, missing_roles(node.topology))
+    return f"{node.label} is ready: {' '.join(node.names)} joined {node.url}"
 
 
 def _tell_others(command: str | None) -> None:

@@ -22,6 +22,7 @@ from chitu.config.load import child_environment, process_mark, under_torchrun
 from chitu.errors import ConfigError
 from chitu.launch.log_files import cut, last_text, open_private
 from chitu.launch.plan import ProcessSpec
+from chitu.launch.stdout_log import Captured
 
 PR_SET_PDEATHSIG = 1
 MARK = "CHITU_PROCESS"
@@ -82,10 +83,12 @@ class ChildProcess:
         log: Path | None,
         mark: str,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
+        captured: Captured | None = None,
     ) -> None:
-        """Start the process. `env` overrides the variables of the spec. With `log` None it writes to this process's
-        output."""
+        """Start the process. `env` overrides the variables of the spec. With `log` None its output is `captured`, or
+        this process's own."""
         self.name = spec.name
+        self._captured = captured
         self.mark = mark
         self.log = log
         self.started_s = time.monotonic()
@@ -100,8 +103,8 @@ class ChildProcess:
                     spec.argv,
                     env=child_environment({**spec.env, **env, MARK: mark}),
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
+                    stdout=output if captured is None else captured.descriptor,
+                    stderr=output if captured is None else captured.descriptor,
                     pass_fds=spec.descriptors,
                     start_new_session=True,
                     umask=0o077,  # for files other than the log
@@ -109,6 +112,9 @@ class ChildProcess:
                 )
         except OSError as error:
             raise ConfigError(f"{spec.name} cannot be started: {error}") from error
+        finally:
+            if captured is not None:
+                os.close(captured.descriptor)
 
     @property
     def pid(self) -> int:
@@ -164,6 +170,8 @@ class ChildProcess:
         )
 
     def _text(self) -> str:
+        if self._captured is not None:
+            return "\n".join(self._captured.lines)
         return last_text(self.log, self._log_start) if self.log is not None else ""
 
     def _signal(self, pid: int, number: signal.Signals) -> None:

@@ -19,10 +19,11 @@ from chitu.config.schema import Topology
 from chitu.config.topology import host_names, instances, on_one_host
 from chitu.config.topology_checks import missing_roles, open_api
 from chitu.launch.device_shares import describe
-from chitu.launch.display import greeting, make_display, tell
+from chitu.launch.display import greeting, make_display
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.placement import Placement
 from chitu.launch.plan import ROUTER, Entries
+from chitu.launch.stdout_log import STDOUT, StdoutLog
 from chitu.launch.stop_signals import stop_on_signals
 
 POLL_S = 0.1
@@ -41,7 +42,8 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
     """Serve until a signal and return the exit code. `on_ready` is called once the cluster serves; if it returns True,
     the cluster ends again (quickstart --once)."""
     topology = placement.topology
-    with stop_on_signals() as stop, closing(make_display()) as display:
+    stdout = StdoutLog() if (options.log_dir or topology.log.dir) == STDOUT else None
+    with stop_on_signals() as stop, closing(make_display(stdout=stdout)) as display:
         here = host_names(on_one_host(topology))
         if moved := [host for host in host_names(topology) if host not in here]:
             display.say(f"all processes are started on this machine, not on {', '.join(moved)}")
@@ -55,6 +57,7 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
             on_event=display.say,
             entries=options.entries,
             node=placement.node,
+            stdout=stdout,
         )
         own = instances(cluster.topology)
         for note in (*placement.notes, *([describe(own, cluster.node)] if own else [])):
@@ -63,7 +66,8 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
             display.say(f"probes: /livez and /readyz on port {port}")
         if placement.ways:
             display.say(f"transfers: {placement.ways}")
-        display.say(f"logs: {cluster.log_dir}")
+        if stdout is None:
+            display.say(f"logs: {cluster.log_dir}")
         if warning := open_api(cluster.topology):
             display.say(warning)
         try:
@@ -78,7 +82,8 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
             if not stop.is_set():
                 names = [name for name in cluster.members if name != ROUTER]
                 missing = missing_roles(cluster.topology)
-                tell(greeting(cluster.topology.model, names, cluster.url, cluster.log_dir, missing))
+                log_dir = cluster.log_dir if stdout is None else None
+                display.tell(greeting(cluster.topology.model, names, cluster.url, log_dir, missing))
                 if on_ready is not None and on_ready(cluster):
                     stop.set()
             while not stop.is_set():
@@ -86,18 +91,18 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
                 if not cluster.alive(ROUTER) and not options.restart:
                     return 1
                 stop.wait(POLL_S)
-            tell("ending: running requests finish first")
+            display.tell("ending: running requests finish first")
             return 0
         except StartFailed as error:
             if stop.is_set():
                 return 0
             display.close()
-            tell(error.message)
+            display.tell(error.message)
             return 1
         finally:
             cluster.stop()
             if not (options.log_dir or topology.log.dir) and not cluster.supervisor.remove_logs():
-                tell(f"the logs stay in {cluster.log_dir}")
+                display.tell(f"the logs stay in {cluster.log_dir}")
 
 
 def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:

@@ -25,6 +25,7 @@ from chitu.launch.probes import Probes
 from chitu.launch.process import ChildProcess
 from chitu.launch.progress import DRAINED, TAKEN, Progress, read_progress, write_progress
 from chitu.launch.run_dir import RunDir
+from chitu.launch.stdout_log import StdoutLog
 
 RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
 """torchrun's option for the rendezvous, as an environment variable: the rendezvous file of an instance of one rank."""
@@ -79,8 +80,9 @@ class Supervisor:
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         stalled_s: float = STALLED_S,
         probe_address: tuple[str, int] | None = None,
+        stdout: StdoutLog | None = None,
     ) -> None:
-        """Make the members without starting them. With `log_dir` None the processes write to this one's output.
+        """Make the members without starting them. With `log_dir` None the processes write to `stdout`, or as this one.
         `max_log_bytes` limits each process's log. `probe_address`: where probes are answered until the end.
 
         Raise ConfigError if probes cannot be answered there."""
@@ -103,6 +105,7 @@ class Supervisor:
         self._was_clean = True
         """Whether no process died."""
         self._is_ending = False
+        self._stdout = stdout
         self._probes = Probes(*probe_address, self.why_unready) if probe_address is not None else None
 
     def start(self, name: str) -> None:
@@ -130,6 +133,7 @@ class Supervisor:
             self.log_path(name) if self._has_logs else None,
             f"{self._id}/{name}/{self._starts}",
             self._popen,
+            self._stdout.capture(name) if self._stdout is not None else None,
         )
         member.progress = Progress()
         member.progressed_s = time.monotonic() if can_report else math.inf
@@ -206,6 +210,8 @@ class Supervisor:
                     member.exit_code = member.child.exit_code()
                     member.child = None
                 codes[member.name] = member.exit_code
+            if self._stdout is not None:
+                self._stdout.flush()
             if self._probes is not None:
                 self._probes.close()
                 self._probes = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import json
 import math
 import os
 import signal
@@ -96,12 +97,14 @@ def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess
         yield process
 
 
-def serve_process(model: Path, torchrun: bool, behaviour: str = "good", restart: bool = True) -> ServeProcess:
+def serve_process(
+    model: Path, torchrun: bool, behaviour: str = "good", restart: bool = True, log_dir: str = ""
+) -> ServeProcess:
     code = (
         "import sys; from chitu.config.topology import instances; from chitu.launch.plan import Entries\n"
         "from chitu.launch.placement import place; from chitu.launch.serve import ServeOptions, serve\n"
         f"placement = place(None, ['model.path={model}', 'model.served_name='+sys.argv[1]], instances)\n"
-        f"sys.exit(serve(placement, ServeOptions(port=0, log_dir={str(model / 'logs')!r},"
+        f"sys.exit(serve(placement, ServeOptions(port=0, log_dir={log_dir or str(model / 'logs')!r},"
         f" restart={restart}, entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
     )
     return ServeProcess([sys.executable, "-c", code, behaviour], env=ENVIRONMENT)
@@ -388,6 +391,26 @@ def test_a_probe_port_that_is_taken_is_named(model: Path) -> None:
         taken = [f"dp_config.probe_port={other.getsockname()[1]}", f"model.path={model}"]
         with pytest.raises(ConfigError, match=r"dp_config\.probe_port: cannot listen on 127\.0\.0\.1:"):
             LocalCluster(load_topology(None, taken), log_dir=str(model / "logs"), entries=FORKED)
+
+
+def test_all_logs_go_to_stdout_a_json_object_a_line(model: Path) -> None:
+    """What no process of ours writes, too: torchrun, native libraries, tracebacks."""
+    with serve_process(model, torchrun=True, behaviour="talkative", log_dir="-") as served:
+        served.wait_line("Ctrl-C ends it")
+        (decode,) = served.pids_of("decode")
+        os.kill(decode, signal.SIGUSR2)
+        served.wait_line("xxxxx")
+        os.kill(decode, signal.SIGKILL)
+        served.wait_line(r"D0 ended \(killed by SIGKILL\)")
+        served.wait_line("D0 is started again")
+        assert served.signal_and_wait(signal.SIGTERM) == 0
+        served.wait_line("ending: running requests finish first")
+    lines = [json.loads(line) for line in served.lines]
+    assert {"launcher", "router", "P0", "D0"} <= {line["process"] for line in lines}
+    (raw,) = [line["message"] for line in lines if line["message"].startswith("xxxxx")]
+    assert (len(raw), raw.strip("x")) == (100_000, "")
+    assert all({"time", "process", "level", "module", "message"} <= line.keys() for line in lines)
+    assert not (model / "-").exists() and not (model / "logs").exists()
 
 
 def test_processes_that_ignore_the_signal_are_killed(model: Path) -> None:

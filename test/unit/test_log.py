@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from chitu.log import DeferredHandler, LogHandler, _Formatter, _JsonFormatter, _Output, module_levels
+from chitu.log import DeferredHandler, JsonFormatter, LogHandler, _Formatter, _Output, module_levels
 from chitu.types import new_room, room_text
 
 
@@ -58,7 +58,7 @@ def test_the_zone_is_the_machines_own(zone: str, monkeypatch: pytest.MonkeyPatch
 def test_json_lines_can_be_read_by_machines() -> None:
     line = record(logging.WARNING, "request %s failed: %s", "abc", 'a "quote"\nand a line')
     line.request_id = "abc"
-    assert json.loads(_JsonFormatter("D1").format(line)) == {
+    assert json.loads(JsonFormatter("D1").format(line)) == {
         "time": _Formatter("D1").formatTime(line).replace(" ", "T"),
         "process": "D1",
         "level": "WARNING",
@@ -66,11 +66,11 @@ def test_json_lines_can_be_read_by_machines() -> None:
         "message": 'request abc failed: a "quote"\nand a line',
         "request_id": "abc",
     }
-    assert "request_id" not in json.loads(_JsonFormatter("D1").format(record(logging.INFO, "of nobody")))
+    assert "request_id" not in json.loads(JsonFormatter("D1").format(record(logging.INFO, "of nobody")))
     try:
         raise ValueError("odd")
     except ValueError:
-        text = _JsonFormatter("P0").format(record(logging.ERROR, "it died", exc_info=sys.exc_info()))
+        text = JsonFormatter("P0").format(record(logging.ERROR, "it died", exc_info=sys.exc_info()))
     assert "\n" not in text and json.loads(text)["traceback"].endswith("ValueError: odd")
 
 
