@@ -279,11 +279,13 @@ def _read_text(name: str) -> str:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from chitu.config.topology_checks import problems
+    from chitu.launch.addresses import address_problems
     from chitu.launch.node import node_command
     from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
     from chitu.launch.placement import place_like_here
     from chitu.launch.plan import plan
     from chitu.launch.plan_text import plan_text
+    from chitu.launch.preflight import look_at_model
     from chitu.net.control_groups import usable_cores
 
     name, overrides = _split(arguments)
@@ -298,7 +300,9 @@ def _plan(arguments: argparse.Namespace) -> int:
     notes += [f"transfers: {placement.ways}"] if placement.ways else []
     print(plan_text(topology, specs, cores, node_argv, notes))
     found += problems(topology, pd_master_addr(), need_model=bool(topology.model.path))
-    found += launch_problems(topology)
+    found += [*launch_problems(topology), *address_problems(topology)]
+    if topology.model.path and not found and (error := look_at_model(topology)[1].error):
+        found.append(error)
     for problem in found:
         print(f"chitu: {problem}", file=sys.stderr)
     return 2 if found else 0

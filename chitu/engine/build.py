@@ -37,11 +37,11 @@ from chitu.engine.parallel import RankGroup
 from chitu.engine.prefill_ops import prefill_ops, warmup_prompts
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
-from chitu.models.config import model_hash, read_model_spec, weights_digest
+from chitu.models.config import model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.net.control_groups import usable_cores
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
@@ -63,12 +63,18 @@ class RankEngine:
     runner: ModelRunner
     threads: int
     model_path: str
+    weights_stamp: tuple[tuple[object, ...], ...]
+    """Of the files before they were loaded."""
     grammars: GrammarStore | None
     """Compiled grammars; None on a rank that does not sample."""
 
     def weights_digest(self) -> bytes:
-        """Return the digest of the checkpoint's weights. Reads all of them."""
-        return weights_digest(self.model_path)
+        """Return the digest of the checkpoint's weights. Reads all of them. Raises Internal if others may have been
+        loaded: pages would get the keys of another model."""
+        digest = weights_digest(self.model_path)
+        if weights_stamp(self.model_path) != self.weights_stamp:
+            raise Internal(f"the weights in {self.model_path} were replaced while they were loaded: start again")
+        return digest
 
     def prepare_thread(self) -> None:
         """Set up the math library, whose settings are per thread. Call it first on the step thread."""
@@ -102,6 +108,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
                 too_large(num_pages_key(instance), [instance.name], needed_bytes, free_bytes, bytes_per_page)
             )
     progress.state("loading")
+    stamp = weights_stamp(path)
     ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
     model = load_model(path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group)
     num_slots = topology.scheduler.max_running_requests
@@ -154,7 +161,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         logger.warning("%s", warning)
     prompts = warmup_prompts(topology, instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
-    return RankEngine(group, pool, runner, threads, path, grammars)
+    return RankEngine(group, pool, runner, threads, path, stamp, grammars)
 
 
 def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:

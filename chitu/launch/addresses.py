@@ -9,9 +9,11 @@ from __future__ import annotations
 import ipaddress
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from chitu.config.topology import is_loopback
+from chitu.config.schema import Topology
+from chitu.config.topology import host_names, is_loopback
+from chitu.config.topology_checks import PLACEHOLDER_SUFFIX
 from chitu.errors import ConfigError
 
 
@@ -35,6 +37,17 @@ def with_own_address(names: Sequence[str], index: int) -> list[str]:
             raise
         address = _address_of(socket.gethostname(), others)
     return [*names[:index], address, *names[index + 1 :]]
+
+
+def address_problems(topology: Topology) -> Iterator[str]:
+    """Yield a sentence for each host of a topology of several that has no address here."""
+    names = host_names(topology)
+    for name in names if len(names) > 1 else ():
+        if name and not name.endswith(PLACEHOLDER_SUFFIX):  # `problems` names those
+            try:
+                addresses_of([name])
+            except ConfigError as error:
+                yield error.message
 
 
 def _address_of(name: str, others: Sequence[str]) -> str:

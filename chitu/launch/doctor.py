@@ -16,7 +16,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import bound_ports, host_names, on_one_host
 from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
-from chitu.launch.addresses import addresses_of
+from chitu.launch.addresses import address_problems, addresses_of
 from chitu.launch.doctor_checks import check_cluster, check_node
 from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
 from chitu.launch.finding import Finding, Level
@@ -38,8 +38,9 @@ def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | No
         hosts = hosts or expand_nodelist(slurm[1])
         index = slurm[0] if index is None else index
     if hosts is None and index is None:
+        elsewhere = [Finding(Level.WARNING, "hosts", problem) for problem in address_problems(topology)]
         topology = on_one_host(topology)
-        return _report(topology, [gather(topology, topology.dp_config.router.host)])
+        return _report(topology, [gather(topology, topology.dp_config.router.host)], elsewhere)
     if hosts is not None:
         topology = load_topology(name, [*overrides, *host_overrides(topology, addresses_of(hosts))])
     names = host_names(topology)
@@ -78,11 +79,11 @@ def _meet(topology: Topology, names: Sequence[str], index: int) -> int:
             listener.close()
 
 
-def _report(topology: Topology, nodes: Sequence[NodeFacts]) -> int:
-    """Print all findings. Return 1 if one is an error, else 0."""
+def _report(topology: Topology, nodes: Sequence[NodeFacts], more: Sequence[Finding] = ()) -> int:
+    """Print all findings, and `more` about the topology. Return 1 if one is an error, else 0."""
     spec, _ = look_at_model(topology)
     code = 0
-    sections = [("topology", list(_of_topology(topology, nodes)))]
+    sections = [("topology", [*_of_topology(topology, nodes), *more])]
     sections += [(_title(node), check_node(topology, spec, node)) for node in nodes]
     sections.append(("between the nodes", check_cluster(topology, nodes)))
     for title, findings in sections:

@@ -27,7 +27,7 @@ from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ConfigError
 from chitu.launch.node_devices import NodeDevices, look, torch_build
 from chitu.launch.preflight import MOONCAKE_WITH_CUDA, Bind, ModelFacts, installed, look_at_model, look_at_ports
-from chitu.models.config import count_weights
+from chitu.models.checkpoint import damaged_tensor
 from chitu.net.rdma_devices import Rdma, look_at_rdma
 from chitu.tokenizer.core import Tokenizer
 
@@ -112,19 +112,23 @@ def gather(topology: Topology, host: str) -> NodeFacts:
         shared_memory_error=_shared_memory_error(),
         binds=tuple(look_at_ports(topology, host)),
         model=model,
-        num_weights=_num_weights(model),
+        num_weights=model.num_weights,
         master_addr=pd_master_addr() or "",
     )
 
 
 def _read_model(topology: Topology) -> ModelFacts:
-    """Check the model's files, and read the tokenizer as the processes will."""
+    """Check the model's files, look at the weights, and read the tokenizer as the processes will."""
     _, found = look_at_model(topology)
     if found.path and not found.error:
         try:
             Tokenizer.load(found.path)
-        except ConfigError as error:
-            return ModelFacts(found.path, error.message)
+            damaged = damaged_tensor(found.path)
+        except (ConfigError, OSError) as error:
+            return ModelFacts(found.path, str(error))
+        if damaged:
+            text = f"model.path: {found.path}: tensor {damaged!r} has numbers that are not finite (NaN or infinite)"
+            return ModelFacts(found.path, text)
     return found
 
 
@@ -182,13 +186,6 @@ def _text(path: Path) -> str:
 def _available() -> int:
     try:
         return available_cpu_bytes()
-    except (ConfigError, OSError):
-        return 0
-
-
-def _num_weights(model: ModelFacts) -> int:
-    try:
-        return 0 if model.error else count_weights(model.path)
     except (ConfigError, OSError):
         return 0
 

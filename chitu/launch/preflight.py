@@ -26,7 +26,8 @@ from chitu.errors import ConfigError
 from chitu.launch.finding import Finding, Level
 from chitu.launch.plan import ROUTER
 from chitu.launch.transport_choice import KEY, PD, needed_library, why_not_sent
-from chitu.models.config import ModelSpec, count_weights, model_hash, read_model_spec
+from chitu.models.checkpoint import check_checkpoint
+from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.tokenizer.core import require_tokenizer
 from chitu.types import Role
 
@@ -61,6 +62,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Error as a sentence; with one, the fields below are empty."""
     hash: str = ""
     max_model_len: int = 0
+    num_weights: int = 0
+    """Number of weights in the checkpoint's tensors."""
 
 
 # ------------------------------------------------------------------------------------------------------------- looking
@@ -97,11 +100,12 @@ def _why_not_free(host: str, port: int) -> str:
 
 
 def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
-    """Check the model files that the processes will read, except the weights themselves."""
+    """Check the model files that the processes will read, by headers except for the weights themselves."""
     path = topology.model.path
     try:
         spec = read_model_spec(path, topology.model.max_model_len)
-        found = ModelFacts(path, hash=model_hash(path), max_model_len=spec.max_model_len)
+        num_weights = check_checkpoint(path, spec)
+        found = ModelFacts(path, "", model_hash(path), spec.max_model_len, num_weights)
         require_tokenizer(path)
     except ConfigError as error:
         return None, ModelFacts(path, error.message)
@@ -229,12 +233,7 @@ def preflight(
     spec, found = look_at_model(topology)
     yield from model_findings(found)
     if spec is not None:
-        try:
-            num_weights = count_weights(topology.model.path)
-        except ConfigError as error:
-            yield Finding(Level.ERROR, "model", error.message)
-            return
-        yield from memory_findings(topology, spec, here, available_cpu_bytes(), num_weights, cards)
+        yield from memory_findings(topology, spec, here, available_cpu_bytes(), found.num_weights, cards)
 
 
 def require_preflight(

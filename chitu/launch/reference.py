@@ -20,7 +20,7 @@ from chitu.client.verify.probe import Impossible, Prober, Score
 from chitu.config.load import api_key, load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
-from chitu.models.config import count_weights
+from chitu.models.checkpoint import count_weights
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
 

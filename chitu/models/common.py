@@ -19,17 +19,10 @@ from chitu.models.config import ModelSpec
 from chitu.models.experts import build_mixture
 from chitu.models.latent import build_latent
 from chitu.models.rotary import rotary_table
+from chitu.models.tensor_names import UNUSED_SUFFIX
+from chitu.models.traits import Traits
 from chitu.models.weights import Rows, WeightSource
 from chitu.ops.interface import HeadSpec, LinearWeight, Ops
-
-
-@dataclass(frozen=True, slots=True)
-class Traits:
-    """Points in which the families differ."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +87,7 @@ def build_decoder(
     else:
         head_VD = _head(spec, weights, own)
     final_norm_D = weights.take("model.norm.weight", spec.hidden_size)
-    weights.ignore("rotary_emb.inv_freq")
+    weights.ignore(UNUSED_SUFFIX)
     if spec.num_extra_layers:  # for multi-token prediction; the model is complete without them
         weights.ignore_layers(range(spec.num_layers, spec.num_layers + spec.num_extra_layers))
     weights.finish()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import ARCHITECTURES, Key, value_of
 from chitu.models.expert_spec import ExpertSpec, read_expert_spec
@@ -76,6 +77,7 @@ class ModelSpec:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        refuse_lfs_pointer(path)
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"model.path: {path} does not exist") from error
@@ -250,6 +252,12 @@ def _samples(file: Path, count: int) -> Iterator[bytes]:
             yield stream.read(SAMPLE_BYTES)
 
 
+def weights_stamp(path: str | Path) -> tuple[tuple[object, ...], ...]:
+    """Return what changes if a weight file is replaced or written: name, inode, size and time of each."""
+    found = [(file.name, file.stat()) for file in weight_files(path)]
+    return tuple((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found)
+
+
 def weights_digest(path: str | Path) -> bytes:
     """Return the digest of all bytes of the weight files. Reads several in parallel, at some 1 GB a second each."""
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:
@@ -260,18 +268,6 @@ def weights_digest(path: str | Path) -> bytes:
 def _file_digest(file: Path) -> bytes:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
-
-
-def count_weights(path: str | Path) -> int:
-    """Count the numbers in all tensors of a checkpoint, from the file headers. ConfigError if one cannot be read."""
-    total = 0
-    for file in weight_files(path):
-        try:
-            tensors = json.loads(_header(file))
-            total += sum(math.prod(tensor["shape"]) for name, tensor in tensors.items() if name != "__metadata__")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"model.path: {file} is no safetensors file: {error}") from error
-    return total
 
 
 def _header(file: Path) -> bytes:

@@ -80,6 +80,9 @@ class Keys:
                 raise ConfigError(f"{where}: {key} is {named[key]!r}, but {alias}, which means the same, is {value!r}")
             named[key] = value if named.get(key) is None else named[key]
         for key, value in named.items():
+            if key == "quantization_config" and value and key in self.only:
+                method = value.get("quant_method", "unknown method") if isinstance(value, dict) else value
+                raise UnsupportedModel(f"{where}: {key}: quantised weights ({method}) are not supported")
             if key in self.only and value not in self.only[key]:
                 values = ", ".join(repr(each) for each in self.only[key])
                 raise UnsupportedModel(f"{where}: {key} {value!r} is not supported (only {values})")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chitu.models.common import Traits
 from chitu.models.config import ModelSpec
+from chitu.models.traits import Traits
 
 
 def traits(spec: ModelSpec) -> Traits:

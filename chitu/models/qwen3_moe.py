@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from chitu.models.common import Traits
 from chitu.models.config import ModelSpec
 from chitu.models.qwen3 import traits as dense_traits
+from chitu.models.traits import Traits
 
 
 def traits(spec: ModelSpec) -> Traits:

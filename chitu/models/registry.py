@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from chitu.errors import UnsupportedModel
 from chitu.models import deepseek, llama, qwen2, qwen3, qwen3_moe
-from chitu.models.common import Traits
 from chitu.models.config import ModelSpec
+from chitu.models.traits import Traits
 
 _FAMILY_TRAITS: dict[str, Callable[[ModelSpec], Traits]] = {
     "deepseek": deepseek.traits,

@@ -3,24 +3,20 @@
 Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
 that is converted, split or moved to a device would be in memory twice. Here the overhead is one staging buffer, pinned
 for a GPU. Used by `weights.py`, on the thread that builds the service.
-
-Format: 8 bytes header length (little endian), a JSON header with dtype, shape and offsets of each tensor, the data.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
 from chitu.errors import ConfigError
+from chitu.models.checkpoint import read_entries
 
 STAGING_BYTES = 16 << 20
 DTYPES = {
@@ -50,15 +46,8 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class _Entry(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
-
-
 class TensorFiles:
-    """Open files, with their tensors by name. Raises ConfigError for a file that is not a safetensors file or ends too
-    early, and for a tensor that is in two of them."""
+    """Open files, with their tensors by name. Raises ConfigError as `read_entries` does."""
 
     def __init__(self, files: Sequence[Path], device: torch.device, staging_bytes: int = STAGING_BYTES) -> None:
         self._device = device
@@ -66,37 +55,20 @@ class TensorFiles:
         self._descriptors: list[int] = []
         self._staging: torch.Tensor | None = None
         self.tensors: dict[str, Stored] = {}
+        opened: dict[Path, int] = {}
+        for name, entry in read_entries(files).items():
+            if entry.file not in opened:
+                opened[entry.file] = self._open(entry.file)
+            descriptor, dtype = opened[entry.file], DTYPES[entry.dtype]
+            self.tensors[name] = Stored(entry.file, descriptor, entry.offset, dtype, entry.shape)
+
+    def _open(self, file: Path) -> int:
         try:
-            for file in files:
-                self._open(file)
-        except (SafetensorError, OSError, msgspec.DecodeError) as error:
+            self._descriptors.append(os.open(file, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
             self.close()
             raise ConfigError(f"model.path: {file} cannot be read: {error}") from error
-        except ConfigError:
-            self.close()
-            raise
-
-    def _open(self, file: Path) -> None:
-        with safe_open(str(file), framework="pt"):
-            pass  # checks that the header's offsets are inside the file and do not overlap
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        self._descriptors.append(descriptor)
-        (length,) = struct.unpack("<Q", os.pread(descriptor, 8, 0))
-        header = msgspec.json.decode(os.pread(descriptor, length, 8), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        for name, raw in header.items():
-            entry = msgspec.json.decode(raw, type=_Entry)
-            if entry.dtype not in DTYPES:
-                raise ConfigError(
-                    f"model.path: {file}: tensor {name!r} has dtype {entry.dtype}, which is not known here"
-                )
-            if name in self.tensors:
-                first = self.tensors[name].path.name
-                raise ConfigError(
-                    f"model.path: tensor {name!r} is in {file} and in {first}; move one of them elsewhere"
-                )
-            begin = 8 + length + entry.data_offsets[0]
-            self.tensors[name] = Stored(file, descriptor, begin, DTYPES[entry.dtype], tuple(entry.shape))
+        return self._descriptors[-1]
 
     def close(self) -> None:
         while self._descriptors:

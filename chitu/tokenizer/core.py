@@ -14,6 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, MissingDependency
 from chitu.tokenizer.added_tokens import SPECIAL_TOKENS, follow_config, read_json, steps_of
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
@@ -180,13 +183,22 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.j
 
 
 def require_tokenizer(path: str | Path) -> None:
-    """Raise ConfigError if a checkpoint folder has no tokenizer at all."""
+    """Raise ConfigError if a checkpoint folder has no tokenizer, or a tokenizer.json that is no JSON."""
     folder = Path(path)
     if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
         raise ConfigError(
             f"model.path: {folder} has no tokenizer.json (nor an older tokenizer: {', '.join(TOKENIZER_FILES[1:])}): "
             "copy the tokenizer's files there"
         )
+    for name in TOKENIZER_FILES:
+        for file in folder.glob(name):
+            refuse_lfs_pointer(file)
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"model.path: {file} is damaged: {error}; download it again") from error
 
 
 def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
@@ -196,6 +208,7 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
         raise MissingDependency("the package `tokenizers` is not installed: pip install tokenizers") from error
     file = folder / "tokenizer.json"
     if file.is_file():
+        refuse_lfs_pointer(file)
         try:
             backend = BackendTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception

@@ -43,6 +43,9 @@ def test_a_tokenizer_that_the_router_refuses_is_an_error(tmp_path: Path) -> None
     model = make_model(tmp_path / "tiny")
     (model / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     facts = gather(load_topology("unified_local", [f"model.path={model}"]), "127.0.0.1")
+    assert facts.model.error.startswith(f"model.path: {model}/tokenizer.json is a Git LFS pointer")
+    (model / "tokenizer.json").write_text('{"model": 3}')
+    facts = gather(load_topology("unified_local", [f"model.path={model}"]), "127.0.0.1")
     assert facts.model.error.startswith(f"{model}/tokenizer.json cannot be read")
 
 

@@ -9,8 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from chitu.errors import ConfigError
+from chitu.engine.build import RankEngine
+from chitu.errors import ConfigError, Internal
 from chitu.launch.make_model import make_model
+from chitu.models.config import weight_files, weights_digest, weights_stamp
 from chitu.models.tensor_files import STAGING_BYTES, TensorFiles
 
 CPU = torch.device("cpu")
@@ -93,6 +95,22 @@ def test_of_other_rows_nothing_is_read(stored):
     files.close()
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_keys_that_outlive_a_process_are_never_made_of_weights_that_came_later(tmp_path, is_replaced):
+    folder = make_model(tmp_path / "model", family="llama")
+    (file,) = weight_files(folder)
+    engine = RankEngine(None, None, None, 1, str(folder), weights_stamp(folder), None)  # what is loaded follows
+    assert engine.weights_digest() == weights_digest(folder)
+    data = file.read_bytes()
+    if is_replaced:
+        (tmp_path / "new").write_bytes(data[:-1] + b"x")
+        (tmp_path / "new").replace(file)
+    else:
+        file.write_bytes(data[:-1] + b"x")
+    with pytest.raises(Internal, match="were replaced while they were loaded"):
+        engine.weights_digest()
+
+
 def test_a_file_that_shrinks_or_is_none_is_one_sentence(stored):
     path, _ = stored
     files = TensorFiles([path], CPU)
@@ -101,5 +119,5 @@ def test_a_file_that_shrinks_or_is_none_is_one_sentence(stored):
         for name in files.tensors:
             files.read(name, torch.float32)
     files.close()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="is cut off"):
         TensorFiles([path], CPU)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from chitu.assets import TINY_MODEL_DIR
 from chitu.cli import main
 from chitu.cli.unknown_options import INSTANCES, KEYS
 from chitu.config.key_paths import known_keys
@@ -19,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_plan_prints_every_process_and_the_ports(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copytree(TINY_MODEL_DIR, tmp_path, dirs_exist_ok=True)
     words = ["plan", "pd_disagg_1p1d_local", "scheduler.chunk_size=64", "--model", str(tmp_path), "cache.page_size=8"]
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -35,7 +37,9 @@ def test_plan_of_a_topology_with_placeholders_names_them(capsys: pytest.CaptureF
     printed = capsys.readouterr()
     assert "D2 on node-a.example" in printed.out
     assert printed.err.count("\n") == 1 and "node-a.example, node-b.example are still placeholders" in printed.err
-    assert main(["plan", "pd_disagg_2p3d_multi_node", "--hosts", "a,b"]) == 0
+    assert main(["plan", "pd_disagg_2p3d_multi_node", "--hosts", "10.0.0.1,10.0.0.2"]) == 0
+    assert main(["plan", "pd_disagg_2p3d_multi_node", "--hosts", "10.0.0.1,b.invalid"]) == 2
+    assert "the name b.invalid has no IPv4 address here" in capsys.readouterr().err
 
 
 def test_a_model_path_is_taken_as_text_whatever_yaml_makes_of_it(
@@ -43,7 +47,7 @@ def test_a_model_path_is_taken_as_text_whatever_yaml_makes_of_it(
 ) -> None:
     odd = tmp_path / "a: [b] #c"
     odd.mkdir()
-    (odd / "config.json").write_text("{}")
+    shutil.copytree(TINY_MODEL_DIR, odd, dirs_exist_ok=True)
     assert main(["plan", "--model", str(odd)]) == 0
     assert "#c" in capsys.readouterr().out
 
@@ -191,7 +195,7 @@ def test_a_benchmark_names_the_package_that_it_lacks(
 
 
 def test_a_terminal_without_utf_8_costs_no_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copytree(TINY_MODEL_DIR, tmp_path, dirs_exist_ok=True)
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert main(["plan", "--model", str(tmp_path), "model.served_name=fuchs-ü"]) == 0

@@ -24,7 +24,8 @@ from chitu.launch.preflight import (
     port_findings,
     transport_findings,
 )
-from chitu.models.config import count_weights, read_model_spec, weight_files
+from chitu.models.checkpoint import count_weights
+from chitu.models.config import read_model_spec, weight_files
 
 SPEC = read_model_spec(TINY_MODEL_DIR)
 TINY = f"model.path={TINY_MODEL_DIR}"
