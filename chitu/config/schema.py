@@ -184,6 +184,8 @@ class FaultConfig(Section, frozen=True):
 
     zero_page: Annotated[int, Meta(ge=0)] | None = None
     """Page of D's pool (K and V of all layers) into which P's writes arrive as zeros."""
+    neighbour_page: Annotated[int, Meta(ge=0)] | None = None
+    """Page of D's pool into which P writes what it has in the page next to the right one."""
     flip_byte_every: Annotated[int, Meta(ge=0)] = 0
     """One byte of every Nth KV write of a P rank arrives with all bits flipped. 0: never."""
     flip_logits_every: Annotated[int, Meta(ge=0)] = 0

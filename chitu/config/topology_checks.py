@@ -191,8 +191,9 @@ def _device_problems(topology: Topology) -> Iterator[str]:
         yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
     elif by_kind.keys() == {"cuda"}:
         faults = config.faults
-        if faults.zero_page is not None or faults.flip_byte_every or faults.flip_logits_every:
-            yield f"{prefix}.faults: zero_page and flips are made on the host, but P and D have GPUs: use cpu"
+        pages = faults.zero_page, faults.neighbour_page
+        if pages != (None, None) or faults.flip_byte_every or faults.flip_logits_every:
+            yield f"{prefix}.faults: wrong pages and flips are made on the host, but P and D have GPUs: use cpu"
 
 
 def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:

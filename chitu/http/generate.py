@@ -24,7 +24,7 @@ from chitu.http.event_numbers import EventNumbers
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
 from chitu.http.messages.delta import joined
-from chitu.http.proof import Moments, Proof, headers_of, proof_of
+from chitu.http.proof import ChoiceSums, Moments, Proof, headers_of, proof_of
 from chitu.http.receipts import receipt_of
 from chitu.http.request_spans import RequestSpan, request_span
 from chitu.http.responses.events import ResponsesFormat
@@ -243,7 +243,8 @@ class GenerationRoutes:
         if job.options.return_receipt and kept is not None and self._model.layout is not None:
             (choice,) = running.choices
             receipt = receipt_of(self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens)
-        sums = [choice.generation.page_sums for choice in running.choices]
+        wants_sums = job.samplings[0].page_sums
+        sums = [ChoiceSums.of(choice.generation.finish) for choice in running.choices] if wants_sums else ()
         return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt, sums)
 
     # ------------------------------------------------------------------------------------------------------- answering

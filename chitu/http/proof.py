@@ -16,7 +16,7 @@ import msgspec
 
 from chitu.net.http import Headers
 from chitu.protocol.receipt import Receipt
-from chitu.protocol.requests import StageTimes
+from chitu.protocol.requests import Finish, StageTimes
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
 
 PREFILL, DECODE, ATTEMPTS = b"x-chitu-prefill", b"x-chitu-decode", b"x-chitu-attempts"
@@ -47,6 +47,20 @@ class ProofStages(msgspec.Struct, frozen=True, kw_only=True):
     """From the last token to the end of the answer: its text, and choices that take longer."""
 
 
+class ProofSums(msgspec.Struct, frozen=True):
+    """Checksums of pages that P wrote, 16 hex digits each, layer by layer. With tensor parallelism they cover the KV
+    heads of all ranks."""
+
+    first_page: int
+    """Number of the first of these pages, counted over the prompt; earlier ones were cached on D."""
+    layers: int
+    """Layers that have checksums of their own; 1 if each covers all layers, for a very long prompt."""
+    sent: str
+    """From P's memory, when it wrote them."""
+    landed: str
+    """From D's memory, when all had arrived. Equal to `sent` unless something was damaged."""
+
+
 class ProofAttempt(msgspec.Struct, frozen=True):
     room: str
     """Room of the attempt, as in logs."""
@@ -68,6 +82,9 @@ class ProofAttempt(msgspec.Struct, frozen=True):
     page_sums: str | msgspec.UnsetType = msgspec.UNSET
     """With `return_page_sums`, of the attempt that finished: checksums of the leading full pages that it left on D, 16
     hex digits each, layer by layer."""
+    transfer_sums: ProofSums | msgspec.UnsetType = msgspec.UNSET
+    """With `return_page_sums`, of the attempt that finished: checksums of the pages that P wrote to D. The choices of
+    one prompt share them; they are with the first."""
 
 
 class ProofChoice(msgspec.Struct, frozen=True):
@@ -95,6 +112,21 @@ class Proof(msgspec.Struct, frozen=True):
     """With `return_receipt`: what `chitu replay` needs to generate the tokens again."""
 
 
+class ChoiceSums(NamedTuple):
+    """Checksums of the pages of one choice, from its last attempt. They are for its own client alone."""
+
+    left: str | msgspec.UnsetType
+    moved: ProofSums | msgspec.UnsetType
+
+    @classmethod
+    def of(cls, finish: Finish | None) -> ChoiceSums:
+        left = finish.page_sums.hex() if finish is not None and finish.page_sums else msgspec.UNSET
+        moved = finish.transfer_sums if finish is not None else None
+        if moved is None:
+            return cls(left, msgspec.UNSET)
+        return cls(left, ProofSums(moved.first_page, moved.layers, moved.sent.hex(), moved.landed.hex()))
+
+
 class Moments(NamedTuple):
     """Moments of one request, on the router's clock."""
 
@@ -109,17 +141,18 @@ def proof_of(
     indices: Iterable[int],
     cached_tokens: int,
     receipt: Receipt | None = None,
-    page_sums: Sequence[str | msgspec.UnsetType] = (),
+    page_sums: Sequence[ChoiceSums] = (),
 ) -> Proof:
     """Return the proof. `records`: attempts of each choice, at least one. `indices`: the choices that are returned.
-    `page_sums`: those of each choice, which its last attempt left; empty if none are known."""
+    `page_sums`: those of each choice; empty if none are known."""
     places: dict[int, int] = {choice: index for index, choice in enumerate(indices)}
     choices = [
         ProofChoice(places.get(i), stages_of(moments, attempts), [_attempt(record) for record in attempts])
         for i, attempts in enumerate(records)
     ]
     for choice, sums in zip(choices, page_sums, strict=False):
-        choice.attempts[-1] = msgspec.structs.replace(choice.attempts[-1], page_sums=sums)
+        last_one = choice.attempts[-1]
+        choice.attempts[-1] = msgspec.structs.replace(last_one, page_sums=sums.left, transfer_sums=sums.moved)
     moved = [choice.attempts[-1].kv_bytes for choice in choices]
     last = [choice.attempts[-1] for choice in choices]
     return Proof(

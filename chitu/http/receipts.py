@@ -19,6 +19,9 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
     reason = generation.finish.reason if generation.finish is not None else ""
     if reason not in ("stop", "length") or num_tokens < len(output):
         reason = "text"
+    sampling = request.sampling
+    if generation.is_checked:  # the cross-check's fields: no client asked for them
+        sampling = msgspec.structs.replace(sampling, logprobs=None, page_sums=False)
     pairs = [one.decode if one.prefill is None else f"{one.prefill}-{one.decode}" for one in generation.attempts()]
     return sealed(
         Receipt(
@@ -30,7 +33,7 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
             dtype=cast(Any, layout.dtype),
             served=pairs,
             prompt_token_ids=unpack_i32(request.token_ids).tolist(),
-            sampling=ReceiptSampling(**msgspec.structs.asdict(request.sampling)),
+            sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
             token_ids=output[:num_tokens].tolist(),
             finish=cast(Any, reason),
         )

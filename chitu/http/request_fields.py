@@ -219,7 +219,10 @@ FIELDS: tuple[Field, ...] = (
             "object `chitu` in the answer, or after the last event of a stream's choices, and headers: which P and D, "
             "bytes moved, tokens cached, attempts, times (operations.md)",
         ),
-        ("return_page_sums", "`return_proof` with checksums of the first full pages that it leaves on D, by layer"),
+        (
+            "return_page_sums",
+            "`return_proof` with checksums of pages: those that it leaves on D, and those that P wrote, on both sides",
+        ),
         (
             "return_receipt",
             "`return_proof` with all that the tokens depend on, for `chitu replay`; only with one choice of one prompt",

@@ -197,6 +197,7 @@ class DecodeManager:
                 sequence.prefill_rank,
                 sequence.prefill_incarnation,
                 known // self._cache.page_size,
+                sequence.sampling is not None and sequence.sampling.page_sums,
             )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
@@ -230,7 +231,7 @@ class DecodeManager:
             fork.computing_since_s, fork.announced_s = source.computing_since_s, source.announced_s
             fork.kv_landed_s = source.kv_landed_s
             self._sequences.take(fork, SequenceEvent.KV_HERE)
-        source.forks[0].kv_bytes = source.kv_bytes
+        source.forks[0].kv_bytes, source.forks[0].transfer_sums = source.kv_bytes, source.transfer_sums
 
     def _leave_source(self, fork: Sequence) -> None:
         """Detach a fork that has started or ended from its prompt; free the prompt after its last fork."""
@@ -274,7 +275,7 @@ class DecodeManager:
     def _landed(self, sequence: Sequence, event: TransferEvent) -> None:
         sequence.kv_bytes, sequence.prefill_times = event.kv_bytes, event.times
         sequence.kv_landed_s = self._clock.monotonic()
-        sequence.prompt_lines = event.prompt_logprobs
+        sequence.prompt_lines, sequence.transfer_sums = event.prompt_logprobs, event.sums
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
         self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)

@@ -98,6 +98,7 @@ class RequestEnds:
                 sequence.kv_bytes,
                 sequence.stage_times(self._clock.monotonic()),
                 self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
+                sequence.transfer_sums,
             ),
             sequence.router_worker,
         )

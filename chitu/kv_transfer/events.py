@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import NamedTuple, Protocol
 
 from chitu.errors import ChituError
-from chitu.protocol import NO_TIMES, PrefillTimes, Wire
+from chitu.protocol import NO_TIMES, PrefillTimes, TransferSums, Wire
 
 
 class TransferEventKind(Enum):
@@ -44,6 +44,8 @@ class TransferEvent:
     """Prompt tokens that P did not have to compute, with LOGITS_READY on D."""
     prompt_logprobs: bytes | None = None
     """Logprobs of the prompt, with SUCCESS on D, if they were requested."""
+    sums: TransferSums | None = None
+    """Checksums of the pages on both sides, with SUCCESS on D, if they were requested."""
 
 
 class Aborted(NamedTuple):

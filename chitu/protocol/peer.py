@@ -76,6 +76,9 @@ class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     """Prompt tokens; P refuses a room whose prompt has another length."""
     prefix_pages: int = 0
     """Leading pages that D holds already; P skips them."""
+    page_sums: bool = False
+    """Whether Success is to bring checksums of all pages that P writes, by layer, because the request asks for
+    them."""
 
 
 class KVSums(Wire, frozen=True):
@@ -84,7 +87,8 @@ class KVSums(Wire, frozen=True):
     positions: bytes
     """Positions in `dst_kv_indices` of the pages that were summed, ascending, int32 LE."""
     sums: bytes
-    """One sum per position, int64 LE; every KV head counts once."""
+    """One sum per position, int64 LE; every KV head counts once. If D asked for them, `[layers, positions]`, unless
+    these are too many."""
     transport: str
     """Transport that P wrote with, for D's log."""
 
@@ -104,7 +108,7 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     times: PrefillTimes = NO_TIMES
     """Sent with Success."""
     kv_sums: KVSums | None = None
-    """Sent with Success, if P's `verify_kv` is not `off`."""
+    """Sent with Success, if P's `verify_kv` is not `off` or D asked for them."""
     prompt_logprobs: bytes | None = None
     """Sent with Success, if the router asked P for them."""
 

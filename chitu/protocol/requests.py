@@ -217,6 +217,20 @@ class StageTimes(Wire, frozen=True, omit_defaults=False):
     """D: from the arrival to the last token."""
 
 
+class TransferSums(Wire, frozen=True, array_like=True):
+    """Checksums of the pages that P wrote for a request: as P meant them, and as they arrived. They are `[layers,
+    pages]`, int64 LE."""
+
+    first_page: int
+    """Number of the first of these pages, counted over the prompt; earlier ones were cached on D."""
+    layers: int
+    """Layers that have checksums of their own; 1 if each covers all layers, for a very long prompt."""
+    sent: bytes
+    """From P's memory, when it wrote them."""
+    landed: bytes
+    """From D's memory, before D computed anything in these pages. Equal to `sent` if nothing was damaged."""
+
+
 class Finish(Wire, frozen=True, array_like=True):
     """End of a room, in the token stream so that it can never overtake a token."""
 
@@ -232,6 +246,9 @@ class Finish(Wire, frozen=True, array_like=True):
     page_sums: bytes = b""
     """Checksums, int64 LE `[layers, pages]`, of the leading full pages that the request leaves, if it asked for them.
     Pages too many to sum up are left out."""
+    transfer_sums: TransferSums | None = None
+    """Checksums of the pages that P wrote, on both sides, if it asked for them. None if P wrote none, or if the layout
+    allows none."""
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):

@@ -219,13 +219,6 @@ class Generation:
             self.kept_logprobs += taken
         return taken
 
-    @property
-    def page_sums(self) -> str | msgspec.UnsetType:
-        """Return the checksums of the pages that its last attempt left on D, in hex, if it asks for them. They are for
-        its own client alone, since equal prompts of any tenants have equal ones."""
-        finish = self.finish
-        return finish.page_sums.hex() if finish is not None and finish.page_sums else msgspec.UNSET
-
     def end_reason(self) -> str:
         """Return why the newest token is the last one, as D would report it; empty if more are to come."""
         output = self.output

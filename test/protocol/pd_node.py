@@ -365,7 +365,9 @@ class Node:
 
     # ------------------------------------------------------------------------------------------------------ scheduler D
 
-    def decode(self, room: bytes, num_tokens: int, prefill: Node, needs_kv: bool = True) -> bool:
+    def decode(
+        self, room: bytes, num_tokens: int, prefill: Node, needs_kv: bool = True, page_sums: bool = False
+    ) -> bool:
         """Start a room on D. With `needs_kv` False it holds pages and needs the logits row alone."""
         pages_wanted = -(-num_tokens // PAGE_SIZE)
         aux_slot = self.memory.aux.allocate() if len(self.memory.free) >= pages_wanted else None
@@ -375,7 +377,7 @@ class Node:
         self.requests[room] = Request(room, num_tokens, pages, aux_slot, needs_kv=needs_kv)
         wanted = pages if needs_kv else []
         of = room, room.hex()[:6], wanted, aux_slot, num_tokens
-        self.receiver.announce(*of, prefill.rank, prefill.incarnation, prefix_pages=0)
+        self.receiver.announce(*of, prefill.rank, prefill.incarnation, prefix_pages=0, page_sums=page_sums)
         return True
 
     # ------------------------------------------------------------------------------------------------------ scheduler P

@@ -245,8 +245,8 @@ class Pair:
         self.p.poll()
         self.d.poll()
 
-    def both_halves(self, num_tokens: int = 10, needs_kv: bool = True) -> None:
-        assert self.d.decode(self.room, num_tokens, self.p, needs_kv)
+    def both_halves(self, num_tokens: int = 10, needs_kv: bool = True, page_sums: bool = False) -> None:
+        assert self.d.decode(self.room, num_tokens, self.p, needs_kv, page_sums)
         assert self.p.prefill(self.room, num_tokens, self.d)
         self.pump()
 

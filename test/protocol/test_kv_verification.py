@@ -211,3 +211,29 @@ def test_verification_on_its_own_thread_does_not_hold_up_the_comm_thread() -> No
     finally:
         go_on.set()
         pair.d.receiver.close()
+
+
+@pytest.mark.parametrize("verify_kv", ["off", "sample"])
+def test_a_request_that_asks_gets_the_checksums_of_both_sides_by_layer(verify_kv: VerifyKV) -> None:
+    """With `verify_kv` off a page that differs is reported, and the request goes on."""
+    pair = Pair(verify_kv=verify_kv).join()
+    pair.both_halves(NUM_TOKENS, page_sums=True)
+    compute(pair)
+    kv, pages = pair.d.memory.kv, pair.d.requests[pair.room].pages
+    changes: list[int] = [] if verify_kv == "sample" else [3]
+    for region in changes:
+        kv[region, pages[2], 5] ^= 0x10
+    while pair.world.frames:
+        pair.world.deliver_one()
+    assert pair.d.verify_one()
+    (event,) = [event for event in pair.d.receiver.poll() if event.kind is Kind.SUCCESS]
+    sums = event.sums
+    assert sums is not None and (sums.first_page, sums.layers) == (0, NUM_LAYERS)
+    assert len(sums.sent) == len(sums.landed) == 8 * 5 * NUM_LAYERS
+    unlike = [n for n in range(5 * NUM_LAYERS) if sums.sent[8 * n : 8 * n + 8] != sums.landed[8 * n : 8 * n + 8]]
+    assert unlike == [5 * (region // 2) + 2 for region in changes], "the page, and the layer of its region"
+
+
+def test_without_being_asked_nobody_computes_a_checksum() -> None:
+    pair = arrived("off")
+    assert not [frame for frame in pair.world.frames if b"kv_sums" in frame.payload] and not pair.d.verify_one()

@@ -246,6 +246,7 @@ class Wire:
         prefill_rank: int,
         prefill_incarnation: int,
         prefix_pages: int,
+        page_sums: bool,
     ) -> None:
         needs_kv = self.decode is None or self.decode.scheduler._sequences._all[room].needs_kv
         assert len(pages) == (-(-num_tokens // PAGE_SIZE) if needs_kv else 0)

@@ -16,7 +16,7 @@ from chitu.errors import TooManyRequests
 from chitu.http.cluster_snapshot import SnapshotSource, transport_in_use
 from chitu.http.cluster_source import RouterRecord, WorkerReport, report_of
 from chitu.http.web_routes import MAX_WATCHERS, Watchers
-from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, encode
+from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, TransferSums, encode
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
@@ -61,7 +61,17 @@ class Cluster:
         for world in self.worlds:
             for tenant in tenants:
                 room = world.add(tenant=tenant)[1]
-                world.tokens([room], [Finish(room, "stop", page_sums=b"12345678")])
+                world.tokens(
+                    [room],
+                    [
+                        Finish(
+                            room,
+                            "stop",
+                            page_sums=b"12345678",
+                            transfer_sums=TransferSums(0, 1, b"12345678", b"12345678"),
+                        )
+                    ],
+                )
                 world.add(tenant=tenant)
 
     def loads(self) -> dict[Any, Any]:
@@ -84,7 +94,7 @@ def test_a_tenant_sees_its_own_requests_in_all_api_processes_and_the_operator_al
         for encoded in (asyncio.run(source.fresh(tenant)), asyncio.run(source.shared(tenant))[0]):
             shown = msgspec.json.decode(encoded, type=ClusterSnapshot)
             assert sorted(str(request.tenant) for request in shown.requests) == sorted(expected)
-            assert b"page_sums" not in encoded and b"12345678".hex().encode() not in encoded
+            assert b"_sums" not in encoded and b"12345678".hex().encode() not in encoded
 
 
 def test_without_api_keys_requests_have_no_tenant_and_everybody_sees_them() -> None:

@@ -78,6 +78,21 @@ def test_a_run_across_the_broken_page_leaves_zeros_there_and_nowhere_else() -> N
     assert (pair.target.pages[:, [0, 1, 2, 3, 8, 9, 10, 11]] == 255).all()
 
 
+def test_a_neighbours_page_arrives_in_place_of_the_right_one() -> None:
+    """The page behind the last one of our own memory is none, so the one before it comes."""
+    pair = Pair(FaultConfig(neighbour_page=5))
+    pair.write_pages([1, 2, 3], [4, 5, 6])
+    for src, dst in ((1, 4), (3, 5), (3, 6)):
+        assert np.array_equal(pair.target.pages[:, dst], pair.source.pages[:, src])
+    last = NUM_PAGES - 1
+    pair.write_pages([last], [5])
+    expected = [*(pair.source.pages[region + 1, 0] for region in range(2 * LAYERS - 1))]
+    assert np.array_equal(pair.target.pages[:-1, 5], expected)
+    both = Pair(FaultConfig(neighbour_page=5, zero_page=4))
+    both.write_pages([1, 2, 3], [4, 5, 6])
+    assert not both.target.pages[:, 4].any() and np.array_equal(both.target.pages[:, 5], both.source.pages[:, 3])
+
+
 @pytest.mark.parametrize("zero_page", [4, 7])
 def test_the_broken_page_may_be_the_first_or_the_last_of_a_run(zero_page: int) -> None:
     pair = Pair(FaultConfig(zero_page=zero_page))

@@ -41,6 +41,7 @@ from chitu.protocol import (
     TraceLines,
     TransferInfo,
     TransferStatus,
+    TransferSums,
     TransportMessage,
     UnifiedRequest,
     ViewChange,
@@ -99,6 +100,20 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "dst_kv_indices": b"\x03\0\0\0\x04\0\0\0\x04\x01\0\0",
             "dst_aux_index": 2,
             "num_tokens": 40,
+        },
+    ),
+    (
+        TransferInfo(7, pack_i32([3, 4, 260]), 2, 40, page_sums=True),
+        peer_codec,
+        "86a474797065ad7472616e736665725f696e666fab696e6361726e6174696f6e07ae6473745f6b765f696e6469636573c40c030000000400"
+        "000004010000ad6473745f6175785f696e64657802aa6e756d5f746f6b656e7328a9706167655f73756d73c3",
+        {
+            "type": "transfer_info",
+            "incarnation": 7,
+            "dst_kv_indices": b"\x03\0\0\0\x04\0\0\0\x04\x01\0\0",
+            "dst_aux_index": 2,
+            "num_tokens": 40,
+            "page_sums": True,
         },
     ),
     (
@@ -272,7 +287,16 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             7,
             [ROOM],
             [42],
-            [Finish(ROOM, "stop", kv_bytes=3, stages=StageTimes(PrefillTimes(0.5), total_s=2.0), page_sums=b"1234")],
+            [
+                Finish(
+                    ROOM,
+                    "stop",
+                    kv_bytes=3,
+                    stages=StageTimes(PrefillTimes(0.5), total_s=2.0),
+                    page_sums=b"1234",
+                    transfer_sums=TransferSums(2, 1, b"56", b"78"),
+                )
+            ],
             8,
             2,
             1,
@@ -301,6 +325,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                         "total_s": 2.0,
                     },
                     b"1234",
+                    [2, 1, b"56", b"78"],
                 ]
             ],
             8,

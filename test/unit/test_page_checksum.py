@@ -158,8 +158,8 @@ def test_sums_survive_the_wire_and_name_the_pages_that_differ() -> None:
     room = RoomSums.of([0, 2, 5], "shm")
     room.sums += np.array([-1, 1 << 62, 7])
     assert room.within(1, 5) == slice(1, 2) and room.within(6, 9) == slice(3, 3)
-    read = read_sums(room.message(), "sample", 0, 6)
-    assert (read.positions.tolist(), read.sums.tolist(), read.transport) == ([0, 2, 5], [-1, 1 << 62, 7], "shm")
+    read = read_sums(room.message(), "sample", 0, 6, 3)
+    assert (read.positions.tolist(), read.sums.tolist(), read.transport) == ([0, 2, 5], [[-1, 1 << 62, 7]], "shm")
     compare(read, room.sums, 1)
     compare(read, 2 * room.sums, 2)
     with pytest.raises(Integrity, match=r"1 of 3 verified pages \(pages 2 .* by shm"):
@@ -185,11 +185,11 @@ def test_sums_that_do_not_cover_what_must_be_verified_are_refused(message: KVSum
     modes: list[VerifyKV] = ["all", "sample"]
     for verify_kv in modes:
         with pytest.raises(Integrity, match=text):
-            read_sums(message, verify_kv, 0, 4)
+            read_sums(message, verify_kv, 0, 4, 3)
 
 
 def test_a_sample_does_not_do_where_all_are_wanted() -> None:
     message = RoomSums.of([0, 3], "").message()
-    assert read_sums(message, "sample", 0, 4).positions.tolist() == [0, 3]
+    assert read_sums(message, "sample", 0, 4, 3).positions.tolist() == [0, 3]
     with pytest.raises(Integrity, match="do not cover"):
-        read_sums(message, "all", 0, 4)
+        read_sums(message, "all", 0, 4, 3)

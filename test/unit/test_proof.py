@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, pair, two_pairs
 
-from chitu.http.proof import HEADERS, Moments, Proof, headers_of, proof_of, stages_of
+from chitu.http.proof import HEADERS, ChoiceSums, Moments, Proof, ProofSums, headers_of, proof_of, stages_of
 from chitu.http.responses.events import ResponsesFormat
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
-from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch
+from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch, TransferSums
 from chitu.protocol.snapshot import RequestSnapshot
 from chitu.router.generation import Generation
 from chitu.types import Role
@@ -35,7 +35,7 @@ def spans_us(proof: Proof) -> list[int]:
 def proof(world: World, *generations: Generation, kept: tuple[int, ...] = (0,)) -> Proof:
     """Return the proof of a request whose body came 2 s after its head, 1 s before the clock of the world began."""
     records = [generation.attempts() for generation in generations]
-    sums = [generation.page_sums for generation in generations]
+    sums = [ChoiceSums.of(generation.finish) for generation in generations]
     return proof_of(Moments(-3.0, -1.0, world.clock.monotonic()), records, kept, cached_tokens=2, page_sums=sums)
 
 
@@ -49,10 +49,21 @@ def test_checksums_of_pages_are_in_the_proof_of_the_own_answer_and_in_no_record(
     world = pair()
     generation, room = world.add()
     other, other_room = world.add()
-    world.router.on_tokens(TokenBatch(1, [room], [7], [Finish(room, "length", page_sums=b"\x01\xff")]))
+    world.router.on_tokens(
+        TokenBatch(
+            1,
+            [room],
+            [7],
+            [Finish(room, "length", page_sums=b"\x01\xff", transfer_sums=TransferSums(3, 1, b"\x02", b"\x03"))],
+        )
+    )
     world.router.on_tokens(TokenBatch(1, [other_room], [7], [Finish(other_room, "length")]))
     made = proof(world, generation, other, kept=(0, 1))
     assert [choice.attempts[-1].page_sums for choice in made.choices] == ["01ff", msgspec.UNSET]
+    assert [choice.attempts[-1].transfer_sums for choice in made.choices] == [
+        ProofSums(3, 1, "02", "03"),
+        msgspec.UNSET,
+    ]
     assert b"01ff" not in msgspec.json.encode([*world.router.journal.ended, *generation.ended])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_cache.tiers.page_load import PageLoad
-from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes
+from chitu.protocol import NO_TIMES, PrefillTimes, SamplingParams, StageTimes, TransferSums
 from chitu.protocol.sequence_states import SequenceState
 
 
@@ -76,6 +76,8 @@ class Sequence:
     offload_key: int = -1
     kv_bytes: int = 0
     """Bytes that P moved for this request; 0 until the KV is here."""
+    transfer_sums: TransferSums | None = None
+    """Checksums of the pages that P wrote, on both sides, if the request asks for them and its KV is here."""
     prefill_times: PrefillTimes = NO_TIMES
     computing_since_s: float = 0.0
     """When the first prefill chunk began. This and the next three are on the instance's clock, 0 until then."""

@@ -18,7 +18,16 @@ from functools import partial
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
-from chitu.kv_transfer.checksums import Int64s, PageSums, compare, head_copies, read_sums, traced_sums
+from chitu.kv_transfer.checksums import (
+    Int64s,
+    PageSums,
+    compare,
+    head_copies,
+    read_sums,
+    summed,
+    traced_sums,
+    transfer_sums,
+)
 from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
@@ -33,6 +42,7 @@ from chitu.protocol import (
     ClusterView,
     KVArgsRegisterInfo,
     TransferInfo,
+    TransferSums,
     pack_i32,
     peer_codec,
     unpack_i32,
@@ -99,10 +109,11 @@ class DecodeReceiver:
         prefill_rank: int,
         prefill_incarnation: int,
         prefix_pages: int,
+        page_sums: bool = False,
     ) -> None:
         """Announce reserved pages (ceil(num_tokens / page_size)) and an aux slot to P. Starts the transfer deadline.
         The first `prefix_pages`, all full, already hold their KV: P does not write to them. Without pages P sends the
-        logits row only."""
+        logits row only. With `page_sums`, SUCCESS brings checksums of both sides, if the layout allows any."""
         if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
         if not 0 <= prefix_pages <= min(len(pages), num_tokens // self._config.layout.page_size):
@@ -113,6 +124,7 @@ class DecodeReceiver:
             dst_aux_index=aux_slot,
             num_tokens=num_tokens,
             prefix_pages=prefix_pages,
+            page_sums=page_sums and self.verifier is not None,
         )
         memory = self._parts.memory
         # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
@@ -219,29 +231,33 @@ class DecodeReceiver:
         owns by then does no harm."""
         layout, pages = self._config.layout, unpack_i32(job.info.dst_kv_indices)
         error: ChituError | None = None
+        sums: TransferSums | None = None
         try:
-            expected = read_sums(job.status.kv_sums, self._config.verify_kv, job.info.prefix_pages, len(pages))
+            first, num_layers = job.info.prefix_pages, layout.num_layers
+            expected = read_sums(job.status.kv_sums, self._config.verify_kv, first, len(pages), num_layers)
             own_pages = [pages[position] for position in expected.positions.tolist()]
-            found_N = page_sums.sums(range(layout.num_layers), own_pages)
-            self._note_sums(job.room, expected.positions, found_N)
+            found = summed(page_sums, range(num_layers), own_pages, expected.is_by_layer)
+            self._note_sums(job.room, expected.positions, found)
+            if job.info.page_sums and len(own_pages) == len(pages) - first:
+                sums = transfer_sums(expected, found, head_copies(layout))
             if self._config.verify_kv != "off":
-                compare(expected, found_N, head_copies(layout))
+                compare(expected, found, head_copies(layout))
         except ChituError as failure:
             error = failure
-        if self._config.verify_kv == "off":  # computed for the trace only
+        if self._config.verify_kv == "off":  # computed for the trace or the client only
             error = None
-        self._handle(events.PagesChecked(job.room, error))
+        self._handle(events.PagesChecked(job.room, error, sums))
 
     def _is_traced(self, room: bytes) -> bool:
         tracer = self._parts.tracer
         return tracer is not None and room in tracer.rooms
 
-    def _note_sums(self, room: bytes, positions_N: Int64s, found_N: Int64s) -> None:
+    def _note_sums(self, room: bytes, positions_N: Int64s, found: Int64s) -> None:
         """Store the checksums for the trace record that the scheduler makes when it receives SUCCESS."""
         tracer = self._parts.tracer
         traced = tracer.rooms.get(room) if tracer is not None else None
         if traced is not None:
-            traced.hashes = traced_sums(positions_N, found_N, head_copies(self._config.layout))
+            traced.hashes = traced_sums(positions_N, found, head_copies(self._config.layout))
 
 
 def _registration(config: KVManagerConfig, parts: RoleParts) -> KVArgsRegisterInfo:

@@ -12,7 +12,7 @@ from chitu.errors import ChituError
 from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.parts import Line
 from chitu.kv_transfer.transfer_table import NEVER_S
-from chitu.protocol import PeerMessage, TransferInfo, TransferStatus, TransportMessage
+from chitu.protocol import PeerMessage, TransferInfo, TransferStatus, TransferSums, TransportMessage
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class ReceiveRoom:
     error: ChituError | None = None
     is_traced: bool = False
     """True if checksums of its pages are computed for a trace record, whatever `verify_kv` is."""
+    sums: TransferSums | None = None
+    """Checksums of its pages on both sides, if the request asked for them."""
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -66,10 +68,11 @@ class RowChecked(NamedTuple):
 
 
 class PagesChecked(NamedTuple):
-    """Answer to `CheckPages`."""
+    """Answer to `CheckPages`. `sums`: checksums of both sides, if the request asked for them."""
 
     room: bytes
     error: ChituError | None
+    sums: TransferSums | None = None
 
 
 class WriterDead(NamedTuple):

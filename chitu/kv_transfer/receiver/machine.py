@@ -40,6 +40,7 @@ from chitu.protocol import (
     StatusAck,
     TransferInfo,
     TransferStatus,
+    TransferSums,
     TransportMessage,
 )
 from chitu.protocol.states import (
@@ -93,8 +94,8 @@ class ReceiverMachine:
                 self._receive(room, message)
             case events.RowChecked(room, error, cached_tokens):
                 self._row_checked(room, error, cached_tokens)
-            case events.PagesChecked(room, error):
-                self._pages_checked(room, error)
+            case events.PagesChecked(room, error, sums):
+                self._pages_checked(room, error, sums)
             case ViewChanged():
                 self._effects += self.prefills.take_view(now_s)
                 self._fail_lost()
@@ -164,7 +165,8 @@ class ReceiverMachine:
 
     def _verify(self, room: bytes, record: events.ReceiveRoom) -> None:
         assert record.status is not None
-        if self._verifies_kv or (record.is_traced and record.status.kv_sums is not None):
+        is_summed = record.is_traced or record.info.page_sums
+        if self._verifies_kv or (is_summed and record.status.kv_sums is not None):
             self._effects.append(events.CheckPages(room, record.info, record.status))
         else:
             self._take(room, ReceiverEvent.VERIFIED)
@@ -180,6 +182,7 @@ class ReceiverMachine:
             saved_bytes=record.saved_bytes,
             times=record.status.times,
             prompt_logprobs=record.status.prompt_logprobs,
+            sums=record.sums,
         )
         self._effects.append(event)
         self.table.bury(room, Tombstone("", ""))
@@ -297,9 +300,11 @@ class ReceiverMachine:
             entry.data.cached_tokens = cached_tokens
             self._take(room, ReceiverEvent.LOGITS)
 
-    def _pages_checked(self, room: bytes, error: ChituError | None) -> None:
+    def _pages_checked(self, room: bytes, error: ChituError | None, sums: TransferSums | None) -> None:
         entry = self.table.get(room)
         if error is None:
+            if entry is not None:
+                entry.data.sums = sums
             self._take(room, ReceiverEvent.VERIFIED)
         elif entry is not None and self._take(room, ReceiverEvent.CORRUPT, error):
             record = entry.data

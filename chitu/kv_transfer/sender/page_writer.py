@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from chitu.errors import ChituError, TransferFailed
-from chitu.kv_transfer.checksums import RoomSums, choose_pages, trace_window
+from chitu.kv_transfer.checksums import MAX_SUMS, RoomSums, choose_pages, summed, trace_window
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.sender.events import SettleResult, SettleWrites, Write, Written
 from chitu.kv_transfer.sender.registration import DecodePeer
@@ -78,24 +78,33 @@ class PageWriter:
 
     def _begin_sums(self, write: Write, transport: str, is_traced: bool) -> None:
         record, verify_kv = write.record, self._config.verify_kv
-        is_wanted = self._parts.page_sums is not None and (verify_kv != "off" or is_traced)
+        info = write.destination.info
+        is_wanted = self._parts.page_sums is not None and (verify_kv != "off" or is_traced or info.page_sums)
         if is_wanted and record.kv_sums is None:
-            span = write.destination.info.prefix_pages, len(write.destination.pages)
-            chosen = choose_pages(verify_kv, *span) if verify_kv != "off" else trace_window(*span)
-            record.kv_sums = RoomSums.of(chosen, transport)
+            span = info.prefix_pages, len(write.destination.pages)
+            if info.page_sums:
+                chosen = choose_pages("all", *span)
+                num_layers = self._config.layout.num_layers
+                is_by_layer = num_layers * len(chosen) <= MAX_SUMS
+                record.kv_sums = RoomSums.of(chosen, transport, num_layers if is_by_layer else 1)
+            else:
+                chosen = choose_pages(verify_kv, *span) if verify_kv != "off" else trace_window(*span)
+                record.kv_sums = RoomSums.of(chosen, transport)
 
     def _add_sums(self, chunks: Sequence[TransferKVChunk], write: Write) -> None:
         """Add the checksums of the chosen pages of these chunks, from our own memory."""
         room_sums, page_sums = write.record.kv_sums, self._parts.page_sums
         if room_sums is None or page_sums is None:
             return
-        added_N = np.zeros_like(room_sums.sums)
+        added = np.zeros_like(room_sums.sums)
         for chunk in chunks:
             chosen = room_sums.within(chunk.first_page, chunk.end_page)
             pages = [write.record.computed.pages[position] for position in room_sums.positions[chosen].tolist()]
             if pages:
-                added_N[chosen] += page_sums.sums(range(chunk.first_layer, chunk.end_layer), pages)
-        room_sums.sums += added_N
+                layers = range(chunk.first_layer, chunk.end_layer)
+                rows = slice(layers.start, layers.stop) if room_sums.is_by_layer else slice(1)
+                added[rows, chosen] += summed(page_sums, layers, pages, room_sums.is_by_layer)
+        room_sums.sums += added
 
 
 def _writer_to(peer: DecodePeer) -> DecodeWriter:

@@ -6,6 +6,7 @@ bytes still travel through the wrapped transport, and byte counts stay as they a
 
 `zero_page`: page n of every peer's pool is a broken page. K and V of all layers that are written into it arrive as
 zeros, from a buffer that is registered like the pool itself. What the peer computes into that page on its own stays.
+`neighbour_page`: the same page gets the bytes that lie one page further in our own pool.
 `flip_byte_every`, `flip_logits_every`: a correct write, then one byte of it again, flipped (`flips.py`). `delay_ms`,
 `stall_every`: a write that takes long, or as long as its timeout. Writes are counted per transport and process.
 Invariant: a byte that no fault names arrives as with the wrapped transport, however copies cross page borders.
@@ -44,8 +45,10 @@ class FaultyPeer:
     """The wrapped transport's handle, and the addresses of this peer's broken page and aux rows."""
 
     inner: PeerHandle
-    broken_bases: tuple[int, ...]
-    """Address of the broken page in every region, ascending."""
+    zeroed_bases: tuple[int, ...]
+    """Address of the page that gets zeros, in every region, ascending."""
+    shifted_bases: tuple[int, ...]
+    """The same of the page that gets its neighbour's bytes."""
     page_bytes: int
     aux_rows: range
     """Addresses of the peer's aux rows."""
@@ -71,6 +74,7 @@ class FaultyTransport:
         self._faults = faults
         self._zeros: dict[int, NDArray[np.uint8]] = {}
         """One page of zeros for each page size, registered as a source; lives as long as the registration."""
+        self._registered: list[range] = []
         self._stalled_writes = EveryNth(faults.stall_every)
         self._flipper: ByteFlipper | None = None
         if faults.flip_byte_every or faults.flip_logits_every:
@@ -90,6 +94,7 @@ class FaultyTransport:
 
     def register(self, base: int, nbytes: int) -> None:
         self._inner.register(base, nbytes)
+        self._registered.append(range(base, base + nbytes))
 
     def can_reach(self, session: TransportSession) -> bool:
         return self._inner.can_reach(session)
@@ -99,17 +104,13 @@ class FaultyTransport:
         if self._flipper is not None:
             self._flipper.prepare()
         aux_rows = range(memory.aux_base, memory.aux_base + memory.num_aux_slots * memory.aux_row_bytes)
-        page = self._faults.zero_page
-        if page is not None and page >= memory.num_pages:
-            logger.warning("faults.zero_page: %s has no page %d, only %d", inner.session_id, page, memory.num_pages)
-        if page is None or page >= memory.num_pages:
-            return FaultyPeer(inner, (), memory.page_bytes, aux_rows)
-        if memory.page_bytes not in self._zeros:
+        zeroed = _bases(memory, self._faults.zero_page, inner)
+        shifted = _bases(memory, self._faults.neighbour_page, inner)
+        if zeroed and memory.page_bytes not in self._zeros:
             zeros = np.zeros(memory.page_bytes, np.uint8)
             self._inner.register(int(zeros.ctypes.data), memory.page_bytes)
             self._zeros[memory.page_bytes] = zeros
-        bases = sorted(base + page * memory.page_bytes for base in memory.region_bases)
-        return FaultyPeer(inner, tuple(bases), memory.page_bytes, aux_rows)
+        return FaultyPeer(inner, zeroed, shifted, memory.page_bytes, aux_rows)
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
         """Write in several writes, one by one. A WriteError of one holds for all: the earlier ones have ended."""
@@ -128,13 +129,23 @@ class FaultyTransport:
             raise WriteError(f"faults: the write to {peer.session_id} was {what} for {timeout_s:.1f} s", settled=True)
 
     def _write(self, peer: FaultyPeer, copies: CopyList, deadline_s: float) -> None:
-        healthy, broken = split_at_pages(copies, peer.broken_bases, peer.page_bytes)
-        if len(healthy.src) or not len(broken.src):
+        healthy, zeroed = split_at_pages(copies, peer.zeroed_bases, peer.page_bytes)
+        healthy, shifted = split_at_pages(healthy, peer.shifted_bases, peer.page_bytes)
+        if len(healthy.src) or not len(zeroed.src) + len(shifted.src):
             self._inner.write(peer.inner, healthy, max(0.0, deadline_s - time.monotonic()))
-        if len(broken.src):
+        if len(zeroed.src):
             zeros = int(self._zeros[peer.page_bytes].ctypes.data)
-            from_zeros = CopyList(array("q", [zeros]) * len(broken.src), broken.dst, broken.length)
+            from_zeros = CopyList(array("q", [zeros]) * len(zeroed.src), zeroed.dst, zeroed.length)
             self._inner.write(peer.inner, from_zeros, max(0.0, deadline_s - time.monotonic()))
+        if len(shifted.src):
+            sources = array("q", [self._neighbour(src, peer.page_bytes) for src in shifted.src])
+            from_neighbours = CopyList(sources, shifted.dst, shifted.length)
+            self._inner.write(peer.inner, from_neighbours, max(0.0, deadline_s - time.monotonic()))
+
+    def _neighbour(self, src: int, page_bytes: int) -> int:
+        """Return the same place in the next page of our own memory, or in the one before if that is the last."""
+        is_last = not any(src + page_bytes in memory and src in memory for memory in self._registered)
+        return src - page_bytes if is_last else src + page_bytes
 
     def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
         assert isinstance(peer, FaultyPeer)
@@ -148,6 +159,15 @@ class FaultyTransport:
         self._closed.set()
         self._inner.close()
         self._zeros.clear()
+
+
+def _bases(memory: RankMemory, page: int | None, peer: PeerHandle) -> tuple[int, ...]:
+    """Return the addresses of a page of a peer in every region, ascending; none if there is no such page."""
+    if page is not None and page >= memory.num_pages:
+        logger.warning("faults: %s has no page %d, only %d", peer.session_id, page, memory.num_pages)
+    if page is None or page >= memory.num_pages:
+        return ()
+    return tuple(sorted(base + page * memory.page_bytes for base in memory.region_bases))
 
 
 def split_at_pages(copies: CopyList, bases: Sequence[int], page_bytes: int) -> tuple[CopyList, CopyList]:
