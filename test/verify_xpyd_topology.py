@@ -2,10 +2,12 @@
 
     python test/verify_xpyd_topology.py --router http://HOST:21003 --model M --concurrency 6 --max_tokens 64 --stream
 
-Sends rounds of one prompt each, a request per pair, until every pair was hit; each answer names the pair that served it
-(`return_proof`). Then it requires that every instance of the topology is up and had requests; that every pair had
+Sends rounds of one prompt each, two requests per pair, until every pair was hit; each answer names the pair that served
+it (`return_proof`). Then it requires that every instance of the topology is up and had requests; that every pair had
 requests; that every request id is unique; that P moved as many bytes as the pages and the logits row of the prompt have
-(the prefix cache is not used); and that all answers to one prompt (greedy) have the same tokens. Works with any model
+(the prefix cache is not used); that the checksums of these pages are the same on P and on D (`return_page_sums`); that
+D refused nothing; that all answers to one prompt (greedy) have the same tokens, up to near-ties; and that the logprobs
+of two pairs differ by no more than rounding explains, as two answers of one pair show it. Works with any model
 and any topology that has pairs. Prints a table for people, `--json` for machines. Exit code 0, or 1 with the reasons,
 or 2 for wrong arguments. Any Python will do: the script switches to the project's.
 
@@ -22,6 +24,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 try:
@@ -84,8 +87,9 @@ def probe(prober: Prober, stream: bool, concurrency: int, max_rounds: int) -> To
         with ThreadPoolExecutor(concurrency) as pool:
             for number in range(max_rounds):
                 prompt = prober.fitting_prompt(number, before.max_model_len)
-                copies = max(2, len(wanted))
-                asked += pool.map(prober.ask, [number] * copies, [prompt] * copies, [stream] * copies)
+                ask = partial(prober.ask, number, prompt, stream, logprobs=0, return_page_sums=True)
+                sent = [pool.submit(ask) for _ in range(2 * len(wanted))]  # two of a pair show what rounding does
+                asked += [one.result() for one in sent]
                 if number + 1 >= MIN_ROUNDS and wanted <= {one.pair for one in asked}:
                     break
     return judge(before, prober.client.cluster(), asked)
@@ -106,7 +110,7 @@ def show(verdict: TopologyVerdict, console: Console) -> None:
     console.print("requests by instance: " + ", ".join(f"{name} {n}" for name, n in verdict.instances.items()))
     hit = sum(pair.requests > 0 for pair in verdict.pairs)
     if verdict.ok:
-        console.print(f"ok: {hit} of {len(verdict.pairs)} pairs took part, bytes and tokens are right")
+        console.print(f"ok: {hit} of {len(verdict.pairs)} pairs took part, bytes, checksums and tokens are right")
     for reason in verdict.reasons:
         console.print(f"FAILED: {reason}", markup=False, soft_wrap=True)
 

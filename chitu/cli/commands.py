@@ -245,7 +245,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
         texts = [(name, sys.stdin.read() if name == "-" else _read_text(name)) for name in arguments.files]
-        receipts = [receipt for name, text in texts for receipt in read_receipts(name, text)]
+        saved = [one for name, text in texts for one in read_receipts(name, text)]
         options = ReplayOptions(
             url=arguments.url if arguments.model is None else None,
             model=find_model(arguments.model, False, say).path if arguments.model is not None else None,
@@ -253,7 +253,7 @@ def _replay(arguments: argparse.Namespace) -> int:
             concurrency=arguments.concurrency,
             timeout_s=arguments.timeout,
         )
-        results = replay_receipts(options, receipts, say)
+        results = replay_receipts(options, saved, say)
     except ChituError as error:  # exit code 1 would mean that tokens differ
         print(f"chitu: {error.code}: {error.message}", file=sys.stderr)
         return EXIT_CODES["unjudged"]

@@ -104,9 +104,9 @@ class RouterClient:
         """Return the topology of the cluster, with the router's actual ports and without keys."""
         return self._get("/admin/topology", Topology)
 
-    def post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> tuple[str, bytes]:
+    def post(self, path: str, body: Mapping[str, Any], timeout_s: float, request_id: str = "") -> tuple[str, bytes]:
         """Return the request id and the whole answer of a POST. Raise the error that it names, or RouterUnreachable."""
-        request_id = uuid.uuid4().hex
+        request_id = request_id or uuid.uuid4().hex
         with self._reply("POST", path, timeout_s, request_id, body) as reply, self._named_errors():
             return request_id, reply.read()
 

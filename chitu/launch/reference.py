@@ -47,7 +47,8 @@ class Reference:
     engine: Prober
     layout: KVLayout
     scorers: dict[str, Scorer]
-    """Scorers by name: the engine, and `transformers` if available."""
+    """Scorers by name: the engine, which scores the cluster, and `transformers` if available, which scores the
+    engine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from chitu.client.client import RouterClient
 from chitu.client.verify.probe import Impossible, Prober
-from chitu.client.verify.receipts import Replayed, replay
+from chitu.client.verify.receipts import Replayed, Saved, replay
 from chitu.config.load import api_key
 from chitu.launch.plan import Entries
 from chitu.launch.reference import EngineShape, engine, layout_of
 from chitu.models.config import read_model_spec
-from chitu.protocol.receipt import Receipt
 
 PAGE_SIZE = 16
 """Page size of the engine that is started."""
@@ -39,7 +38,7 @@ class ReplayOptions:
     entries: Entries | None = None
 
 
-def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Callable[[str], None]) -> list[Replayed]:
+def replay_receipts(options: ReplayOptions, saved: Sequence[Saved], say: Callable[[str], None]) -> list[Replayed]:
     """Return a result for each receipt. Raise Impossible if there is no engine for them, and the errors of
     `LocalCluster` and `RouterClient`."""
     with contextlib.ExitStack() as stack:
@@ -47,6 +46,7 @@ def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Ca
             client = RouterClient(options.url, api_key())
         else:
             assert options.model is not None
+            receipts = [one.receipt for one in saved]
             dtypes = {receipt.dtype for receipt in receipts}
             if len(dtypes) > 1:
                 raise Impossible(f"receipts of {' and '.join(sorted(dtypes))}: replay those of one dtype at a time")
@@ -59,6 +59,6 @@ def replay_receipts(options: ReplayOptions, receipts: Sequence[Receipt], say: Ca
         if layout is None:
             raise Impossible(f"nothing serves at {client.url}")
         prober = Prober(client, cluster.model, 1, options.timeout_s)
-        say(f"replaying {len(receipts)} receipts at {client.url}")
+        say(f"replaying {len(saved)} receipts at {client.url}")
         with ThreadPoolExecutor(options.concurrency) as pool:
-            return list(pool.map(lambda one: replay(one, prober, layout.model_hash, layout.dtype), receipts))
+            return list(pool.map(lambda one: replay(one, prober, layout.model_hash, layout.dtype), saved))

@@ -17,8 +17,16 @@ MAX_LOGPROBS = 20
 """Largest number of most likely tokens that a request may ask for with each token."""
 MAX_PROMPT_LOGPROBS_BYTES = 16 << 20
 """Largest logprobs of one prompt: they travel in one message to D, and in one to the router."""
-LOGPROB_TOLERANCES = {"float32": 0.01, "float16": 0.15, "bfloat16": 0.5, "fp8_e4m3": 1.0}
-"""Nats by which rounding may move a logprob between engines, batches or devices, by the dtype of K and V."""
+LEAST_NOISE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2, "fp8_e4m3": 1e-5}
+"""Nats by which rounding moves some logprob of a few answers, by the dtype of K and V, at least: fp8 pages may come
+from float32."""
+LOGPROB_CAPS = {"float32": 0.01, "float16": 0.15, "bfloat16": 0.5, "fp8_e4m3": 1.0}
+"""Most nats that are ever taken for rounding, by the dtype of K and V, whatever was measured."""
+LIMIT_OVER_NOISE = 8.0
+"""Limit of a single difference, in multiples of the largest one that was measured where all was sound."""
+UNLIKE_OVER_NOISE = 4.0
+"""Limit of a mean difference, in multiples of the mean one that was measured where all was sound. A quarter of
+`LEAST_NOISE` counts as measured."""
 _PAIR = struct.Struct("<if")
 _OWN = struct.Struct("<f")
 
@@ -28,6 +36,14 @@ class TokenLogprobs(NamedTuple):
     """Logprob of the token itself."""
     top: Sequence[tuple[int, float]]
     """Most likely token ids and their logprobs, most likely first."""
+
+
+def logprob_limit(noise: float, *dtypes: str) -> float:
+    """Return the most nats that rounding may move a logprob between engines, batches or devices. `noise`: the largest
+    difference between two sound computations of the same tokens; 0 if none was measured. `dtypes`: of K and V, on
+    either side. A difference that is no number is no noise."""
+    least, most = max(map(LEAST_NOISE.__getitem__, dtypes)), max(map(LOGPROB_CAPS.__getitem__, dtypes))
+    return min(most, LIMIT_OVER_NOISE * max(least, noise)) if noise == noise else LIMIT_OVER_NOISE * least
 
 
 def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> bytes:

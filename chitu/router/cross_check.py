@@ -2,6 +2,7 @@
 
 `cross_check` is a generator: it yields computations to be made and is sent their results. `cross_checks.py` runs it.
 
+0. If pages of the answer did not land on D as P wrote them, by the checksums of both, the transfer is at fault.
 1. A second P computes the whole prompt of an answer that was given, without its cache. The rows of logits after the
    prompt must agree. Every weight, and every page of the prompt's KV, contributes to that row.
 2. If they do not agree, D judges. It computes the row of the next position from the pages of each P, and that P
@@ -10,19 +11,23 @@
 3. If neither disagrees with D, and the first P now computes what the second did, then its answer was wrong and its
    weights are not: pages of its cache are damaged, or the fault was transient.
 
-A fault that moves no logprob of the likeliest tokens by more than the tolerance is not detected.
+How far rows may differ follows what D and a sound P differ by (`SoundNoise`): of two P the one that is nearer to D. The
+first checks measure it, so D judges in them even if the two P are right. A fault that moves no logprob of the likeliest
+tokens by more than that limit is not detected.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from chitu.protocol import pack_i32, unpack_logprobs
+from chitu.protocol import TransferSums, logprob_limit, pack_i32, unpack_logprobs
 from chitu.router.routing import InstanceKey
 
-Outcome = Literal["agreed", "wrong", "passing", "unclear", "unanswered"]
+Outcome = Literal["agreed", "wrong", "passing", "damaged", "unclear", "unanswered"]
+SUM_BYTES = 8
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
@@ -44,12 +49,15 @@ class Computed:
     tokens: list[int]
     rows: list[bytes]
     """Packed logprobs of each token (`protocol/logprobs.py`)."""
+    damage: str = ""
+    """What was damaged on its way to D; empty if nothing was."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """Result of a check. `agreed`; `wrong`: `guilty` computes wrongly; `passing`: `guilty` gave one wrong answer;
-    `unclear`: two P disagree, and D cannot tell which is right; `unanswered`: there was no second P, or it failed."""
+    `damaged`: pages did not land on D as P wrote them; `unclear`: two P disagree, and D cannot tell which is right;
+    `unanswered`: there was no second P, or it failed."""
 
     outcome: Outcome
     guilty: InstanceKey | None = None
@@ -57,40 +65,81 @@ class CheckResult:
 
 
 UNANSWERED = CheckResult("unanswered")
+KEPT_NOISE = 64
+
+
+class SoundNoise:
+    """The last differences (nats) between what D and a sound P computed for the same tokens: what rounding does in this
+    cluster. `limit` is that of `logprob_limit`, as with `chitu verify`."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._last: deque[float] = deque(maxlen=KEPT_NOISE)
+
+    def add(self, difference: float) -> None:
+        self._last.append(difference)
+
+    @property
+    def limit(self) -> float:
+        return logprob_limit(max(self._last, default=0.0), self._dtype)
 
 
 def cross_check(
-    token_ids: bytes, first: Computed, tolerance: float
+    token_ids: bytes, first: Computed, noise: SoundNoise
 ) -> Generator[Recompute, Computed | None, CheckResult]:
     """Compare `first`, which was served, with a second P. Each computation is answered by its result, or by None if it
-    has none."""
+    has none. What is measured on the sound P is added to `noise`."""
+    if first.damage:
+        return CheckResult("damaged", says=first.damage)
     second = yield Recompute(token_ids, 1, first.prefill, by_another=True)
     if second is None or second.prefill == first.prefill:
         return UNANSWERED
     apart = rows_apart(first.rows[0], second.rows[0])
-    if apart <= tolerance:
+    if apart <= noise.limit:
         return CheckResult("agreed")
     one, other = first.prefill.name, second.prefill.name
     says = f"{one} and {other} differ by {apart:.3g} in the logprobs behind one prompt of {len(token_ids) // 4} tokens"
-    wrong: list[InstanceKey] = []
+    from_d: dict[InstanceKey, float] = {}
     again: list[bytes] = []
     for prefill in (first.prefill, second.prefill):
         judged = yield Recompute(token_ids, 2, prefill)
         own = None
+        if judged is not None and judged.damage:
+            return CheckResult("damaged", says=judged.damage)
         if judged is not None and judged.prefill == prefill and len(judged.rows) == 2:
             own = yield Recompute(token_ids + pack_i32(judged.tokens[:1]), 1, prefill)
         if judged is None or own is None or own.prefill != prefill:
             return CheckResult("unclear", says=f"{says}; {prefill.name} did not answer again")
         again.append(judged.rows[0])
-        if not rows_apart(judged.rows[1], own.rows[0]) <= tolerance:
-            wrong.append(prefill)
+        from_d[prefill] = rows_apart(judged.rows[1], own.rows[0])
+    noise.add(min(from_d.values()))
+    if apart <= noise.limit:
+        return CheckResult("agreed")
+    says = f"{says}, where rounding explains {noise.limit:.3g}"
+    wrong = [prefill for prefill, difference in from_d.items() if not difference <= noise.limit]
     if len(wrong) == 1:
         says = f"{says}; {wrong[0].name} differs from D, too: its weights or kernels are wrong"
         return CheckResult("wrong", wrong[0], says)
-    if not wrong and rows_apart(*again) <= tolerance:
+    if not wrong and rows_apart(*again) <= noise.limit:
         return CheckResult("passing", first.prefill, f"{says}; {one} computed it right when it was asked again")
     whose = "both differ" if wrong else "neither differs"
     return CheckResult("unclear", says=f"{says}; D cannot tell which is wrong: {whose} from it")
+
+
+def damage_in(moved: TransferSums | None, pair: str) -> str:
+    """Return what was damaged between a P and a D, by the checksums of both; empty if nothing was."""
+    if moved is None or moved.sent == moved.landed:
+        return ""
+    num_sums = len(moved.sent) // SUM_BYTES
+    unlike = [n for n in range(num_sums) if _sum_at(moved.sent, n) != _sum_at(moved.landed, n)]
+    num_pages = num_sums // moved.layers
+    page, layer = min((n % num_pages, n // num_pages) for n in unlike)
+    where = f"page {moved.first_page + page}" + (f", layer {layer}" if moved.layers > 1 else "")
+    return f"{pair}: K and V are not on D what P wrote: first in {where}"
+
+
+def _sum_at(sums: bytes, index: int) -> bytes:
+    return sums[SUM_BYTES * index : SUM_BYTES * (index + 1)]
 
 
 def rows_apart(one: bytes, other: bytes) -> float:

@@ -17,8 +17,8 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.log import about
-from chitu.protocol import LOGPROB_TOLERANCES, MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
-from chitu.router.cross_check import CheckResult, Computed, Recompute, cross_check
+from chitu.protocol import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
+from chitu.router.cross_check import CheckResult, Computed, Recompute, SoundNoise, cross_check, damage_in
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.metrics import RouterMetrics
 from chitu.router.routing import Candidates, InstanceKey, instance_key
@@ -54,6 +54,7 @@ class CrossChecks:
         self._on_wrong = on_wrong
         self._ended: deque[Generation] = deque(maxlen=WAITING)
         self._checked_id = ""
+        self._noise: SoundNoise | None = None
         self._running: tuple[Steps, Generation] | None = None
         """The running check, and the computation that it waits for."""
 
@@ -64,7 +65,7 @@ class CrossChecks:
             return None
         if len(self._candidates().prefill) < 2:
             return None
-        sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS)
+        sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS, page_sums=True)
         return msgspec.structs.replace(request, sampling=sampling)
 
     def on_end(self, generation: Generation) -> None:
@@ -82,8 +83,8 @@ class CrossChecks:
             layouts = [instance.layout for instance in self._candidates().prefill]
             if computed is not None and layouts:
                 self._checked_id = served.request.request_id
-                tolerance = LOGPROB_TOLERANCES[layouts[0].dtype]
-                self._go_on(cross_check(served.request.token_ids, computed, tolerance), None)
+                self._noise = self._noise or SoundNoise(layouts[0].dtype)
+                self._go_on(cross_check(served.request.token_ids, computed, self._noise), None)
 
     def _go_on(self, steps: Steps, computed: Computed | None) -> None:
         try:
@@ -97,7 +98,9 @@ class CrossChecks:
     def _send(self, ask: Recompute) -> Generation | None:
         """Start a computation. Return None if no P that may compute it takes requests."""
         others = {instance_key(instance) for instance in self._candidates().prefill} - {ask.prefill}
-        sampling = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True, page_sums=True
+        )
         request = GenerateRequest(
             f"cross-check of {self._checked_id}",
             ask.token_ids,
@@ -124,4 +127,7 @@ def _computed(generation: Generation) -> Computed | None:
     """Return what a generation computed; None if it has no token with logprobs."""
     if generation.first_prefill is None or not generation.logprobs:
         return None
-    return Computed(generation.first_prefill, generation.output.tolist(), generation.logprobs)
+    finish, (*_, last) = generation.finish, generation.ended
+    pair = last.decode if last.prefill is None else f"{last.prefill}-{last.decode}"
+    damage = damage_in(finish.transfer_sums, pair) if finish is not None else ""
+    return Computed(generation.first_prefill, generation.output.tolist(), generation.logprobs, damage)

@@ -178,7 +178,8 @@ class ApiEndpoint:
             self.router.fail_all(NoInstance("the server is shutting down"))
 
     def _on_wrong(self, result: CheckResult) -> None:
-        """Drain a P that a cross-check found wrong. If only one answer of it was wrong, flush all caches instead."""
+        """Drain a P that a cross-check found wrong. If only one answer or a transfer was wrong, flush all caches
+        instead."""
         task = asyncio.ensure_future(self._heal(result))
         self._healing.add(task)
         task.add_done_callback(self._healing.discard)
@@ -186,7 +187,7 @@ class ApiEndpoint:
     async def _heal(self, result: CheckResult) -> None:
         guilty = result.guilty
         try:
-            if result.outcome == "passing":
+            if result.outcome in ("passing", "damaged"):
                 await self._cluster.flush_caches()
             elif guilty is not None and guilty in map(instance_key, self.router.candidates.prefill):
                 await self._cluster.drain(guilty.name, False)

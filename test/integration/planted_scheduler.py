@@ -2,7 +2,8 @@
 not aware of it. `python -m planted_scheduler`
 
 `model`: a folder that replaces the topology's. `kernel`: a layer whose attention is wrong. `flip`: of all writes to the
-D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`.
+D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`. `faults`: those
+of `pd.faults`, of this instance alone.
 """
 
 from __future__ import annotations
@@ -99,8 +100,12 @@ def wrap(
     instance: InstanceConfig,
     pool: RankPool,
 ) -> list[Transport]:
-    fault = planted(instance_name(role, engine_rank)).get("flip")
-    broken = [FlippingTransport(transport, fault) for transport in transports] if fault else transports
+    fault = planted(instance_name(role, engine_rank))
+    broken: Sequence[Transport] = transports
+    if "flip" in fault:
+        broken = [FlippingTransport(transport, fault["flip"]) for transport in transports]
+    elif "faults" in fault:
+        broken = [FaultyTransport(transport, FaultConfig(**fault["faults"])) for transport in transports]
     return wrap_transports(broken, router, role, engine_rank, instance, pool)
 
 

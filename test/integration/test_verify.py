@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import random
+import runpy
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from chitu import cli
 from chitu.assets import TINY_MODEL_DIR
 from chitu.client.client import RouterClient
+from chitu.client.verify.pages import Place, damage_of, num_compared
 from chitu.client.verify.probe import CheckedRequest, Prober
 from chitu.client.verify.receipts import Replayed, read_receipts
 from chitu.client.verify.report import Report
@@ -43,6 +45,7 @@ PD = f"{ROUTER}.pd_disaggregation"
 PAGES = (400, 401)
 """Pool sizes of D0 and D1, by which a transport that is to harm one of them tells them apart."""
 PATIENCE_S = 300
+TOPOLOGY_CHECK = Path(__file__).parents[1] / "verify_xpyd_topology.py"
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,6 +65,18 @@ class World:
             self.cluster.restart(name)
         self.cluster.wait_ready(PATIENCE_S)
         assert all(self.cluster.alive(name) for name in faults), [self.cluster.logs(name)[-3000:] for name in faults]
+
+    def flush(self) -> None:
+        """Empty all prefix caches."""
+        client, secrets = RouterClient(self.cluster.url), derive(cluster_key_of(self.cluster.topology))
+        assert secrets is not None
+        url, headers = f"{self.cluster.url}/admin/cache/flush", {"authorization": f"Bearer {secrets.token}"}
+        httpx.post(url, headers=headers, trust_env=False)
+        wait_until(
+            lambda: not any(one.load and one.load.pages_cached for one in client.cluster().instances),
+            10.0,
+            client.cluster,
+        )
 
     def verify(self, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, Report]:
         capsys.readouterr()
@@ -134,7 +149,8 @@ def test_the_guilty_one_is_named_and_the_layer_and_page_where_it_begins(
     code, report = world.verify(capsys)
     assert (code, report.verdict, report.guilty) == (1, "wrong", [guilty]), report
     pairs = [f"P{k}-D{m}" for k in "01" for m in "01" if guilty in (f"P{k}", f"D{m}", f"P{k}-D{m}")]
-    assert sorted(page.pair for page in report.pages) == pairs, report
+    assert sorted({page.pair for page in report.pages}) == pairs, report
+    assert all((page.place.cause == "transfer") == (fault == "flip") == bool(page.request_id) for page in report.pages)
     assert {page.place.layer for page in report.pages} == {layer}, report
     for place in (page.place for page in report.pages):
         if fault == "flip":
@@ -143,11 +159,92 @@ def test_the_guilty_one_is_named_and_the_layer_and_page_where_it_begins(
             assert (place.page == 0) == (guilty[0] == "P"), "the prompt's pages are P's, those behind it are D's"
 
 
+def test_a_page_of_zeros_is_found_though_every_token_is_right(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """P0's writes into page 2 of either D arrive as zeros: by `chitu verify`, by the topology check, and in a saved
+    answer."""
+    world.plant(P0={"faults": {"zero_page": 2}})
+    world.flush()  # else a cached page may be the one that is harmed
+    client = RouterClient(world.cluster.url)
+    verdict = runpy.run_path(str(TOPOLOGY_CHECK))["probe"](Prober(client, client.model_name(), 4, 60.0), False, 2, 4)
+    said = [reason for reason in verdict.reasons if "K and V are not on D what P wrote" in reason]
+    assert said and all("over P0-" in reason and "first in page 2, layer 0" in reason for reason in said), verdict
+
+    body = {"prompt": list(range(5, 105)), "max_tokens": 3, "temperature": 0, "cache_prompt": False, "logprobs": 0}
+    body |= {"return_proof": True, "return_receipt": True, "return_page_sums": True}
+    for _ in range(20):
+        answer = httpx.post(f"{world.cluster.url}/v1/completions", json=body, trust_env=False, timeout=60).json()
+        if answer["chitu"]["prefill"] == ["P0"]:
+            break
+    (tmp_path / "answer.json").write_text(json.dumps(answer))
+    capsys.readouterr()
+    assert cli.main(["replay", str(tmp_path / "answer.json"), "--url", world.engine.url]) == 1
+    assert "different: over P0-" in (said_here := capsys.readouterr().out) and "first in page 2" in said_here, said_here
+
+    code, report = world.verify(capsys, "--rounds", "2")
+    assert (code, report.verdict, report.guilty) == (1, "wrong", ["P0"]), report
+    assert {page.place.cause for page in report.pages} == {"transfer"}, report
+    assert all(page.request_id in " ".join(report.reasons) for page in report.pages[:3]), report
+    sound = [pair for pair in report.pairs if pair.prefill == "P1"]
+    assert all(pair.sums_compared and not pair.damaged and not pair.wrong for pair in sound), report
+    assert max(pair.largest_difference for pair in sound) <= report.limit < 1e-3, report
+
+
+def test_a_logits_row_that_d_refused_is_found_though_another_attempt_answered(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world.plant(P1={"faults": {"flip_logits_every": 4}})
+    code, report = world.verify(capsys)
+    assert (code, report.verdict) == (1, "wrong") and all(name.startswith("P1") for name in report.guilty), report
+    assert sum(pair.refused for pair in report.pairs if pair.prefill == "P1"), report
+    assert not sum(pair.refused for pair in report.pairs if pair.prefill == "P0"), report
+
+
+PLANTS: dict[str, tuple[dict[str, int], Place]] = {
+    "zeros": ({"zero_page": 3}, Place(0, 3, False, "transfer")),
+    "neighbour": ({"neighbour_page": 5}, Place(0, 5, False, "transfer")),
+    "far": ({"zero_page": 65}, Place(0, 65, False, "transfer")),
+}
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1), ("fp8_e4m3", 1), ("bfloat16", 2)])
+def test_an_answer_shows_what_was_damaged_whatever_its_dtype(dtype: str, size: int, tmp_path: Path) -> None:
+    """The tokens are not looked at. D has `size` ranks."""
+    file = tmp_path / "planted.json"
+    file.write_text("{}")
+    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=100", "scheduler.threads=1"]
+    settings += ["cache.kv_dtype=fp8_e4m3"] if dtype == "fp8_e4m3" else [f"model.dtype={dtype}"]
+    settings += [f"{ROUTER}.decode_schedulers=[{{port: 0, tp_size: {size}, devices: [{', '.join(['cpu'] * size)}]}}]"]
+    topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
+    env = {planted_scheduler.ENVIRONMENT: str(file)}
+    with LocalCluster(topology, entries=replace(FORKED, scheduler="planted_scheduler"), env=env) as cluster:
+        cluster.wait_ready(PATIENCE_S)
+        client = RouterClient(cluster.url)
+        prober = Prober(client, client.model_name(), max_tokens=3, timeout_s=60.0)
+        layout = client.cluster().instances[-1].layout
+        assert layout is not None
+
+        def damage(num_tokens: int) -> Place | None:
+            answer = prober.ask(0, [5 + n % 90 for n in range(num_tokens)], False, return_page_sums=True)
+            assert answer.served is not None, answer
+            assert num_compared(answer.served) == -(-num_tokens // layout.page_size) * layout.num_layers
+            return damage_of(answer.served, layout)
+
+        assert damage(1060) is None
+        for faults, place in PLANTS.values() if size == 1 else [PLANTS["far"]]:
+            file.write_text(json.dumps({"P0": {"faults": faults}}))
+            cluster.restart("P0")
+            cluster.wait_ready(PATIENCE_S)
+            assert damage(1060) == place, cluster.logs("P0")[-3000:]
+            if place.page < 9:
+                assert damage(layout.page_size * place.page + 1) == place, "the last page, which D goes on filling"
+
+
 def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_flushed(world: World) -> None:
     """`verify_kv` is off here. The planted transport flips the byte once. From then on D1 has it, whatever becomes of
     P0, and no request notices it unless it takes cached pages."""
-    url, past_cache = world.cluster.url, {"cache_prompt": False}
-    client = RouterClient(url)
+    past_cache, client = {"cache_prompt": False}, RouterClient(world.cluster.url)
     prober = Prober(client, client.model_name(), max_tokens=12, timeout_s=60.0)
     prompt, layout = prober.token_ids(prober.fitting_prompt(0, 1024)), client.cluster().instances[0].layout
     assert layout is not None
@@ -171,12 +268,7 @@ def test_what_went_wrong_on_its_way_unverified_stays_in_the_cache_until_it_is_fl
     assert stale.tokens == harmed.tokens and stale.served is not None
     assert stale.served.kv_bytes == expected_bytes(0, layout), "nobody moved a page: D1 had the wrong one"
     assert ask({"D1"}, **past_cache).tokens == ask({"D0"}, **salt).tokens == right.tokens
-    secrets = derive(cluster_key_of(world.cluster.topology))
-    assert secrets is not None
-    httpx.post(f"{url}/admin/cache/flush", headers={"authorization": f"Bearer {secrets.token}"}, trust_env=False)
-    wait_until(
-        lambda: not any(one.load and one.load.pages_cached for one in client.cluster().instances), 10.0, client.cluster
-    )
+    world.flush()
     assert ask({"D1"}, **salt).tokens == right.tokens
 
 
@@ -223,6 +315,25 @@ def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: 
         assert statuses()["P0"] == "up"
 
 
+def test_verify_compute_finds_pages_that_were_damaged_on_their_way_and_accuses_no_p(tmp_path: Path) -> None:
+    (tmp_path / "planted.json").write_text(json.dumps({"P1": {"faults": {"neighbour_page": 1}}}))
+    env = {planted_scheduler.ENVIRONMENT: str(tmp_path / "planted.json")}
+    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
+    settings += [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]", f"{PD}.verify_compute=all"]
+    topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
+    with LocalCluster(topology, entries=replace(FORKED, scheduler="planted_scheduler"), env=env) as cluster:
+        cluster.wait_ready(PATIENCE_S)
+        url, logs = cluster.url, lambda: cluster.logs("router")
+        body = {"prompt": list(range(5, 45)), "max_tokens": 3, "cache_prompt": False, "return_proof": True}
+        served = set[str]()
+        while "P1" not in served:
+            answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).json()["chitu"]
+            assert "page_sums" not in answer["choices"][0]["attempts"][-1], "its reader did not ask for them"
+            served |= set(answer["prefill"])
+        wait_until(lambda: "cross-check: P1-D0: K and V are not on D what P wrote" in logs(), 60, logs)
+        assert {instance.status for instance in RouterClient(url).cluster().instances} == {"up"}
+
+
 def test_receipts_of_the_cluster_are_replayed_by_one_engine(
     world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,7 +352,7 @@ def test_receipts_of_the_cluster_are_replayed_by_one_engine(
         prompt = [rng.randrange(5, 250) for _ in range(rng.choice((3, 20, 60)))]
         body = {"max_tokens": 24, **body, "prompt": prompt, "return_proof": True, "return_receipt": True}
         saved += httpx.post(f"{world.cluster.url}/v1/completions", json=body, trust_env=False, timeout=60).text + "\n"
-    receipts = read_receipts("saved", saved)
+    receipts = [one.receipt for one in read_receipts("saved", saved)]
     assert len(receipts) == len(asked) * 3
     assert {name for one in receipts for pair in one.served for name in pair.split("-")} >= {"P0", "P1", "D0", "D1"}
 

@@ -15,17 +15,27 @@ from chitu.protocol import (
     Finish,
     SamplingParams,
     TokenBatch,
+    TransferSums,
     pack_i32,
     pack_logprobs,
     unpack_i32,
 )
-from chitu.router.cross_check import CheckResult, Computed, Recompute, cross_check, rows_apart
+from chitu.router.cross_check import (
+    CheckResult,
+    Computed,
+    Recompute,
+    SoundNoise,
+    cross_check,
+    damage_in,
+    rows_apart,
+)
 from chitu.router.routing import InstanceKey
 from chitu.types import Role
 
 P0, P1, P2 = (InstanceKey(Role.PREFILL, rank, 7) for rank in range(3))
 PROMPT = pack_i32([1, 2, 3])
-TOLERANCE = 0.01
+LIMIT = SoundNoise("float32").limit
+"""Limit of a cluster of which nothing was measured yet."""
 
 TrackChunks = Callable[[InstanceKey, bytes], float]
 """The likeliest token's logprob in the row behind some tokens, as an instance computes it."""
@@ -40,12 +50,15 @@ def right(key: InstanceKey | None, tokens: bytes) -> float:
 
 
 def found(
-    compute: TrackChunks, first: float | None = None, pages: TrackChunks | None = None
+    compute: TrackChunks,
+    first: float | None = None,
+    pages: TrackChunks | None = None,
+    noise: SoundNoise | None = None,
 ) -> tuple[CheckResult, list[Recompute]]:
     """Return the result of checking an answer of P0, and what was recomputed, in a cluster of P0, P1 and a correct D.
     `pages`: what D computes from the pages of each P."""
     told = row(compute(P0, PROMPT) if first is None else first)
-    steps = cross_check(PROMPT, Computed(P0, [5], [told]), TOLERANCE)
+    steps = cross_check(PROMPT, Computed(P0, [5], [told]), noise or SoundNoise("float32"))
     asked: list[Recompute] = []
     answer: Computed | None = None
     try:
@@ -68,10 +81,10 @@ def off(guilty: InstanceKey, by: float) -> TrackChunks:
 def test_two_that_agree_cost_one_computation() -> None:
     result, asked = found(right)
     assert result == CheckResult("agreed") and asked == [Recompute(PROMPT, 1, P0, by_another=True)]
-    assert found(off(P1, 0.9 * TOLERANCE))[0].outcome == "agreed"
+    assert found(off(P1, 0.9 * LIMIT))[0].outcome == "agreed"
 
 
-@pytest.mark.parametrize("by", [0.02, -0.02, 5.0, math.nan, math.inf])
+@pytest.mark.parametrize("by", [0.0045, -0.02, 5.0, math.nan, math.inf])
 @pytest.mark.parametrize("guilty", [P0, P1])
 def test_the_one_that_differs_from_d_too_is_named(guilty: InstanceKey, by: float) -> None:
     result, asked = found(off(guilty, by))
@@ -85,8 +98,45 @@ def test_the_one_that_differs_from_d_too_is_named(guilty: InstanceKey, by: float
 
 
 def test_an_answer_that_was_wrong_once_names_its_cache() -> None:
-    result, _ = found(right, first=-3.0)
-    assert (result.outcome, result.guilty) == ("passing", P0), result
+    """The second of them was computed behind a page of zeros, and its token is the right one."""
+    for first in (-3.0, right(None, PROMPT) + 0.0045):
+        result, _ = found(right, first=first)
+        assert (result.outcome, result.guilty) == ("passing", P0), result
+
+
+def test_the_limit_is_learned_from_the_p_that_is_nearer_to_d() -> None:
+    """Rounding is coarser than the least. So D judges the first check, and what it measures holds for the next ones."""
+    noise = SoundNoise("bfloat16")
+    rounded: TrackChunks = lambda key, tokens: right(key, tokens) + 0.02  # noqa: E731
+    far = off(P1, 0.09)
+    assert noise.limit == 0.08
+    result, asked = found(far, pages=lambda key, tokens: far(key, tokens) + 0.02, noise=noise)
+    assert (result.outcome, len(asked)) == ("agreed", 5), result
+    assert noise.limit == pytest.approx(0.16, abs=1e-3)
+    result, asked = found(off(P1, 0.15), noise=noise)
+    assert (result.outcome, len(asked)) == ("agreed", 1), result
+    result, _ = found(off(P1, 0.3), pages=rounded, noise=noise)
+    assert (result.outcome, result.guilty) == ("wrong", P1), "what a fixed limit of 0.5 excused"
+    assert "rounding explains 0.16" in result.says
+
+
+def test_pages_that_were_damaged_on_their_way_accuse_no_p() -> None:
+    sums = b"".join(n.to_bytes(8, "little") for n in range(6))
+    landed = sums[:32] + bytes(8) + sums[40:]
+    assert damage_in(TransferSums(3, 2, sums, sums), "P0-D1") == "" == damage_in(None, "P0-D1")
+    says = damage_in(TransferSums(3, 2, sums, landed), "P0-D1")
+    assert says == "P0-D1: K and V are not on D what P wrote: first in page 4, layer 1"
+    assert damage_in(TransferSums(3, 1, sums, landed), "P0-D1").endswith("first in page 7")
+    steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)], says), SoundNoise("float32"))
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value == CheckResult("damaged", says=says)
+    steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), SoundNoise("float32"))
+    next(steps)
+    steps.send(Computed(P1, [5], [row(2.0)]))
+    with pytest.raises(StopIteration) as end:
+        steps.send(Computed(P0, [5, 5], [row(1.0), row(9.0)], says))
+    assert end.value.value == CheckResult("damaged", says=says), "D computed from them"
 
 
 def test_who_is_wrong_is_not_guessed() -> None:
@@ -100,12 +150,12 @@ def test_who_is_wrong_is_not_guessed() -> None:
 
 def test_what_does_not_come_is_no_verdict() -> None:
     for answer in (None, Computed(P0, [5], [row(9.0)])):
-        steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), TOLERANCE)
+        steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), SoundNoise("float32"))
         next(steps)
         with pytest.raises(StopIteration) as end:
             steps.send(answer)
         assert end.value.value == CheckResult("unanswered")
-    steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), TOLERANCE)
+    steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)]), SoundNoise("float32"))
     next(steps)
     steps.send(Computed(P1, [5], [row(2.0)]))
     with pytest.raises(StopIteration) as end:
@@ -168,6 +218,21 @@ def test_the_router_asks_another_p_and_names_the_guilty_one() -> None:
         ("wrong", InstanceKey(Role.PREFILL, 0, world.instance("P0").incarnation))
     ]
     assert world.router.counters.cross_checks == {"wrong": 1} and not world.router.in_flight
+
+
+def test_the_router_finds_pages_that_were_damaged_on_their_way() -> None:
+    world, results = checking()
+    _, room = world.add()
+    assert world.sent_to(room)["D0"].sampling.page_sums
+    moved = TransferSums(0, 1, bytes(16), bytes(8) + b"12345678")
+    finish = Finish(room, "length", transfer_sums=moved)
+    rows = [(0, row(-1.0))]
+    world.router.on_tokens(TokenBatch(1, [room], [5], [finish], logprobs=rows))
+    world.router.flush()
+    world.router.tick()
+    (result,) = results
+    assert (result.outcome, result.guilty) == ("damaged", None) and result.says.startswith("P0-D0:"), result
+    assert world.router.counters.cross_checks == {"damaged": 1} and not world.router.in_flight
 
 
 def test_it_asks_for_nothing_if_it_is_off_or_there_is_no_second_p_or_the_client_wants_logprobs() -> None:

@@ -9,9 +9,9 @@ import pytest
 from numpy.typing import NDArray
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.client.verify.pages import Place, first_unlike
+from chitu.client.verify.pages import UNKNOWN_LAYER, Place, damage_of, first_unlike
 from chitu.client.verify.parity import Judgement
-from chitu.client.verify.probe import CheckedRequest, Served
+from chitu.client.verify.probe import CheckedRequest, MovedSums, Served
 from chitu.client.verify.report import FORCED, Judged, wrong_pages
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
 from chitu.instance.scheduling.sequence import Sequence
@@ -91,6 +91,43 @@ def test_where_the_right_ones_differ_a_sum_tells_nothing() -> None:
     assert first_unlike(hexed("aXc", "deX"), [hexed("abc", "def"), rounded], 2) == Place(1, 2, True)
     assert first_unlike(hexed("aXc", "def"), [hexed("abc", "def"), rounded], 2) is None
     assert first_unlike(hexed("aXc", "def"), [], 2) is None
+
+
+def served(sent: list[str], landed: list[str], left: list[str] | None = None, first_page: int = 0) -> Served:
+    """Return a request of 9 tokens, three pages of four. Checksums are given by layer, one character a page."""
+    moved = MovedSums(first_page, len(sent), hexed(*sent), hexed(*landed))
+    return Served("P0", "D0", 9, 3, 0, 0, 1, 0.1, hexed(*(left or [])), moved)
+
+
+@pytest.mark.parametrize(
+    ("one", "damage"),
+    [
+        (served(["abc", "def"], ["abc", "def"], ["ab", "de"]), None),
+        (
+            served(["abc", "def"], ["abX", "deX"], ["ab", "de"]),
+            Place(0, 2, False, "transfer"),
+        ),  # the last one is not full
+        (served(["abc", "def"], ["abc", "dXX"], ["ab", "de"]), Place(1, 1, True, "transfer", 2)),
+        (served(["abc", "def"], ["abc", "def"], ["ab", "dX"]), Place(1, 1, True, "memory")),
+        (served(["abc", "def"], ["abc", "def"], ["abY", "deZ"]), None),  # D filled the last page
+        (served(["bc", "ef"], ["bc", "Xf"], ["ab", "de"], 1), Place(1, 1, True, "transfer")),  # page 0 was cached
+        (served(["bc", "ef"], ["bc", "ef"], ["ab", "dX"], 1), Place(1, 1, True, "memory")),
+        (served(["abc"], ["aXc"], ["ab", "de"]), Place(UNKNOWN_LAYER, 1, False, "transfer")),  # one for all layers
+        (served(["abc", "def"], ["abc", "def"]), None),
+        (Served("P0", "D0", 9, 3, 0, 0, 1, 0.1), None),
+    ],
+)
+def test_what_is_not_on_d_as_p_wrote_it_is_damage_whatever_the_answer(one: Served, damage: Place | None) -> None:
+    found = damage_of(one, LAYOUT)
+    assert found == damage
+    if found is not None:
+        assert f"page {found.page}" in found.says and ("layer" in found.says) == (found.layer != UNKNOWN_LAYER)
+
+
+def test_with_several_ranks_the_sums_of_the_end_cover_one_and_are_not_compared() -> None:
+    wide = KVLayout("hash", 2, 2, 16, 4, "float32", 500, tp_size=2)
+    assert damage_of(served(["abc", "def"], ["abc", "def"], ["XX", "XX"]), wide) is None
+    assert damage_of(served(["abc", "def"], ["abc", "dXf"]), wide) == Place(1, 1, True, "transfer")
 
 
 def judged(pair: tuple[str, str], sums: str, kind: str = FORCED, wrong: bool = False) -> Judged:

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 from test_jobs import World
 
-from chitu.client.verify.probe import Impossible, Score
-from chitu.client.verify.receipts import fields_of, judge, read_receipts
+from chitu.client.client import RouterClient
+from chitu.client.verify.probe import CheckedRequest, Impossible, Prober, Score
+from chitu.client.verify.receipts import fields_of, judge, read_receipts, replay
 from chitu.errors import InvalidRequest
 from chitu.http.receipts import receipt_of
 from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
@@ -45,8 +46,8 @@ def test_a_receipt_is_read_from_an_answer_a_stream_and_lines() -> None:
     stream = f'data: {{"choices": []}}\n\ndata: {answer}\n\ndata: [DONE]\n\n'
     events = f"event: response.completed\ndata: {response}\n\n"
     for saved in (text, answer, stream, events, json.dumps(json.loads(answer), indent=2)):
-        assert read_receipts("f", saved) == [one], saved
-    assert read_receipts("f", f"{text}\n{answer}\n") == [one, one]
+        assert [each.receipt for each in read_receipts("f", saved)] == [one], saved
+    assert [each.receipt for each in read_receipts("f", f"{text}\n{answer}\n")] == [one, one]
     for saved, named in (
         ("", "f has no receipt"),
         ('{"choices": []}', "f has no receipt"),
@@ -122,39 +123,77 @@ def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
         assert (one.prompt_token_ids, one.sampling.seed, changed_fields(one)) == ([5, 6], 8, [])
 
 
+def test_what_a_cross_check_asks_for_is_in_no_receipt() -> None:
+    layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99)
+    sampling = SamplingParams(4, seed=8, logprobs=20, page_sums=True)
+    made = Generation(GenerateRequest("r", pack_i32([5, 6]), 2, sampling), lambda: None, 9.0, 0.0, tokens=[7])
+    assert receipt_of("m", layout, made, 1).sampling.logprobs == 20
+    made.is_checked = True
+    one = receipt_of("m", layout, made, 1).sampling
+    assert (one.logprobs, one.page_sums, one.seed) == (None, False, 8)
+
+
 def score(logprob: float, top: int, top_logprob: float) -> Score:
     return Score(logprob, top, top_logprob)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "replayed", "gap", "is_exact", "verdict", "place"),
+    ("sampling", "replayed", "gap", "dtype", "verdict", "place"),
     [
-        (SamplingParams(4, temperature=0.0), [7, 8, 9], 9.0, True, "same", -1),
-        (SamplingParams(4, temperature=0.0), [7, 2, 3], 0.2, False, "same", 1),  # a near-tie
-        (SamplingParams(4, temperature=0.0), [7, 2, 3], 0.6, False, "different", 1),
-        (SamplingParams(4, temperature=0.0), [7, 8], 0.0, False, "different", 2),
-        (SamplingParams(4, temperature=0.0), [7, 8, 9, 1], 0.0, False, "different", 3),
-        (SamplingParams(4, seed=3), [7, 2, 9], 0.2, True, "different", 1),
-        (SamplingParams(4, seed=3), [7, 2, 9], 0.2, False, "unjudged", 1),
-        (SamplingParams(4, temperature=0.0, repetition_penalty=1.1), [7, 2, 9], 0.2, True, "different", 1),
-        (SamplingParams(4, temperature=0.0, logit_bias={3: 9.0}), [7, 2, 9], 0.2, False, "unjudged", 1),
+        (SamplingParams(4, temperature=0.0), [7, 8, 9], 9.0, "float32", "same", -1),
+        (SamplingParams(4, temperature=0.0), [7, 2, 3], 0.2, "bfloat16", "same", 1),  # a near-tie
+        (SamplingParams(4, temperature=0.0), [7, 2, 3], 0.3, "bfloat16", "different", 1),
+        (SamplingParams(4, temperature=0.0), [7, 8], 0.0, "bfloat16", "different", 2),
+        (SamplingParams(4, temperature=0.0), [7, 8, 9, 1], 0.0, "bfloat16", "different", 3),
+        (SamplingParams(4, seed=3), [7, 2, 9], 0.2, "float32", "different", 1),
+        (SamplingParams(4, seed=3), [7, 2, 9], 0.2, "bfloat16", "unjudged", 1),
+        (SamplingParams(4, temperature=0.0, repetition_penalty=1.1), [7, 2, 9], 0.2, "float32", "different", 1),
+        (SamplingParams(4, temperature=0.0, logit_bias={3: 9.0}), [7, 2, 9], 0.2, "bfloat16", "unjudged", 1),
     ],
 )
 def test_a_difference_is_named_with_its_gap(
-    sampling: SamplingParams, replayed: list[int], gap: float, is_exact: bool, verdict: str, place: int
+    sampling: SamplingParams, replayed: list[int], gap: float, dtype: str, verdict: str, place: int
 ) -> None:
-    one = receipt(sampling)
+    """The engine's own answer differs from its scores by 0.03: so much is rounding, and eight times that is allowed."""
+    one = receipt(sampling, dtype=dtype)
 
     def scores(token_ids: Sequence[int], count: int) -> list[Score]:
         """Return scores in which the engine prefers 2 to 8 by the gap."""
-        known = {7: score(-0.1, 7, -0.1), 8: score(-1.0 - gap, 2, -1.0), 9: score(-0.1, 9, -0.1)}
-        return [known[token] for token in token_ids[-count:]]
+        known = {8: score(-1.0 - gap, 2, -1.0)}
+        return [known.get(token, score(-0.1, token, -0.1)) for token in token_ids[-count:]]
 
-    result = judge(one, replayed, scores, 0.5, is_exact)
+    logprobs = tuple(each.logprob - 0.03 for each in scores(replayed, len(replayed)))
+    result = judge(one, CheckedRequest(0, tokens=tuple(replayed), logprobs=logprobs), scores, dtype)
     assert (result.verdict, result.place) == (verdict, place), result
     assert bool(result.says) == (place >= 0)
     if place == 1:
         assert "token 1 is 8" in result.says, result
+
+
+def test_the_logprobs_of_a_saved_answer_are_compared_though_its_tokens_are_right() -> None:
+    one = receipt(SamplingParams(4, temperature=0.0), dtype="float32")
+    own = CheckedRequest(0, tokens=(7, 8, 9), logprobs=(-0.1, -0.1, -0.10001))
+
+    def scores(token_ids: Sequence[int], count: int) -> list[Score]:
+        return [score(-0.1, token, -0.1) for token in token_ids[-count:]]
+
+    assert judge(one, own, scores, "float32", (-0.1, -0.10005, -0.1)).verdict == "same"
+    off = judge(one, own, scores, "float32", (-0.1, -0.1, -0.1045))  # a zeroed page
+    assert (off.verdict, off.place) == ("different", 2) and "logprob -0.1045" in off.says, off
+
+
+def test_a_saved_answer_whose_pages_were_damaged_is_different_whatever_its_tokens_are() -> None:
+    one = receipt(SamplingParams(4, temperature=0.0), dtype="bfloat16")
+    sums = {"first_page": 3, "layers": 2, "sent": "0" * 64, "landed": "0" * 16 + "1" * 16 + "0" * 32}
+    proof = {"receipt": msgspec.to_builtins(one), "choices": [{"attempts": [{"transfer_sums": sums}]}]}
+    answer = {"choices": [{"logprobs": {"token_logprobs": [-0.5, -1.0, -2]}}], "chitu": proof}
+    (saved,) = read_receipts("f", msgspec.json.encode(answer).decode())
+    assert saved.logprobs == (-0.5, -1.0, -2.0) and saved.damage is not None
+    result = replay(saved, Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), one.model_hash, "bfloat16")
+    assert result.verdict == "different" and "page 4, layer 0, in that layer alone" in result.says, result
+    sums["landed"] = sums["sent"]
+    (right,) = read_receipts("f", msgspec.json.encode(answer).decode())
+    assert right.damage is None
 
 
 def test_a_receipt_is_asked_for_with_the_proof_of_one_choice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
 import subprocess
@@ -13,10 +14,10 @@ import msgspec
 import pytest
 
 from chitu.client.client import RouterClient, RouterUnreachable
-from chitu.client.verify.probe import CheckedRequest, Prober, Served, read_answer
+from chitu.client.verify.probe import CheckedRequest, MovedSums, Prober, Served, read_answer
 from chitu.client.verify.topology import expected_bytes, judge
 from chitu.protocol import KVLayout
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
 
 LAYOUT = KVLayout("hash", 4, 2, 16, 16, "bfloat16", 500)
 
@@ -121,6 +122,54 @@ def test_wrong_bytes_tokens_ids_and_errors_are_said() -> None:
     assert reasons(cluster, [*requests, failed]) == ["1 of 13 requests failed: decode_lost: D1 is gone"]
     short = CheckedRequest(9, "x4", (1,), served=asked(9, "P0-D0", "x4").served)
     assert reasons(cluster, [*requests, short]) == ["1 of 13 requests got 1 tokens where the router counted 3"]
+
+
+def answered(pair: str, request_id: str, *logprobs: float, tokens: tuple[int, ...] = (0, 5, 6)) -> CheckedRequest:
+    return dataclasses.replace(asked(0, pair, request_id), tokens=tokens, logprobs=logprobs)
+
+
+def test_what_repeated_answers_of_a_pair_differ_by_is_rounding_and_more_between_pairs_is_not() -> None:
+    cluster = snapshot(*map(instance, ("P0", "P1", "D0")))
+    found = [answered("P0-D0", "a", -1.0, -2.0, -3.0), answered("P1-D0", "b", -1.0, -2.0, -3.05)]
+    assert reasons(cluster, found) == [], "bfloat16"
+    found += [answered("P0-D0", "c", -1.0, -2.02, -3.0), answered("P1-D0", "d", -1.0, -2.0, -3.2)]
+    assert reasons(cluster, found) == [], "P1 answered well once"
+    off = [answered("P0-D0", "a", -1.0, -2.0, -3.0), answered("P1-D0", "b", -1.0, -2.0, -3.2)]
+    off += [answered("P1-D0", "c", -1.0, -2.0, -3.21)]
+    (reason,) = reasons(cluster, off)
+    assert reason == ("P0-D0 and P1-D0 differ by 0.2 in logprobs of the same tokens, where rounding explains 0.08"), (
+        reason
+    )
+
+
+def test_another_token_is_right_if_it_was_a_near_tie() -> None:
+    cluster = snapshot(*map(instance, ("P0", "P1", "D0")))
+    usual = [answered("P0-D0", name, -1.0, -2.0, -3.0) for name in ("a", "b")]
+    assert reasons(cluster, [*usual, answered("P1-D0", "c", -1.0, -2.05, -9.0, tokens=(0, 7, 9))]) == []
+    (reason,) = reasons(cluster, [*usual, answered("P1-D0", "c", -1.0, -2.5, -9.0, tokens=(0, 7, 9))])
+    assert reason == "P1-D0 gave other tokens than other pairs did to the same prompt"
+
+
+def test_damage_between_p_and_d_is_said_with_its_request_though_all_tokens_are_equal() -> None:
+    cluster, requests = all_pairs(1, 1)
+    right = MovedSums(0, 4, "0" * 16 * 12, "0" * 16 * 12)
+    wrong = msgspec.structs.replace(right, landed="0" * 16 * 4 + "1" * 16 + "0" * 16 * 7)
+    sound = asked(0, "P0-D0", "s", moved=right)
+    assert reasons(cluster, [*requests, sound]) == []
+    (reason,) = reasons(cluster, [*requests, sound, asked(0, "P0-D0", "hurt", moved=wrong)])
+    assert reason.startswith("request hurt over P0-D0: K and V are not on D what P wrote")
+    assert "page 1, layer 1, in that layer alone" in reason
+
+
+def test_a_transfer_that_d_refused_is_said_whether_another_attempt_answered_or_none() -> None:
+    cluster, requests = all_pairs(1, 1)
+    again = asked(0, "P0-D0", "again", refused=(("P0", "D0"),))
+    said = ["P0-D0: D refused 1 transfers: what arrived is not what P sent (integrity)"]
+    assert reasons(cluster, [*requests, again]) == said
+    failed = CheckedRequest(0, "lost", error="integrity: a row")
+    record = RequestSnapshot("room", "lost", "P0", "D0", "failed", 9, 0, 0.0, None, 1.0, 0, None, "integrity")
+    after = msgspec.structs.replace(cluster, requests=(record,))
+    assert reasons(cluster, [*requests, failed], after) == ["1 of 3 requests failed: integrity: a row", *said]
 
 
 PROOF = (

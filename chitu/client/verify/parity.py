@@ -1,29 +1,40 @@
 """Judgement whether answers are those of a unified engine, and if not, which instance is at fault. Pure.
 
-**The rule.** A reference scores each answer: the logprob of each of its tokens after the prompt and the tokens before
+**The rule.** The engine scores each answer: the logprob of each of its tokens after the prompt and the tokens before
 it, and its own likeliest token there. Rounding differs between engines, batches and devices, so logprobs may differ by
-the `tolerance` of the dtype, and so may the gap between two tokens:
+a `limit`, and so may the gap between two tokens. The limit follows what is measured on something sound
+(`limit_of`): the engine's own answers, which it computed token by token, scored by itself as a prompt.
 
 * A greedy token is right if it is the reference's likeliest, a *near-tie* if that one is likelier by at most the
-  tolerance, and wrong beyond. Later tokens are judged after the token that was taken, so a near-tie excuses nothing
-  else.
-* Each logprob in the answer differs from the reference's by at most the tolerance, else it is wrong.
+  limit, and wrong beyond. Later tokens are judged after the token that was taken, so a near-tie excuses nothing else.
+* Each logprob in the answer differs from the reference's by at most the limit, else it is wrong.
 * A seeded answer has the tokens that the unified engine draws with the same seed. If one differs, the first difference
   is a near-tie only if the logprobs of this answer differ by more than `DRAW_NOISE`: if they agree better, at most one
   draw in a thousand falls another way.
 
-A fault that changes no token, and no logprob by more than the tolerance, is not detected.
+**The engine** is not taken on trust: if its own answers differ from what a reference (itself, or `transformers`) makes
+of them by more than the dtype explains, everything is wrong (`is_unsound`). That is judged in the mean, since in 16 or
+8 bits single tokens are far off where rounding chooses another expert, or quantised pages another token; in float32
+neither happens.
+
+**Pairs.** Single differences may be large where rounding is coarse, but their mean is not. So a pair is wrong, too, if
+its logprobs differ in the mean by several times what those of another pair do, for the same tokens (`unlike_pairs`).
+
+A fault of computing that changes no token, no logprob by more than the limit, and all pairs alike is not detected.
+Damaged pages are, whatever they change, by their checksums (`pages.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Literal
 
 import msgspec
 
 from chitu.client.verify.probe import CheckedRequest, Pair, Score
+from chitu.protocol import LOGPROB_CAPS, UNLIKE_OVER_NOISE, logprob_limit
 
 DRAW_NOISE = 1e-3
 """Difference of logprobs (nats) up to which a draw must be equal."""
@@ -48,22 +59,23 @@ def compare(
     asked: CheckedRequest,
     scores: Sequence[Score],
     drawn: Sequence[int] | None,
-    tolerance: float,
+    limit: float,
     difference: float = 0.0,
 ) -> Judgement:
-    """Judge one answer. `drawn` is the unified engine's answer with the same seed; None if the answer is greedy."""
+    """Judge one answer. `drawn` is the unified engine's answer with the same seed; None if the answer is greedy.
+    `limit`: most nats that rounding may move a logprob."""
     tie: tuple[int, str] | None = None
     for place, (token, score) in enumerate(zip(asked.tokens, scores, strict=True)):
         if place < len(asked.logprobs):
             apart = abs(asked.logprobs[place] - score.logprob)
             difference = max(difference, apart)
-            if apart > tolerance:
+            if not apart <= limit:
                 says = f"token {place} has logprob {asked.logprobs[place]:.4f}, not {score.logprob:.4f}"
                 return Judgement("wrong", place, says, difference)
         gap = score.top_logprob - score.logprob
         if drawn is None and token != score.top and gap > 0:
             says = f"token {place} is {token}, where {score.top} is likelier by {gap:.4f}"
-            if gap > tolerance:
+            if gap > limit:
                 return Judgement("wrong", place, says, difference)
             tie = tie or (place, says)
     if drawn is not None and tuple(drawn) != asked.tokens:
@@ -74,6 +86,50 @@ def compare(
             return Judgement("wrong", place, says, difference)
         tie = (place, says)
     return Judgement("near-tie", *tie, difference) if tie is not None else Judgement("same", difference=difference)
+
+
+def limit_of(noise: float, *dtypes: str) -> float:
+    """Return the limit for answers that one engine scores whose own answers are off by up to `noise`: `logprob_limit`,
+    or twice that noise, if more is needed to pass itself."""
+    return max(logprob_limit(noise, *dtypes), 2 * noise)
+
+
+def is_unsound(noise: float, mean: float, dtype: str) -> bool:
+    """Return whether an engine's answers differ from their scores by more than rounding does: `noise` at most, `mean`
+    in the mean (nats)."""
+    cap = LOGPROB_CAPS[dtype]
+    return not mean <= cap / 2 or (dtype == "float32" and not noise <= cap)
+
+
+def differences(asked: CheckedRequest, scores: Sequence[Score]) -> list[float]:
+    """Return how far each logprob of an answer is from its score (nats)."""
+    return [abs(own - score.logprob) for own, score in zip(asked.logprobs, scores, strict=True)]
+
+
+class Mean(msgspec.Struct, frozen=True):
+    """Mean difference of one answer's logprobs from their scores."""
+
+    pair: Pair
+    tokens: Hashable
+    """What was computed: prompt and answer."""
+    mean: float
+
+
+def unlike_pairs(means: Iterable[Mean], noise: float) -> dict[Pair, tuple[float, float]]:
+    """Return the pairs that differ from the reference far more than another pair does for the same tokens: the mean
+    difference of each, and that of the other ones. `noise`: that of sound answers; no smaller one counts."""
+    groups: dict[Hashable, dict[Pair, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in means:
+        groups[one.tokens][one.pair].append(one.mean)
+    own: dict[Pair, list[float]] = defaultdict(list)
+    best: dict[Pair, list[float]] = defaultdict(list)
+    for by_pair in groups.values():
+        each = {pair: fmean(found) for pair, found in by_pair.items()}
+        for pair in each if len(each) > 1 else ():
+            own[pair].append(each[pair])
+            best[pair].append(min(mean for other, mean in each.items() if other != pair))
+    found = {pair: (fmean(own[pair]), max(noise, fmean(best[pair]))) for pair in own}
+    return {pair: (mean, least) for pair, (mean, least) in found.items() if not mean <= UNLIKE_OVER_NOISE * least}
 
 
 def pair_name(pair: Pair) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import msgspec
 
 from chitu.client.answer import EventParser
 from chitu.client.client import RouterClient
-from chitu.errors import ChituError
+from chitu.errors import ChituError, Integrity
 
 Pair = tuple[str | None, str]
 """Names of P and D; P is None with a unified instance."""
@@ -27,6 +28,18 @@ class Impossible(ChituError):
     """The check cannot run: there is nothing to check, or no reference."""
 
     code = "impossible"
+
+
+class MovedSums(msgspec.Struct, frozen=True):
+    """Checksums of the pages that P wrote, in hex, layer by layer; see `pages.py`."""
+
+    first_page: int
+    layers: int
+    """1 if each checksum covers all layers."""
+    sent: str
+    """From P's memory."""
+    landed: str
+    """From D's memory."""
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -44,7 +57,11 @@ class Served(msgspec.Struct, frozen=True):
     ttft_s: float
     """Time from the dispatch to the first token, on the router."""
     page_sums: str = ""
-    """Page checksums, if requested; see `pages.py`."""
+    """Checksums of the pages that it left on D, if requested; see `pages.py`."""
+    moved: MovedSums | None = None
+    """Checksums of the pages that P wrote, if requested and P wrote any."""
+    refused: tuple[Pair, ...] = ()
+    """Pairs of earlier attempts whose D refused what P had sent (`integrity`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +107,14 @@ class Prober:
         body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "return_proof": True, "cache_prompt": False}
         body |= {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        request_id = uuid.uuid4().hex
         try:
-            request_id, reply = self._post("/v1/completions", body | options)
+            _, reply = self.client.post("/v1/completions", body | options, self.timeout_s, request_id)
             return read_answer(number, request_id, reply, stream)
         except ChituError as error:
-            return CheckedRequest(number, error=f"{error.code}: {error.message}")
+            return CheckedRequest(number, request_id, error=f"{error.code}: {error.message}")
         except (ValueError, msgspec.ValidationError) as error:
-            return CheckedRequest(number, error=str(error) or type(error).__name__)
+            return CheckedRequest(number, request_id, error=str(error) or type(error).__name__)
 
     def scores(self, token_ids: Sequence[int], count: int) -> list[Score]:
         """Return the scores of the last `count` of these tokens. Raise Impossible if the engine does not give them."""
@@ -141,6 +159,8 @@ class _ProvenAttempt(msgspec.Struct, frozen=True):
     cached_tokens: int
     kv_bytes: int | None
     page_sums: str = ""
+    transfer_sums: MovedSums | None = None
+    error: str = ""
 
 
 class _ProvenChoice(msgspec.Struct, frozen=True):
@@ -195,6 +215,8 @@ def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
         last.kv_bytes,
         ttft_s,
         last.page_sums,
+        last.transfer_sums,
+        tuple((one.prefill, one.decode) for one in choice.attempts[:-1] if one.error == Integrity.code),
     )
 
 

@@ -3,7 +3,8 @@
 **The rule.** The engine gets the prompt's ids and the sampling of the receipt, and its tokens are compared. At the
 first difference:
 
-* A greedy answer that only logits decide is judged by `parity.compare`: every token, after those that were taken.
+* A greedy answer that only logits decide is judged by `parity.compare`: every token, after those that were taken. The
+  limit follows what rounding does to the engine's own answer to the same prompt.
 * Otherwise the receipt is wrong in float32. In other dtypes a draw may fall another way by rounding
   alone, and the receipt is not judged.
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
-from chitu.client.verify.parity import compare
-from chitu.client.verify.probe import CheckedRequest, Impossible, Prober, Score
-from chitu.protocol import LOGPROB_TOLERANCES
+from chitu.client.verify.pages import Place, damage_on_its_way
+from chitu.client.verify.parity import compare, differences, limit_of
+from chitu.client.verify.probe import CheckedRequest, Impossible, MovedSums, Prober, Score
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, unpack
 from chitu.protocol.receipt import Receipt, changed_fields, sealed
 
@@ -33,6 +34,16 @@ AS_THEY_ARE = (
 )
 
 
+class Saved(NamedTuple):
+    """A receipt, and what else the saved answer shows."""
+
+    receipt: Receipt
+    damage: Place | None = None
+    """First page that did not land on D as P wrote it, if the answer has checksums (`return_page_sums`)."""
+    logprobs: tuple[float, ...] = ()
+    """Logprobs of its tokens, if the answer has them; those of a stream are not read."""
+
+
 class Replayed(msgspec.Struct, frozen=True):
     request_id: str
     verdict: Verdict
@@ -41,19 +52,19 @@ class Replayed(msgspec.Struct, frozen=True):
     """Position of the first token that differs, from 0; -1: none, or there was no replay."""
 
 
-def read_receipts(name: str, text: str) -> list[Receipt]:
+def read_receipts(name: str, text: str) -> list[Saved]:
     """Read the receipts from a receipt, an answer that has one, several of either as JSON lines, a saved stream, or a
     snapshot. Raise Impossible, with the line, for anything else."""
     if SNAPSHOT.match(text):
         try:
-            return [_of_snapshot(unpack(text.encode()))]
+            return [Saved(_of_snapshot(unpack(text.encode())))]
         except DamagedFile as error:
             raise Impossible(f"{name} is a damaged snapshot: {error}") from error
     try:
         lines = [(name, msgspec.Raw(msgspec.json.encode(msgspec.json.decode(text))))]
     except msgspec.DecodeError:
         lines = [(f"{name}:{n}", msgspec.Raw(line.encode())) for n, line in enumerate(text.splitlines(), 1)]
-    found = [receipt for where, line in lines for receipt in _of_line(where, bytes(line).strip())]
+    found = [saved for where, line in lines for saved in _of_line(where, bytes(line).strip())]
     if not found:
         raise Impossible(f"{name} has no receipt: ask with return_proof: true and return_receipt: true")
     return found
@@ -78,43 +89,92 @@ def _of_snapshot(record: KeptRequest) -> Receipt:
     )
 
 
-def _of_line(where: str, line: bytes) -> Iterator[Receipt]:
+def _of_line(where: str, line: bytes) -> Iterator[Saved]:
     is_event = line.startswith((b"data:", b"event:", b":"))
     data = line.removeprefix(b"data:").strip()
     if not line or data == b"[DONE]" or (is_event and data == line):
         return
     try:
-        record = msgspec.json.decode(data)
+        record, shown = msgspec.json.decode(data), _Shown()
         if isinstance(record, dict) and "receipt" not in record:
             answer = record.get("response", record)
+            shown = msgspec.convert(answer, _Shown)
             proof = answer.get("chitu") if isinstance(answer, dict) else None
             record = proof.get("receipt") if isinstance(proof, dict) else None
         if record is None and is_event:
             return
         if record is None:
             raise Impossible(f"{where} has no receipt: ask with return_proof: true and return_receipt: true")
-        yield msgspec.convert(record, Receipt, str_keys=True)
+        yield Saved(msgspec.convert(record, Receipt, str_keys=True), shown.damage, shown.logprobs)
     except msgspec.DecodeError as error:  # ValidationError is one
         raise Impossible(f"{where} is no receipt of this version of chitu: {error}") from error
 
 
-def replay(receipt: Receipt, prober: Prober, model_hash: str, dtype: str) -> Replayed:
+class _ShownLogprob(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class _ShownLogprobs(msgspec.Struct, frozen=True):
+    token_logprobs: list[float | None] = []
+    """Of a completion."""
+    content: list[_ShownLogprob] = []
+    """Of a chat."""
+
+
+class _ShownChoice(msgspec.Struct, frozen=True):
+    logprobs: _ShownLogprobs | None = None
+
+
+class _ShownAttempt(msgspec.Struct, frozen=True):
+    transfer_sums: MovedSums | None = None
+
+
+class _ShownAttempts(msgspec.Struct, frozen=True):
+    attempts: list[_ShownAttempt] = []
+
+
+class _ShownProof(msgspec.Struct, frozen=True):
+    choices: list[_ShownAttempts] = []
+
+
+class _Shown(msgspec.Struct, frozen=True):
+    """What an answer shows beside its receipt."""
+
+    choices: list[_ShownChoice] = []
+    chitu: _ShownProof | None = None
+
+    @property
+    def damage(self) -> Place | None:
+        attempts = [one for choice in self.chitu.choices for one in choice.attempts] if self.chitu is not None else []
+        each = (damage_on_its_way(one.transfer_sums) for one in attempts if one.transfer_sums is not None)
+        return next((damage for damage in each if damage is not None), None)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        found = self.choices[0].logprobs if self.choices else None
+        each = (*found.token_logprobs, *(one.logprob for one in found.content)) if found is not None else ()
+        return tuple(value for value in each if value is not None)
+
+
+def replay(saved: Saved, prober: Prober, model_hash: str, dtype: str) -> Replayed:
     """Replay a receipt and judge it. `model_hash` and `dtype` are those of the prober's engine."""
+    receipt = saved.receipt
     if changed := changed_fields(receipt):
         says = f"changed since it was made: {', '.join(changed)}"
         return Replayed(receipt.request_id, "different", says)
+    if saved.damage is not None:
+        return Replayed(receipt.request_id, "different", f"over {receipt.served[-1]}, {saved.damage.says}")
     if model_hash != receipt.model_hash:
         says = f"the engine has another model than the receipt: model_hash {model_hash}, not {receipt.model_hash}"
         return Replayed(receipt.request_id, "unjudged", says)
     if not receipt.prompt_token_ids or not receipt.token_ids:
         return Replayed(receipt.request_id, "unjudged", "it has no tokens")
     try:
-        asked = prober.ask(0, receipt.prompt_token_ids, False, **fields_of(receipt))
-        if asked.error:
-            raise Impossible(asked.error)
-        tolerance = max(LOGPROB_TOLERANCES[receipt.dtype], LOGPROB_TOLERANCES[dtype])
-        is_exact = receipt.dtype == dtype == "float32"
-        return judge(receipt, asked.tokens, prober.scores, tolerance, is_exact)
+        own = prober.ask(0, receipt.prompt_token_ids, False, **fields_of(receipt), logprobs=0)
+        if own.error:
+            raise Impossible(own.error)
+        has_each = len(saved.logprobs) == len(receipt.token_ids)  # with `echo` there are more
+        return judge(receipt, own, prober.scores, dtype, saved.logprobs if has_each else ())
     except Impossible as error:
         return Replayed(receipt.request_id, "unjudged", error.message)
 
@@ -146,24 +206,29 @@ def fields_of(receipt: Receipt) -> dict[str, Any]:
 
 def judge(
     receipt: Receipt,
-    replayed: Sequence[int],
+    own: CheckedRequest,
     scores: Callable[[Sequence[int], int], list[Score]],
-    tolerance: float,
-    is_exact: bool,
+    dtype: str,
+    logprobs: tuple[float, ...] = (),
 ) -> Replayed:
-    """Judge the replayed tokens. `scores(token_ids, count)` returns the engine's scores of the last tokens. If
-    `is_exact`, no draw is excused."""
-    tokens = receipt.token_ids
+    """Judge the tokens, and their `logprobs` if there are any, by the engine's own answer. `scores(token_ids, count)`
+    returns the engine's scores of the last tokens. `dtype`: of its K and V; if it and the receipt's are float32, no
+    draw is excused."""
+    tokens, replayed = receipt.token_ids, own.tokens
     place = next((n for n, pair in enumerate(zip(tokens, replayed, strict=False)) if pair[0] != pair[1]), -1)
-    if place < 0 and len(tokens) == len(replayed):
+    if place < 0 and len(tokens) == len(replayed) and not logprobs:
         return Replayed(receipt.request_id, "same")
-    if place < 0:
+    if place < 0 and len(tokens) != len(replayed):
         place = min(len(tokens), len(replayed))
         says = f"it has {len(tokens)} tokens, and the engine gives {len(replayed)}, equal as far as both go"
         return Replayed(receipt.request_id, "different", says, place)
-    if _is_plain(receipt):
-        asked = CheckedRequest(0, tokens=tuple(tokens))
-        judgement = compare(asked, scores([*receipt.prompt_token_ids, *tokens], len(tokens)), None, tolerance)
+    if place < 0 or _is_plain(receipt):
+        prompt = receipt.prompt_token_ids
+        noise = max(differences(own, scores([*prompt, *replayed], len(replayed))))
+        limit = limit_of(noise, receipt.dtype, dtype)
+        asked = CheckedRequest(0, tokens=tuple(tokens), logprobs=logprobs)
+        drawn = None if _is_plain(receipt) else replayed
+        judgement = compare(asked, scores([*prompt, *tokens], len(tokens)), drawn, limit)
         if judgement.outcome != "wrong":
             says = f"up to near-ties of two tokens: {judgement.says}" if judgement.says else ""
             return Replayed(receipt.request_id, "same", says, judgement.place)
@@ -171,7 +236,7 @@ def judge(
     (score,) = scores([*receipt.prompt_token_ids, *tokens[: place + 1]], 1)
     says = f"token {place} is {tokens[place]} (logprob {score.logprob:.4f}), where the engine has {replayed[place]}"
     says += f"; the likeliest is {score.top} ({score.top_logprob:.4f})"
-    if is_exact:
+    if receipt.dtype == dtype == "float32":
         return Replayed(receipt.request_id, "different", says, place)
     return Replayed(receipt.request_id, "unjudged", f"{says}; rounding alone may do that", place)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -10,17 +10,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from chitu.client.verify.pages import Place, first_unlike
-from chitu.client.verify.parity import Judgement, blame, pair_name, unlike_texts
+from chitu.client.verify.pages import Place, first_unlike, num_compared
+from chitu.client.verify.parity import Judgement, Mean, blame, is_unsound, pair_name, unlike_pairs, unlike_texts
 from chitu.client.verify.probe import CheckedRequest, Pair, Served
 from chitu.client.verify.topology import TopologyVerdict
-from chitu.protocol import KVLayout
+from chitu.protocol import LEAST_NOISE, KVLayout
 
 EXIT_CODES = {"right": 0, "wrong": 1, "unjudged": 2}
 CACHED = "cached"
 """Kind of request that uses the prefix cache, so a wrong answer may be another pair's fault."""
 FORCED = "forced"
-"""Kind of request whose tokens are fixed, and whose pages are checksummed."""
+"""Kind of request whose tokens are fixed, so that the checksums of different pairs can be compared."""
+BEHIND_P = 1
+"""Position of a token that depends on transferred KV; the first one is sampled from P's logits."""
 MAX_REASONS = 20
 """Maximum lines of reasons; the first wrong answer of each pair precedes the others."""
 
@@ -31,6 +33,10 @@ class Judged(msgspec.Struct, frozen=True):
     """Pair that served it, as the router proves."""
     kind: str
     judgement: Judgement
+    damage: Place | None = None
+    """First page of it that is not what P wrote; then it is wrong."""
+    mean: float = 0.0
+    """Mean difference of its logprobs from the engine's (nats)."""
 
     @property
     def pair(self) -> Pair:
@@ -51,11 +57,26 @@ class PairParity(msgspec.Struct, frozen=True):
     expected_bytes: int
     largest_difference: float
     """Largest difference of a logprob from the reference's (nats)."""
+    damaged: int = 0
+    """Number of its answers with a page that is not what P wrote."""
+    sums_compared: int = 0
+    """Number of checksums (of one page, in one layer) that P and D both gave."""
+    refused: int = 0
+    """Number of transfers that D refused as damaged; the router sent the request again."""
 
 
 class WrongPage(msgspec.Struct, frozen=True):
     pair: str
     place: Place
+    request_id: str = ""
+
+
+class Rounding(msgspec.Struct, frozen=True):
+    """What rounding does to logprobs (nats), as measured on the engine's own answers, scored by a reference."""
+
+    noise: float
+    """Largest difference."""
+    mean: float
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -66,11 +87,13 @@ class Report(msgspec.Struct, frozen=True):
     model: str
     dtype: str
     """Dtype of K and V."""
-    tolerance: float
-    """Allowed difference of logprobs in nats."""
+    rounding: dict[str, Rounding]
+    """By reference, the engine first."""
+    limit: float
+    """Largest difference of a logprob from the engine's (nats) that is allowed in the cluster's answers."""
     references: list[str]
     pages: list[WrongPage]
-    """First wrong page of each wrong pair, if page checksums show one."""
+    """First wrong page of each damaged request, and of each pair that is wrong otherwise, if checksums show one."""
     requests: int
     pairs: list[PairParity]
 
@@ -78,9 +101,12 @@ class Report(msgspec.Struct, frozen=True):
 def wrong_pages(
     judged: Sequence[Judged], layouts: Mapping[str, KVLayout], alone: Mapping[int, str], alone_layout: KVLayout | None
 ) -> list[WrongPage]:
-    """Return for each pair with wrong answers the first difference in the first prompt that shows one. `layouts` is by
-    name of D. `alone` has by prompt the sums of the unified engine, which are used if no other pair is right."""
+    """Return the first wrong page of each damaged request, and for each pair that is wrong without damage the first
+    difference in the first prompt that shows one. `layouts` is by name of D. `alone` has by prompt the sums of the
+    unified engine, which are used if no other pair is right."""
+    damaged = [WrongPage(pair_name(one.pair), one.damage, one.asked.request_id) for one in judged if one.damage]
     wrong = {one.pair for one in judged if one.judgement.outcome == "wrong"}
+    hurt = {one.pair for one in judged if one.damage}
     forced = [one for one in judged if one.kind == FORCED]
     found: dict[Pair, Place] = {}
     for one in forced:
@@ -93,10 +119,10 @@ def wrong_pages(
         ]
         if not right and layout == alone_layout and one.asked.prompt in alone:
             right = [alone[one.asked.prompt]]
-        place = first_unlike(one.served.page_sums, right, layout.num_layers) if one.pair in wrong else None
+        place = first_unlike(one.served.page_sums, right, layout.num_layers) if one.pair in wrong - hurt else None
         if place is not None:
             found.setdefault(one.pair, place)
-    return [WrongPage(pair_name(pair), place) for pair, place in found.items()]
+    return damaged + [WrongPage(pair_name(pair), place) for pair, place in found.items()]
 
 
 def report_of(
@@ -104,12 +130,14 @@ def report_of(
     judged: Sequence[Judged],
     missing: Sequence[str],
     dtype: str,
-    tolerance: float,
-    refs: list[str],
+    rounding: dict[str, Rounding],
+    limit: float,
     pages: list[WrongPage],
+    refused: Sequence[Pair] = (),
 ) -> Report:
     """Build the report. `verdict` is that of the topology, from the requests without the cache and without comparing
-    tokens. `missing` has other reasons why the verdict is incomplete."""
+    tokens. `missing` has other reasons why the verdict is incomplete. `refused`: the pairs of transfers that D refused
+    as damaged, of requests that failed; those that were tried again say so themselves."""
     wrong: dict[Pair, list[Judged]] = defaultdict(list)
     by_pair: dict[Pair, list[Judged]] = defaultdict(list)
     for one in judged:
@@ -117,21 +145,48 @@ def report_of(
         if one.judgement.outcome == "wrong":
             wrong[one.pair].append(one)
     places: dict[Pair, set[int]] = defaultdict(set)
-    computed = [one for found in wrong.values() for one in found if one.kind != CACHED]
-    for one in computed or [one for found in wrong.values() for one in found]:
+    refusals = Counter([*refused, *(pair for one in judged for pair in one.served.refused)])
+    means = [Mean(one.pair, (one.asked.prompt, one.asked.tokens), one.mean) for one in judged if one.kind != CACHED]
+    unlike = unlike_pairs(means, max(LEAST_NOISE[dtype] / 4, next((each.mean for each in rounding.values()), 0.0)))
+    every = [one for found in wrong.values() for one in found]
+    damaged = {one.pair for one in every if one.damage} | refusals.keys()
+    computed = [one for one in every if one.kind != CACHED or one.damage]
+    for one in computed or ([] if refusals or unlike else every):
         places[one.pair].add(one.judgement.place)
-    guilty = blame(places, by_pair.keys())
-    reasons = [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
+    for pair in [*refusals, *unlike]:
+        places[pair].add(BEHIND_P)
+    guilty = blame(places, by_pair.keys() | refusals.keys())
+    if guilty == ["all"] and damaged == places.keys():  # the model is right: what was sent did not arrive
+        guilty = sorted(map(pair_name, damaged))
+    unsound = [
+        f"the engine's own answers differ from {name} by {each.mean:.2g} in the mean and {each.noise:.2g} at most: the"
+        " model, or what computes it, is another one"
+        for name, each in rounding.items()
+        if is_unsound(each.noise, each.mean, dtype)
+    ]
+    guilty = ["all"] if unsound else guilty
+    for found in wrong.values():
+        found.sort(key=lambda one: one.damage is None)
+    reasons = unsound + [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
+    reasons += [
+        f"{pair_name(pair)}: D refused {count} transfers: what arrived is not what P sent (integrity)"
+        for pair, count in refusals.items()
+    ]
+    reasons += [
+        f"{pair_name(pair)}: its logprobs differ by {mean:.2g} in the mean, those of another pair by {least:.2g} at"
+        " most for the same tokens"
+        for pair, (mean, least) in unlike.items()
+    ]
     moved = {(pair.prefill, pair.decode): (pair.kv_bytes, pair.expected_bytes) for pair in verdict.pairs}
     for pair, (found_bytes, right_bytes) in moved.items():
         if found_bytes != right_bytes:
             guilty.append(pair_name(pair))
             reasons.append(f"{pair_name(pair)} moved {found_bytes} bytes, not {right_bytes}")
-    reasons += [f"{page.pair}: {page.place.says}" for page in pages]
+    reasons += [f"{page.pair}: {page.place.says}" for page in pages if page.place.cause == "unlike"]
     reasons += [_reason(pair, one) for pair, found in wrong.items() for one in found[1:]]
-    unlike = [reason for number in sorted({one.asked.prompt for one in judged}) for reason in _texts(judged, number)]
-    guilty += ["router"] if unlike else []
-    reasons = [*reasons, *unlike][:MAX_REASONS]
+    texts = [reason for number in sorted({one.asked.prompt for one in judged}) for reason in _texts(judged, number)]
+    guilty += ["router"] if texts else []
+    reasons = [*reasons, *texts][:MAX_REASONS]
     open_reasons = [*missing, *verdict.reasons]
     return Report(
         verdict="wrong" if guilty else "unjudged" if open_reasons or not judged else "right",
@@ -139,11 +194,15 @@ def report_of(
         reasons=[*reasons, *open_reasons],
         model=verdict.model,
         dtype=dtype,
-        tolerance=tolerance,
-        references=refs,
+        rounding=rounding,
+        limit=limit,
+        references=list(rounding),
         pages=pages,
         requests=len(judged),
-        pairs=[_row(pair, found, *moved.get((str(pair[0]), pair[1]), (0, 0))) for pair, found in _ordered(by_pair)],
+        pairs=[
+            _row(pair, found, refusals[pair], *moved.get((str(pair[0]), pair[1]), (0, 0)))
+            for pair, found in _ordered(by_pair)
+        ],
     )
 
 
@@ -158,10 +217,11 @@ def _texts(judged: Sequence[Judged], number: int) -> list[str]:
 def _reason(pair: Pair, one: Judged) -> str:
     served = one.served
     cached = f", {served.cached_tokens} tokens cached" if served.cached_tokens else ""
-    return f"{pair_name(pair)}: {one.kind}, prompt of {served.prompt_tokens} tokens{cached}: {one.judgement.says}"
+    what = f"{one.kind}, prompt of {served.prompt_tokens} tokens{cached}"
+    return f"{pair_name(pair)}: request {one.asked.request_id} ({what}): {one.judgement.says}"
 
 
-def _row(pair: Pair, found: Sequence[Judged], kv_bytes: int, expected_bytes: int) -> PairParity:
+def _row(pair: Pair, found: Sequence[Judged], refused: int, kv_bytes: int, expected_bytes: int) -> PairParity:
     outcomes = [one.judgement.outcome for one in found]
     return PairParity(
         *pair,
@@ -172,17 +232,25 @@ def _row(pair: Pair, found: Sequence[Judged], kv_bytes: int, expected_bytes: int
         kv_bytes=kv_bytes,
         expected_bytes=expected_bytes,
         largest_difference=round(max(one.judgement.difference for one in found), 6),
+        damaged=sum(one.damage is not None for one in found),
+        sums_compared=sum(num_compared(one.served) for one in found),
+        refused=refused,
     )
 
 
 def show(report: Report, console: Console) -> None:
     table = Table(title=f"{report.model} ({report.dtype}) against {' and '.join(report.references) or 'nothing'}")
-    for name in ("pair", "same", "near-tie", "wrong", "from cache", "bytes moved", "formula", "logprobs differ by"):
+    columns = ("pair", "same", "near-tie", "wrong", "from cache", "bytes moved", "formula", "checksums", "damaged")
+    for name in (*columns, "logprobs differ by"):
         table.add_column(name, justify="left" if name == "pair" else "right")
     for pair in report.pairs:
-        counts = (pair.same, pair.near_ties, pair.wrong, pair.cached, pair.kv_bytes, pair.expected_bytes)
+        counts = [pair.same, pair.near_ties, pair.wrong, pair.cached, pair.kv_bytes, pair.expected_bytes]
+        counts += [pair.sums_compared, pair.damaged + pair.refused]
         table.add_row(pair_name((pair.prefill, pair.decode)), *map(str, counts), f"{pair.largest_difference:.6f}")
     console.print(table)
+    for name, each in report.rounding.items():
+        console.print(f"the engine's own logprobs differ from {name} by up to {each.noise:.2g}", markup=False)
+    console.print(f"allowed in the cluster's answers: {report.limit:.2g}", markup=False)
     for reason in report.reasons:
         console.print(reason, markup=False, soft_wrap=True)
     if report.verdict == "right":

@@ -9,13 +9,16 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from chitu.client.verify.probe import CheckedRequest, Served
+from chitu.client.verify.pages import damage_of
+from chitu.client.verify.parity import pair_name
+from chitu.client.verify.probe import CheckedRequest, Pair, Served
+from chitu.errors import Integrity
 from chitu.kv_cache.aux_row import aux_row_bytes
-from chitu.protocol import KVLayout
+from chitu.protocol import KVLayout, logprob_limit
 from chitu.protocol.snapshot import ClusterSnapshot
 
 MIN_ROUNDS = 2
@@ -30,7 +33,7 @@ class PairReport(msgspec.Struct, frozen=True):
     """Bytes that P moved into D's memory, over all its requests; `expected_bytes` is the formula's result."""
     expected_bytes: int
     tokens_equal: bool
-    """Whether its answers equal those of the other pairs to the same prompts."""
+    """Whether its answers equal those of the other pairs to the same prompts, up to near-ties of two tokens."""
     ttft_ms: float
     """Median time from the dispatch to the first token, on the router."""
 
@@ -72,21 +75,33 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
     return expected_bytes(0 if is_row_alone else prefilled_tokens(served), layout)
 
 
+def refused_pairs(failed: Sequence[CheckedRequest], after: ClusterSnapshot) -> list[Pair]:
+    """Return the pairs of the attempts that failed requests made and whose D refused what P had sent, from the router's
+    own records of them."""
+    ids = {one.request_id for one in failed}
+    return [
+        (record.prefill, record.decode)
+        for record in after.requests
+        if record.request_id in ids and record.error == Integrity.code
+    ]
+
+
 def judge(
-    before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[CheckedRequest], *, compares_tokens: bool = True
+    before: ClusterSnapshot, after: ClusterSnapshot, asked: Sequence[CheckedRequest], *, compares: bool = True
 ) -> TopologyVerdict:
-    """Judge requests between two snapshots of the cluster. Pure. `compares_tokens` needs greedy requests."""
+    """Judge requests between two snapshots of the cluster. Pure. `compares` needs greedy requests: then their
+    tokens, logprobs and checksums are judged, too, as far as the answers have them. What repeated answers of one pair
+    differ by, with the same tokens, is rounding (`logprob_limit`)."""
     layouts = {i.name: i.layout for i in (*after.instances, *before.instances) if i.layout is not None}
     status = {i.name: i.status for i in before.instances}
     status |= {i.name: i.status for i in after.instances if i.status != "up"}
     names = {role: [i.name for i in before.instances if i.role == role] for role in ("prefill", "decode")}
-    answers: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
-    for one in asked:
-        if not one.error:
-            answers[one.prompt][one.tokens] += 1
-    usual = {prompt: tokens.most_common(1)[0][0] for prompt, tokens in answers.items()}
+    done = [one for one in asked if not one.error and one.served is not None]
+    noise, apart = apart_by_pairs(done)
+    dtype = next((layout.dtype for layout in layouts.values()), "float32")
+    limit = logprob_limit(noise, dtype)
     pairs = [
-        _pair_report(pair, [one for one in asked if one.pair == pair], usual, layouts)
+        _pair_report(pair, [one for one in done if one.pair == pair], _usual(done), layouts, limit)
         for pair in itertools.product(names["prefill"], names["decode"])
     ]
     counts = Counter({name: 0 for name in (*names["prefill"], *names["decode"])})
@@ -101,8 +116,16 @@ def judge(
     reasons += [
         f"{r.prefill}-{r.decode} gave other tokens than other pairs did to the same prompt"
         for r in pairs
-        if compares_tokens and not r.tokens_equal
+        if compares and not r.tokens_equal
     ]
+    if compares:
+        reasons += _damage_reasons(done, layouts, refused_pairs([one for one in asked if one.error], after))
+        reasons += [
+            f"{pair_name(one)} and {pair_name(other)} differ by {difference:.2g} in logprobs of the same tokens,"
+            f" where rounding explains {limit:.2g}"
+            for (one, other), difference in apart.items()
+            if not difference <= limit
+        ]
     return TopologyVerdict(
         ok=not reasons,
         reasons=reasons,
@@ -114,10 +137,68 @@ def judge(
     )
 
 
+def apart_by_pairs(done: Sequence[CheckedRequest]) -> tuple[float, dict[tuple[Pair, Pair], float]]:
+    """Return the largest difference (nats) of two logprobs of the same tokens in two answers of one pair, and by two
+    pairs the same of one answer of each: the least of those, since one that other requests disturbed proves nothing."""
+    groups: dict[tuple[int, tuple[int, ...]], dict[Pair, list[tuple[float, ...]]]] = defaultdict(dict)
+    for one in done:
+        if one.pair is not None and one.logprobs:
+            groups[one.prompt, one.tokens].setdefault(one.pair, []).append(one.logprobs)
+    noise, apart = 0.0, dict[tuple[Pair, Pair], float]()
+    for by_pair in groups.values():
+        for each in by_pair.values():
+            noise = max([noise, *itertools.starmap(_largest, itertools.combinations(each, 2))])
+        for pairs in itertools.combinations(sorted(by_pair, key=str), 2):
+            least = min(itertools.starmap(_largest, itertools.product(*map(by_pair.__getitem__, pairs))))
+            apart[pairs] = max(least, apart.get(pairs, 0.0))
+    return noise, apart
+
+
+def _largest(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(mine - theirs) for mine, theirs in zip(one, other, strict=True))
+
+
+def _usual(done: Sequence[CheckedRequest]) -> dict[int, CheckedRequest]:
+    """Return by prompt an answer with the most frequent tokens."""
+    answers: dict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for one in done:
+        answers[one.prompt][one.tokens] += 1
+    usual = {prompt: tokens.most_common(1)[0][0] for prompt, tokens in answers.items()}
+    return {one.prompt: one for one in reversed(done) if one.tokens == usual[one.prompt]}
+
+
+def _is_alike(one: CheckedRequest, usual: CheckedRequest, limit: float) -> bool:
+    """Return whether two greedy answers are equal up to a near-tie, behind which all tokens may differ."""
+    if one.tokens == usual.tokens:
+        return True
+    pairs = enumerate(zip(one.tokens, usual.tokens, strict=False))
+    place = next((place for place, (mine, other) in pairs if mine != other), None)
+    if place is None or not one.logprobs or not usual.logprobs:
+        return False
+    return abs(one.logprobs[place] - usual.logprobs[place]) <= limit
+
+
+def _damage_reasons(
+    done: Sequence[CheckedRequest], layouts: dict[str, KVLayout], refused: Sequence[Pair]
+) -> Iterator[str]:
+    for one in done:
+        assert one.served is not None and one.pair is not None
+        damage = damage_of(one.served, layouts[one.served.decode])
+        if damage is not None:
+            yield f"request {one.request_id} over {pair_name(one.pair)}: {damage.says}"
+    counts = Counter([*refused, *(pair for one in done if one.served is not None for pair in one.served.refused)])
+    for pair, count in counts.items():
+        yield f"{pair_name(pair)}: D refused {count} transfers: what arrived is not what P sent (integrity)"
+
+
 def _pair_report(
-    pair: tuple[str, str], asked: list[CheckedRequest], usual: dict[int, tuple[int, ...]], layouts: dict[str, KVLayout]
+    pair: tuple[str, str],
+    asked: Sequence[CheckedRequest],
+    usual: dict[int, CheckedRequest],
+    layouts: dict[str, KVLayout],
+    limit: float,
 ) -> PairReport:
-    done = [(one, one.served) for one in asked if one.served is not None and not one.error]
+    done = [(one, one.served) for one in asked if one.served is not None]
     return PairReport(
         prefill=pair[0],
         decode=pair[1],
@@ -125,7 +206,7 @@ def _pair_report(
         prompt_tokens=sum(prefilled_tokens(served) for _, served in done),
         kv_bytes=sum(served.kv_bytes or 0 for _, served in done),
         expected_bytes=sum(bytes_of(served, layouts[pair[1]]) for _, served in done),
-        tokens_equal=all(one.tokens == usual[one.prompt] for one, _ in done),
+        tokens_equal=all(_is_alike(one, usual[one.prompt], limit) for one, _ in done),
         ttft_ms=round(1e3 * statistics.median(served.ttft_s for _, served in done), 1) if done else 0.0,
     )
 
