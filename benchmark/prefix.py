@@ -90,6 +90,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
     order = itertools.count()
     ends: list[tuple[float, int, int, int]] = []
     taken: list[float] = [0.0] * len(asks)
+    new_tokens = [0] * len(asks)
     hits = 0
 
     def start(rank: int, now_s: float) -> None:
@@ -111,17 +112,17 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
         prefill.cache.remove_task(room)
         prefill.is_busy = False
         taken[number] = now_s - ask.arrival_s
-        selector.count(keys[rank], -1, -ask.num_tokens)
+        selector.count(keys[rank], -1, -new_tokens[number])
         start(rank, now_s)
 
     for number, ask in enumerate(asks):
         while ends and ends[0][0] <= ask.arrival_s:
             now_s, _, rank, done = heapq.heappop(ends)
             end(now_s, rank, done)
-        chosen = selector.select(ask.prompt).prefill
-        assert chosen is not None
-        rank = chosen.engine_rank
-        selector.count(keys[rank], 1, ask.num_tokens)
+        target = selector.select(ask.prompt)
+        assert target.prefill is not None
+        rank, new_tokens[number] = target.prefill.engine_rank, target.new_tokens
+        selector.count(keys[rank], 1, target.new_tokens)
         prefills[rank].waiting.append(number)
         start(rank, ask.arrival_s)
     while ends:

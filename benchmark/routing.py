@@ -27,7 +27,7 @@ from chitu.client.client import RouterClient
 from chitu.config.schema import RouterConfig
 from chitu.launch.make_model import make_model
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
-from chitu.router.routing import PairSelector, instance_key, make_selector
+from chitu.router.routing import PairSelector, Target, instance_key, make_selector
 from chitu.testing.fake_worker import STARTED
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role
@@ -63,7 +63,7 @@ def decisions(policy: str, size: int, count: int) -> list[float]:
     selector = make_selector(RouterConfig(policy=policy))  # type: ignore[arg-type]
     selector.on_view(view)
     report = LoadReport(waiting=1, running=2, waiting_tokens=900)
-    running: deque[Sequence[InstanceInfo]] = deque()
+    running: deque[Target] = deque()
     spans_s = []
     for n in range(count + IN_FLIGHT):
         prompt = prompts[n % len(prompts)]
@@ -71,18 +71,18 @@ def decisions(policy: str, size: int, count: int) -> list[float]:
         target = selector.select(prompt)
         spans_s.append(time.thread_time() - start_s)
         assert target.prefill is not None
-        pair = (target.prefill, target.decode)
-        _count(selector, pair, 1)
-        running.append(pair)
+        _count(selector, target, 1)
+        running.append(target)
         if len(running) > IN_FLIGHT:
             _count(selector, running.popleft(), -1)
         selector.on_report(instance_key(view.instances[n % size]), report)
     return spans_s[IN_FLIGHT:]
 
 
-def _count(selector: PairSelector, pair: Sequence[InstanceInfo], sign: int) -> None:
-    for instance in pair:
-        selector.count(instance_key(instance), sign, sign * PROMPT_TOKENS)
+def _count(selector: PairSelector, target: Target, sign: int) -> None:
+    for instance in (target.prefill, target.decode):
+        assert instance is not None
+        selector.count(instance_key(instance), sign, sign * target.new_tokens)
 
 
 def join_s(router: RouterUnderTest) -> float:

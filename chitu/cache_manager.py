@@ -189,6 +189,10 @@ class PagedKVCacheManager:
         found.table[:0] = found.pinned
         self._pin(found.pinned)
 
+    def holds(self, key: bytes) -> bool:
+        """Return whether a page with this key is cached."""
+        return key in self._index
+
     def pages_wanted(self, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """Return how many available pages a room with this prompt would take: all except those that are in use."""
         wanted = self.pages_for(len(prompt) // 4)

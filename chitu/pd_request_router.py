@@ -129,16 +129,16 @@ class PDRequestRouter:
         except ChituError as error:
             raise self.rejected(error) from None
 
-    def require_room_for(self, count: int, num_tokens: int) -> None:
+    def require_room_for(self, count: int, num_tokens: int, is_admitted: bool = False) -> None:
         """Raise unless `count` more requests, with `num_tokens` prompt tokens in all, can be admitted. TooManyRequests:
         over a bound together with what runs. Overloaded: they would wait too long. InvalidRequest: over the bound by
-        themselves. NoInstance: no instance can serve."""
+        themselves. NoInstance: no instance can serve. If `is_admitted`, only the bounds are checked."""
         try:
-            self._require_room_for(count, num_tokens)
+            self._require_room_for(count, num_tokens, is_admitted)
         except ChituError as error:
             raise self.rejected(error, count) from None
 
-    def _require_room_for(self, count: int, num_tokens: int) -> None:
+    def _require_room_for(self, count: int, num_tokens: int, is_admitted: bool) -> None:
         if not self.candidates.usable:
             raise NoInstance(self.candidates.why_unusable())
         if num_tokens > self._max_tokens:
@@ -147,9 +147,9 @@ class PDRequestRouter:
                 "(router.max_tokens_in_flight)",
                 "prompt",
             )
-        self._require_admission(count, num_tokens)
+        self._require_admission(count, num_tokens, is_admitted)
 
-    def _require_admission(self, count: int, num_tokens: int) -> None:
+    def _require_admission(self, count: int, num_tokens: int, is_admitted: bool = False) -> None:
         if self.in_flight + count > self._max_in_flight:
             raise TooManyRequests(
                 f"{self.in_flight} requests are running and {count} more would pass the limit of "
@@ -160,22 +160,27 @@ class PDRequestRouter:
                 f"prompts of {self._attempts.num_tokens} tokens are running and {num_tokens} more would pass the limit "
                 f"of {self._max_tokens} (router.max_tokens_in_flight); try again later"
             )
+        if is_admitted:
+            return
         candidates = self.candidates
         if candidates is not self._admitted:
             self._admitted = candidates
             self._admission.on_view(candidates)
-        self._admission.require()
+        self._admission.require(self._attempts.num_waiting, self._attempts.num_new_tokens)
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
         """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news, at
         most once per turn. Raises what `require_room_for` raises."""
         return self.add_choices([request], wake)[0]
 
-    def add_choices(self, requests: Sequence[GenerateRequest], wake: Callable[[], None]) -> list[Generation]:
+    def add_choices(
+        self, requests: Sequence[GenerateRequest], wake: Callable[[], None], is_admitted: bool = False
+    ) -> list[Generation]:
         """Send requests that differ only in their seeds: as many of the first ones as one message may carry. Return
-        these; their prompt is computed once and moved once. The caller calls again with the rest."""
+        these; their prompt is computed once and moved once. The caller calls again with the rest. If `is_admitted`,
+        `require_room_for` was called for all prompts of the client's request: they do not wait for each other."""
         first = requests[0]
-        self.require_room_for(len(requests), sum([request.num_tokens for request in requests]))
+        self.require_room_for(len(requests), sum([request.num_tokens for request in requests]), is_admitted)
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, first.timeout_s or self._timeout_s)
         generations = [Generation(request, wake, now_s + timeout_s, now_s) for request in requests]

@@ -80,7 +80,7 @@ class PDScheduler:
         self._faults = StepFaults(parts, self._sequences, self._decode, self._ends)
         self._inbox = Inbox(parts.wake)
         self._arrivals = RequestArrivals(parts, self._prefill, self._sequences, self._ends, self._inbox)
-        self._load = InstanceLoad(parts, self._sequences, self._decode)
+        self._load = InstanceLoad(parts, self._sequences, self._prefill, self._decode)
         self._pending: _LaunchedStep | None = None
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
@@ -115,8 +115,9 @@ class PDScheduler:
         load = self._load.snapshot
         if not count:
             return load
+        new_tokens = round(tokens * (1 - load.cached_share))
         return msgspec.structs.replace(
-            load, waiting=load.waiting + count, unread=count, waiting_tokens=load.waiting_tokens + tokens
+            load, waiting=load.waiting + count, unread=count, waiting_tokens=load.waiting_tokens + new_tokens
         )
 
     # ----------------------------------------------------------------------------------------------------- the step

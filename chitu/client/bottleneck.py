@@ -260,8 +260,8 @@ def _waiting(
     snapshots: Sequence[ClusterSnapshot], finished: Sequence[_Spans], stage: StageShare
 ) -> tuple[str, str, str]:
     share = f"{stage.share:.0%} of a request's time ({_ms(stage.mean_s)})"
-    if stage.name == QUEUE:
-        tokens = sum(_grown(snapshots, lambda load: load.tokens, "P", "U").values())
+    if stage.name == QUEUE and not _is_held_by_decoding(snapshots):
+        tokens = round(sum(_compute_of(spans)[1] for spans in _prompts(finished)))
         waiting = max((_sum(snapshot, lambda load: load.waiting_tokens, "P", "U") for snapshot in snapshots), default=0)
         says = f"Prompts wait for P: {share}, with up to {waiting} prompt tokens queued and {tokens} computed."
         return "prefill_queue", says, MORE_PREFILL
@@ -282,6 +282,13 @@ def _waiting(
         says = f"Requests wait for room for a row of logits on D: {share}."
         return "logits_slots", says, "Raise cache.num_aux_slots (unset: twice scheduler.max_running_requests)."
     return _few_slots(snapshots, f"Requests wait to be let in by D, which has pages: {share}")
+
+
+def _is_held_by_decoding(snapshots: Sequence[ClusterSnapshot]) -> bool:
+    """Return whether the prompts that wait at unified instances wait for requests that decode there, rather than for
+    other prompts."""
+    held_s = sum(_grown(snapshots, lambda load: load.decode_backlog_s, "U").values())
+    return held_s > sum(_grown(snapshots, lambda load: load.backlog_s, "U").values())
 
 
 def _few_slots(snapshots: Sequence[ClusterSnapshot], what: str) -> tuple[str, str, str]:
@@ -322,12 +329,18 @@ def _working(
     return "decode", says, "If that is too slow, add a D, so that each has fewer requests at once."
 
 
+def _prompts(finished: Sequence[_Spans]) -> list[_Spans]:
+    """Return one request for each prompt: what several choices share was computed once."""
+    return list({spans.record.prompt_room or spans.record.room: spans for spans in finished}.values())
+
+
 def _prompts_at_once(finished: Sequence[_Spans]) -> float:
     """Return the mean number of prompts at once on a P that has any. The number in a load report is as old as the
     instance's last step, so it is derived from the stage times."""
     span_s = max(s.record.created_at_s for s in finished) - min(s.record.created_at_s for s in finished)
-    spent_s = sum(spans.stages[COMPUTE] for spans in finished)
-    span_s += spent_s / len(finished)
+    prompts = _prompts(finished)
+    spent_s = sum(spans.stages[COMPUTE] for spans in prompts)
+    span_s += spent_s / len(prompts)
     return spent_s / span_s / len({spans.record.prefill for spans in finished}) if span_s else 0.0
 
 
@@ -343,10 +356,10 @@ def _sum(snapshot: ClusterSnapshot, of: Callable[[LoadReport], int], *letters: s
     return sum(of(load) for load in _loads(snapshot, *letters))
 
 
-def _grown(snapshots: Sequence[ClusterSnapshot], of: Callable[[LoadReport], int], *letters: str) -> dict[str, int]:
+def _grown(snapshots: Sequence[ClusterSnapshot], of: Callable[[LoadReport], float], *letters: str) -> dict[str, float]:
     """Return by how much a counter grew, by instance. A restarted instance counts from zero."""
-    grown: dict[str, int] = {}
-    before: dict[str, tuple[str, int]] = {}
+    grown: dict[str, float] = {}
+    before: dict[str, tuple[str, float]] = {}
     for snapshot in snapshots:
         for instance in snapshot.instances:
             if instance.load is None or (letters and instance.name[0] not in letters):

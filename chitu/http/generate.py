@@ -185,7 +185,7 @@ class GenerationRoutes:
                 for i in range(options.n)
             ]
             while requests:
-                sent = self._router.add_choices(requests, running.wakeup.set)
+                sent = self._router.add_choices(requests, running.wakeup.set, is_admitted=total > 1)
                 requests = requests[len(sent) :]
                 for generation in sent:
                     choices.append(self.choice_of(job, generation, prompt))

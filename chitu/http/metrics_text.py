@@ -253,6 +253,11 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
+        (
+            "chitu_instance_decode_backlog_seconds",
+            "Unified: time in which requests waited for decoding ones to end",
+            "decode_backlog_s",
+        ),
     ):
         yield from counter(name, text, ((labels, getattr(load, field)) for labels, load in loads), PER_INSTANCE)
 

@@ -7,6 +7,7 @@ any thread may read: it is replaced as a whole.
 from __future__ import annotations
 
 from chitu.instance.decode_manager import DecodeManager
+from chitu.instance.prefill_manager import PrefillManager
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduling.backlog import BacklogMeter
 from chitu.instance.scheduling.sequences import Sequences
@@ -16,11 +17,21 @@ from chitu.types import Role
 
 
 class InstanceLoad:
-    def __init__(self, parts: PDSchedulerParts, sequences: Sequences, decode: DecodeManager) -> None:
+    def __init__(
+        self, parts: PDSchedulerParts, sequences: Sequences, prefill: PrefillManager, decode: DecodeManager
+    ) -> None:
         self._parts = parts
         self._sequences = sequences
+        self._prefill = prefill
         self._decode = decode
-        self._backlog = BacklogMeter(parts.clock.monotonic())
+        now_s = parts.clock.monotonic()
+        self._backlog = BacklogMeter(now_s)
+        self._decode_backlog = BacklogMeter(now_s)
+        """Unified: of the requests that wait for decoding ones to end."""
+        self._has_room = True
+        """Whether a new prompt would compute in the next step."""
+        self._is_held_by_prefill = False
+        """Whether what waits here (D, unified) waits for prompts, not for requests that decode."""
         self.steps = 0
         self.prompt_tokens = 0
         """Prompt tokens computed since the start."""
@@ -29,14 +40,31 @@ class InstanceLoad:
         self.report()
 
     def note_backlog(self, now_s: float, is_full: bool) -> None:
-        """Update the backlog meter. Called once a turn, when the step is planned. D's queue moves by admissions, that
-        of other roles by prompt tokens. After a step that `is_full` more work waits."""
-        is_waiting = bool(self._sequences.of(S.WAITING))
-        if self._parts.role is Role.DECODE:
-            waits, work = is_waiting, self._decode.admissions
+        """Update the backlog meters. Called once a turn, when the step is planned. The queue for steps moves by prompt
+        tokens, that for what decoding holds by admissions. After a step that `is_full` more work waits."""
+        role, is_waiting = self._parts.role, bool(self._sequences.of(S.WAITING))
+        for_decode = is_waiting and self._is_held_by_decoding()
+        if role is Role.DECODE:
+            self._backlog.update(now_s, self._decode.admissions, is_waiting)
         else:
-            waits, work = is_full or is_waiting, self.prompt_tokens
-        self._backlog.update(now_s, work, waits)
+            work = self.prompt_tokens + self._prefill.loaded_tokens
+            self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
+            if role is Role.UNIFIED:
+                self._decode_backlog.update(now_s, self._prefill.admissions, for_decode)
+        self._has_room = not (is_full or is_waiting)
+        self._is_held_by_prefill = is_waiting and not for_decode and role is not Role.PREFILL
+
+    def _is_held_by_decoding(self) -> bool:
+        """Return whether most of what requests hold here, while others wait for it, waits for decoding, not for
+        prompts that are computed or moved. On P that are computed prompts for which D has no room."""
+        of = self._sequences.of
+        if self._parts.role is Role.PREFILL:
+            computed = of(S.INFLIGHT).values()
+            return 2 * sum([sequence.announced for sequence in computed]) < len(computed)
+        if of(S.RETRACTED):
+            return True
+        num_prompts = len(of(S.COMPUTING)) + len(of(S.TRANSFER))  # these on unified instances, those on D
+        return num_prompts <= sum([len(of(state)) for state in (S.LOGITS, S.STARTED, S.LANDED, S.RUNNING)])
 
     def report(self) -> None:
         """Replace `snapshot` with the current load."""
@@ -44,15 +72,19 @@ class InstanceLoad:
         cache, tokens, tiers = parts.cache, parts.tokens, parts.tiers
         to_compute = sequences.queue(S.WAITING, S.COMPUTING) if parts.role is not Role.DECODE else []
         hits = tiers.hit_tokens if tiers is not None else {}
+        waiting_tokens = sum([s.tokens_to_compute for s in to_compute])
+        waiting = sequences.num_choices(S.WAITING)
         self.snapshot = LoadReport(
-            waiting=sequences.num_choices(S.WAITING),
+            waiting=waiting,
+            held_by_prefill=waiting if self._is_held_by_prefill else 0,
             unannounced=sum(s.state is S.WAITING and not s.announced for s in to_compute),
             transferring=sequences.num_choices(S.INFLIGHT, S.TRANSFER, S.LOGITS, S.STARTED, S.LANDED),
             landed=sequences.num_choices(S.LANDED),
             running=sequences.num_choices(S.COMPUTING) + len(sequences.of(S.RUNNING)),
             retracted=len(sequences.of(S.RETRACTED)),
             closing=len(sequences.of(S.CLOSING)) + len(sequences.of(S.LEAVING)),
-            waiting_tokens=sum(s.remaining_prompt for s in to_compute),
+            waiting_tokens=waiting_tokens,
+            joinable_tokens=waiting_tokens if self._has_room else 0,
             pages_total=cache.num_pages,
             pages_free=cache.allocator.num_free,
             pages_used=cache.allocator.num_used,
@@ -76,4 +108,7 @@ class InstanceLoad:
             retractions=self._decode.retractions,
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,
+            decode_backlog_s=self._decode_backlog.seconds,
+            decode_backlog_work=self._decode_backlog.work,
+            cached_share=self._prefill.cached_share,
         )

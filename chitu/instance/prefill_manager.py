@@ -7,6 +7,7 @@ if it has forks, read.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 
@@ -21,6 +22,11 @@ from chitu.instance.scheduling.sequences import Sequences
 from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
 from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceState
+
+NEWEST = 16
+"""About how many of the newest prompts `cached_share` covers."""
+ESTIMATE_S = 0.25
+"""Shortest time between two estimates of what is cached of the prompts that wait."""
 
 
 class PrefillManager:
@@ -50,11 +56,58 @@ class PrefillManager:
         self._planned_s = 0.0
         self._unread_s: deque[float] = deque()
         """Planning times of the launched steps with chunks that are not read yet."""
+        self._estimated_s = -math.inf
+        self._newest_tokens = self._newest_cached = 0.0
+        self.admissions = 0
+        """Choices of the prompts that were admitted since the start."""
+        self.loaded_tokens = 0
+        """Prompt tokens since the start that came from a tier, of which it was not known before that it had them."""
 
     def add(self, sequence: Sequence) -> None:
         if sequence.prompt_logprobs is not None:
             sequence.keys = None  # every position must be computed, none read from the cache
+        self._estimate(sequence)
         self._sequences.add(sequence)
+
+    # -------------------------------------------------------------------------------------------------------- estimates
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the tokens of the newest prompts that were cached."""
+        return self._newest_cached / self._newest_tokens if self._newest_tokens else 0.0
+
+    def _estimate_again(self) -> None:
+        """Estimate what is cached of the prompts that wait, from time to time: those before them add pages and evict
+        others."""
+        if self._planned_s - self._estimated_s < ESTIMATE_S:
+            return
+        self._estimated_s = self._planned_s
+        for sequence in self._sequences.of(SequenceState.WAITING).values():
+            self._estimate(sequence)
+
+    def _estimate(self, sequence: Sequence) -> None:
+        """Set `known_tokens`. Takes constant time if the former value is still right: if a page is cached, so are all
+        before it."""
+        if sequence.keys is None:
+            sequence.known_tokens = 0
+            return
+        size = self._cache.page_size
+        keys = sequence.keys.upto((sequence.prompt_len - 1) // size, sequence.prompt)
+        count = sequence.known_tokens // size
+        if count and not self._holds(keys[count - 1]):
+            count = 0
+        while count < len(keys) and self._holds(keys[count]):
+            count += 1
+        sequence.known_tokens = count * size
+
+    def _holds(self, key: bytes) -> bool:
+        return self._cache.holds(key) or (self._tiers is not None and self._tiers.holds(key))
+
+    def _note_prompt(self, sequence: Sequence) -> None:
+        """Note how much of a prompt that is computed now was cached."""
+        kept = 1 - 1 / NEWEST
+        self._newest_tokens = self._newest_tokens * kept + sequence.prompt_len
+        self._newest_cached = self._newest_cached * kept + sequence.cached_tokens
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -66,6 +119,7 @@ class PrefillManager:
             self._sequences.queue(SequenceState.COMPUTING), self._config.max_batched_tokens, self._config.chunk_size
         )
         self._planned_s = self._clock.monotonic()
+        self._estimate_again()
         for sequence, start, length in chunks:
             if start == sequence.cached_tokens:
                 sequence.computing_since_s = self._planned_s
@@ -101,6 +155,7 @@ class PrefillManager:
             sequence.kv_len += chunk.length
             if sequence.remaining_prompt:
                 continue
+            self._note_prompt(sequence)
             if self._sender is None and not sequence.forks:
                 done.append(sequence)
             else:
@@ -150,8 +205,10 @@ class PrefillManager:
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             self._sequences.take(sequence, SequenceEvent.ADMIT)
+            self.admissions += len(sequence.choices)
             sequence.load = self._load(sequence)
             if sequence.load is None:
+                sequence.known_tokens = 0  # it was an estimate, and `kv_len` is exact
                 admit(sequence, self._cache, plan)
 
     # ---------------------------------------------------------------------------------------------------------- tiers
@@ -173,7 +230,8 @@ class PrefillManager:
         for sequence in self._sequences.queue(SequenceState.COMPUTING):
             if sequence.load is not None and (sequence.load.is_done or now_s >= sequence.load.end_s):
                 sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
-                sequence.kv_len, sequence.load = sequence.cached_tokens, None
+                self.loaded_tokens += max(0, sequence.cached_tokens - max(sequence.kv_len, sequence.known_tokens))
+                sequence.kv_len, sequence.known_tokens, sequence.load = sequence.cached_tokens, 0, None
                 self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.kv_len)
                 admit(sequence, self._cache, plan)
 

@@ -51,6 +51,9 @@ class PrefixIndex:
         """Return the number of pages that can be found."""
         return len(self._pages)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._pages
+
     def num_pins(self, page: int) -> int:
         return self._pins[page]
 

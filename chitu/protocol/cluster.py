@@ -19,6 +19,9 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Requests that do not compute yet: P's bootstrap and waiting queues; D's prealloc queue."""
     unread: int = 0
     """Those of `waiting` that came in after the newest step was planned; there may well be room for them."""
+    held_by_prefill: int = 0
+    """D, unified: those of `waiting` for which there is no room because of prompts that are computed or moved, not
+    because of requests that decode. P's queue shows that wait, and what D does meanwhile is no rate of its own."""
     unannounced: int = 0
     """P: those of `waiting` that no D has announced yet (the bootstrap queue)."""
     transferring: int = 0
@@ -31,7 +34,9 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     closing: int = 0
     """Requests that are over, but whose pages a peer may still touch."""
     waiting_tokens: int = 0
-    """Prompt tokens still to compute on P."""
+    """Prompt tokens still to compute on P, without those that are known to be cached, in the pool or in host memory."""
+    joinable_tokens: int = 0
+    """Those of `waiting_tokens` that a new prompt does not wait behind: of prompts in steps that have room for more."""
     pages_total: int = 0
     pages_free: int = 0
     pages_used: int = 0
@@ -67,10 +72,17 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     retractions: int = 0
     unknown_frames: int = 0
     backlog_s: float = 0.0
-    """Seconds since start in which work waited that the step could not take: P's full steps, D's prealloc queue."""
+    """Seconds since start in which work waited that the step could not take: full steps (P, unified), prealloc queue
+    (D). Time in which P has no room because of D does not count."""
     backlog_work: int = 0
-    """Work done in these seconds: requests admitted (D), prompt tokens computed (the others). Divided by `backlog_s`,
-    it is the rate of the queue here."""
+    """Work done in these seconds: requests admitted (D), prompt tokens computed, or loaded from disk or store (the
+    others). Divided by `backlog_s`, it is the rate of the queue here."""
+    decode_backlog_s: float = 0.0
+    """Unified: seconds since start in which requests waited for decoding ones to end."""
+    decode_backlog_work: int = 0
+    """Unified: requests admitted in these seconds."""
+    cached_share: float = 0.0
+    """Share of the tokens of the newest prompts that were cached here (P, unified)."""
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):

@@ -66,6 +66,10 @@ class Attempts:
         """Groups of the attempts in `rooms`, by the prompt's room."""
         self.num_tokens = 0
         """Tokens that the attempts in `rooms` prefill."""
+        self.num_waiting = 0
+        """Attempts in `rooms` without a token."""
+        self.num_new_tokens = 0
+        """Prompt tokens that are to be computed for these."""
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
 
@@ -189,16 +193,17 @@ class Attempts:
     def _begin(self, attempt: Attempt) -> events.Event | None:
         """Count an attempt, and send it, unless it goes out with its group."""
         now_s, target, request_id = attempt.created_s, attempt.target, attempt.generation.request.request_id
-        num_tokens, is_leader = attempt.num_tokens, attempt.is_group_leader
+        num_tokens, new_tokens, is_leader = attempt.num_tokens, target.new_tokens, attempt.is_group_leader
         self.rooms[attempt.room] = attempt
         self.num_tokens += num_tokens
+        self._count_waiting(attempt, 1)
         if attempt.prefill is not None:  # a unified instance has no such deadline
             self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
             if key is not None and (is_leader or key is attempt.decode):
-                self._selector.count(key, 1, num_tokens)
-                self._admission.on_sent(key, num_tokens if is_leader else 0)
+                self._selector.count(key, 1, new_tokens)
+                self._admission.on_sent(key, new_tokens if is_leader else 0)
                 self._breakers.on_sent(key, now_s)
         if target.prefill is not None and is_leader:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
@@ -254,8 +259,14 @@ class Attempts:
         if is_first and attempt.first_token_s is not None:
             self.counters.ttft.observe(attempt.first_token_s - attempt.generation.created_s)
         self.journal.note_change()
+        self._count_waiting(attempt, -1)
         if attempt.prefill is not None and attempt.is_group_leader:
-            self._selector.count(attempt.prefill, -1, -attempt.num_tokens)
+            self._selector.count(attempt.prefill, -1, -attempt.target.new_tokens)
+
+    def _count_waiting(self, attempt: Attempt, sign: int) -> None:
+        self.num_waiting += sign
+        if attempt.is_group_leader:
+            self.num_new_tokens += sign * attempt.target.new_tokens
 
     def _note_served(self, attempt: Attempt, reason: str, stages: StageTimes | None) -> None:
         """Count a request that was answered to its end."""
@@ -277,19 +288,21 @@ class Attempts:
 
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
-        num_tokens = attempt.num_tokens
+        new_tokens = attempt.target.new_tokens
         del self.rooms[attempt.room]
         self._dispatcher.trace.framed.pop(attempt.room, None)
-        self.num_tokens -= num_tokens
+        self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)
-        if attempt.prefill is not None and attempt.is_group_leader and attempt.first_token_s is None:
-            self._selector.count(attempt.prefill, -1, -num_tokens)
+        if attempt.first_token_s is None:
+            self._count_waiting(attempt, -1)
+            if attempt.prefill is not None and attempt.is_group_leader:
+                self._selector.count(attempt.prefill, -1, -new_tokens)
         if (group := attempt.group) is not None:
             group.attempts.remove(attempt)
             if not group.attempts:
                 del self.groups[group.room]
-        self._selector.count(attempt.decode, -1, -num_tokens)
+        self._selector.count(attempt.decode, -1, -new_tokens)
         generation, error = attempt.generation, attempt.error
         if error is not None:
             self._note_failure(attempt, error, record)

@@ -87,6 +87,8 @@ class Instance:
         late: type[LateExecutor] = LateExecutor,
         grammars: GrammarStore | None = None,
         request_timeout_s: float = math.inf,
+        info: ExecutorInfo = INFO,
+        page_size: int = PAGE_SIZE,
     ) -> None:
         """Make the instance. With `overlap` its device returns results late."""
         self.clock = clock or FakeClock()
@@ -101,9 +103,9 @@ class Instance:
         self.ports: dict[int, list[bytes]] = {}
         """Rooms of the messages that went to the token port of each API process."""
         self.open_ports: list[int] = []
-        self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model")
+        self.cache = PagedKVCacheManager(num_pages, page_size, b"model")
         self.aux = make_aux(aux_slots)
-        self.executor = executor(INFO, num_pages, PAGE_SIZE, np.zeros((aux_slots, 128), np.uint8))
+        self.executor = executor(info, num_pages, page_size, np.zeros((aux_slots, 128), np.uint8))
         self.late = late(self.executor)
         layout = KVLayout("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
         self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: Silence(), self.clock)
@@ -222,7 +224,7 @@ class Wire:
 
     def begin_step(self, chunks: Sequence[KVChunk]) -> None:
         for chunk in chunks:
-            assert len(chunk.pages) * PAGE_SIZE >= chunk.end
+            assert self.prefill is None or len(chunk.pages) * self.prefill.cache.page_size >= chunk.end
 
     def layer_done(self, layer: int, ready: Ready | None = None) -> None: ...
 
@@ -249,8 +251,9 @@ class Wire:
         page_sums: bool,
     ) -> None:
         needs_kv = self.decode is None or self.decode.scheduler._sequences._all[room].needs_kv
-        assert len(pages) == (-(-num_tokens // PAGE_SIZE) if needs_kv else 0)
-        assert prefix_pages <= (num_tokens // PAGE_SIZE if needs_kv else 0)
+        page_size = PAGE_SIZE if self.decode is None else self.decode.cache.page_size
+        assert len(pages) == (-(-num_tokens // page_size) if needs_kv else 0)
+        assert prefix_pages <= (num_tokens // page_size if needs_kv else 0)
         self.announced[room], self.prefix_pages[room] = aux_slot, prefix_pages
         if room in self.requested:
             self.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room))

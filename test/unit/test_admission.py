@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,8 @@ from test_router_requests import World, pair
 from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig
 from chitu.errors import Overloaded
 from chitu.net.http import error_headers
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport
+from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
+from chitu.router.generation import GenerateRequest
 from chitu.router.routing import Admission, Candidates, InstanceKey, instance_key
 from chitu.router.routing.admission import QueueEstimate
 from chitu.testing.clock import FakeClock
@@ -164,6 +166,88 @@ def test_what_is_admitted_does_not_die_in_the_queue_of_the_instance() -> None:
     assert Door(P0, D0, max_queue_s=1.5, queue_s=30.0).admission.max_wait_s == 1.5
 
 
+def test_a_rate_is_forgotten_some_time_after_the_last_queue() -> None:
+    door = Door(P0, D0)
+    door.report(P0, queue=0, seconds=10.0, work=100)  # ten tokens a second
+    door.report(P0, queue=1_000)
+    assert door.refusal() is not None
+    for _ in range(60):
+        door.clock.advance(0.5)
+        door.report(P0, queue=0)
+    door.report(P0, queue=1_000)
+    assert door.refusal() is None, "that was half a minute ago"
+    door.report(P0, queue=1_000, seconds=1.0, work=10)
+    assert door.refusal() is not None, "but it is so again"
+
+
+def test_prompts_in_steps_with_room_for_more_hold_up_nobody() -> None:
+    door = Door(P0, D0)
+    door.report(P0, queue=0, seconds=1.0, work=1_000)
+    load = LoadReport(waiting_tokens=100_000, joinable_tokens=100_000, backlog_s=1.0, backlog_work=1_000)
+    door.admission.on_report(instance_key(P0), load)
+    door.clock.advance(0.03)
+    assert door.refusal() is None
+
+
+def test_what_d_does_while_p_is_the_bottleneck_is_no_rate_of_d() -> None:
+    door = Door(P0, D0)
+    key = instance_key(D0)
+    for second in range(1, 20):
+        door.admission.on_report(key, LoadReport(waiting=50, held_by_prefill=50, backlog_s=second, backlog_work=second))
+        door.clock.advance(1.0)
+    assert door.refusal() is None, "P's queue shows that wait"
+    door.admission.on_report(key, LoadReport(waiting=50, backlog_s=20, backlog_work=39))
+    door.clock.advance(0.03)
+    assert door.refusal() is None, "20 a second as soon as it is its own"
+    door.admission.on_report(key, LoadReport(waiting=500, backlog_s=20, backlog_work=39))
+    door.clock.advance(0.03)
+    assert door.refusal() is not None
+
+
+def test_a_unified_instance_has_a_queue_for_steps_and_one_for_slots() -> None:
+    unified = InstanceInfo(Role.UNIFIED, 0, 1, "h", 1, 0, LAYOUT, 512)
+    door = Door(unified)
+    key = instance_key(unified)
+    slow_decode = LoadReport(waiting=30, waiting_tokens=30, decode_backlog_s=5.0, decode_backlog_work=10)
+    door.admission.on_report(key, slow_decode)
+    door.clock.advance(0.03)
+    error = door.refusal()
+    assert error is not None and "decode" in error.message, "30 at 2/s"
+    door.admission.on_report(key, msgspec.structs.replace(slow_decode, waiting=0))
+    door.clock.advance(0.03)
+    assert door.refusal() is None
+    door.admission.on_report(key, LoadReport(waiting_tokens=20_000, backlog_s=1.0, backlog_work=1_000))
+    door.clock.advance(0.03)
+    error = door.refusal()
+    assert error is not None and "computed" in error.message
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([P0, P1, D0]), st.integers(0, 10**6), st.floats(0.0, 30.0), st.integers(0, 10**6),
+            st.integers(0, 200), st.integers(0, 20_000), st.floats(0.0, 5.0),
+        ),
+        max_size=12,
+    )
+)  # fmt: skip
+def test_nothing_is_refused_while_nothing_waits(
+    steps: list[tuple[InstanceInfo, int, float, int, int, int, float]],
+) -> None:
+    """Whatever queues there were, once every instance has none, and what was sent since has its first token."""
+    door = Door(P0, P1, D0, max_queue_s=0.1)
+    for instance, queue, seconds, work, running, sent, pause_s in steps:
+        door.report(instance, queue, seconds, work, running)
+        door.admission.on_sent(instance_key(instance), sent)
+        door.clock.advance(pause_s)
+    for instance in (P0, P1, D0):
+        door.report(instance, queue=0)
+        for _ in range(5):
+            door.admission.on_sent(instance_key(instance), 100_000)
+    door.admission.require(num_waiting=0, new_tokens=0)
+    door.admission.require(num_waiting=2, new_tokens=200_000)  # one at each P
+
+
 numbers = st.integers(0, 10**6)
 
 
@@ -203,6 +287,32 @@ def test_the_router_rejects_before_it_sends_anything_and_serves_again_when_the_q
     beat(world, Role.PREFILL, LoadReport(backlog_s=2.0, backlog_work=10**6))
     world.router.require_admission()
     world.add()
+
+
+def test_a_request_of_several_prompts_does_not_wait_for_itself() -> None:
+    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    beat(world, Role.PREFILL, LoadReport(waiting_tokens=0, backlog_s=10.0, backlog_work=10))  # one token a second
+    world.router.require_room_for(20, 60)
+    for _ in range(20):
+        world.router.add_choices([one_choice()], world.wake, is_admitted=True)
+    with pytest.raises(Overloaded):
+        world.add()
+
+
+def one_choice() -> GenerateRequest:
+    return GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4))
+
+
+def test_what_has_its_first_token_waits_no_longer() -> None:
+    """Reports are up to a heartbeat old; what the router has received itself is not."""
+    world = World(Role.PREFILL, Role.DECODE, max_in_flight=1000)
+    beat(world, Role.PREFILL, LoadReport(waiting_tokens=0, backlog_s=10.0, backlog_work=10))
+    rooms = [world.add()[1] for _ in range(7)]
+    with pytest.raises(Overloaded):
+        world.router.require_admission()
+    for room in rooms:
+        world.emit(room, 5)
+    world.router.require_admission()
 
 
 def test_what_the_router_itself_sends_fills_the_queue() -> None:

@@ -91,6 +91,32 @@ def test_unified_instances_have_no_transfer() -> None:
     assert alone.bottleneck == "prefill_queue" and sum(stage.share for stage in alone.stages) == pytest.approx(1)
 
 
+def test_at_a_unified_instance_decoding_may_be_what_prompts_wait_for() -> None:
+    requests = [request("U0", queue_s=0.7, compute_s=0.1, first_token_s=0.8) for _ in range(5)]
+
+    def at(time_s: float, backlog_s: float, decode_backlog_s: float, *ended: RequestSnapshot) -> ClusterSnapshot:
+        load = LoadReport(
+            pages_total=10, pages_free=9, running=4, tokens=999, backlog_s=backlog_s, decode_backlog_s=decode_backlog_s
+        )
+        return snapshot(*ended, time_s=time_s, loads={"U0": load})  # type: ignore[no-any-return]
+
+    assert explain([at(0, 50, 1), at(9, 51, 8, *requests)]).bottleneck == "running_requests"
+    prompts = explain([at(0, 1, 50), at(9, 8, 51, *requests)])
+    assert prompts.bottleneck == "prefill_queue" and "500 computed" in prompts.says, "not the tokens that it has sent"
+
+
+def test_choices_of_one_prompt_are_no_prompts_at_once() -> None:
+    def choices(number: int) -> list[RequestSnapshot]:
+        times = {"compute_s": 1.0, "first_token_s": 1.0}
+        return [
+            request(total_s=1.2, at_s=at_s, prompt_room=f"prompt at {at_s}", **times)
+            for at_s in (1.0, 3.0, 5.0)
+            for _ in range(number)
+        ]
+
+    assert found(*choices(1)).bottleneck == found(*choices(4)).bottleneck == "prefill_compute"
+
+
 @given(
     st.lists(
         st.tuples(*[SPAN_S] * 9, st.integers(0, 5), st.sampled_from(["P0-D0", "P1-D0", "P0-D1", "U0"])), max_size=8

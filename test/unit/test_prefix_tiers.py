@@ -9,7 +9,7 @@ import random
 
 import pytest
 from scheduler_world import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
-from tiered_instances import TIMEOUT_S, Engine, Tiered, TieredPair
+from tiered_instances import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, TieredPair
 
 from chitu.errors import ConfigError
 from chitu.kv_cache.tiers.prefix_tiers import PIECE_PAGES
@@ -308,3 +308,27 @@ def test_speculation_that_gave_way_computed_and_ends_while_it_loads_releases_no_
     finish(3)
     instance.run()
     instance.check_empty()
+
+
+def test_what_host_memory_has_is_no_work_to_do() -> None:
+    instance = Tiered(num_pages=16)
+    prompt = [20 + n for n in range(33)]
+    instance.ask(1, prompt)
+    instance.evict()
+    instance.submit(2, prompt)
+    instance.step()  # it is admitted and loads
+    assert instance.scheduler.load.waiting_tokens == 1
+    instance.run()
+    assert instance.scheduler.load.cached_share > 0.4 and instance.scheduler._prefill.loaded_tokens == 0
+
+
+def test_what_comes_from_a_store_was_work_to_do_and_is_work_done() -> None:
+    instance = Stored({"store": MemoryStore()})
+    prompt = [20 + n for n in range(33)]
+    instance.ask(1, prompt)
+    instance.evict()
+    instance.submit(2, prompt)
+    instance.step()
+    assert instance.scheduler.load.waiting_tokens == 33, "nobody knows yet what the store has"
+    instance.run()
+    assert instance.cached[room_of(2)] == instance.scheduler._prefill.loaded_tokens == 32

@@ -254,6 +254,30 @@ def test_a_restarted_owner_owns_nothing() -> None:
     assert owner_of(chosen, prompt(300)) != first
 
 
+def test_what_is_cached_is_no_load() -> None:
+    chosen = selector("prefix_affinity", view(2, 1))
+    text, rest = prompt(12 * BLOCK_TOKENS), prompt(10, seed=9)
+    first = chosen.select(text)
+    assert first.new_tokens == 12 * BLOCK_TOKENS
+    prefills = []
+    for _ in range(24):
+        target = chosen.select(text + rest)
+        assert target.new_tokens == 10
+        start(chosen, target, target.new_tokens)
+        prefills.append(target.prefill)
+    assert prefills == [first.prefill] * 24
+    assert chosen.select(text, cache_salt=None).new_tokens == 12 * BLOCK_TOKENS, "it uses no cached page"
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "power_of_two"])
+def test_without_a_history_a_prompt_counts_as_those_before_it(policy: str) -> None:
+    chosen = selector(policy, view(1, 1))
+    assert chosen.select(prompt(300)).new_tokens == 300
+    chosen.on_report(InstanceKey(Role.PREFILL, 0, 1), LoadReport(cached_share=0.99))
+    assert chosen.select(prompt(300)).new_tokens == 3
+    assert chosen.select(prompt(3)).new_tokens == 1
+
+
 def test_unified_instances_are_chosen_by_the_policy_of_prefill() -> None:
     chosen = selector("prefix_affinity", view(0, 0, unified=3))
     owner = chosen.select(prompt(300)).decode

@@ -33,7 +33,7 @@ class Inbox:
             yield self._words.popleft()
 
     def waiting(self) -> tuple[int, int]:
-        """Return the number of requests not taken yet, and of their prompt tokens to compute here. Any thread."""
+        """Return the number of requests not taken yet, and of their prompt tokens on P, cached or not. Any thread."""
         new = [m for m in tuple(self._words) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
         count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
         return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))

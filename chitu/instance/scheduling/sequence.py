@@ -54,6 +54,9 @@ class Sequence:
     cached_tokens: int = 0
     """Prompt tokens that are not computed because cached pages hold them. Known once the prefill is admitted, on D when
     the logits arrive."""
+    known_tokens: int = 0
+    """Prompt tokens that are expected to need no computing here, as they are cached in the pool or in host memory. An
+    estimate for load reports, until the prompt computes."""
     capacity_tokens: int = 0
     """Tokens for which the held pages have room."""
     emitted: array[int] = field(default_factory=lambda: array("i"))
@@ -122,6 +125,11 @@ class Sequence:
     @property
     def remaining_prompt(self) -> int:
         return self.prompt_len - self.kv_len
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens still to compute, by what is known of the caches."""
+        return self.prompt_len - max(self.kv_len, self.known_tokens)
 
     def stop_load(self) -> None:
         """Stop a load from the tiers, so that its pages can be given to another sequence."""

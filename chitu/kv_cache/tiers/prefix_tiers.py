@@ -119,6 +119,10 @@ class PrefixTiers:
         self._thread.put(partial(self._restore, load))
         return load
 
+    def holds(self, key: bytes) -> bool:
+        """Return whether a load would find this page in host memory. What disk and store have is not known at once."""
+        return key in self._host and self._pays(self._restore_speed)
+
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Note that a step computed this many prompt tokens in this time."""
         self._prefill_speed.note(num_tokens, seconds)

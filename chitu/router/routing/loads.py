@@ -23,6 +23,8 @@ class RoutedLoad:
     """Cost of requests sent there and not over (on P: until the first token)."""
     from_others: int = 0
     """Cost of what other routers sent there: the last report minus this router's share."""
+    cached_share: float = 0.0
+    """`LoadReport.cached_share` of the last report."""
     costs: list[int] = field(default_factory=lambda: [0])
     position: int = 0
     """Cost list of its group in the newest view that has it, and index in it."""
@@ -56,11 +58,17 @@ class LoadTable:
             load.write()
         return InstanceGroup(instances, costs, positions, bool(instances) and instances[0].role is Role.PREFILL)
 
-    def count(self, key: InstanceKey, requests: int, prompt_tokens: int) -> None:
-        """Count requests that were sent to an instance or (negative) are over there. Does nothing if it is gone."""
+    def new_tokens(self, key: InstanceKey, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt an instance is likely to compute, if nothing is known of the prompt."""
+        load = self._loads.get(key)
+        return prompt_tokens if load is None else max(1, round(prompt_tokens * (1 - load.cached_share)))
+
+    def count(self, key: InstanceKey, requests: int, new_tokens: int) -> None:
+        """Count requests that were sent to an instance or (negative) are over there, with the prompt tokens to compute
+        for them. Does nothing if it is gone."""
         load = self._loads.get(key)
         if load is not None:
-            load.own += prompt_tokens if key.role is Role.PREFILL else requests
+            load.own += new_tokens if key.role is Role.PREFILL else requests
             load.costs[load.position] = load.own + load.from_others  # as `write` does, whose call costs as much
 
     def report(self, key: InstanceKey, report: LoadReport) -> None:
@@ -72,5 +80,5 @@ class LoadTable:
             reported = report.waiting_tokens
         else:
             reported = report.waiting + report.transferring + report.running + report.retracted
-        load.from_others = max(0, reported - load.own)
+        load.from_others, load.cached_share = max(0, reported - load.own), report.cached_share
         load.write()

@@ -70,6 +70,8 @@ class Target(NamedTuple):
 
     prefill: InstanceInfo | None
     decode: InstanceInfo
+    new_tokens: int = 0
+    """Prompt tokens that are likely to be computed there, because they are not cached."""
 
 
 @dataclass(slots=True, frozen=True)

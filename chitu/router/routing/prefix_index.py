@@ -66,6 +66,13 @@ class PrefixHistory:
                 found[owner] = worth
         return found
 
+    def num_matched(self, names: Sequence[int], owner: InstanceKey) -> int:
+        """Return how many tokens the longest beginning has that was sent to `owner`."""
+        for count in range(len(names), 0, -1):
+            if owner in self._owners.get(names[count - 1], ()):
+                return count * BLOCK_TOKENS
+        return 0
+
     def add(self, names: Sequence[int], owner: InstanceKey, others: Container[InstanceKey]) -> None:
         """Record that the prompt with these blocks was sent to `owner`. `others` are all instances, `owner` among
         them."""

@@ -116,7 +116,7 @@ class PairSelector:
         return prefill.incarnation in self._silent.get(decode, ())
 
     def is_cut_off(self, target: Target) -> bool:
-        prefill, decode = target
+        prefill, decode = target.prefill, target.decode
         return prefill is not None and self.is_silent(instance_key(prefill), instance_key(decode))
 
     # ------------------------------------------------------------------------------------------------------- choice
@@ -156,15 +156,18 @@ class PairSelector:
             matches = self._prefixes.match(names)
         request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
         first = group.instances[self._prefill_policy(request, group)]
-        if self._prefixes is not None:
-            self._prefixes.add(names, instance_key(first), everyone)
+        key = instance_key(first)
+        if self._prefixes is None or cache_salt is None:
+            new_tokens = num_tokens if cache_salt is None else self._loads.new_tokens(key, num_tokens)
+        else:
+            new_tokens = num_tokens - (self._prefixes.num_matched(names, key) if key in matches else 0)
+            self._prefixes.add(names, key, everyone)
         if last is None:
-            return Target(None, first)
+            return Target(None, first, new_tokens)
         if self._silent:
-            prefill = instance_key(first)
-            last = _without(last, {d for d in last.positions if self.is_silent(prefill, d)}, NO_INSTANCES)
+            last = _without(last, {d for d in last.positions if self.is_silent(key, d)}, NO_INSTANCES)
         request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
-        return Target(first, last.instances[self._decode_policy(request, last)])
+        return Target(first, last.instances[self._decode_policy(request, last)], new_tokens)
 
 
 def _without(group: InstanceGroup, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> InstanceGroup:
