@@ -468,6 +468,11 @@ def test_a_stream_with_reasoning_has_the_same_deltas_however_the_tokens_come(tex
     assert deltas(1) == deltas(3) == deltas(1000)
 
 
+def test_a_call_in_double_brackets_is_one() -> None:
+    text = '<tool_call>\n{{"name": "add", "arguments": {"a": "}}"}}}\n</tool_call>'
+    assert read(plan(HermesParser), text) == ("", "", [("add", '{"a": "}}"}')])
+
+
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 

@@ -45,8 +45,9 @@ class Call(NamedTuple):
 
 def call_of(text: str, names: Collection[str]) -> Call | None:
     """Return the call that an object is; None if it is none of a tool with one of `names`."""
-    text = mended(text)
-    outer = _fields_of(text)
+    if text.startswith("{{") and text.endswith("}}"):  # Qwen's template shows the form of a call so
+        text = text[1:-1]
+    outer = _fields_of(mended(text))
     if outer is None:
         return None
     inner = outer.get("function", b"")
