@@ -278,7 +278,7 @@ def _read_text(name: str) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from chitu.config.topology_checks import problems
+    from chitu.config.topology_checks import missing_roles, problems
     from chitu.launch.addresses import address_problems
     from chitu.launch.node import node_command
     from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
@@ -298,6 +298,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     specs = plan(topology, name or DEFAULT_TOPOLOGY, placement.overrides, cores, node=placement.node)
     notes = [f"devices: {note}" for note in placement.notes]
     notes += [f"transfers: {placement.ways}"] if placement.ways else []
+    if missing := missing_roles(topology):
+        notes.append(f"requests are answered with 503 until these join: {', '.join(missing)} (`chitu join`)")
     print(plan_text(topology, specs, cores, node_argv, notes))
     found += problems(topology, pd_master_addr(), need_model=bool(topology.model.path))
     found += [*launch_problems(topology), *address_problems(topology)]

@@ -23,7 +23,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise ConfigError(f"the override {override!r} must look like key.path=value")
     try:
-        value = read_yaml(text)
+        value = "-" if text == "-" else read_yaml(text)  # YAML's list with one empty entry, which no key takes
     except yaml.YAMLError as error:
         raise ConfigError(f"the value of the override {override!r} is no valid YAML: {one_line(error)}") from error
     parts = path.split(".")

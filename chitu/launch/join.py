@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 import socket
 import tempfile
+import time
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
-from chitu.client.client import RouterClient
+from chitu.client.client import RouterClient, RouterUnreachable
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
@@ -34,6 +36,7 @@ from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role, instance_name
 
 CONNECT_TIMEOUT_S = 5.0
+RETRY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,14 @@ def join(options: JoinOptions, overrides: Sequence[str]) -> int:
     """Run the instance and return a node's exit code: 0 after a signal or a drain, 1 if it died or was not ready in
     time.
 
+    The router may start later, within `ready_timeout_s`: containers start in any order.
+
     If two processes request the same rank at once, the later gets the next one, unless its options name the rank.
 
     Raise ConfigError and the errors of `RouterClient` before anything starts; RankTaken.
     """
     client = RouterClient(options.url, credential(options.url))
+    _wait_for(client, options.ready_timeout_s)
     tried: set[int] = set()
     while True:
         known = client.cluster().instances
@@ -71,6 +77,22 @@ def join(options: JoinOptions, overrides: Sequence[str]) -> int:
             tell(f"another process has become {instance_name(options.role, rank)} meanwhile: the next rank is tried")
 
 
+def _wait_for(client: RouterClient, timeout_s: float) -> None:
+    """Return once the router answers. Raise RouterUnreachable after `timeout_s`, or for a name that none can have."""
+    end_s, was_told = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            client.cluster()
+            return
+        except RouterUnreachable as error:
+            if isinstance(error.__cause__, UnicodeError) or time.monotonic() > end_s:
+                raise
+            if not was_told:
+                tell(f"{error.message}; trying again for {timeout_s:g} s (--ready-timeout)")
+            was_told = True
+        time.sleep(RETRY_S)
+
+
 def _join_as(
     rank: int,
     options: JoinOptions,
@@ -79,6 +101,7 @@ def _join_as(
     known: Sequence[InstanceSnapshot],
     url: str,
 ) -> int:
+    topology = by_name(topology, url)
     topology = grown(topology, known, options.role, rank, own_address(topology.dp_config.router), options.devices)
     with tempfile.TemporaryDirectory(prefix="chitu-join-") as folder:
         file = Path(folder) / "topology.yaml"
@@ -94,6 +117,17 @@ def _join_as(
             entries=options.entries,
         )
         return run_node(str(file), overrides, node)
+
+
+def by_name(topology: Topology, url: str) -> Topology:
+    """Return the topology with the name in `url` in place of the router's address, if the name stands for that address:
+    a router that starts again elsewhere under the same name is found again."""
+    name = urlsplit(url).hostname or ""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        if not is_loopback(name) and topology.dp_config.router.host in {address[4][0] for address in found}:
+            return with_router(topology, host=name)
+    return topology
 
 
 def next_rank(known: Sequence[InstanceSnapshot], role: Role, tried: Container[int] = ()) -> int:

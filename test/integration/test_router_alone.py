@@ -3,6 +3,7 @@ it alone."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -31,6 +32,7 @@ from chitu.testing.router_process import RouterUnderTest, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
+ONE_TOKEN = {"prompt": [5, 6, 7], "max_tokens": 1}
 SIZES = {"cache": {"num_pages": 64}, "scheduler": {"threads": 1}}
 CHITU = [sys.executable, "-m", "chitu.cli"]
 LONG = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True}
@@ -177,6 +179,71 @@ def test_a_node_starts_while_the_names_of_others_have_no_address(model: Path, tm
         with network.inside("first"):
             assert complete(f"http://{first}:21003", max_tokens=4).status_code == 200
         assert joined.signal_and_wait(signal.SIGTERM) == served.signal_and_wait(signal.SIGTERM) == 0
+
+
+def test_pods_start_in_any_order_and_each_is_drained_by_its_hook(model: Path, tmp_path: Path) -> None:
+    """The commands of docs/operations.md, Kubernetes; each host has its own temporary folder, as a container has."""
+    with Network(["router", "prefill", "decode"]) as network, ExitStack() as stack:
+        url = f"http://{network.address('router')}:21003"
+
+        def environment(host: str) -> dict[str, str]:
+            (tmp_path / host).mkdir(exist_ok=True)
+            return {ENVIRONMENT_KEY: "of this cluster 0123456789", "TMPDIR": str(tmp_path / host)}
+
+        def pod(host: str, *words: str) -> ServeProcess:
+            argv = network.argv(host, [*CHITU, *words, "--log-dir", "-", "dp_config.probe_port=9000"])
+            return stack.enter_context(ServeProcess(argv, environment(host), tmp_path))
+
+        def is_ready(host: str) -> bool:
+            with network.inside(host), contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"http://{network.address(host)}:9000/readyz", timeout=5.0).status_code == 200
+            return False
+
+        pods = {role: pod(role, "join", role, "--url", url) for role in ("prefill", "decode")}
+        for each in pods.values():
+            each.wait_line("trying again for 600 s")
+        own = ["--hosts", network.address("router"), "--node-index", "0", "--model", str(model)]
+        pods["router"] = pod("router", "node", "router_alone", *own, "cache.num_pages=64", "scheduler.threads=1")
+        for host, each in pods.items():
+            wait_until(lambda host=host: is_ready(host), 120.0, lambda each=each: each.lines)
+        with network.inside("router"):
+            assert httpx.post(f"{url}/v1/completions", json=ONE_TOKEN, timeout=WAIT_S).status_code == 200
+        for host in ("prefill", "decode"):
+            hook = network.argv(host, [*CHITU, "drain", "--self", "--force"])
+            assert subprocess.run(hook, env={**os.environ, **environment(host)}, check=False).returncode == 0
+            assert pods[host].process.wait(WAIT_S) == 0
+        assert pods["router"].signal_and_wait(signal.SIGTERM) == 0
+        for each in pods.values():
+            assert all(line.startswith(("{", "no router", "the connection")) for line in each.lines), each.lines
+
+
+def test_an_instance_that_joined_finds_the_router_at_another_address(model: Path, tmp_path: Path) -> None:
+    """Its name stands for the address of its pod. The instance keeps its process, and so its caches."""
+    hosts = tmp_path / "hosts"
+    with Network(["first", "second", "third"]) as network, ExitStack() as stack:
+        environment = {ENVIRONMENT_KEY: "of this cluster 0123456789"}
+
+        def router(host: str) -> ServeProcess:
+            hosts.write_text(f"127.0.0.1 localhost\n{network.address(host)} router.test\n")
+            own = ["--hosts", network.address(host), "--node-index", "0", "--model", str(model)]
+            argv = [*CHITU, "node", "router_alone", *own, "cache.num_pages=64", "scheduler.threads=1"]
+            return stack.enter_context(ServeProcess(network.argv(host, argv), environment, tmp_path))
+
+        def serves(host: str) -> bool:
+            with network.inside(host), contextlib.suppress(httpx.TransportError):
+                return health(f"http://{network.address(host)}:21003").status_code == 200
+            return False
+
+        before = router("first")
+        join = [*CHITU, "join", "unified", "--url", "http://router.test:21003"]
+        own_hosts = ["unshare", "-m", "bash", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "-", *join]
+        joined = stack.enter_context(ServeProcess(network.argv("third", own_hosts), environment, tmp_path))
+        joined.wait_line("U0 is ready: U0 joined http://router.test:21003", timeout_s=120)
+        assert before.signal_and_wait(signal.SIGTERM) == 0
+        router("second")
+        wait_until(lambda: serves("second"), 120.0, lambda: joined.lines)
+        assert joined.process.poll() is None
+        assert joined.signal_and_wait(signal.SIGTERM) == 0
 
 
 def test_a_router_that_is_to_end_serves_on_until_a_balancer_has_noticed(model: Path, tmp_path: Path) -> None:

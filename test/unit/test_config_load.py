@@ -31,6 +31,10 @@ def message_of(*overrides: str) -> str:
     return caught.value.message
 
 
+def test_stdout_as_the_place_of_logs_needs_no_quotes() -> None:
+    assert load_topology(None, ["log.dir=-"]).log.dir == load_topology(None, ['log.dir="-"']).log.dir == "-"
+
+
 @pytest.mark.parametrize("name", packaged_topologies())
 def test_packaged_topologies_survive_a_round_trip(name: str, tmp_path: Path) -> None:
     topology = load_topology(name)

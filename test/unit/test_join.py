@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from chitu.config.load import load_topology
@@ -9,7 +11,7 @@ from chitu.config.schema import AUTO_DEVICES, InstanceConfig
 from chitu.config.topology import instances
 from chitu.config.topology_checks import problems
 from chitu.errors import ConfigError
-from chitu.launch.join import grown, next_rank
+from chitu.launch.join import by_name, grown, next_rank
 from chitu.net.curve import MAX_SOCKETS
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role
@@ -77,6 +79,21 @@ def test_where_no_instance_of_a_role_is_an_example_it_has_the_default_settings()
     beside = grown(load_topology(None), known(P0="127.0.0.1", D0="127.0.0.1"), Role.UNIFIED, 0, "127.0.0.1")
     assert [item.name for item in instances(beside)] == ["P0", "D0", "U0"]
     assert list(problems(first, need_model=False)) == list(problems(beside, need_model=False)) == []
+
+
+def test_a_router_is_known_by_the_name_that_leads_to_it_so_it_may_move() -> None:
+    name = socket.gethostname()
+    address = socket.gethostbyname(name)
+    topology = load_topology(None, [f"dp_config.router.host={address}"])
+    for url, host in [
+        (f"http://{name}:21003/path", name),
+        (f"http://{address}:21003", address),
+        ("http://absent.invalid:21003", address),  # such as a proxy in front of it
+        ("https://a..b", address),
+    ]:
+        assert by_name(topology, url).dp_config.router.host == host
+    local = load_topology(None)
+    assert by_name(local, "http://localhost:21003") is local
 
 
 def test_what_cannot_be_added_is_refused() -> None:
