@@ -44,6 +44,8 @@ MAX_FOLDERS = 16
 """Most processes of one name that share a path."""
 PATIENCE_S = 3.0
 """Time in which a process that ends gives up its folder to its successor."""
+FLUSH_S = 15.0
+"""Time in which a flush reaches all instances: more than a lease, after which one that heard nothing is gone."""
 UNFINISHED_S = 600.0
 """Where there are no locks, unfinished files of this age are deleted at the start."""
 PARTS = 16
@@ -76,6 +78,8 @@ class DiskPages:
         self._writer = secrets.token_hex(4)
         """Part of the names of unfinished files, which no other process writes."""
         self._must_clear = False
+        self._others_since_ns = 0
+        """Pages of others that were written before are not read: they may be from before the last flush."""
         try:
             self._require_disk(patience_s)
         except OSError as error:
@@ -114,7 +118,8 @@ class DiskPages:
                 if _read_whole(self._path(key), record):
                     continue
                 self._delete(key)
-            if not any(_read_whole(folder / _name(key), record) for folder in self._others):
+            since_ns = self._others_since_ns
+            if not any(_read_whole(folder / _name(key), record, since_ns) for folder in self._others):
                 return count
         return len(keys)
 
@@ -135,7 +140,8 @@ class DiskPages:
                 self._sizes.move_to_end(key)
 
     def clear(self) -> None:
-        """Delete all pages; if the disk is away, before its next use."""
+        """Delete all pages; if the disk is away, before its next use. Pages that others have from before, or write
+        before they hear of the flush, are not read any more."""
         self._must_clear = True
         self._require_disk()
 
@@ -156,6 +162,9 @@ class DiskPages:
         if self._mount is None or self._must_clear:  # to clear, find what an earlier try could not delete
             self._mount = self._open(patience_s)
             self._make_room(*((1, 0) if self._must_clear else (0, self._max_bytes)))
+            if self._must_clear:
+                os.utime(self._folder)  # now, by the clock of the disk
+                self._others_since_ns = os.stat(self._folder).st_mtime_ns + int(FLUSH_S * 1e9)
             self._must_clear = False
 
     def _open(self, patience_s: float) -> Path:
@@ -286,8 +295,9 @@ def _unlink(path: Path) -> None:
             raise
 
 
-def _read_whole(path: Path, record: memoryview) -> bool:
-    """Read a file into `record`. Return False if there is no regular file of that length that this process can read."""
+def _read_whole(path: Path, record: memoryview, since_ns: int = 0) -> bool:
+    """Read a file into `record`. Return False if there is no regular file of that length, written since then, that this
+    process can read."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -296,7 +306,7 @@ def _read_whole(path: Path, record: memoryview) -> bool:
         raise
     try:
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_size != len(record):
+        if not stat.S_ISREG(status.st_mode) or status.st_size != len(record) or status.st_mtime_ns < since_ns:
             return False
         filled = 0
         while filled < len(record):
