@@ -58,11 +58,13 @@ class Away:
     def __init__(self, work: BodyWork) -> None:
         self._work = work
         self.tasks: list[BodyTask] = []
+        self.clients: list[bytes] = []
         self.may_end: asyncio.Event | None = None
         self.num_unwanted = 0
 
     async def do(self, task: BodyTask, raw: bytes | bytearray, client: bytes = b"") -> Any:
         self.tasks.append(task)
+        self.clients.append(client)
         try:
             if self.may_end is not None:
                 await self.may_end.wait()
@@ -88,7 +90,9 @@ class World:
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)
         self.work = BodyWork(self.model, False)
         self.away = Away(self.work)
-        self.reader = BodyReader(self.model, cast(PDRequestRouter, router), self.away, False, lambda scope: b"")
+        self.reader = BodyReader(
+            self.model, cast(PDRequestRouter, router), self.away, False, lambda scope: bytes(scope.get("key", b""))
+        )
         self.client = Client()
         self.tokenized: list[str] = []
         self.on_tokenized: Callable[[], None] = lambda: None
@@ -265,6 +269,23 @@ async def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_gr
     world.away.may_end.set()
     assert (await other).samplings[0].grammar is not None
     assert len(world.away.tasks) == 2, "the second waits for the same"
+
+
+async def test_each_client_waits_in_its_own_turn_even_for_a_grammar_that_another_asked_for_before() -> None:
+    world = World()
+    world.away.may_end = asyncio.Event()
+    asking = []
+    for key, body in ((b"a", b'{"prompt":"a","guided_regex":"a+"}'), (b"b", b'{"prompt":"a","guided_regex":"a+"}')):
+        client = Client()
+        client.scope["key"] = key
+        for raw in (body, body, body_of(LARGE_BODY_BYTES + 1)):
+            asking.append(asyncio.ensure_future(world.reader.job("completion", bytearray(raw), client.exchange)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sorted(world.away.clients) == [b"a", b"a", b"b", b"b"], "a grammar and a body of each"
+    world.away.may_end.set()
+    await asyncio.gather(*asking)
 
 
 def test_a_stop_string_that_is_a_special_token_is_a_stop_id_also_if_eos_is_ignored() -> None:
