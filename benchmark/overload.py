@@ -92,7 +92,14 @@ def make_requests(prompt_tokens: int) -> Iterator[bytes]:
 
 
 def _request(prompt: list[int]) -> bytes:
-    fields = {"model": "m", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+    fields = {
+        "model": "m",
+        "prompt": prompt,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "cache_prompt": False,
+    }
     raw = json.dumps({**fields, "stream": True}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
