@@ -41,6 +41,18 @@ contains the end of a reasoning, with `enable_thinking: false`, with `separate_r
 Logprobs are those of the model itself: of the raw logits, before temperature, penalties, bias and filters. Every output
 token has an entry, also a hidden eos; `text_offset` counts characters of the choice's `text`.
 
+An answer, streamed or not, has at most 64 MiB of JSON. What a body may ask for is estimated before anything is
+computed: prompts times choices (`n`, `best_of`) times tokens (of the prompt for `prompt_logprobs` and `echo`, else
+`max_tokens`) times candidates (`logprobs`, `top_logprobs`, `prompt_logprobs`), at 72 bytes for each token and candidate
+with a logprob, 4 for a token in the text, 8 for one in `token_ids`. A larger one is refused (400, which names the
+fields). The logprobs of a prompt are in each of its choices in completions, and once in the answer to a chat.
+
+A stream gets a comment (a line that begins with a colon, which readers of server-sent events skip) after each
+`dp_config.router.stream_comment_s` of silence (default 10 s), also before its first event. The head of the answer
+leaves with the first event or comment. So a request that is refused, or fails within that time, gets an HTTP status
+that clients can act on; what fails later is an error event in the stream, as after the first event. An answer that is
+not streamed has no such sign of life: a proxy in front must wait as long as it may take, or the client should stream.
+
 The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Llama 3 or as Mistral. With
 other templates `tools` are refused. Only a call of an offered tool is a call. It may have `type`, may have name and
 arguments within `function`, `parameters` for `arguments`, arguments as text, or none; a code fence or an array may be

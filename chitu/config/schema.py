@@ -315,6 +315,12 @@ class RouterConfig(Section, frozen=True):
     more get 503. Each of several `workers` may have an equal part."""
     request_timeout_s: Seconds = 600.0
     """Timeout of a whole request with all its attempts and tokens; then it ends with an error, also a stream."""
+    keep_alive_s: Seconds = 120.0
+    """Time that an idle connection stays open for the client's next request. It must be longer than proxies in front
+    keep theirs (Go's and llm-d's: 90 s), or they send a request on a connection that is just closed."""
+    stream_comment_s: NotNegative = 10.0
+    """A stream that is silent for this long gets a comment (a line that readers of server-sent events skip), so that no
+    proxy cuts it off; its head leaves with the first comment at the latest. 0: never."""
     unknown_fields: Literal["refuse", "warn"] = "refuse"
     """Handling of unknown fields of bodies (docs/api.md lists the known ones). `warn`: they are ignored, and the
     answer's header X-Chitu-Warning names the first."""

@@ -12,16 +12,19 @@ from chitu.http.sampling_fields import OutputOptions
 from chitu.http.sse import AnswerFormat, UsageCount
 
 
-def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions) -> bool:
-    """Append the events that are due for the choice with this index. Return whether its last event is among them."""
+def append_events(
+    events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions, most: int
+) -> bool:
+    """Append the events that are due for the next `most` tokens of the choice with this index. Return whether its last
+    event is among them."""
     generation, decoder = choice.generation, choice.decoder
-    reason = generation.finish.reason if generation.finish is not None else None
+    reason = generation.finish.reason if generation.finish is not None and len(generation.tokens) <= most else None
     if not generation.tokens and reason is None:
         return False
     logprobs = choice.logprobs
     if logprobs is not None:
-        logprobs.push(generation.take_logprobs())
-    deltas = decoder.feed(generation.take(), reason)
+        logprobs.push(generation.take_logprobs(most))
+    deltas = decoder.feed(generation.take(most), reason)
     if not deltas:
         return False
     with_ids, first = options.return_token_ids, len(events)
@@ -30,7 +33,7 @@ def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerF
         choice.is_open = True
         events.append(form.opening(index))
         if choice.prompt.echo:
-            echoed = None if logprobs is None else logprobs.take()
+            echoed = None if logprobs is None else b"".join(logprobs.pieces(choice.of_prompt))
             events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
     ending = deltas.pop() if decoder.finish_reason is not None else None
     for delta in deltas:
@@ -51,16 +54,17 @@ def append_events(events: list[bytes], index: int, choice: Choice, form: AnswerF
     return ending is not None
 
 
-def read_tokens(choice: Choice) -> bool:
-    """Decode what came for a choice of a whole answer. Return whether it is complete."""
+def read_tokens(choice: Choice, most: int | None = None) -> bool:
+    """Decode what came for a choice of a whole answer, `most` tokens of it or all. Return whether it is complete."""
     generation, decoder, logprobs = choice.generation, choice.decoder, choice.logprobs
-    reason = generation.finish.reason if generation.finish is not None else None
+    is_all = most is None or len(generation.tokens) <= most
+    reason = generation.finish.reason if generation.finish is not None and is_all else None
     if logprobs is not None:
-        logprobs.push(generation.take_logprobs())
+        logprobs.push(generation.take_logprobs(most))
     if reason is not None and not decoder.num_tokens:
         deltas = [decoder.whole(generation.take(), reason)]
     elif generation.tokens or reason is not None:
-        deltas = decoder.feed(generation.take(), reason)
+        deltas = decoder.feed(generation.take(most), reason)
     else:
         return False
     for delta in deltas:

@@ -27,6 +27,11 @@ EXCHANGE = "chitu.exchange"
 """Key of the `Exchange` in an HTTP scope."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 WITHOUT_BODY = (204, 304)
+COPIED_BYTES = 1 << 20
+"""A larger part of an answer is not copied to frame it."""
+EVENT_STREAM = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+JSON = b"content-type: application/json\r\n"
+"""Headers of the two kinds of answers that are written in parts."""
 
 STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 STATUS_LINE[499] = b"HTTP/1.1 499 Client Closed Request\r\n"  # nginx's, in no standard: `RequestCancelled`
@@ -53,6 +58,7 @@ class Exchange:
         "more_body",
         "refusal",
         "scope",
+        "silent_turns",
     )
 
     def __init__(
@@ -66,6 +72,8 @@ class Exchange:
         """Whether more requests may follow on the connection."""
         self.is_started = self.is_complete = False
         """Whether the answer has been started, and completed."""
+        self.silent_turns = 0
+        """Looks at it since a part of the answer was written. The owner of the stream counts them here."""
         self.more_body = True
         """Whether the client has not sent all of the body yet."""
         self.refusal: ChituError | None = None
@@ -210,7 +218,7 @@ class Exchange:
         if self.is_started:
             raise RuntimeError("an answer was begun already")
         head = self._head(status, more or [])
-        head.append(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body))
+        head.append(JSON + b"content-length: %d\r\n\r\n" % len(body))
         if self.scope["method"] != "HEAD":
             head.append(body)
         self.connection.transport.write(b"".join(head))
@@ -229,16 +237,15 @@ class Exchange:
         """Return when more can be written, or the client is gone."""
         await self.connection.drained()
 
-    def stream(self, data: bytes, is_last: bool) -> None:
-        """Write a part of an event stream; its head leaves with the first part."""
+    def stream(self, data: bytes, is_last: bool, kind: bytes = EVENT_STREAM) -> None:
+        """Write a part of an answer without a length, of the kind `EVENT_STREAM` or `JSON`; its head leaves with the
+        first part."""
         if self.connection.is_gone:
             return
+        self.silent_turns = 0
         if not self.is_started:
             parts = self._head(200, [])
-            parts.append(
-                b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
-                b"x-accel-buffering: no\r\n"
-            )
+            parts.append(kind)
             self._append_chunking(parts)
             self._write(b"".join(parts), data, is_last)
         else:
@@ -293,7 +300,11 @@ class Exchange:
 
     def _write(self, head: bytes, data: bytes, is_last: bool) -> None:
         if self._is_chunked:
-            data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if data else head
+            if len(data) > COPIED_BYTES:
+                self.connection.transport.writelines((b"%b%x\r\n" % (head, len(data)), data))
+                data = b"\r\n"
+            else:
+                data = b"%b%x\r\n%b\r\n" % (head, len(data), data) if data else head
             if is_last:
                 data += b"0\r\n\r\n"
         elif head:

@@ -1,15 +1,15 @@
 """The hot routes: `/v1/completions`, `/v1/chat/completions` and `/v1/responses` as plain ASGI on the router's loop.
 
-A request costs one task (of its connection), a token neither task nor queue. The writer of a stream is woken once per
-loop turn and sends all events that are due at once. Whatever ends the handler (answer, error, client gone,
-cancellation) cancels the generations that still run.
+A request costs one task (of its connection), a token neither task, queue nor timer. The writer of a stream is woken
+once per loop turn and sends all events that are due at once, or in parts if these are large. Whatever ends the handler
+(answer, error, client gone, cancellation) cancels the generations that still run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 
 from chitu.clock import Clock
@@ -21,7 +21,7 @@ from chitu.http.body_work import BodyRoute
 from chitu.http.choice import ChoiceDecoder
 from chitu.http.choice_events import append_events, read_tokens
 from chitu.http.event_numbers import EventNumbers
-from chitu.http.exchange import Exchange
+from chitu.http.exchange import JSON, Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
 from chitu.http.messages.delta import joined
 from chitu.http.proof import ChoiceSums, Moments, Proof, headers_of, proof_of
@@ -32,20 +32,25 @@ from chitu.http.running_answers import Choice, Origin, RunningAnswer, RunningAns
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, FinishedChoice, UsageCount
-from chitu.http.token_logprobs import CompletionLogprobs
-from chitu.net.http import ClientGone, Scope, header
+from chitu.http.token_logprobs import PromptAnswer
+from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import SamplingParams, prompt_lines, unpack_i32
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
-PROMPT_TOKENS_PER_TURN = 128
-"""Prompt tokens whose logprobs are written as JSON before the loop serves other requests."""
 ABORTED = "the request was aborted"
 CHOICES_PER_TURN = 4
 """Choices of one request that are sent before the loop serves other requests; more if they are sent together."""
 TOKENS_PER_TURN = 1024
-"""Tokens of one request made into text before the loop serves other requests; more if an unstreamed choice has more."""
+"""Tokens of one request made into text before the loop serves other requests; more if an unstreamed choice has more.
+Each entry of logprobs counts as one."""
+PART_BYTES = 256 << 10
+"""A larger answer that is not streamed is written in parts of about this size, without announcing its length."""
+SILENT_TURNS = 4
+"""Looks at a stream, `stream_comment_s` in all, that find nothing new in it before it gets a comment."""
+COMMENT = b": keep-alive\n"
+"""A line that readers of server-sent events skip."""
 
 
 class GenerationRoutes:
@@ -78,6 +83,10 @@ class GenerationRoutes:
         """Whether requests may outlive the router."""
         self.draining = False
         """Whether the process is ending and rejects new requests."""
+        self._look_s = config.stream_comment_s / SILENT_TURNS
+        self._next_look_s = 0.0
+        self._streams: dict[Exchange, tuple[Job, RunningAnswer]] = {}
+        """Streams that wait for events."""
 
     async def answer(self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute) -> None:
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
@@ -125,6 +134,19 @@ class GenerationRoutes:
                 make_span = partial(self._request_span, scope, request_id, running, failed)
                 self._trace(scope, running.arrived_s, make_span)
 
+    def tick(self) -> None:
+        """Write a comment to each stream that was silent for `stream_comment_s`, so that no proxy cuts it off. Call it
+        several times in that time."""
+        now_s = self._clock.monotonic()
+        if not self._look_s or now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + self._look_s
+        for exchange, (job, running) in self._streams.items():
+            exchange.silent_turns += 1
+            if exchange.silent_turns >= SILENT_TURNS and not exchange.is_full:
+                # A blank line after it would be an event of its own for some readers once an event has had an id.
+                self._write(exchange, job, running, COMMENT if running.numbers is not None else COMMENT + b"\n")
+
     def _require_open(self) -> None:
         if self.draining:
             raise self._router.rejected(NoInstance("the server is shutting down"))
@@ -171,7 +193,7 @@ class GenerationRoutes:
         per_token = options.stream or ends_early or options.logprobs is not None or bool(options.num_returned)
         num_new = 0
         for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
-            ends = model.ends_of(sampling)
+            ends, of_prompt = model.ends_of(sampling), self._prompt_answer(prompt, options)
             requests = [
                 GenerateRequest(
                     request_id if total == 1 else f"{request_id}-{len(choices) + i}",
@@ -188,7 +210,7 @@ class GenerationRoutes:
                 sent = self._router.add_choices(requests, running.wakeup.set, is_admitted=total > 1)
                 requests = requests[len(sent) :]
                 for generation in sent:
-                    choices.append(self.choice_of(job, generation, prompt))
+                    choices.append(self.choice_of(job, generation, prompt, of_prompt))
                     if running.origin is not None and options.logprobs is not None:
                         generation.kept_logprobs = []
                 num_new += len(sent)
@@ -200,14 +222,24 @@ class GenerationRoutes:
                     if running.is_aborted:
                         raise RequestCancelled(ABORTED)
 
-    def choice_of(self, job: Job, generation: Generation, prompt: Prompt) -> Choice:
-        """Return a choice that is to be read from its first token on."""
-        options, model = job.options, self._model
-        logprobs, of_prompt = None, None
-        if options.logprobs is not None or options.num_returned:
-            logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens)
+    def _prompt_answer(self, prompt: Prompt, options: OutputOptions) -> PromptAnswer | None:
+        """Return what is to be filled with the logprobs of a prompt; None if they were not requested."""
+        answer = PromptAnswer()
+        if options.echo and options.logprobs is not None:
+            answer.repeated = self._model.repeated_logprobs(options.skip_special_tokens, prompt.num_added)
         if options.prompt_logprobs is not None:
-            of_prompt = model.prompt_logprobs(options.prompt_logprobs)
+            answer.field = self._model.prompt_logprobs(options.prompt_logprobs)
+        return answer if answer.repeated is not None or answer.field is not None else None
+
+    def choice_of(
+        self, job: Job, generation: Generation, prompt: Prompt, of_prompt: PromptAnswer | None = None
+    ) -> Choice:
+        """Return a choice that is to be read from its first token on. `of_prompt` is that of all choices of the
+        prompt."""
+        options, model, logprobs = job.options, self._model, None
+        if options.logprobs is not None or options.num_returned:
+            offset = len(prompt.echo) if of_prompt is not None and of_prompt.repeated is not None else 0
+            logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens, offset)
         return Choice(generation, self.decoder_of(job, generation.request.sampling), prompt, logprobs, of_prompt)
 
     def decoder_of(self, job: Job, sampling: SamplingParams) -> ChoiceDecoder:
@@ -263,91 +295,163 @@ class GenerationRoutes:
     async def _collect(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
         options, choices, wakeup = job.options, running.choices, running.wakeup
         open_choices, num_new = choices, 0
+        per_turn = _tokens_per_turn(options.logprobs)
+        most = None if options.logprobs is None else per_turn
         while open_choices:
             await wakeup.wait()
             if running.shutdown_error is not None:
                 raise await running.shutdown_error
             for choice in open_choices:
                 generation = choice.generation
-                if num_new >= TOKENS_PER_TURN:
+                if num_new >= per_turn:
                     num_new = 0
                     await asyncio.sleep(0)
-                if generation.error is not None:
-                    raise generation.error
-                num_new += len(generation.tokens)
                 if generation.prompt_logprobs is not None:
                     await self._write_prompt(choice, generation.prompt_logprobs, options)
-                if read_tokens(choice):
+                num_new += len(generation.tokens)
+                while not read_tokens(choice, most):
+                    if generation.tokens:
+                        await asyncio.sleep(0)
+                    elif generation.error is not None:
+                        raise await _failure_of(running, generation.error)
+                    else:
+                        break
+                else:
                     self._router.cancel(generation, is_complete=True)
             open_choices = [choice for choice in open_choices if choice.decoder.finish_reason is None]
         kept = _best(choices, options) if options.num_returned else range(len(choices))
         proof = self._proof(job, running, kept) if options.return_proof else None
-        body = form.full([_finished(choices[i], options) for i in kept], self._usage(job, choices), proof)
-        exchange.answer(200, body, headers_of(proof) if proof is not None else None)
+        pieces = form.full((_finished(choices[i], options) for i in kept), self._usage(job, choices), proof)
+        await _write_whole(exchange, pieces, headers_of(proof) if proof is not None else [])
 
     async def _stream(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
-        """Stream the answer. Its head leaves with the first event, so an earlier failure is still an HTTP error."""
-        choices, wakeup, with_proof = running.choices, running.wakeup, job.options.return_proof
+        """Stream the answer. Its head leaves with the first event or comment, so an earlier failure is still an HTTP
+        error."""
+        self._streams[exchange] = job, running
+        try:
+            await self._write_events(exchange, job, running, form)
+        finally:
+            del self._streams[exchange]
+
+    async def _write_events(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
+        choices, wakeup, options = running.choices, running.wakeup, job.options
         open_choices = list(enumerate(choices))
+        most = _tokens_per_turn(options.logprobs)
         while open_choices:
             await wakeup.wait()
             events: list[bytes] = []
-            has_ended = False
+            has_ended, num_due = False, 0
             failure = await running.shutdown_error if running.shutdown_error is not None else None
             for i, choice in open_choices if failure is None else ():
-                if choice.generation.error is not None:
-                    failure = choice.generation.error
-                    break
-                if choice.generation.prompt_logprobs is not None:
-                    await self._write_prompt(choice, choice.generation.prompt_logprobs, job.options)
-                if append_events(events, i, choice, form, job.options):
+                generation = choice.generation
+                if generation.prompt_logprobs is not None:
+                    await self._write_prompt(choice, generation.prompt_logprobs, options)
+                if num_due >= most:
+                    num_due = 0
+                    await self._write_part(exchange, job, running, events)
+                num_due += len(generation.tokens) if choice.is_open or not choice.prompt.echo else most
+                while not append_events(events, i, choice, form, options, most):
+                    if generation.tokens:
+                        await self._write_part(exchange, job, running, events)
+                    elif generation.error is not None and failure is None:
+                        failure = await _failure_of(running, generation.error)
+                    else:
+                        break
+                else:
                     has_ended = True
-                    self._router.cancel(choice.generation, is_complete=True)
-            if failure is not None:
-                if not exchange.is_started:
-                    raise failure
-                exchange.stream(form.error(failure), is_last=True)  # without a number: it is not an event of the answer
-                return
+                    self._router.cancel(generation, is_complete=True)
+            if failure is not None and not exchange.is_started:
+                raise failure
             if has_ended:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
-                    usage = self._usage(job, choices) if job.options.include_usage else None
-                    proof = self._proof(job, running, range(len(choices))) if with_proof else None
+                    usage = self._usage(job, choices) if options.include_usage else None
+                    proof = self._proof(job, running, range(len(choices))) if options.return_proof else None
                     if usage is not None or proof is not None:
                         events.append(form.usage(usage, proof))
                     events.append(form.done)
             data = b"".join(events)
             if running.numbers is not None:
                 data = running.numbers.apply(data)
+            if failure is not None:
+                data += form.error(failure)  # without a number: it is not an event of the answer
+                open_choices = []
             if not data and open_choices:
                 continue
             if exchange.is_full:
                 await exchange.drained()
-            if with_proof and not exchange.is_started:
-                exchange.headers += headers_of(self._proof(job, running))
-            exchange.stream(data, is_last=not open_choices)
+            self._write(exchange, job, running, data, is_last=not open_choices)
+
+    async def _write_part(self, exchange: Exchange, job: Job, running: RunningAnswer, events: list[bytes]) -> None:
+        """Write the events of an answer that has more, and clear their list. The loop serves other requests."""
+        data = b"".join(events)
+        events.clear()
+        if running.numbers is not None:
+            data = running.numbers.apply(data)
+        await asyncio.sleep(0)
+        if exchange.is_full:
+            await exchange.drained()
+        if data:
+            self._write(exchange, job, running, data)
+
+    def _write(
+        self, exchange: Exchange, job: Job, running: RunningAnswer, data: bytes, *, is_last: bool = False
+    ) -> None:
+        if job.options.return_proof and not exchange.is_started:
+            exchange.headers += headers_of(self._proof(job, running))
+        exchange.stream(data, is_last)
 
     async def _write_prompt(self, choice: Choice, data: bytes, options: OutputOptions) -> None:
-        """Write the prompt's logprobs, ahead of its first token. This may take long, so the loop serves other requests
-        in between."""
-        prompt, logprobs = choice.prompt, choice.logprobs
+        """Write the prompt's logprobs, ahead of its first token, unless another choice did. This may take long, so the
+        loop serves other requests in between."""
+        prompt, answer = choice.prompt, choice.of_prompt
         choice.generation.prompt_logprobs = None
-        if choice.has_prompt:
+        if answer is None or answer.is_written:
             return
-        choice.has_prompt = True
-        echoed = logprobs if options.echo and isinstance(logprobs, CompletionLogprobs) else None
-        if echoed is not None and prompt.num_added is not None:
-            echoed.begin_text(prompt.num_added, self._model.tokenizer.detokenizer(False))
+        answer.is_written = True
         token_ids, lines = unpack_i32(prompt.token_ids), prompt_lines(prompt.num_tokens, data)
-        for start in range(0, len(token_ids), PROMPT_TOKENS_PER_TURN):
-            part = slice(start, start + PROMPT_TOKENS_PER_TURN)
-            if echoed is not None:
-                echoed.write_prompt(token_ids[part], lines[part], options.logprobs or 0)
-            if choice.prompt_logprobs is not None:
-                choice.prompt_logprobs.write(token_ids[part], lines[part])
+        per_turn = _tokens_per_turn(options.prompt_logprobs, options.logprobs if options.echo else None)
+        for start in range(0, len(token_ids), per_turn):
+            part = slice(start, start + per_turn)
+            if answer.repeated is not None:
+                answer.repeated.write_prompt(token_ids[part], lines[part], options.logprobs or 0)
+            if answer.field is not None:
+                answer.field.write(token_ids[part], lines[part])
             await asyncio.sleep(0)
-        if echoed is not None:
-            echoed.begin_output(len(prompt.echo), self._model.tokenizer.detokenizer(options.skip_special_tokens))
+
+
+def _tokens_per_turn(*candidates: int | None) -> int:
+    """Return how many tokens to write before the loop serves other requests. `candidates` of each of their lists of
+    logprobs; None: there is no such list."""
+    return TOKENS_PER_TURN // (1 + sum([1 + count for count in candidates if count is not None]))
+
+
+async def _failure_of(running: RunningAnswer, error: ChituError) -> ChituError:
+    """Return what the client is told of a generation's error: a request that is kept was stopped on purpose."""
+    return error if running.shutdown_error is None else await running.shutdown_error
+
+
+async def _write_whole(exchange: Exchange, pieces: Iterator[bytes], headers: Headers) -> None:
+    """Write an answer that is not streamed. The loop serves other requests between the parts of a large one."""
+    part: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        part.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= PART_BYTES:
+            if not exchange.is_started:
+                exchange.headers += headers
+            exchange.stream(b"".join(part), False, JSON)
+            part, num_bytes = [], 0
+            await asyncio.sleep(0)
+            if exchange.is_full:
+                await exchange.drained()
+            if exchange.is_client_gone:
+                return
+    if exchange.is_started:
+        exchange.stream(b"".join(part), True, JSON)
+    else:
+        exchange.answer(200, b"".join(part), headers)
 
 
 def _finished(choice: Choice, options: OutputOptions) -> FinishedChoice:
@@ -356,8 +460,8 @@ def _finished(choice: Choice, options: OutputOptions) -> FinishedChoice:
         joined([choice.prompt.echo, *choice.texts]),
         choice.decoder.finish_reason or "stop",
         choice.token_ids if options.return_token_ids else None,
-        logprobs.take() if logprobs is not None else b"null",
-        choice.prompt_logprobs.take() if choice.prompt_logprobs is not None else None,
+        logprobs.pieces(choice.of_prompt) if logprobs is not None else (b"null",),
+        choice.of_prompt.field if choice.of_prompt is not None else None,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest, NoInstance
+from chitu.http.answer_size import AnswerSize
 from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
 from chitu.http.grammar_fields import grammar_of
 from chitu.http.messages.call_grammar import grammar_of_calls
@@ -37,14 +38,7 @@ from chitu.http.sampling_fields import (
 )
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.net.http import Scope, header
-from chitu.protocol import (
-    MAX_PROMPT_LOGPROBS_BYTES,
-    Grammar,
-    Reasoning,
-    SamplingParams,
-    pack_i32,
-    prompt_logprobs_bytes,
-)
+from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
 
 
 class Prompt(msgspec.Struct):
@@ -254,8 +248,9 @@ class JobParser:
         num_choices = len(given) * options.n
         if num_choices > MAX_PROMPTS:
             raise InvalidRequest(f"{len(given)} prompts times n={options.n}: at most {MAX_PROMPTS} choices", "n")
-        if num_choices > 1 and options.return_receipt:
-            raise InvalidRequest("return_receipt is available for one choice of one prompt", "return_receipt")
+        for name in ("return_receipt", "return_page_sums"):
+            if num_choices > 1 and getattr(body, name):
+                raise InvalidRequest(f"{name} is available for one choice of one prompt", name)
         # The prompt of a chat is rendered from its messages.
         param = "messages" if default_tokens is None else "prompt"
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
@@ -266,21 +261,24 @@ class JobParser:
         prompts: list[Prompt] = []
         samplings = []
         shared: SamplingParams | None = None
+        size = AnswerSize(body, options, len(given))
         for entry in given:
             context.require_client()
             ids, text = self._encode(entry, add_special_tokens, limits, most)
             if not ids:
                 raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
             max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
+            if wanted is None:
+                max_tokens = min(max_tokens, size.most_tokens(len(ids)))
             self._model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(
                     body, options, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
                 )
                 require_a_token(shared, self._model.eos_ids)
-            if shared.prompt_logprobs is not None:
-                _require_room_for_logprobs(len(ids), shared.prompt_logprobs, options)
-            prompts.append(self._prompt(ids, text, add_special_tokens, options))
+            prompt = self._prompt(ids, text, add_special_tokens, options)
+            size.add(len(ids), max_tokens, prompt.echo)
+            prompts.append(prompt)
             samplings.append(shared)
         return Job(
             prompts,
@@ -327,14 +325,3 @@ def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]
 
 def _for_responses(param: str) -> str:
     return error_for_responses(InvalidRequest("", param)).param or param
-
-
-def _require_room_for_logprobs(num_tokens: int, count: int, options: OutputOptions) -> None:
-    """Raise InvalidRequest if the logprobs of a prompt, with `count` candidates for each token, are too large."""
-    num_bytes = prompt_logprobs_bytes(num_tokens, count)
-    if num_bytes > MAX_PROMPT_LOGPROBS_BYTES:
-        raise InvalidRequest(
-            f"logprobs of {num_tokens} prompt tokens with {count} candidates each are {num_bytes} bytes; at most "
-            f"{MAX_PROMPT_LOGPROBS_BYTES} are given: ask for fewer",
-            "prompt_logprobs" if options.prompt_logprobs is not None else "logprobs",
-        )

@@ -6,6 +6,8 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass, replace
 
+from chitu.config.schema import RouterConfig
+
 PROBE_PATHS = frozenset({"/health", "/livez"})
 """Paths answered beyond `max_connections` too: a full server is not an unhealthy one."""
 PROBE_CONNECTIONS = 64
@@ -40,8 +42,13 @@ class HTTPLimits:
     """A client that reads nothing of what is written to it for this long is cut off."""
     linger_s: float = 5.0
     """Time that a client that still sends has to see that it got its last answer."""
-    keep_alive_s: float = 75.0
+    keep_alive_s: float = 120.0
     """Timeout between two requests."""
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> HTTPLimits:
+        """Return the limits of the API's server."""
+        return cls(max_total_body_bytes=config.max_total_body_bytes, keep_alive_s=config.keep_alive_s)
 
 
 class BodyBudget:

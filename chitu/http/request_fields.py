@@ -147,7 +147,11 @@ FIELDS: tuple[Field, ...] = (
     *_of(
         GENERATION,
         SERVED,
-        ("max_tokens", "1 to the rest of the context; default: completions 16, chat the rest of the context"),
+        (
+            "max_tokens",
+            "1 to the rest of the context; default: completions 16, chat the rest of the context, or what the bound on "
+            "answers leaves to one choice",
+        ),
         ("max_completion_tokens", "the same, and overrides it"),
         ("temperature", "0 (greedy) to 2; default 1"),
         ("top_p", "above 0, to 1; default 1"),
@@ -221,7 +225,8 @@ FIELDS: tuple[Field, ...] = (
         ),
         (
             "return_page_sums",
-            "`return_proof` with checksums of pages: those that it leaves on D, and those that P wrote, on both sides",
+            "`return_proof` with checksums of pages: those that it leaves on D, and those that P wrote, on both sides; "
+            "only with one choice of one prompt",
         ),
         (
             "return_receipt",

@@ -16,7 +16,7 @@ from chitu.http.event_numbers import EventNumbers
 from chitu.http.jobs import Job, Prompt
 from chitu.http.messages.delta import MessageDelta
 from chitu.http.sse import ID_PREFIXES
-from chitu.http.token_logprobs import ChoiceLogprobs, PromptLogprobs
+from chitu.http.token_logprobs import ChoiceLogprobs, PromptAnswer
 from chitu.protocol import TraceLevel
 from chitu.router.generation import Generation
 
@@ -50,8 +50,8 @@ class Choice(msgspec.Struct, eq=False):
     prompt: Prompt
     logprobs: ChoiceLogprobs | None = None
     """Logprobs of the choice; None if they were not requested."""
-    prompt_logprobs: PromptLogprobs | None = None
-    """Logprobs for the field `prompt_logprobs`; None if they were not requested."""
+    of_prompt: PromptAnswer | None = None
+    """Logprobs of the prompt, which its choices share; None if they were not requested."""
     texts: list[str | MessageDelta] = []
     """Text of a whole answer, as far as it is decoded, in parts."""
     token_ids: list[int] = []
@@ -60,8 +60,6 @@ class Choice(msgspec.Struct, eq=False):
     """Tokens that its events have reported as usage, if they do so."""
     is_open: bool = False
     """Whether its first event was written."""
-    has_prompt: bool = False
-    """Whether the prompt's logprobs were written. Another attempt may bring them again."""
 
 
 class Origin(NamedTuple):

@@ -70,11 +70,19 @@ class ServedModel:
         if name is not None and name != self.name and name != self.path:
             raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
 
-    def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool) -> ChoiceLogprobs:
-        """Return empty logprobs for a new choice, in the form of its route."""
+    def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool, offset: int = 0) -> ChoiceLogprobs:
+        """Return empty logprobs for a new choice, in the form of its route. `offset`: characters of the prompt that it
+        repeats with logprobs."""
         if is_chat:
             return ChatLogprobs(self._chat_texts)
-        return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens))
+        return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens), offset)
+
+    def repeated_logprobs(self, skip_special_tokens: bool, num_added: int | None) -> CompletionLogprobs:
+        """Return empty logprobs for a prompt that choices repeat. `num_added`: tokens before its text that the
+        tokenizer added; None if the text was decoded from tokens."""
+        # A text that was given has the texts of special tokens.
+        detokenizer = self.tokenizer.detokenizer(skip_special_tokens and num_added is None)
+        return CompletionLogprobs(self._completion_texts, detokenizer, num_added=num_added or 0)
 
     def stop_ids_of(self, sampling: SamplingParams) -> frozenset[int]:
         """Return eos and the request's stop ids."""
@@ -85,7 +93,7 @@ class ServedModel:
         return frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self.stop_ids_of(sampling)
 
     def prompt_logprobs(self, count: int) -> PromptLogprobs:
-        """Return empty prompt logprobs for a new choice, with `count` candidates for each token."""
+        """Return empty prompt logprobs, with `count` candidates for each token."""
         return PromptLogprobs(self._completion_texts, count)
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:

@@ -7,6 +7,7 @@ dict is built per token.
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import msgspec
 from chitu.errors import ChituError
 from chitu.http.messages.delta import CallDelta, MessageDelta
 from chitu.http.proof import Proof
+from chitu.http.token_logprobs import PromptLogprobs
 from chitu.net.http import error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -43,10 +45,10 @@ class FinishedChoice(msgspec.Struct, frozen=True):
     text: str | MessageDelta
     finish_reason: str
     token_ids: list[int] | None
-    logprobs: bytes = b"null"
-    """Logprobs as JSON."""
-    prompt_logprobs: bytes | None = None
-    """Prompt logprobs as JSON; None if they were not requested."""
+    logprobs: Iterable[bytes] = (b"null",)
+    """Logprobs as JSON, in pieces."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Logprobs of its prompt; None if they were not requested."""
 
 
 class AnswerFormat(Protocol):
@@ -74,7 +76,8 @@ class AnswerFormat(Protocol):
     def error(self, error: ChituError) -> bytes:
         """Return the last event of a stream that has begun."""
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes: ...
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        """Yield the whole answer in pieces, at least one for each choice, which is taken when its pieces are due."""
 
 
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_")
@@ -115,6 +118,8 @@ class _Format(abc.ABC):
     object_name = ""
     chunk_name = ""
     id_prefix = ""
+    repeats_prompt_logprobs = False
+    """Whether each choice has its prompt's logprobs. The choices of a chat have one prompt, so the answer has them."""
 
     def __init__(self, response_id: str, created_s: int, model: str, include_usage: bool) -> None:
         self._head = {"id": self.id_prefix + response_id, "object": "", "created": created_s, "model": model}
@@ -147,22 +152,35 @@ class _Format(abc.ABC):
 
     @abc.abstractmethod
     def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        """Return one entry of `choices` of an unstreamed response."""
+        """Return one entry of `choices` of an unstreamed response, without logprobs."""
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
-        body = {
-            **self._head,
-            "object": self.object_name,
-            "choices": [self._choice_dict(i, choice) for i, choice in enumerate(choices)],
-            "usage": usage.as_dict(),
-        }
-        return _json(body)[:-1] + _proof(proof) + b"}"
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        shared = None
+        start = _json({**self._head, "object": self.object_name})[:-1] + b',"choices":['
+        for i, choice in enumerate(choices):
+            yield start + _json(self._choice_dict(i, choice))[:-1] + b',"logprobs":'
+            yield from choice.logprobs
+            if self.repeats_prompt_logprobs:
+                yield from _prompt_logprobs(choice.prompt_logprobs)
+            elif i == 0:
+                shared = choice.prompt_logprobs
+            start = b"},"
+        yield b'}],"usage":' + _json(usage.as_dict())
+        yield from _prompt_logprobs(shared)
+        yield _proof(proof) + b"}"
+
+
+def _prompt_logprobs(given: PromptLogprobs | None) -> Iterator[bytes]:
+    if given is not None:
+        yield b',"prompt_logprobs":'
+        yield from given.pieces()
 
 
 class CompletionFormat(_Format):
     object_name = "text_completion"
     chunk_name = "text_completion"
     id_prefix = ID_PREFIXES[0]
+    repeats_prompt_logprobs = True
 
     def _text_of(self, index: int) -> bytes:
         head = self._openings.get(index)
@@ -194,13 +212,10 @@ class CompletionFormat(_Format):
         result: dict[str, Any] = {
             "index": index,
             "text": choice.text,
-            "logprobs": msgspec.Raw(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
         if choice.token_ids is not None:
             result["token_ids"] = choice.token_ids
-        if choice.prompt_logprobs is not None:
-            result["prompt_logprobs"] = msgspec.Raw(choice.prompt_logprobs)
         return result
 
 
@@ -250,15 +265,8 @@ class ChatFormat(_Format):
         result: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": content, "refusal": None, **more},
-            "logprobs": msgspec.Raw(choice.logprobs),
             "finish_reason": choice.finish_reason,
         }
         if choice.token_ids is not None:
             result["token_ids"] = choice.token_ids
         return result
-
-    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
-        """Return the response. The choices of a chat share their prompt, and so its logprobs."""
-        body = super().full(choices, usage, proof)
-        shared = choices[0].prompt_logprobs
-        return body if shared is None else body[:-1] + b',"prompt_logprobs":' + shared + b"}"

@@ -1,14 +1,15 @@
 """Logprobs of a choice in OpenAI's two forms. Pure; loop thread.
 
 Logprobs from D wait here until their text is sent, so a client gets both together. JSON is written token by token as
-text is sent, so an answer with many tokens and candidates does not block the event loop at its end.
+text is sent, and leaves in pieces, so an answer with many tokens and candidates does not block the event loop at its
+end. A prompt's is written once, for all its choices (`PromptAnswer`).
 """
 
 from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
@@ -21,7 +22,18 @@ LOWEST = -9999.0
 TokenTexts = Callable[[int], bytes]
 """Token id -> JSON about it. Made when the token first occurs."""
 
+ENTRIES_PER_PIECE = 256
+"""Tokens in one piece of JSON."""
+
 _json = msgspec.json.Encoder().encode
+
+
+def _joined(entries: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the entries of a JSON array without its brackets, in pieces."""
+    for start in range(0, len(entries), ENTRIES_PER_PIECE):
+        if start:
+            yield b","
+        yield b",".join(entries[start : start + ENTRIES_PER_PIECE])
 
 
 def _shown(data: bytes | None, token_id: int, prefix: str) -> str:
@@ -95,9 +107,13 @@ class ChoiceLogprobs(abc.ABC):
     @abc.abstractmethod
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None: ...
 
-    @abc.abstractmethod
     def take(self) -> bytes:
         """Return the object `logprobs` of the tokens written since the last call."""
+        return b"".join(self.pieces())
+
+    @abc.abstractmethod
+    def pieces(self, prompt: PromptAnswer | None = None) -> Iterator[bytes]:
+        """Take the same in pieces. `prompt`: the prompt that the choice repeats, to be included."""
 
 
 class ChatLogprobs(ChoiceLogprobs):
@@ -113,27 +129,26 @@ class ChatLogprobs(ChoiceLogprobs):
         others = b"},".join([self._entry(other, logprob) for other, logprob in top])
         self._content.append(self._entry(token_id, own) + b',"top_logprobs":[' + others + (b"}]}" if others else b"]}"))
 
-    def take(self) -> bytes:
+    def pieces(self, prompt: PromptAnswer | None = None) -> Iterator[bytes]:
         content, self._content = self._content, []
-        return b'{"content":[' + b",".join(content) + b'],"refusal":null}'
+        yield b'{"content":['
+        yield from _joined(content)
+        yield b'],"refusal":null}'
 
 
 class CompletionLogprobs(ChoiceLogprobs):
-    """Logprobs of a completion. `detokenizer`: a fresh one for the choice's text, for `text_offset`."""
+    """Logprobs of a completion, or of a prompt that it repeats. `detokenizer`: a fresh one for the text, for
+    `text_offset`; `offset`: characters before it."""
 
-    def __init__(self, texts: TokenTexts, detokenizer: Detokenizer) -> None:
+    def __init__(self, texts: TokenTexts, detokenizer: Detokenizer, offset: int = 0, num_added: int = 0) -> None:
+        """`num_added`: tokens before the text that the tokenizer added."""
         super().__init__()
         self._texts = texts
         self._detokenizer = detokenizer
-        self._offset = 0
-        self._num_added = 0
+        self._offset = offset
+        self._num_added = num_added
         """Tokens to come that are not part of the choice's text."""
         self._columns: tuple[list[bytes], list[bytes], list[bytes], list[bytes]] = ([], [], [], [])
-
-    def begin_text(self, num_added: int, detokenizer: Detokenizer) -> None:
-        """Begin a prompt that was given as text, of which special tokens are a part. `num_added`: tokens that the
-        tokenizer put before it."""
-        self._num_added, self._detokenizer = num_added, detokenizer
 
     def write_prompt(self, token_ids: Sequence[int], lines: Sequence[bytes | None], count: int) -> None:
         """Write the next tokens of a prompt that the answer repeats, with up to `count` candidates each."""
@@ -143,10 +158,6 @@ class CompletionLogprobs(ChoiceLogprobs):
             else:
                 own, top = unpack_logprobs(packed)
                 self._write(token_id, own, top[:count])
-
-    def begin_output(self, offset: int, detokenizer: Detokenizer) -> None:
-        """Begin the answer, which follows a prompt of `offset` characters."""
-        self._offset, self._detokenizer = offset, detokenizer
 
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None:
         # Always include the token itself. If two tokens have the same text, the likelier one counts.
@@ -166,10 +177,19 @@ class CompletionLogprobs(ChoiceLogprobs):
         else:
             self._offset += len(self._detokenizer.push((token_id,)))
 
-    def take(self) -> bytes:
+    def pieces(self, prompt: PromptAnswer | None = None) -> Iterator[bytes]:
         columns, self._columns = self._columns, ([], [], [], [])
-        names = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
-        return b"{" + b",".join([_column(*pair) for pair in zip(names, columns, strict=True)]) + b"}"
+        ahead = prompt.repeated._columns if prompt is not None and prompt.repeated is not None else ([], [], [], [])
+        for head, before, column in zip(_COLUMNS, ahead, columns, strict=True):
+            yield head
+            yield from _joined(before)
+            if before and column:
+                yield b","
+            yield from _joined(column)
+        yield b"]}"
+
+
+_COLUMNS = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[')
 
 
 class PromptLogprobs:
@@ -199,9 +219,19 @@ class PromptLogprobs:
             self._texts(token_id),
         )
 
-    def take(self) -> bytes:
-        return b"[" + b",".join(self._entries) + b"]"
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the JSON in pieces; again and again, since the choices of a prompt share it."""
+        yield b"["
+        yield from _joined(self._entries)
+        yield b"]"
 
 
-def _column(name: bytes, values: Iterable[bytes]) -> bytes:
-    return b'"' + name + b'":[' + b",".join(values) + b"]"
+class PromptAnswer(msgspec.Struct, eq=False):
+    """What an answer has of a prompt's logprobs, for all choices of the prompt."""
+
+    repeated: CompletionLogprobs | None = None
+    """Of the prompt that each choice repeats (`echo`); None if it does not, or without logprobs."""
+    field: PromptLogprobs | None = None
+    """Of the field `prompt_logprobs`; None if it was not requested."""
+    is_written: bool = False
+    """Whether they are written. Each choice brings them, and another attempt may bring them again."""

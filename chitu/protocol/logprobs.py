@@ -15,8 +15,6 @@ from chitu.errors import BadFrame
 
 MAX_LOGPROBS = 20
 """Largest number of most likely tokens that a request may ask for with each token."""
-MAX_PROMPT_LOGPROBS_BYTES = 16 << 20
-"""Largest logprobs of one prompt: they travel in one message to D, and in one to the router."""
 LEAST_NOISE = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-2, "fp8_e4m3": 1e-5}
 """Nats by which rounding moves some logprob of a few answers, by the dtype of K and V, at least: fp8 pages may come
 from float32."""
@@ -48,11 +46,6 @@ def logprob_limit(noise: float, *dtypes: str) -> float:
 
 def pack_logprobs(logprob: float, top: Iterable[tuple[int, float]] = ()) -> bytes:
     return _OWN.pack(logprob) + b"".join([_PAIR.pack(token, value) for token, value in top])
-
-
-def prompt_logprobs_bytes(num_tokens: int, count: int) -> int:
-    """Return the size of the logprobs of all prompt tokens except the first, each with `count` most likely ones."""
-    return (num_tokens - 1) * (_OWN.size + count * _PAIR.size)
 
 
 def prompt_lines(num_tokens: int, data: bytes) -> list[bytes | None]:

@@ -205,16 +205,20 @@ class Generation:
         """All tokens received so far, as a new array."""
         return self.taken + array("i", self.tokens)
 
-    def take(self) -> list[int]:
-        """Return the tokens received since the last call."""
+    def take(self, most: int | None = None) -> list[int]:
+        """Return the tokens received since the last call, `most` of them or all."""
         taken, self.tokens = self.tokens, []
+        if most is not None and len(taken) > most:
+            taken, self.tokens = taken[:most], taken[most:]
         self.num_taken += len(taken)
         self.taken.extend(taken)
         return taken
 
-    def take_logprobs(self) -> list[bytes]:
-        """Return the logprobs received since the last call, one per token."""
+    def take_logprobs(self, most: int | None = None) -> list[bytes]:
+        """Return the logprobs received since the last call, one per token, `most` of them or all."""
         taken, self.logprobs = self.logprobs, []
+        if most is not None and len(taken) > most:
+            taken, self.logprobs = taken[:most], taken[most:]
         if self.kept_logprobs is not None:
             self.kept_logprobs += taken
         return taken

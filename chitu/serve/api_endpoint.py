@@ -148,11 +148,13 @@ class ApiEndpoint:
         self._traces.write(instance_name(message.role, message.engine_rank), message.lines, message.num_dropped)
 
     def tick(self) -> None:
-        """Time out requests. Call every `TICK_S`; how late the call comes is how long a token may wait here."""
+        """Time out requests and keep silent streams alive. Call every `TICK_S`; how late the call comes is how long a
+        token may wait here."""
         now_s = self._clock.monotonic()
         self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
         self.router.tick()
+        self._routes.tick()
         if self._kept is not None:
             self._kept.tick()
 

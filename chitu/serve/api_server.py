@@ -76,7 +76,7 @@ class RouterProcess:
             return self._cluster
 
         self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets)
-        limits = HTTPLimits(max_total_body_bytes=config.max_total_body_bytes)
+        limits = HTTPLimits.of(config)
         headers = [("x-chitu-worker", "0")] if is_several else []
         self._http = HTTPServer(self._api.app, mine, headers, limits)
         whole = with_router_ports(whole, self.port_table())

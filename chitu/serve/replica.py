@@ -172,7 +172,7 @@ class ReplicaProcess:
         topology = with_router_ports(with_share(topology, index), {"token_port": token_port})
         me = (index, self._incarnation)
         self._api = ApiEndpoint(topology, model, context, cluster_of, me, secrets)
-        limits = HTTPLimits(max_total_body_bytes=topology.dp_config.router.max_total_body_bytes)
+        limits = HTTPLimits.of(topology.dp_config.router)
         shared = socket.socket(fileno=descriptor)
         self._http = HTTPServer(self._api.app, shared, [("x-chitu-worker", str(index))], limits)
         self._own = Listener(self._loop, listen(HOST, 0, "an API process"), self._http.adopt)

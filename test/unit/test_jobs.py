@@ -15,6 +15,7 @@ import pytest
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
+from chitu.http.answer_size import ENTRY_BYTES, MAX_ANSWER_BYTES
 from chitu.http.body_reader import BodyReader
 from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
@@ -23,8 +24,9 @@ from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
+from chitu.net.link import MAX_KEPT_BYTES
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_PROMPT_LOGPROBS_BYTES, pack_logprobs, unpack_i32
+from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, pack_logprobs, unpack_i32
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.testing.clock import FakeClock
 
@@ -170,16 +172,66 @@ def test_a_text_of_few_long_tokens_is_taken_however_many_bytes_it_has() -> None:
     assert world.model.tokenizer.exceeds(text, length // 2, bytes_per_token=1) is True
 
 
-def test_logprobs_of_a_prompt_have_a_bound_in_bytes() -> None:
-    most = (MAX_PROMPT_LOGPROBS_BYTES // (4 + 20 * 8)) + 1
-    world = World(max_len=2 * most)
-    asking: list[dict[str, Any]] = [{"prompt_logprobs": 20}, {"logprobs": 20, "echo": True}]
-    for fields in asking:
-        assert world.completion([5] * most, **fields).samplings[0].prompt_logprobs == 20
-        with pytest.raises(InvalidRequest) as caught:
-            world.completion([5] * (most + 1), **fields)
-        assert caught.value.param == next(iter(fields))
-        assert world.completion([5] * (most + 1), **{**fields, next(iter(fields)): 19})
+LARGE = 1 << 22
+"""A context in which only the bound on the answer is in the way."""
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "copies", "param"),
+    [
+        # each fits alone, and `copies` times as much of the first field does not
+        ("completion", {"prompt_logprobs": 20}, {"n": 128}, "n"),
+        ("completion", {"prompt_logprobs": 20}, {"n": 64, "best_of": 128}, "n"),
+        ("completion", {"prompt_logprobs": 20, "max_tokens": 40_000}, {"prompt": 44_300}, "prompt_logprobs"),
+        ("completion", {"prompt_logprobs": 20}, {"prompts": 30}, "prompt"),
+        ("completion", {"logprobs": 20, "echo": True}, {"n": 128}, "n"),
+        ("completion", {"logprobs": 20, "echo": True, "stream": True}, {"n": 128}, "n"),
+        ("completion", {"logprobs": 20, "echo": True}, {"prompt": 45_000}, "logprobs"),
+        ("completion", {"logprobs": 20, "max_tokens": 2000}, {"n": 128}, "n"),
+        ("completion", {"logprobs": 0, "max_tokens": 10_000, "stream": True}, {"n": 128}, "n"),
+        ("completion", {"max_tokens": 10_000}, {"n": 1, "best_of": 128}, "best_of"),
+        ("completion", {"logprobs": 20, "max_tokens": 2000}, {"prompts": 64}, "prompt"),
+        ("completion", {"logprobs": 20}, {"max_tokens": 45_000}, "logprobs"),
+        ("completion", {"echo": True}, {"n": 128, "prompt": "long " * 200_000}, "n"),
+        ("completion", {"return_token_ids": True, "max_tokens": 50_000}, {"n": 128}, "n"),
+        ("completion", {"max_tokens": 150_000}, {"n": 128}, "n"),
+        ("chat", {"logprobs": True, "top_logprobs": 20, "max_tokens": 2000}, {"n": 128}, "n"),
+        ("chat", {"logprobs": True, "top_logprobs": 20}, {"max_completion_tokens": 45_000}, "top_logprobs"),
+        ("chat", {"logprobs": True, "max_tokens": None}, {"n": 8}, "n"),
+        ("chat", {"prompt_logprobs": 20}, {"text": "a b c d " * 20_000}, "prompt_logprobs"),
+    ],
+)
+def test_what_an_answer_may_become_is_bounded_and_the_refusal_names_the_fields(
+    route: BodyRoute, fields: dict[str, Any], copies: dict[str, Any], param: str
+) -> None:
+    world = World(max_len=LARGE)
+
+    def read(more: dict[str, Any]) -> Job:
+        body = {"model": "m", "max_tokens": 1, **fields, **more}
+        given, text = body.pop("prompt", 1900), body.pop("text", "a")
+        prompt = given if isinstance(given, str) else [5] * given
+        source = [{"role": "user", "content": text}] if route == "chat" else [prompt] * body.pop("prompts", 1)
+        body["messages" if route == "chat" else "prompt"] = source
+        return world.job(route, json.dumps(body).encode())
+
+    assert read({}).prompts
+    with pytest.raises(InvalidRequest, match=str(f"{MAX_ANSWER_BYTES:,}")) as refused:
+        read(copies)
+    assert refused.value.param == param
+    assert f"({param})" in refused.value.message
+
+
+def test_a_single_choice_is_never_refused_for_tokens_that_it_did_not_ask_for() -> None:
+    world = World(max_len=LARGE)
+    for fields in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20}):
+        [sampling] = world.chat("a", max_tokens=None, **fields).samplings
+        assert 40_000 < sampling.max_tokens < LARGE or not fields
+        assert world.chat("a", max_tokens=sampling.max_tokens, **fields).samplings[0].max_tokens == sampling.max_tokens
+
+
+def test_the_logprobs_of_prompts_leave_room_on_a_link() -> None:
+    """They wait there until the router has them, as what else was sent does."""
+    assert 8 * MAX_ANSWER_BYTES * len(pack_logprobs(0.0, [(0, 0.0)] * 20)) < 21 * ENTRY_BYTES * MAX_KEPT_BYTES
 
 
 def test_checksums_of_pages_come_with_the_proof_alone() -> None:
@@ -448,10 +500,11 @@ def test_text_offsets_of_a_prompt_that_is_repeated_are_places_in_its_text(prompt
     routes = GenerationRoutes(world.model, router, none, RouterConfig(), FakeClock(), lambda scope: "", none)
     job = world.completion(prompt, echo=True, logprobs=0, **more)
     [own], [sampling] = job.prompts, job.samplings
-    choice = routes.choice_of(job, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own)
+    of_prompt = routes._prompt_answer(own, job.options)
+    choice = routes.choice_of(job, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own, of_prompt)
     asyncio.run(routes._write_prompt(choice, pack_logprobs(-1.0) * (own.num_tokens - 1), job.options))
     assert choice.logprobs is not None
-    shown = json.loads(choice.logprobs.take())
+    shown = json.loads(b"".join(choice.logprobs.pieces(of_prompt)))
     num_added = own.num_tokens - len(world.model.tokenizer.encode(prompt, add_special_tokens=False))
     assert own.echo == prompt and shown["text_offset"][:num_added] == [0] * num_added
     for token, at in zip(shown["tokens"][num_added:], shown["text_offset"][num_added:], strict=True):

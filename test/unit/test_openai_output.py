@@ -88,7 +88,7 @@ def test_events_are_json_whatever_the_text(text: str) -> None:
             assert event.startswith(b"data: ") and event.endswith(b"\n\n")
             body = json.loads(event[6:])
             assert body["model"] == 'm"odel' and "usage" in body
-        body = json.loads(form.full([FinishedChoice(text, "stop", None)], UsageCount(1, 2, 0)))
+        body = json.loads(b"".join(form.full([FinishedChoice(text, "stop", None)], UsageCount(1, 2, 0))))
         choice = body["choices"][0]
         assert (choice["text"] if make is CompletionFormat else choice["message"]["content"]) == text
         counts: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}

@@ -181,14 +181,14 @@ def test_every_form_of_an_answer_has_it_whole_or_streamed() -> None:
     told, usage = json.loads(msgspec.json.encode(made)), UsageCount(3, 1, 0)
     for make in (CompletionFormat, ChatFormat):
         form = make("id", 1, "m", False)
-        assert json.loads(form.full([FinishedChoice("a", "stop", None)], usage, made))["chitu"] == told
+        assert json.loads(b"".join(form.full([FinishedChoice("a", "stop", None)], usage, made)))["chitu"] == told
         event = json.loads(form.usage(None, made).removeprefix(b"data: "))
         assert (event["choices"], event["chitu"], "usage" in event) == ([], told, False)
         event = json.loads(form.usage(usage, made).removeprefix(b"data: "))
         assert (event["choices"], event["chitu"], event["usage"]["total_tokens"]) == ([], told, 4)
-        assert "chitu" not in json.loads(form.full([FinishedChoice("a", "stop", None)], usage))
+        assert "chitu" not in json.loads(b"".join(form.full([FinishedChoice("a", "stop", None)], usage)))
     response = ResponsesFormat("id", 1, "m", {})
-    assert json.loads(response.full([FinishedChoice("a", "stop", None)], usage, made))["chitu"] == told
+    assert json.loads(b"".join(response.full([FinishedChoice("a", "stop", None)], usage, made)))["chitu"] == told
     streamed = ResponsesFormat("id", 1, "m", {})
     streamed.last(0, "a", "stop", None)
     completed = json.loads(streamed.usage(usage, made).rsplit(b"data: ", 1)[1])

@@ -157,7 +157,7 @@ def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | Messag
     if status == "completed":
         assert all(item["status"] == "completed" for item in items.values())
     # Not streamed: the same content, with one item of each kind unless the kinds alternate.
-    answer = json.loads(form().full([FinishedChoice(joined(placed), reason, None)], USAGE))
+    answer = json.loads(b"".join(form().full([FinishedChoice(joined(placed), reason, None)], USAGE)))
     assert answer["status"] == status and answer["usage"] == last["usage"]
     assert set(answer) == set(last)
 

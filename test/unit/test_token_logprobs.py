@@ -19,7 +19,7 @@ from chitu.http.token_logprobs import (
     chat_texts,
     completion_texts,
 )
-from chitu.protocol import pack_logprobs, prompt_lines, prompt_logprobs_bytes, unpack_logprobs
+from chitu.protocol import pack_logprobs, prompt_lines, unpack_logprobs
 
 
 def bytes_of(token: int) -> bytes | None:
@@ -120,7 +120,6 @@ def test_the_lines_of_a_prompt_are_as_many_as_its_tokens_but_one() -> None:
     assert prompt_lines(1, b"") == [None]
     lines = packed([5, 6, 7])
     assert prompt_lines(4, b"".join(lines)) == [None, *lines]
-    assert len(b"".join(lines)) == prompt_logprobs_bytes(4, 2)
     for num_tokens, data in ((4, b"".join(lines)[:-1]), (1, lines[0])):
         with pytest.raises(BadFrame):
             prompt_lines(num_tokens, data)

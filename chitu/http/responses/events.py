@@ -6,6 +6,7 @@ of its own. The last event is the whole answer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -47,10 +48,11 @@ class ResponsesFormat:
 
     # ----------------------------------------------------------------------------------------------------- not streamed
 
-    def full(self, choices: list[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> bytes:
-        self._take(choices[0].text)
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        (choice,) = choices
+        self._take(choice.text)
         self._add_proof(proof)
-        return _json(self._ended(choices[0].finish_reason, usage))
+        yield _json(self._ended(choice.finish_reason, usage))
 
     # --------------------------------------------------------------------------------------------------------- streamed
 
