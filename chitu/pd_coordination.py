@@ -15,6 +15,7 @@ join or a heartbeat does not depend on the number of members.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -152,15 +153,17 @@ class PDCoordination:
         self._events.on_heartbeat(heartbeat)
         return True
 
-    def tick(self) -> None:
-        """End the leases that ran out. Call it at least every `MAX_TICK_GAP_S`."""
+    def tick(self, read_until_s: float = math.inf) -> None:
+        """End the leases that ran out before `read_until_s`, the time until which the heartbeats that arrived were
+        read: a router that is behind with them blames no instance. Call it at least every `MAX_TICK_GAP_S`."""
         now_s = self._clock.monotonic()
         stall_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if stall_s > MAX_TICK_GAP_S:
             log.warning("the router was suspended for %.1f s; leases are extended by that time", stall_s)
             for member in self._members.values():
                 member.lease_end_s += stall_s
-        for member in [m for m in self._members.values() if m.lease_end_s <= now_s]:
+        read_until_s = min(now_s, read_until_s)
+        for member in [m for m in self._members.values() if m.lease_end_s <= read_until_s]:
             self._metrics.expired_leases[member.info.name] += 1
             self._remove(member, f"no heartbeat for {self._deadlines.lease_s:g} s")
         if self._ended and self._ended[0][0] <= now_s:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -46,13 +47,26 @@ class FrameReader:
         self._on_message = on_message
         self._fd = int(socket.getsockopt(zmq.FD))
         self._closed = False
+        self._emptied_s = time.monotonic()
+        self._is_due = False
+        """Whether the next turn reads on. Several reads in one turn would keep the loop for as many times as long."""
         self.bad_messages = 0
-        loop.add_reader(self._fd, self._drain)
-        loop.call_soon(self._drain)
+        loop.add_reader(self._fd, self._on_ready)
+        self.poke()
 
     def poke(self) -> None:
         """Check the socket again after a send on it: the send may have swallowed the wake-up."""
-        self._loop.call_soon(self._drain)
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._read_on)
+
+    def read_until_s(self) -> float:
+        """Return the time (of the monotonic clock) until which all that arrived has been handled."""
+        if not int(self._socket.getsockopt(_EVENTS)) & _POLLIN:
+            self._emptied_s = time.monotonic()
+        else:
+            self.poke()
+        return self._emptied_s
 
     def close(self) -> None:
         if not self._closed:
@@ -60,19 +74,27 @@ class FrameReader:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
 
+    def _on_ready(self) -> None:
+        if not self._is_due:
+            self._drain()
+
+    def _read_on(self) -> None:
+        self._is_due = False
+        self._drain()
+
     def _drain(self) -> None:
         if self._closed:
             return
-        receive, time = self._socket.recv_multipart, self._loop.time
-        end_s = time() + MAX_TURN_S
+        receive, clock = self._socket.recv_multipart, time.monotonic
+        end_s = clock() + MAX_TURN_S
         try:
             for _ in range(MAX_MESSAGES_PER_TURN):
                 self._take(receive(zmq.NOBLOCK))
-                if time() >= end_s:
+                if clock() >= end_s:
                     break
-            self._loop.call_soon(self._drain)
+            self.poke()
         except zmq.Again:
-            pass
+            self._emptied_s = clock()
 
     def _take(self, frames: list[bytes]) -> None:
         try:
@@ -99,7 +121,7 @@ class BulkReader(FrameReader):
                 if number < FEW_MESSAGES and not int(socket.getsockopt(_EVENTS)) & _POLLIN:
                     break
             else:
-                self._loop.call_soon(self._drain)
+                self.poke()
         except zmq.Again:
             pass
         if frames:

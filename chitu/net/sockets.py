@@ -34,6 +34,9 @@ SEND_HIGH_WATER_MARK = 100_000
 HANDSHAKE_MS = 3_000
 """A connection that has not proved by then that it speaks ZMTP (with a cluster key: that it has the key) is closed;
 until then it takes a descriptor."""
+BACKLOG = 4096
+"""Connections that a port has not accepted yet: all instances of a large cluster may come at once. With libzmq's 100,
+most would come a second or more later."""
 LINGER_MS = 200
 """How long the queued messages of a `PushSocket` may still leave when it closes."""
 MAX_FRAME_BYTES = 64 << 20
@@ -75,6 +78,7 @@ def bind(
 ) -> tuple[zmq.Socket[bytes], int]:
     """Bind a socket; port 0 lets the OS pick. Return it with its port. Raises zmq.ZMQError if the port is taken."""
     socket = _open(context, kind)
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
     if is_secret(context):

@@ -133,11 +133,11 @@ class Membership:
 
     def tick(self) -> None:
         """Check the leases, and repeat the number of the view when it is due."""
-        self.coordination.tick()
+        if self._readers and not self._pub.closed:
+            self.coordination.tick(self._readers["stats"].read_until_s())
+            self._readers["metadata_sync"].poke()  # what was published may have swallowed a wake-up
         if self._clock.monotonic() >= self._next_beat_s:
             self._publish()
-        if self._readers:
-            self._readers["metadata_sync"].poke()  # what was published may have swallowed a wake-up
 
     def metrics(self) -> CoordinationMetrics:
         """Return the core's metrics, with the counts of messages that could not be decoded."""

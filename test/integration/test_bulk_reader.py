@@ -9,7 +9,7 @@ import pytest
 import uvloop
 import zmq
 
-from chitu.net.aio import MAX_MESSAGES_PER_TURN, BulkReader
+from chitu.net.aio import MAX_MESSAGES_PER_TURN, BulkReader, FrameReader
 
 BURSTS = (1, 1, 2, 1, 3, 1, 5, 2, 40, 1, 2, 3, MAX_MESSAGES_PER_TURN, 1, 3 * MAX_MESSAGES_PER_TURN + 1, 1)
 WAIT_S = 20.0
@@ -58,3 +58,36 @@ def test_no_message_waits_for_one_behind_it(seed: int) -> None:
     uvloop.run(scenario())
     assert got == list(range(sum(BURSTS)))
     assert max(calls) <= MAX_MESSAGES_PER_TURN
+
+
+def test_a_reader_reads_once_a_turn_however_often_it_is_woken() -> None:
+    """Otherwise the readers that it starts anew multiply, and one turn of the loop takes as many times as long."""
+    count = 20 * MAX_MESSAGES_PER_TURN
+    by_turn: dict[int, int] = {}
+
+    async def scenario() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket in (pull, push):
+            socket.set_hwm(0)
+        port = pull.bind_to_random_port("tcp://127.0.0.1")
+        push.connect(f"tcp://127.0.0.1:{port}")
+        loop, turn = asyncio.get_running_loop(), 0
+
+        def on_message(frames: list[bytes]) -> None:
+            by_turn[turn] = by_turn.get(turn, 0) + 1
+
+        for _ in range(count):
+            push.send(b"a message")
+        reader = FrameReader(loop, pull, on_message)
+        async with asyncio.timeout(WAIT_S):
+            while sum(by_turn.values()) < count:
+                for _ in range(10):
+                    reader.poke()
+                await asyncio.sleep(0)
+                turn += 1
+        reader.close()
+        context.destroy(linger=0)
+
+    uvloop.run(scenario())
+    assert max(by_turn.values()) <= MAX_MESSAGES_PER_TURN

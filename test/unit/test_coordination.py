@@ -153,6 +153,18 @@ def test_ages_lost_leases_and_deaths_are_counted_by_instance() -> None:
     assert (metrics.expired_leases, metrics.deaths, metrics.ages_s) == ({"P0": 1}, {"P0": 1}, {})
 
 
+def test_heartbeats_that_the_router_has_not_read_yet_are_no_silence() -> None:
+    world = World()
+    world.join(info())
+    read_until_s = world.clock.monotonic()
+    for _ in range(100):
+        world.clock.advance(0.05)
+        world.core.tick(read_until_s + 2.9)
+    assert world.members, "its lease had not ended by the time of the newest heartbeat that was read"
+    world.core.tick(read_until_s + 3.1)
+    assert not world.members
+
+
 def test_a_stall_of_the_router_is_not_the_instances_silence() -> None:
     world = World()
     world.join(info())
