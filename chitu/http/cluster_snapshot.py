@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -13,6 +15,7 @@ from chitu.config.devices import is_gpu
 from chitu.config.schema import Topology
 from chitu.config.topology import instances, is_loopback
 from chitu.http.cluster_source import ClusterSource, RouterRecord
+from chitu.http.pieces import joined
 from chitu.http.served_model import ServedModel
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
@@ -20,6 +23,9 @@ from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceS
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role, instance_name
 
+PIECE_INSTANCES = 100
+"""Instances in one piece of a snapshot."""
+NO_INSTANCES = b'"instances":[]'
 Change = tuple[object, int]
 """Version of what a reader sees of the cluster. Between two equal values nothing happened except heartbeats."""
 
@@ -55,7 +61,7 @@ class SnapshotSource:
         """Newest snapshot of streams, by tenant; as many as there are API keys, at most."""
         self._recent = RouterRecord(())
         self._recent_at_s = -math.inf
-        self._asking = asyncio.Lock()
+        self._asking, self._encoding = asyncio.Lock(), asyncio.Lock()
         self.is_closed = False
         """Whether the process is ending, so that streams end too."""
 
@@ -65,15 +71,17 @@ class SnapshotSource:
 
     async def fresh(self, tenant: str | None) -> bytes:
         """Return JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
-        return msgspec.json.encode(self._snapshot(await self._cluster.record(), tenant))
+        return await self._encoded(await self._cluster.record(), tenant)
 
     async def shared(self, tenant: str | None) -> tuple[bytes, Change]:
         """Return JSON of a snapshot that is at most `MIN_AGE_S` old, and the `Change` that it includes."""
         record = await self._recent_record()
-        shared = self._shared.get(tenant)
-        if shared is None or shared.record is not record:
-            encoded = msgspec.json.encode(self._snapshot(record, tenant))
-            shared = self._shared[tenant] = _Shared(record, encoded, self._change(record, tenant))
+        async with self._encoding:  # one reader encodes for all
+            shared = self._shared.get(tenant)
+            if shared is None or shared.record is not record:
+                change = self._change(record, tenant)
+                encoded = await self._encoded(record, tenant)
+                shared = self._shared[tenant] = _Shared(record, encoded, change)
         return shared.encoded, shared.change
 
     async def change(self, tenant: str | None) -> Change:
@@ -94,7 +102,22 @@ class SnapshotSource:
             version = tuple((request.room, request.state) for request in _requests(record, tenant))
         return version, self._cluster.view.version
 
+    async def _encoded(self, record: RouterRecord, tenant: str | None) -> bytes:
+        """Return the snapshot's JSON. Between two pieces of it the loop is free."""
+        return b"".join([part async for part in joined(self._pieces(record, tenant))])
+
+    def _pieces(self, record: RouterRecord, tenant: str | None) -> Iterator[bytes]:
+        """Yield the snapshot's JSON; only its list of instances has the size of the cluster."""
+        head, _, tail = msgspec.json.encode(self._snapshot(record, tenant)).partition(NO_INSTANCES)
+        yield head + NO_INSTANCES[:-1]
+        rest, comma = self._instances(), b""
+        while part := list(islice(rest, PIECE_INSTANCES)):
+            yield comma + msgspec.json.encode(part)[1:-1]
+            comma = b","
+        yield b"]" + tail
+
     def _snapshot(self, record: RouterRecord, tenant: str | None) -> ClusterSnapshot:
+        """Return the snapshot without its instances."""
         limits = self._model.limits(self._router.candidates)
         return ClusterSnapshot(
             model=self._model.name,
@@ -105,19 +128,22 @@ class SnapshotSource:
             time_s=self._clock.monotonic(),
             router_incarnation=str(self._cluster.view.router_incarnation),
             in_flight=record.in_flight,
-            instances=self.instances(),
+            instances=(),
             requests=_requests(record, tenant),
             workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers),
         )
 
     def instances(self) -> tuple[InstanceSnapshot, ...]:
         """Return the instances of the topology, and those that joined beyond it."""
+        return tuple(self._instances())
+
+    def _instances(self) -> Iterator[InstanceSnapshot]:
         members = {(info.role, info.engine_rank): info for info in self._cluster.view.instances}
         loads = self._cluster.loads()
         hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
         order = {role: position for position, role in enumerate(Role)}
         keys = sorted(hosts.keys() | members.keys(), key=lambda key: (order[key[0]], key[1]))
-        return tuple(_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
+        return (_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
 
 
 def transport_in_use(topology: Topology, view: ClusterView) -> str:

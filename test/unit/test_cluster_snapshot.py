@@ -13,7 +13,7 @@ from router_world import pair, two_pairs
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import TooManyRequests
-from chitu.http.cluster_snapshot import SnapshotSource, transport_in_use
+from chitu.http.cluster_snapshot import PIECE_INSTANCES, SnapshotSource, transport_in_use
 from chitu.http.cluster_source import RouterRecord, WorkerReport, report_of
 from chitu.http.web_routes import MAX_WATCHERS, Watchers
 from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, TransferSums, encode
@@ -150,3 +150,25 @@ def test_streams_of_one_client_leave_room_for_those_of_others() -> None:
         watchers.require_room(b"greedy")
 
     asyncio.run(main())
+
+
+def test_the_snapshot_of_a_large_cluster_leaves_the_loop_free_and_has_every_instance_in_order() -> None:
+    cluster, turns = Cluster("a"), 0
+    names = {**{f"P{rank}": "127.0.0.1" for rank in range(300)}, **{f"D{rank}": "127.0.0.1" for rank in range(300)}}
+    cluster.view = view(**names)
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def read() -> bytes:
+        counting = asyncio.create_task(count_turns())
+        encoded = await source_of(cluster, FakeClock()).fresh(None)
+        counting.cancel()
+        return encoded
+
+    shown = msgspec.json.decode(asyncio.run(read()), type=ClusterSnapshot)
+    assert [instance.name for instance in shown.instances] == list(names)
+    assert (len(shown.requests), turns >= len(names) / PIECE_INSTANCES) == (4, True)
