@@ -23,7 +23,8 @@ from pd_node import mixed
 from pd_world import Frame
 
 from chitu.errors import ChituError
-from chitu.protocol import RequestPortMessage
+from chitu.net.view_feed import ViewSender
+from chitu.protocol import ClusterView, LostInstance, RequestPortMessage
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
@@ -58,7 +59,7 @@ class Cluster(ABC):
         """Messages from instances to the router, in order; they wait while it is away."""
         self.is_router_alive = True
         self.router_incarnation = FIRST_ROUTER
-        self.view_version = 0
+        self._sender = ViewSender(FIRST_ROUTER)
         self.told_dead: tuple[int, ...] = ()
         """Deaths that launchers reported to the current router."""
         self._incarnations = 0
@@ -149,10 +150,33 @@ class Cluster(ABC):
         self.publish()
         return self.processes[-1]
 
+    def show(self, view: ClusterView) -> None:
+        """Send the view to every process that hears it, as the router does: as changes, and whole to one that connects
+        to a new router, or missed a change while it was frozen or deaf."""
+        if self._sender.view.router_incarnation != view.router_incarnation:
+            self._sender = ViewSender(view.router_incarnation)
+        sender, known = self._sender, {(i.role, i.engine_rank): i for i in self._sender.view.instances}
+        for info in view.instances:
+            if known.pop((info.role, info.engine_rank), None) != info:
+                sender.put(info)
+        for info in known.values():
+            sender.remove(info, LostInstance(info.incarnation, "it left", False))
+        if new := [incarnation for incarnation in view.dead if incarnation not in sender.view.dead]:
+            sender.note_dead(new)
+        change = sender.next_change()
+        for process in self.processes:
+            if process.is_frozen or process.is_deaf:
+                continue
+            is_connecting = process.feed.view.router_incarnation != view.router_incarnation
+            is_current = process.feed.take(change)
+            if is_connecting or process.feed.should_ask(self.clock.monotonic()):
+                is_current = process.feed.take(sender.view)
+            if is_current:
+                process.on_view(process.feed.view)
+
     def tell_deaths(self) -> None:
         if self.is_router_alive and self.told_dead != tuple(sorted(self._dead_pids)):
             self.told_dead = tuple(sorted(self._dead_pids))
-            self.view_version += 1
 
     # ------------------------------------------------------------------------------------------ time and the network
 

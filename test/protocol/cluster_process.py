@@ -42,6 +42,7 @@ from chitu.kv_transfer.sender.transfer_queue import TransferJob
 from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.process_deaths import pid_namespace
+from chitu.net.view_feed import ViewReceiver
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
 from chitu.protocol.sequence_states import AT_PEER_STATES, SequenceState
@@ -186,6 +187,7 @@ class Process:
         self.start_ticks = world.num_started
         self.first_view = (0, 0)
         """First view in which it saw itself: router, version."""
+        self.feed = ViewReceiver(world.clock.monotonic())
         self.routers: set[int] = set()
         """Routers whose views it received."""
         self.port = 1000 + self.incarnation

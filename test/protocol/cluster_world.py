@@ -151,15 +151,11 @@ class ClusterWorld(Cluster):
                 if request.decode in set(self._members) - set(members):
                     self.end(request, "decode_lost")
             self._members = members
-            self.view_version += 1
         for request in self.requests.values():
             if now_s - request.asked_s > REQUEST_TIMEOUT_S:
                 self.end(request, "request_timeout")
         members_info = tuple(p.info for p in present)
-        view = ClusterView(self.router_incarnation, self.view_version, members_info, dead=self.told_dead)
-        for process in self.processes:
-            if not process.is_frozen and not process.is_deaf:
-                process.on_view(view)
+        self.show(ClusterView(self.router_incarnation, 0, members_info, dead=self.told_dead))
 
     # ------------------------------------------------------------------------------------------- instances -> router
 

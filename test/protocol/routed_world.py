@@ -198,22 +198,20 @@ class RoutedWorld(Cluster):
             lost = [info for incarnation, info in self.known.items() if incarnation not in present]
             new = [info for incarnation, info in present.items() if incarnation not in self.known]
             self.known = present
-            self.view_version += 1
             for info in new:
                 self.router.on_joined(info)
             self.router.on_view(self._view())
             for info in lost:
                 self.router.on_lost(info, "silent", has_died=False)
         self.router.tick()
+        self.show(self._view())
         for process in self.processes:
-            if not process.is_frozen and not process.is_deaf:
-                process.on_view(self._view())
             if not process.is_frozen and now_s >= self._reading(process).due_s:
                 self._beat(process)
 
     def _view(self) -> ClusterView:
         members = tuple(self.known.values())
-        return ClusterView(self.router_incarnation, self.view_version, members, dead=self.told_dead)
+        return ClusterView(self.router_incarnation, 0, members, dead=self.told_dead)
 
     # ------------------------------------------------------------------------------------------------------ the script
 
