@@ -43,8 +43,10 @@ PROBE_S = 0.2
 MORE = 40
 """Instances that join one by one when the others are there."""
 PAUSE_S = 0.03
-SETTLE_S = 0.3
-"""Time for the heartbeats that were sent already."""
+QUIET = 0.03
+"""Share of a core below which the router has read all heartbeats; it checks its leases still."""
+LEASE = "dp_config.router.pd_disaggregation.deadlines.lease_s=600"
+"""Stopped fakes stay members."""
 LAG = "chitu_router_loop_lag_seconds_bucket"
 
 
@@ -97,7 +99,7 @@ class Result:
 def measure(folder: Path, count: int, timeout_s: float, idle_s: float) -> Result:
     names = [f"{'PD'[k % 2]}{k // 2}" for k in range(count)]
     folder.mkdir()
-    with RouterUnderTest(folder, TINY_MODEL_DIR) as router:
+    with RouterUnderTest(folder, TINY_MODEL_DIR, [LEASE]) as router:
         pid = router.pid
         with Prober(router.ports["port"]) as prober:
             before_s, begin_s = cpu_seconds(pid), time.perf_counter()
@@ -111,8 +113,8 @@ def measure(folder: Path, count: int, timeout_s: float, idle_s: float) -> Result
             seconds, cpu_s = time.perf_counter() - begin_s, cpu_seconds(pid) - before_s
             health_s = prober.longest_s
         idle = _share(pid, idle_s)
-        _signal(router, signal.SIGSTOP)  # within the lease, so that their heartbeats are not counted
-        time.sleep(SETTLE_S)
+        _signal(router, signal.SIGSTOP)  # so that their heartbeats are not counted
+        wait_until(lambda: _share(pid, 0.3) < QUIET, timeout_s, "a router that has nothing to do")
         before_s = cpu_seconds(pid)
         _join_one_by_one(router.ports["coordination_port"], count)
         one_more_s = cpu_seconds(pid) - before_s
