@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from chitu.assets import TINY_MODEL_DIR
 from chitu.cli import main
 from chitu.config.load import load_topology
 from chitu.config.topology import host_names
@@ -97,7 +99,7 @@ def test_plan_with_machines_says_who_runs_where_and_how(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (tmp_path / "config.json").write_text("{}")
+    shutil.copytree(TINY_MODEL_DIR, tmp_path, dirs_exist_ok=True)
     assert main(["plan", NAME, "--hosts", "10.0.0.1,10.0.0.2", "--model", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[1:3]] == [["10.0.0.1", "router", "D0", "D1", "D2"], ["10.0.0.2", "P0", "P1"]]
