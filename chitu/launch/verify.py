@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "seeded": (True, {"temperature": 0.8}),
     CACHED: (False, {"cache_prompt": True}),
     FORCED: (False, {}),
-    LONG: (False, {"max_tokens": 3}),
+    LONG: (False, {"max_tokens": 2}),
 }
 """Kinds of requests: whether they are streamed, and their other options."""
 

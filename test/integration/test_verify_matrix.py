@@ -131,7 +131,7 @@ def test_a_page_that_arrives_as_another_is_found(world: World, plant: str, page:
 
 
 def test_one_byte_of_one_page_is_found(world: World) -> None:
-    report = world.verify(flip_byte_every=100)
+    report = world.verify(flip_byte_every=7)
     assert (report.verdict, report.guilty) == ("wrong", ["P0-D0"]), report
     assert report.pages and all(place.place.is_alone and place.place.num_pages == 1 for place in report.pages), report
 
