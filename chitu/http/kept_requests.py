@@ -98,6 +98,7 @@ class KeptRequests:
         self._routes = routes
         self._running = routes.running
         self._clock = clock
+        self._wall_minus_clock_s = time.time() - clock.monotonic()
         self._taken: list[TakenUp] = []
         self._looking: asyncio.Task[None] | None = None
         self._next_look_s = 0.0
@@ -217,7 +218,7 @@ class KeptRequests:
         now_s = self._clock.monotonic()
         if now_s < self._next_look_s or self._is_ending or self._looking is not None:
             return
-        self._drop_old(time.time())
+        self._drop_old(self._now_s())
         limits, layout = self._model.limits(self._router.candidates), self._model.layout
         if limits is not None and layout is not None and self._router.candidates.usable:
             self._next_look_s = now_s + LOOK_S
@@ -228,7 +229,7 @@ class KeptRequests:
     async def _look(self, layout: KVLayout) -> None:
         over, self._next_look_over = self._next_look_over, asyncio.Event()
         try:
-            found = await asyncio.to_thread(self._folder.found, time.time(), layout.model_hash, layout.dtype)
+            found = await asyncio.to_thread(self._folder.found, self._now_s(), layout.model_hash, layout.dtype)
             room = max(0, self._folder.config.max_requests - len(self._taken))
             has_all = len(found) <= room
             self._has_all = self._has_all and not found
@@ -342,6 +343,11 @@ class KeptRequests:
         for reader in each.readers:
             reader.error = each.error
             reader.wake()
+
+    def _now_s(self) -> float:
+        """Return the wall time by which requests are too old: that of this router's start and what has passed since. A
+        clock that jumps must not remove all of them unread."""
+        return self._wall_minus_clock_s + self._clock.monotonic()
 
     def _drop_old(self, now_s: float) -> None:
         for each in [each for each in self._taken if each.record.expires_s < now_s]:

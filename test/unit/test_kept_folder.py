@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 
 from chitu.config.schema import KeptRequestsConfig
-from chitu.errors import InvalidRequest, NoInstance, UnknownRequest
+from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
 from chitu.http.event_numbers import EventNumbers, events_read
 from chitu.http.kept_folder import KeptFolder, NotKept
 from chitu.http.kept_requests import LOOK_S, KeptRequests
@@ -260,3 +261,33 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     await kept.write_all(1.0)
     with pytest.raises(NoInstance, match="the next one has the kept requests"):
         await kept.find("another that it has written", "t")
+
+
+async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, clock = folder(tmp_path), FakeClock()
+    monkeypatch.setattr(time, "time", lambda: NOW_S)
+    layout = KVLayout("h", 2, 2, 16, 16, "float32", 100)
+    model = SimpleNamespace(layout=layout, limits=lambda candidates: ModelLimits(2, 100))
+    router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
+    routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
+
+    async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
+        raise Capacity("the body processes are busy")  # the file stays for the next look
+
+    bodies, none = SimpleNamespace(job_again=job_again), cast(Any, None)
+    kept = KeptRequests(of, model, router, bodies, routes, none, clock)  # type: ignore[arg-type]
+    of.write(record(expires_s=NOW_S + 10))
+    taken = cast(Any, SimpleNamespace(record=record(expires_s=NOW_S + 10), source=object(), readers=[]))
+    kept._taken.append(taken)
+
+    async def look() -> list[str]:
+        clock.advance(LOOK_S)
+        kept.tick()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+        return [name.rpartition(".")[2] for name in names(tmp_path)]
+
+    monkeypatch.setattr(time, "time", lambda: NOW_S + 10 * 86400)
+    assert await look() == ["request"] and kept._taken == [taken]
+    kept._taken.clear()  # dropping it needs a whole one
+    clock.advance(10)
+    assert await look() == [], "its time has passed"

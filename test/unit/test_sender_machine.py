@@ -10,7 +10,7 @@ from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.sender import events
-from chitu.kv_transfer.sender.machine import OPEN_STATES, SenderMachine
+from chitu.kv_transfer.sender.machine import OPEN_STATES, REPEAT_BYTES, SenderMachine
 from chitu.kv_transfer.sender.registration import DecodePeer
 from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk
 from chitu.kv_transfer.transports.transport import WriteError
@@ -259,3 +259,18 @@ def test_what_d_has_announced_is_of_no_other_room_while_it_may_be_written() -> N
     world.give("d_dead")
     world.machine.handle(events.FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is not None
+
+
+@pytest.mark.parametrize(("num_bytes", "num_sent"), [(100, 10), (4 * REPEAT_BYTES, 2)])
+def test_a_large_status_is_repeated_as_often_as_a_slow_link_can_carry_it(num_bytes: int, num_sent: int) -> None:
+    world = in_state(S.SUCCEEDED)
+    entry = world.machine.table.get(ROOM)
+    assert entry is not None
+    entry.data.computed.prompt_logprobs = bytes(num_bytes)
+    interval_s = KVManagerConfig(0, P, "p", 1, LAYOUT).deadlines.retry_interval_s
+    sent = []
+    for _ in range(10):
+        world.now_s += interval_s
+        effects = world.machine.handle(Tick(), world.now_s)
+        sent += [e for e in effects if isinstance(e, Send) and isinstance(e.message, TransferStatus)]
+    assert len(sent) == num_sent

@@ -69,6 +69,9 @@ _QUIET = frozenset({SenderState.WRITING, SenderState.TRANSFERRING})
 """States that require nothing on entry."""
 _ACKNOWLEDGED = frozenset({(SenderState.SUCCEEDED, KVPoll.Success), (SenderState.RELEASED, KVPoll.Failed)})
 """Status that D acknowledges in each state."""
+REPEAT_BYTES = 1 << 20
+"""Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
+not queue up behind each other on a slow link."""
 _REPORTED_AT_ONCE = frozenset({SenderState.STOPPING, SenderState.UNSETTLED, SenderState.FORGOTTEN})
 """States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
 
@@ -380,7 +383,9 @@ class SenderMachine:
 
     def _send_status(self, room: bytes, entry: SendEntry, peer: DecodePeer) -> None:
         record = entry.data
-        record.repeat_due_s = self._now_s + self._config.deadlines.retry_interval_s
+        logprobs = record.computed.prompt_logprobs
+        num_intervals = 1 + len(logprobs or b"") // REPEAT_BYTES
+        record.repeat_due_s = self._now_s + num_intervals * self._config.deadlines.retry_interval_s
         if record.error is not None:
             self._refuse(room, peer, record.error, entry.state in (SenderState.RELEASED, SenderState.FORGOTTEN))
             return
@@ -390,7 +395,7 @@ class SenderMachine:
             bytes_per_rank=record.bytes_per_rank,
             times=record.times,
             kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
-            prompt_logprobs=record.computed.prompt_logprobs,
+            prompt_logprobs=logprobs,
         )
         self._send(room, peer, status)
 
