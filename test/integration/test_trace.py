@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -291,24 +292,42 @@ def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path
         assert "attempt 1" in text and "attempt 2" in text and first.error in text
 
 
+@contextlib.contextmanager
+def hanging_file_system(folder: Path) -> Iterator[None]:
+    """Mount a FUSE file system that answers no call, as NFS without its server."""
+    libc, name = ctypes.CDLL(None, use_errno=True), os.fsencode(folder)
+    try:
+        connection = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        pytest.skip(f"no FUSE here: {error}")
+    try:
+        options = f"fd={connection},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}".encode()
+        if libc.mount(b"test", name, b"fuse", 0, options):
+            pytest.skip(f"this process may not mount: {os.strerror(ctypes.get_errno())}")
+        try:
+            yield
+        finally:
+            libc.umount2(name, 2)  # MNT_DETACH
+    finally:
+        os.close(connection)  # ends all calls with ENOTCONN
+
+
 def test_a_router_ends_while_the_file_system_of_its_traces_hangs(tmp_path: Path) -> None:
-    """A FIFO stands for it: a thread reads it for ever."""
-    file = tmp_path / "router.jsonl"
-    with forked_router(tmp_path, TINY_MODEL_DIR, (f"trace.dir={tmp_path}",)) as router:
-        with contextlib.suppress(FileNotFoundError):
-            file.unlink()
-        os.mkfifo(file)
-        with socket.create_connection(("127.0.0.1", router.ports["port"])) as client:
-            client.sendall(b"GET /trace/some HTTP/1.1\r\nHost: router\r\n\r\n")
-            writers: list[int] = []
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    with (
+        forked_router(tmp_path, TINY_MODEL_DIR, (f"trace.dir={traces}",)) as router,
+        hanging_file_system(traces),
+        socket.create_connection(("127.0.0.1", router.ports["port"])) as client,
+    ):
+        client.sendall(b"GET /trace/some HTTP/1.1\r\nHost: router\r\n\r\n")
+        threads = Path(f"/proc/{router.process.pid}/task")
+        wait_until(lambda: any("fuse" in text_of(each / "wchan") for each in threads.iterdir()), 30, "a hanging thread")
+        assert router.stop() == 0
 
-            def is_read() -> bool:
-                with contextlib.suppress(OSError):
-                    writers.append(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
-                return bool(writers)
 
-            wait_until(is_read, 30, "a reader")
-            try:
-                assert router.stop() == 0
-            finally:
-                os.close(writers[0])
+def text_of(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # of a thread that has ended
+        return ""
