@@ -37,7 +37,7 @@ ROOT_END = "-----END CERTIFICATE-----\n"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--random-requests", type=int, default=400, help="how many of test_random_requests.py: 1 to 2000")
+    parser.addoption("--by-hand", action="store_true", help="run the tests that are marked by_hand, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,8 +61,13 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # else libraries report as leaks what the collector did not look at
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run unit tests last. Their files are short, so two workers that take them file by file end together."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is run by hand. Run unit tests last: their files are short, so two workers that take them file by
+    file end together."""
+    by_hand = [item for item in items if item.get_closest_marker("by_hand")]
+    if by_hand and not config.option.by_hand:
+        config.hook.pytest_deselected(items=by_hand)
+        items[:] = [item for item in items if item not in set(by_hand)]
     items.sort(key=lambda item: item.path.parent.name == "unit")
 
 

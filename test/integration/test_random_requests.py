@@ -2,7 +2,7 @@
 that `transformers`' logits give: tokens, texts, calls, reasoning, finish reasons, logprobs and usage.
 
 CI runs the first 400. By hand, each further 400 meet another cluster:
-`.venv/bin/python -m pytest test/integration/test_random_requests.py --random-requests 2000`
+`.venv/bin/python -m pytest test/integration/test_random_requests.py --by-hand`
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_thinking_model(tmp_path_factory.mktemp("models") / "qwen3", **sizes)
 
 
-@pytest.fixture(scope="module", params=CLUSTERS)
+FIRST, *OTHERS = CLUSTERS
+
+
+@pytest.fixture(scope="module", params=[FIRST, *(pytest.param(other, marks=pytest.mark.by_hand) for other in OTHERS)])
 def name(request: pytest.FixtureRequest) -> str:
-    if list(CLUSTERS).index(request.param) * PER_CLUSTER >= request.config.getoption("--random-requests"):
-        pytest.skip("by hand: --random-requests 2000")
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def drawn(name: str, model: Path, request: pytest.FixtureRequest) -> list[Drawn]:
-    first = list(CLUSTERS).index(name) * PER_CLUSTER
-    end = min(first + PER_CLUSTER, request.config.getoption("--random-requests"))
-    return [request_of(number, VOCAB, Tokenizer.load(model).added_token_ids[CLOSE]) for number in range(first, end)]
+def drawn(name: str, model: Path) -> list[Drawn]:
+    first, end_of_thought = list(CLUSTERS).index(name) * PER_CLUSTER, Tokenizer.load(model).added_token_ids[CLOSE]
+    return [request_of(number, VOCAB, end_of_thought) for number in range(first, first + PER_CLUSTER)]
 
 
 @contextlib.contextmanager

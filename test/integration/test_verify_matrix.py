@@ -1,5 +1,6 @@
 """`chitu verify` on clusters of many kinds: 21 sound ones are right, and each planted damage is named, in each dtype of
-pages. By hand: `pytest -m slow test/integration/test_verify_matrix.py`; what CI has of it is in `test_verify.py`.
+pages. What CI has of it is in `test_verify.py`; by hand:
+`.venv/bin/python -m pytest test/integration/test_verify_matrix.py --by-hand`
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TWO_BY_TWO = tuple(f"{ROUTER}.{role}_schedulers=[{{port: 0}}, {{port: 0}}]" for 
 MOONCAKE = (f"{PD}.transport=mooncake", f"{PD}.mooncake_protocol=tcp")
 STAGED = (*MOONCAKE, f"{PD}.transfer=staged")
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.by_hand]
 
 
 def tp(prefill: int, decode: int) -> tuple[str, ...]:
