@@ -22,9 +22,10 @@ def append_events(
     if not generation.tokens and reason is None:
         return False
     logprobs = choice.logprobs
+    tokens = generation.take(most)
     if logprobs is not None:
-        logprobs.push(generation.take_logprobs(most))
-    deltas = decoder.feed(generation.take(most), reason)
+        logprobs.push(tokens, generation.take_logprobs(most))
+    deltas = decoder.feed(tokens, reason)
     if not deltas:
         return False
     with_ids, first = options.return_token_ids, len(events)
@@ -37,11 +38,11 @@ def append_events(
             events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
     ending = deltas.pop() if decoder.finish_reason is not None else None
     for delta in deltas:
-        numbers = None if logprobs is None else logprobs.of(delta.token_ids)
+        numbers = None if logprobs is None else logprobs.of(len(delta.token_ids))
         events.append(form.delta(index, delta.text, delta.token_ids if with_ids else None, numbers))
     if ending is not None and decoder.finish_reason is not None:
         ids = ending.token_ids if with_ids else None
-        numbers = b"null" if logprobs is None else logprobs.of(ending.token_ids)
+        numbers = b"null" if logprobs is None else logprobs.of(len(ending.token_ids))
         events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
     if sizes:
         # Opening events may precede the deltas.
@@ -59,17 +60,18 @@ def read_tokens(choice: Choice, most: int | None = None) -> bool:
     generation, decoder, logprobs = choice.generation, choice.decoder, choice.logprobs
     is_all = most is None or len(generation.tokens) <= most
     reason = generation.finish.reason if generation.finish is not None and is_all else None
+    tokens = generation.take(most)
     if logprobs is not None:
-        logprobs.push(generation.take_logprobs(most))
+        logprobs.push(tokens, generation.take_logprobs(most))
     if reason is not None and not decoder.num_tokens:
-        deltas = [decoder.whole(generation.take(), reason)]
-    elif generation.tokens or reason is not None:
-        deltas = decoder.feed(generation.take(most), reason)
+        deltas = [decoder.whole(tokens, reason)]
+    elif tokens or reason is not None:
+        deltas = decoder.feed(tokens, reason)
     else:
         return False
     for delta in deltas:
         choice.texts.append(delta.text)
         choice.token_ids += delta.token_ids
         if logprobs is not None:
-            logprobs.write(delta.token_ids)
+            logprobs.show(len(delta.token_ids))
     return decoder.finish_reason is not None

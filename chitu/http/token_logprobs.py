@@ -1,8 +1,8 @@
 """Logprobs of a choice in OpenAI's two forms. Pure; loop thread.
 
 Logprobs from D wait here until their text is sent, so a client gets both together. JSON is written token by token as
-text is sent, and leaves in pieces, so an answer with many tokens and candidates does not block the event loop at its
-end. A prompt's is written once, for all its choices (`PromptAnswer`).
+tokens arrive, since many may show no text for long, and leaves in pieces: so an answer with many tokens and candidates
+does not block the event loop at its end. A prompt's is written once, for all its choices (`PromptAnswer`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ def _joined(entries: Sequence[bytes]) -> Iterator[bytes]:
         yield b",".join(entries[start : start + ENTRIES_PER_PIECE])
 
 
+def _cut(entries: list[bytes], count: int) -> list[bytes]:
+    """Remove the first entries, and return them."""
+    taken = entries[:count]
+    del entries[:count]
+    return taken
+
+
 def _shown(data: bytes | None, token_id: int, prefix: str) -> str:
     """Return a token's text. For a part of a character, return its bytes as escapes."""
     if data is None:
@@ -67,48 +74,48 @@ def _number(logprob: float) -> bytes:
 
 
 class ChoiceLogprobs(abc.ABC):
-    """Logprobs of one choice: `push` received ones, `write` the tokens whose text is sent, `take` the JSON written."""
+    """Logprobs of one choice: `push` writes those of received tokens, `show` lets those out whose text is sent, `take`
+    returns their JSON."""
 
     def __init__(self) -> None:
-        self._waiting: list[bytes] = []
-        self._num_written = 0
-        """Entries of `_waiting` that are already written."""
+        self._waiting: list[float] = []
+        """Logprobs of tokens that are written and not shown."""
+        self._num_shown = 0
+        """Entries that are shown and not taken."""
         self._sum, self._count = 0.0, 0
-        """Sum and number of the logprobs of the answer's tokens written so far."""
+        """Sum and number of the logprobs of the answer's tokens shown so far."""
 
     @property
     def mean(self) -> float:
-        """Mean logprob of the answer's tokens written so far."""
+        """Mean logprob of the answer's tokens shown so far."""
         return self._sum / max(1, self._count)
 
-    def push(self, packed: list[bytes]) -> None:
-        """Add the logprobs of received tokens, in token order."""
-        del self._waiting[: self._num_written]
-        self._num_written = 0
-        self._waiting += packed
-
-    def write(self, token_ids: Sequence[int]) -> None:
-        """Write the next tokens of the choice. Raise Internal if their logprobs were not received."""
-        end = self._num_written + len(token_ids)
-        if end > len(self._waiting):
-            raise Internal("an instance sent tokens without the logprobs that were asked for")
-        for token_id, packed in zip(token_ids, self._waiting[self._num_written : end], strict=True):
-            own, top = unpack_logprobs(packed)
+    def push(self, token_ids: Sequence[int], packed: Sequence[bytes]) -> None:
+        """Write received tokens with their logprobs, in token order."""
+        for token_id, line in zip(token_ids, packed):  # noqa: B905 - `show` finds what is missing
+            own, top = unpack_logprobs(line)
             self._write(token_id, own, top)
-            self._sum += own
-            self._count += 1
-        self._num_written = end
+            self._waiting.append(own)
 
-    def of(self, token_ids: Sequence[int]) -> bytes:
-        """Write these tokens and take their JSON."""
-        self.write(token_ids)
+    def show(self, num_tokens: int) -> None:
+        """Let the next tokens out. Raise Internal if their logprobs were not received."""
+        if num_tokens > len(self._waiting):
+            raise Internal("an instance sent tokens without the logprobs that were asked for")
+        self._sum += sum(self._waiting[:num_tokens])
+        del self._waiting[:num_tokens]
+        self._count += num_tokens
+        self._num_shown += num_tokens
+
+    def of(self, num_tokens: int) -> bytes:
+        """Show the next tokens and take their JSON."""
+        self.show(num_tokens)
         return self.take()
 
     @abc.abstractmethod
     def _write(self, token_id: int, own: float, top: Sequence[tuple[int, float]]) -> None: ...
 
     def take(self) -> bytes:
-        """Return the object `logprobs` of the tokens written since the last call."""
+        """Return the object `logprobs` of the tokens shown since the last call."""
         return b"".join(self.pieces())
 
     @abc.abstractmethod
@@ -130,7 +137,8 @@ class ChatLogprobs(ChoiceLogprobs):
         self._content.append(self._entry(token_id, own) + b',"top_logprobs":[' + others + (b"}]}" if others else b"]}"))
 
     def pieces(self, prompt: PromptAnswer | None = None) -> Iterator[bytes]:
-        content, self._content = self._content, []
+        content = _cut(self._content, self._num_shown)
+        self._num_shown = 0
         yield b'{"content":['
         yield from _joined(content)
         yield b'],"refusal":null}'
@@ -178,7 +186,8 @@ class CompletionLogprobs(ChoiceLogprobs):
             self._offset += len(self._detokenizer.push((token_id,)))
 
     def pieces(self, prompt: PromptAnswer | None = None) -> Iterator[bytes]:
-        columns, self._columns = self._columns, ([], [], [], [])
+        columns = [_cut(column, self._num_shown) for column in self._columns]
+        self._num_shown = 0
         ahead = prompt.repeated._columns if prompt is not None and prompt.repeated is not None else ([], [], [], [])
         for head, before, column in zip(_COLUMNS, ahead, columns, strict=True):
             yield head

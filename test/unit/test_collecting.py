@@ -211,6 +211,29 @@ async def test_logprobs_of_many_tokens_that_come_at_once_are_written_in_turns(
     assert sum([len(each[key]) for each in entries if each]) == num_tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_tokens_without_text_are_written_as_they_come(stream: bool) -> None:
+    """They are all due with the last token."""
+    world = World(CompletionBody(stream=stream, logprobs=TOP), 0)
+    [choice] = world.running.choices
+    silent: Any = SimpleNamespace(push=lambda tokens: "", finish=lambda: "")
+    choice.decoder = ChoiceDecoder(silent, None, world.options, frozenset())
+    choice.generation.finish = None
+    task = asyncio.ensure_future(world.write())
+    for _ in range(100):
+        choice.generation.tokens.append(LETTER)
+        choice.generation.logprobs.append(pack_logprobs(-1.0, [(token, -1.0) for token in range(40, 40 + TOP)]))
+        world.running.wakeup.set()
+        while choice.generation.tokens:
+            await asyncio.sleep(0)
+    written = world.num_texts
+    assert not world.client.parts and written >= 100 * TOP
+    choice.generation.finish = Finish(b"", "length")
+    world.running.wakeup.set()
+    await task
+    assert world.num_texts == written and world.client.body.count(b"-1.0") >= 100
+
+
 async def test_a_streams_tokens_of_the_turn_in_which_its_request_fails_are_written() -> None:
     world = World(CompletionBody(stream=True, n=2), 3)
     for choice in world.running.choices:

@@ -54,11 +54,12 @@ def test_a_stream_has_the_logprobs_of_its_text_and_all_of_them(
     events: list[dict[str, Any]] = []
     pieces, at = [], 0
     for cut in cuts * 4:
-        logprobs.push(packed(tokens)[at : at + cut])
-        part, at = tokens[at : at + cut], at + cut
+        part = tokens[at : at + cut]
+        logprobs.push(part, packed(tokens)[at : at + cut])
+        at += cut
         for delta in shown.feed(part, "stop" if at >= len(tokens) else None):
             pieces.append(delta.text)
-            events.append(json.loads(logprobs.of(delta.token_ids)))
+            events.append(json.loads(logprobs.of(len(delta.token_ids))))
         if shown.finish_reason is not None:
             break
     num_tokens = shown.num_tokens
@@ -82,8 +83,8 @@ def test_a_part_of_a_character_is_shown_as_bytes_and_what_no_tokenizer_has_by_it
     tokens = [*"é".encode(), EOS, EOS + 1]
     one, other = completion(), chat()
     for form in (one, other):
-        form.push(packed(tokens))
-        form.write(tokens)
+        form.push(tokens, packed(tokens))
+        form.show(len(tokens))
     plain = json.loads(one.take())
     assert plain["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "<eos>", "token_id:257"]
     assert plain["top_logprobs"][0] == {"A": -0.25, "bytes:\\xc3": -1.0}
@@ -97,9 +98,9 @@ def test_a_part_of_a_character_is_shown_as_bytes_and_what_no_tokenizer_has_by_it
 
 def test_the_token_itself_is_among_the_candidates_of_a_completion_once() -> None:
     form = completion()
-    form.push([pack_logprobs(-3.0, [(65, -0.5), (66, -1.0)]), pack_logprobs(-1.0, [(65, -0.5), (66, -1.0)])])
-    form.push([pack_logprobs(float("-inf"))])
-    form.write([67, 66, 68])
+    form.push([67, 66], [pack_logprobs(-3.0, [(65, -0.5), (66, -1.0)]), pack_logprobs(-1.0, [(65, -0.5), (66, -1.0)])])
+    form.push([68], [pack_logprobs(float("-inf"))])
+    form.show(3)
     assert json.loads(form.take())["top_logprobs"] == [
         {"A": -0.5, "B": -1.0, "C": -3.0},
         {"A": -0.5, "B": -1.0},
@@ -109,9 +110,9 @@ def test_the_token_itself_is_among_the_candidates_of_a_completion_once() -> None
 
 def test_tokens_without_their_logprobs_are_an_error_and_no_shifted_answer() -> None:
     form = chat()
-    form.push(packed([65]))
+    form.push([65, 66], packed([65]))
     with pytest.raises(Internal):
-        form.write([65, 66])
+        form.show(2)
     with pytest.raises(BadFrame):
         unpack_logprobs(bytes(8))
 
