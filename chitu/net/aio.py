@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 256
 """Messages read before yielding to the event loop, so that a flood on one socket cannot starve the others."""
-MAX_TURN_S = 0.005
+MAX_TURN_S = 0.002
 """Time after which a `FrameReader` yields, since a message may cost much more than another: a join takes 0.3 ms."""
 FEW_MESSAGES = 2
 """Usual number of messages at a time. Up to this number the reader checks after each whether there are more, which
