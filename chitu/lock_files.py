@@ -27,7 +27,9 @@ def is_ours(file: BinaryIO, path: Path) -> bool:
     """Return whether `path` is still this file: others may have deleted it, and claimed a new one."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):  # ESTALE: another host deleted it, on NFS
+            raise
         return False
 
 

@@ -284,9 +284,9 @@ class PDSchedulerService:
             self._engine.executor.warmup()
         except ConfigError as error:
             self._problem = error
-            return
-        finally:
             self._is_warm.set()
+            return
+        self._is_warm.set()  # not behind any other error, which ends the process
         while not self._stop_step.is_set():
             if not self._scheduler.step():
                 self._wake.wait(IDLE_WAIT_S)

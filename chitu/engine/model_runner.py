@@ -219,8 +219,8 @@ class ModelRunner:
         return self._sample(logits_RV, sampled_slots, first_place)
 
     def _check_ends(self, chunks: list[PrefillChunk], ends: list[int], hidden_TD: torch.Tensor) -> None:
-        """Check the last row of chunks without logits: what is not finite in K or V of a row is so in all later rows.
-        Followers read no step, so the main rank alone checks."""
+        """Check the last row of chunks without logits: NaN in K or V of a row, or infinity in V, is so in all later
+        rows (infinity in K may get no weight). Followers read no step, so the main rank alone checks."""
         parts = zip(chunks, ends, strict=True)
         open_ends = [(chunk.slot, end) for chunk, end in parts if not chunk.sample and chunk.aux_slot < 0]
         if open_ends and self._model.is_main:

@@ -21,7 +21,7 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
         reason = "text"
     sampling = request.sampling
     if generation.is_checked:  # the cross-check's fields: no client asked for them
-        sampling = msgspec.structs.replace(sampling, logprobs=None, page_sums=False)
+        sampling = msgspec.structs.replace(sampling, logprobs=None, transfer_sums=False)
     pairs = [one.decode if one.prefill is None else f"{one.prefill}-{one.decode}" for one in generation.attempts()]
     return sealed(
         Receipt(

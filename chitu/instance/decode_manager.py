@@ -197,7 +197,7 @@ class DecodeManager:
                 sequence.prefill_rank,
                 sequence.prefill_incarnation,
                 known // self._cache.page_size,
-                sequence.sampling is not None and sequence.sampling.page_sums,
+                sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
             )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:

@@ -91,12 +91,11 @@ class PrefillManager:
         if sequence.keys is None:
             sequence.known_tokens = 0
             return
-        size = self._cache.page_size
-        keys = sequence.keys.upto((sequence.prompt_len - 1) // size, sequence.prompt)
-        count = sequence.known_tokens // size
-        if count and not self._holds(keys[count - 1]):
+        size, keys, prompt = self._cache.page_size, sequence.keys, sequence.prompt
+        most, count = (sequence.prompt_len - 1) // size, sequence.known_tokens // size
+        if count and not self._holds(keys.key_at(count - 1, prompt)):
             count = 0
-        while count < len(keys) and self._holds(keys[count]):
+        while count < most and self._holds(keys.key_at(count, prompt)):
             count += 1
         sequence.known_tokens = count * size
 

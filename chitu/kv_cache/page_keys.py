@@ -56,6 +56,15 @@ class PageKeys:
     def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
         """Return the keys of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are those of the
         sequence; since the last call they may only have grown."""
+        self._extend(num_pages, token_ids)
+        return self._keys[:num_pages]
+
+    def key_at(self, page: int, token_ids: bytes) -> bytes:
+        """Return the key of one full page, in constant time if it is known."""
+        self._extend(page + 1, token_ids)
+        return self._keys[page]
+
+    def _extend(self, num_pages: int, token_ids: bytes) -> None:
         keys, page_bytes = self._keys, self.page_size * TOKEN_BYTES
         key = keys[-1] if keys else self.root
         fresh = blake2b(digest_size=KEY_BYTES).copy  # a copy costs a third less than a new one
@@ -64,4 +73,3 @@ class PageKeys:
             hasher.update(key + token_ids[start : start + page_bytes])
             key = hasher.digest()
             keys.append(key)
-        return keys[:num_pages]

@@ -253,9 +253,10 @@ def _samples(file: Path, count: int) -> Iterator[bytes]:
 
 
 def weights_stamp(path: str | Path) -> tuple[tuple[object, ...], ...]:
-    """Return what changes if a weight file is replaced or written: name, inode, size and time of each."""
+    """Return what changes if a weight file is replaced or written: name, size and time of each. Some network
+    file systems give an untouched file another inode."""
     found = [(file.name, file.stat()) for file in weight_files(path)]
-    return tuple((name, status.st_ino, status.st_size, status.st_mtime_ns) for name, status in found)
+    return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
 
 def weights_digest(path: str | Path) -> bytes:

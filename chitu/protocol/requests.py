@@ -68,7 +68,9 @@ class SamplingParams(Wire, frozen=True):
     grammar: Grammar | None = None
     """What the emitted tokens must follow, those of another D included."""
     page_sums: bool = False
-    """Whether `Finish` brings checksums of its pages."""
+    """Whether `Finish` brings checksums of its pages, both those that it leaves and those that were moved."""
+    transfer_sums: bool = False
+    """Whether `Finish` brings checksums of the moved pages alone, which cost D no time of a step."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler

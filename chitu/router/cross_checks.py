@@ -1,9 +1,9 @@
 """Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check itself makes.
 
 Owned by `PDRequestRouter`, on the loop thread, which calls `sampled` when a request comes, `on_end` when it is over,
-and `tick` by the timer. Only `tick` starts new requests. One check runs at a time, with the lowest priority. If more
-than `WAITING` requests wait for one, the oldest is dropped. A checked request brings the logprobs of its first token,
-which its reader does not see.
+and `tick` by the timer. Only `tick` starts new requests. One check runs at a time, with the lowest priority, which is
+worth a time (ADR 41): in a longer queue checks have their turn, too. If more than `WAITING` requests wait for one, the
+oldest is dropped. A checked request brings the logprobs of its first token, which its reader does not see.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CrossChecks:
             return None
         if len(self._candidates().prefill) < 2:
             return None
-        sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS, page_sums=True)
+        sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS, transfer_sums=True)
         return msgspec.structs.replace(request, sampling=sampling)
 
     def on_end(self, generation: Generation) -> None:
@@ -99,7 +99,7 @@ class CrossChecks:
         """Start a computation. Return None if no P that may compute it takes requests."""
         others = {instance_key(instance) for instance in self._candidates().prefill} - {ask.prefill}
         sampling = SamplingParams(
-            max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True, page_sums=True
+            max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True, transfer_sums=True
         )
         request = GenerateRequest(
             f"cross-check of {self._checked_id}",

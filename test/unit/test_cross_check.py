@@ -223,7 +223,7 @@ def test_the_router_asks_another_p_and_names_the_guilty_one() -> None:
 def test_the_router_finds_pages_that_were_damaged_on_their_way() -> None:
     world, results = checking()
     _, room = world.add()
-    assert world.sent_to(room)["D0"].sampling.page_sums
+    assert world.sent_to(room)["D0"].sampling.transfer_sums
     moved = TransferSums(0, 1, bytes(16), bytes(8) + b"12345678")
     finish = Finish(room, "length", transfer_sums=moved)
     rows = [(0, row(-1.0))]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from chitu import lock_files
 from chitu.errors import ConfigError
 from chitu.kv_cache.tiers.disk_pages import FLUSH_S, DiskPages
 
@@ -237,6 +238,19 @@ def test_a_second_process_of_the_same_name_gets_a_folder_of_its_own(
     third.end()
     again = DiskPages(tmp_path / "P0", 300, tmp_path, patience_s=0.0)
     assert got(again, 9) == 1 and not (tmp_path / "P0" / f"{key_of(8).hex()}.kv.tmp").exists()
+
+
+def test_a_lock_file_that_another_host_deleted_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS says so by ESTALE."""
+    path = tmp_path / "P0.lock"
+    with lock_files.claim(path) as file:
+        assert lock_files.is_ours(file, path)
+
+        def stale(_: int) -> os.stat_result:
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+        monkeypatch.setattr(os, "fstat", stale)
+        assert not lock_files.is_ours(file, path)
 
 
 def test_a_successor_waits_for_the_folder_of_a_process_that_ends(

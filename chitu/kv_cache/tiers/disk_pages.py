@@ -206,6 +206,8 @@ class DiskPages:
                     if time.monotonic() < end_s:  # its process may be ending
                         break
                     continue
+                except FileNotFoundError:  # the folder around it was deleted
+                    raise
                 except OSError as error:  # such as a file system without locks
                     logger.warning(
                         "%s: cannot be locked, so no second process would be noticed: %s", self._folder, error
