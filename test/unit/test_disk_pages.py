@@ -249,8 +249,10 @@ def test_a_lock_file_that_another_host_deleted_is_not_ours(tmp_path: Path, monke
         def stale(_: int) -> os.stat_result:
             raise OSError(errno.ESTALE, "Stale file handle")
 
-        monkeypatch.setattr(os, "fstat", stale)
-        assert not lock_files.is_ours(file, path)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fstat", stale)
+            is_ours = lock_files.is_ours(file, path)
+        assert not is_ours
 
 
 def test_a_successor_waits_for_the_folder_of_a_process_that_ends(
