@@ -33,6 +33,7 @@ from chitu.protocol import (
     coordination_codec,
     encode,
 )
+from chitu.testing.router_process import wait_until
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
@@ -179,8 +180,7 @@ def test_it_gets_a_whole_view_that_is_sent_to_it_alone_and_follows_the_changes(r
     changes = [ViewChange(1, 2, 1, (router.info,)), ViewChange(1, 3, 2, (other,)), ViewChange(1, 3, 3)]
     for change in changes:
         router.view.send_multipart([VIEW_TOPIC, encode(change)])
-    while not router.views or router.views[-1].version < 3:
-        assert router.happened.wait(5), router.views
+    wait_until(lambda: router.views and router.views[-1].version == 3, 10, lambda: router.views)
     assert router.views[-1] == ClusterView(1, 3, (router.info, other))
     assert router.loop.joined
     router.view.send_multipart([VIEW_TOPIC, encode(ViewChange(1, 4, 3, left=((Role.DECODE, 0),)))])
@@ -202,8 +202,7 @@ def test_who_missed_a_change_asks_for_the_whole_view_and_takes_no_later_change_f
     assert router.asked_topic() == topic
     assert (router.loop.num_views, len(router.views)) == (views, 1), "the router counts as silent meanwhile"
     router.view.send_multipart([topic, encode(ClusterView(1, 3, (router.info,), cache_flush=5))])
-    while len(router.views) < 2:
-        assert router.happened.wait(5), router.views
+    wait_until(lambda: len(router.views) == 2, 10, lambda: router.views)
     assert router.views[-1].cache_flush == 5
 
 
