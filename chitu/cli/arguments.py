@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from chitu import __version__
 from chitu.config.cluster_key import API_KEYS
@@ -23,11 +23,18 @@ BENCHMARKS = {
 }
 
 
+class _Command(argparse.ArgumentParser):
+    """Parser of one command. It takes no beginning of an option for the option."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of all commands, which sets `command` to the name of one, and the parser of each by name."""
     parser = argparse.ArgumentParser(prog="chitu", description="Prefill/decode disaggregated LLM serving.")
     parser.add_argument("--version", action="version", version=f"chitu {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Command)
 
     command = commands.add_parser("serve", help="run a whole topology on this machine, until Ctrl-C")
     _add_topology(command)
@@ -88,6 +95,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         "--self", action="store_true", help="what the launcher on this machine or in this container runs"
     )
     _add_router(command)
+    command.set_defaults(url=None)
     command.add_argument("--force", action="store_true", help="even if nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
 

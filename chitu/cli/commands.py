@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.cli.arguments import make_parser
+from chitu.cli.arguments import DEFAULT_URL, make_parser
 from chitu.cli.unknown_options import unrecognized
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr
 from chitu.errors import ChituError, ConfigError
@@ -199,9 +199,10 @@ def _drain(arguments: argparse.Namespace) -> int:
 
     how = {"force": arguments.force, "wait": not arguments.no_wait, "say": functools.partial(print, flush=True)}
     if arguments.self:
-        drain_self(**how)
+        drain_self(arguments.url, **how)
     else:
-        drain(RouterClient(arguments.url, credential(arguments.url)), [arguments.instance], **how)
+        url = arguments.url or DEFAULT_URL
+        drain(RouterClient(url, credential(url)), [arguments.instance], **how)
     return 0
 
 

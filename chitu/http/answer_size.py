@@ -7,6 +7,8 @@ waits here.
 
 from __future__ import annotations
 
+import msgspec
+
 from chitu.errors import InvalidRequest
 from chitu.http.request_bodies import ChatBody, GenerationBody
 from chitu.http.sampling_fields import OutputOptions
@@ -44,13 +46,14 @@ class AnswerSize:
         self._most_tokens = self._num_prompt_tokens = 0
 
     def most_tokens(self, num_tokens: int) -> int:
-        """Return how many tokens one choice may have after a prompt of `num_tokens`; at least one."""
-        return max(1, (MAX_ANSWER_BYTES - num_tokens * self._prompt_token_bytes) // self._token_bytes)
+        """Return how many tokens each choice may have after a prompt of `num_tokens`; at least one."""
+        left = MAX_ANSWER_BYTES - self._copies * num_tokens * self._prompt_token_bytes
+        return max(1, left // (self._options.n * self._token_bytes))
 
     def add(self, num_tokens: int, max_tokens: int, echo: str) -> None:
         """Add a prompt, its choices of up to `max_tokens`, and its text `echo` that they repeat. Raise InvalidRequest,
         which names what makes the answer large, if it may become too large."""
-        echoed = len(echo.encode()) if echo else 0
+        echoed = len(msgspec.json.encode(echo)) if echo else 0
         self._of_prompts += self._copies * (num_tokens * self._prompt_token_bytes + echoed)
         self._of_tokens += self._options.n * max_tokens * self._token_bytes
         self._num_prompt_tokens += num_tokens

@@ -59,6 +59,8 @@ class SnapshotSource:
         self._version = version
         self._shared: dict[str | None, _Shared] = {}
         """Newest snapshot of streams, by tenant; as many as there are API keys, at most."""
+        self._versions: dict[str, tuple[RouterRecord | None, object]] = {}
+        """The same of what a tenant's `Change` is made of, for all of its streams."""
         self._recent = RouterRecord(())
         self._recent_at_s = -math.inf
         self._asking, self._encoding = asyncio.Lock(), asyncio.Lock()
@@ -97,9 +99,12 @@ class SnapshotSource:
 
     def _change(self, record: RouterRecord, tenant: str | None) -> Change:
         """Return the version. A tenant's does not grow with the requests of others."""
-        version: object = sum(worker.version for worker in record.workers)
-        if tenant is not None:
+        if tenant is None:
+            return sum(worker.version for worker in record.workers), self._cluster.view.version
+        known, version = self._versions.get(tenant, (None, ()))
+        if known is not record:
             version = tuple((request.room, request.state) for request in _requests(record, tenant))
+            self._versions[tenant] = record, version
         return version, self._cluster.view.version
 
     async def _encoded(self, record: RouterRecord, tenant: str | None) -> bytes:

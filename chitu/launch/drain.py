@@ -67,18 +67,22 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
             time.sleep(POLL_S)
 
 
-def drain_self(*, force: bool, wait: bool, say: Callable[[str], None]) -> None:
+def drain_self(url: str | None, *, force: bool, wait: bool, say: Callable[[str], None]) -> None:
     """Drain what the launcher of this user on this machine, or in this container, runs, as `drain` does. An instance
-    that is not in the cluster, as it has left or not joined yet, needs no drain.
+    that is not in the cluster, as it has left or not joined yet, needs no drain. `url`: the router of its launcher, if
+    it is to be that of one among several.
 
-    Raise ConfigError if no launcher runs here, or several do.
+    Raise ConfigError if no such launcher runs here, or several do.
     """
     launchers = running_launchers()
+    if url is not None:
+        launchers = [one for one in launchers if one.url.rstrip("/") == url.rstrip("/")]
     if not launchers:
-        raise ConfigError(f"no launcher of this user runs here (none has a folder in {tempfile.gettempdir()})")
+        of_it = f" with the router {url}" if url is not None else ""
+        raise ConfigError(f"no launcher of this user{of_it} runs here (none has a folder in {tempfile.gettempdir()})")
     if len(launchers) > 1:
         each = "; ".join(f"{' '.join(one.instances) or 'the router alone'} of {one.url}" for one in launchers)
-        raise ConfigError(f"{len(launchers)} launchers of this user run here ({each}): name an instance, and its --url")
+        raise ConfigError(f"{len(launchers)} launchers of this user run here ({each}): name one by its --url")
     (own,) = launchers
     secrets = derive(own.cluster_key)
     client = RouterClient(own.url, secrets.token if secrets is not None else api_key())

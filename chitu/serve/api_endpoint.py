@@ -154,9 +154,9 @@ class ApiEndpoint:
         self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
         self.router.tick()
-        self._routes.tick()
         if self._kept is not None:
             self._kept.tick()
+        self._routes.tick()
 
     async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is

@@ -197,7 +197,8 @@ LARGE = 1 << 22
         ("completion", {"max_tokens": 150_000}, {"n": 128}, "n"),
         ("chat", {"logprobs": True, "top_logprobs": 20, "max_tokens": 2000}, {"n": 128}, "n"),
         ("chat", {"logprobs": True, "top_logprobs": 20}, {"max_completion_tokens": 45_000}, "top_logprobs"),
-        ("chat", {"logprobs": True, "max_tokens": None}, {"n": 8}, "n"),
+        ("chat", {"logprobs": True, "max_tokens": 120_000}, {"n": 8}, "n"),
+        ("completion", {"echo": True}, {"n": 128, "prompt": "\x01" * 100_000}, "n"),
         ("chat", {"prompt_logprobs": 20}, {"text": "a b c d " * 20_000}, "prompt_logprobs"),
     ],
 )
@@ -221,9 +222,9 @@ def test_what_an_answer_may_become_is_bounded_and_the_refusal_names_the_fields(
     assert f"({param})" in refused.value.message
 
 
-def test_a_single_choice_is_never_refused_for_tokens_that_it_did_not_ask_for() -> None:
+def test_a_chat_is_never_refused_for_tokens_that_it_did_not_ask_for() -> None:
     world = World(max_len=LARGE)
-    for fields in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20}):
+    for fields in ({}, {"logprobs": True}, {"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "n": 8}):
         [sampling] = world.chat("a", max_tokens=None, **fields).samplings
         assert 40_000 < sampling.max_tokens < LARGE or not fields
         assert world.chat("a", max_tokens=sampling.max_tokens, **fields).samplings[0].max_tokens == sampling.max_tokens
