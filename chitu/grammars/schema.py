@@ -21,8 +21,15 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _DATA = ("enum", "const", "default", "examples", "example")
 """Keywords whose value is no schema."""
 _OF_DYNAMIC_REF = ("$dynamicAnchor", "$recursiveAnchor")
-_OF_ANY_TEXT = {"type", "title", "description", "$comment", "default", "deprecated", "example", "examples"}
-_DRAFTS = ("http://json-schema.org/", "https://json-schema.org/")
+_ANNOTATIONS = frozenset(
+    (
+        *("title", "description", "$comment", "default", "deprecated", "example", "examples", "readOnly", "writeOnly"),
+        *("contentEncoding", "contentMediaType", "contentSchema", "nullable"),
+    )
+)
+_SIZES = frozenset(f"{bound}{of}" for bound in ("min", "max") for of in ("Length", "Items", "Properties", "Contains"))
+_DRAFT = re.compile(r"(http://json-schema\.org/draft-0[467]|https://json-schema\.org/draft/20(19-09|20-12))/schema#?\Z")
+"""The values of `$schema` that llguidance knows; a test compares."""
 _NO_URI = re.compile(r"""\A#|[\s<>"{}|\\^`]""")
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: \[(.*)\]\Z")
 
@@ -43,40 +50,49 @@ def enforceable(schema: Any, root: Any = None) -> Any:
         return schema
     if "anyOf" not in schema and ("discriminator" in schema or _are_told_apart(schema.get("oneOf"), root)):
         schema = {"anyOf" if key == "oneOf" else key: value for key, value in schema.items()}
-    return {
+    reduced = {
         key: value
         if key in _DATA
         else {name: enforceable(inner, root) for name, inner in value.items()}
         if key in _MAPS and isinstance(value, dict)
+        else int(value)  # JSON Schema has 2.0 as an integer
+        if key in _SIZES and isinstance(value, float) and value.is_integer()
         else enforceable(value, root)
         for key, value in schema.items()
-        if not _constrains_nothing(key, value, schema)
     }
+    if reduced.get("nullable") is True and isinstance(reduced.get("type"), str):  # of OpenAPI
+        reduced["type"] = list(dict.fromkeys((reduced["type"], "null")))
+    for key in sorted(reduced, key=lambda key: key in ("if", "minContains")):  # these last, for they depend on others
+        if _constrains_nothing(key, reduced[key], reduced):
+            del reduced[key]
+    return reduced
 
 
 def _are_told_apart(schemas: Any, root: Any) -> bool:
-    """Return whether these are schemas of objects with a required property whose text tells them apart. llguidance sees
-    this only where no reference is on the way."""
+    """Return whether these are schemas of objects with a required property whose value tells them apart. llguidance
+    sees this only for texts, and where no reference is on the way."""
     if not isinstance(schemas, list):
         return False
     objects = [_target(schema, root) for schema in schemas]
-    if not all(isinstance(each.get("required"), list) and each.get("type") == "object" for each in objects):
-        return False
+    for each in objects:
+        if not isinstance(each.get("required"), list) or each.get("type") != "object" or each.get("nullable"):
+            return False
     for name in objects[0]["required"] if objects else ():
-        texts = [_texts_of(each, name, root) if name in each["required"] else [] for each in objects]
-        if all(texts) and len({text for some in texts for text in some}) == sum(map(len, texts)):
+        values = [_values_of(each, name, root) if name in each["required"] else set() for each in objects]
+        if all(values) and len(set().union(*values)) == sum(map(len, values)):
             return True
     return False
 
 
-def _texts_of(schema: dict[str, Any], name: Any, root: Any) -> list[str]:
-    """Return the texts that a property may have; none if it may have other values, too."""
+def _values_of(schema: dict[str, Any], name: Any, root: Any) -> set[tuple[bool, Any]]:
+    """Return the scalars that a property may have, each with whether it is a boolean: Python has `True == 1`, JSON has
+    not. None if it may have other values, too."""
     properties = schema.get("properties")
     value = _target(properties.get(name), root) if isinstance(properties, dict) and isinstance(name, str) else {}
-    texts = [value["const"]] if "const" in value else value.get("enum")
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        return []
-    return list(dict.fromkeys(texts))
+    values = [value["const"]] if "const" in value else value.get("enum")
+    if not isinstance(values, list) or any(isinstance(each, (list, dict)) for each in values):
+        return set()
+    return {(isinstance(each, bool), each) for each in values}
 
 
 def _target(schema: Any, root: Any) -> dict[str, Any]:
@@ -90,32 +106,46 @@ def _target(schema: Any, root: Any) -> dict[str, Any]:
 
 
 def _constrains_nothing(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    is_empty = isinstance(value, dict) and not value
+    """Return whether a keyword has no effect in a schema whose values are reduced already."""
     match key:
         case "format":
             return value is None or (isinstance(value, str) and value not in ENFORCED_FORMATS)
         case "$schema":  # of OpenAPI, for instance
-            return isinstance(value, str) and not value.startswith(_DRAFTS)
+            return isinstance(value, str) and _DRAFT.match(value) is None
         case "$id" | "id":
             return isinstance(value, str) and _NO_URI.search(value) is not None
         case "uniqueItems":
+            return value is False or value is None
+        case "minLength" | "minItems" | "minProperties":
+            return value == 0 and value is not False
+        case "not":
             return value is False
         case "unevaluatedProperties" | "unevaluatedItems":
-            return value is True or is_empty
+            return _allows_all(value)
         case "propertyNames":  # the names of an object are texts
-            named = enforceable(value)
-            if not isinstance(named, dict):
-                return named is True
-            return bool(named.get("type", "string") == "string" and named.keys() <= _OF_ANY_TEXT)
+            types = value.get("type") if isinstance(value, dict) else None
+            if "string" in (types if isinstance(types, list) else [types]):
+                value = {name: inner for name, inner in value.items() if name != "type"}
+            return _allows_all(value)
         case "dependentRequired" | "dependentSchemas" | "dependencies":
-            return is_empty
+            return isinstance(value, dict) and all(each == [] or _allows_all(each) for each in value.values())
+        case "contains":
+            least = schema.get("minContains")
+            return least == 0 and least is not False and "maxContains" not in schema
         case "minContains" | "maxContains":
             return "contains" not in schema
         case "if":
             return "then" not in schema and "else" not in schema
         case "then" | "else":
-            return "if" not in schema
+            return "if" not in schema or _allows_all(value)
     return key in _OF_DYNAMIC_REF
+
+
+def _allows_all(schema: Any) -> bool:
+    """Return whether a reduced schema allows any value."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return all(key in _ANNOTATIONS or key.startswith("x-") for key in schema)
 
 
 def find_fault(schema: Any, problem_of: Callable[[Any], str], may_try: Callable[[], bool]) -> SchemaFault | None:

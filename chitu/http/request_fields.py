@@ -186,8 +186,9 @@ FIELDS: tuple[Field, ...] = (
             "response_format.json_schema.schema",
             "up to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of "
             f"`properties`. Of `format`, {', '.join(sorted(ENFORCED_FORMATS))} hold; any other is an annotation and "
-            "has no effect. `oneOf` holds if a type, a constant or its `discriminator` tells its schemas apart. What "
-            "cannot be enforced (`not`, `if`, `uniqueItems`, any other `oneOf`, ...) is refused with its place",
+            "has no effect. `oneOf` holds if a type, a constant or its `discriminator` tells its schemas apart. "
+            "`nullable: true` beside a `type` allows null. What cannot be "
+            "enforced (`not`, `if`, `uniqueItems`, any other `oneOf`, ...) is refused with its place",
         ),
         ("response_format.schema", "the same schema, as other servers take it"),
         ("structured_outputs", "with one of its fields"),

@@ -121,7 +121,7 @@ def test_an_eos_that_the_tokenizer_lacks_does_not_matter() -> None:
         ("json_schema", "{", "Expecting"),
         ("json_schema", "true", "object"),
         ("json_schema", '{"not": {}}', "not"),
-        ("json_schema", '{"type": "object", "dependentRequired": {"a": []}, "if": {}}', "dependentRequired"),
+        ("json_schema", '{"type": "object", "dependentRequired": {"a": ["b"]}, "if": {}}', "dependentRequired"),
         ("json_schema", '{"type": "string", "not": {}, "x-guidance": {"lenient": true}}', "not"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"$ref": "http://example.com/schema"}', "not part of"),

@@ -43,6 +43,30 @@ ANNOTATIONS: dict[str, Any] = {
     "propertyNames": {"type": "string", "description": "x"},
     "format": None,
 }
+NO_EFFECT: list[dict[str, Any]] = [
+    *(
+        {"$schema": uri}
+        for uri in (
+            "http://json-schema.org/schema#",
+            "https://json-schema.org/schema",
+            "https://json-schema.org/draft-07/schema#",
+            "http://json-schema.org/draft/2020-12/schema",
+            "http://json-schema.org/hyper-schema#",
+        )
+    ),
+    {"dependentRequired": {"a": [], "b": []}},
+    {"dependencies": {"a": [], "b": {"title": "x"}, "c": True}},
+    {"dependentSchemas": {"a": {"format": "zz"}}},
+    *({"contains": of, "minContains": 0} for of in ({}, True, {"type": "null"})),
+    {"contains": True, "minContains": 0.0},
+    {"not": False},
+    *({"unevaluatedProperties": of} for of in ({"format": "zz"}, {"title": "x", "uniqueItems": None})),
+    {"unevaluatedItems": {"minItems": 0.0}},
+    *({"propertyNames": of} for of in ({"minLength": 0}, {"type": "string", "nullable": True}, {"format": "zz"})),
+    {"if": {"required": ["a"]}, "then": {}, "else": True},
+    {"if": {"required": ["a"]}, "then": {"description": "x", "propertyNames": {}}},
+    {"uniqueItems": None},
+]
 
 
 def compiled(schema: Any) -> CompiledGrammar:
@@ -51,7 +75,9 @@ def compiled(schema: Any) -> CompiledGrammar:
 
 @pytest.mark.parametrize(
     "annotation",
-    [{"format": name} for name in ANNOTATED_FORMATS] + [{name: value} for name, value in ANNOTATIONS.items()],
+    [{"format": name} for name in ANNOTATED_FORMATS]
+    + [{name: value} for name, value in ANNOTATIONS.items()]
+    + NO_EFFECT,
     ids=lambda annotation: "-".join(map(str, next(iter(annotation.items()))))[:40],
 )
 def test_an_annotation_never_refuses_and_constrains_nothing(annotation: dict[str, Any]) -> None:
@@ -80,9 +106,51 @@ def test_formats_that_the_engine_knows_are_enforced_and_it_knows_no_other() -> N
         assert name == "unknown" or f"Unknown format: {name}" in engine(tokens, source, log_level=0).get_error()
 
 
-def kind(*texts: str, **more: Any) -> dict[str, Any]:
-    """Return a schema of objects that one of these texts tells apart."""
-    return {"type": "object", "properties": {"k": {"enum": list(texts)}}, "required": ["k"], **more}
+def test_drafts_that_the_engine_knows_stay() -> None:
+    for uri in (
+        *(f"http://json-schema.org/draft-0{number}/schema{end}" for number in (4, 6, 7) for end in ("", "#")),
+        *(f"https://json-schema.org/draft/{year}/schema" for year in ("2019-09", "2020-12")),
+    ):
+        assert enforceable({"$schema": uri}) == {"$schema": uri} and allows(compiled({"$schema": uri}), "1")
+
+
+def test_integral_floats_are_sizes() -> None:
+    for least, most, values in (
+        ("minLength", "maxLength", ('"a"', '"ab"', '"abc"')),
+        ("minItems", "maxItems", ("[1]", "[1,1]", "[1,1,1]")),
+    ):
+        grammar = compiled({least: 2.0, most: 2.0})
+        assert [allows(grammar, value) for value in values] == [False, True, False]
+    kept = dict.fromkeys(("minProperties", "maxProperties", "maxContains"), 3.0)
+    assert json.dumps(enforceable({**kept, "contains": {}})).count("3.0") == 0
+    with pytest.raises(InvalidRequest, match="minLength"):
+        compiled({"minLength": 1.5})
+
+
+def test_nullable_beside_a_type_allows_null() -> None:
+    for of in ({"type": "string"}, {"type": "object", "properties": {"a": {}}, "additionalProperties": False}):
+        assert allows(compiled({**of, "nullable": True}), "null")
+        assert not allows(compiled({**of, "nullable": False}), "null") and not allows(compiled(of), "null")
+    assert not allows(compiled({"type": "string", "enum": ["a"], "nullable": True}), "null"), "the enum holds, too"
+
+
+def kind(*values: Any, **more: Any) -> dict[str, Any]:
+    """Return a schema of objects that one of these values tells apart."""
+    return {"type": "object", "properties": {"k": {"enum": list(values)}}, "required": ["k"], **more}
+
+
+def test_any_scalar_tells_objects_apart() -> None:
+    for a, b in ((1, 2), (1, True), (0, False), (None, False), ("1", 1), (1.5, 1)):
+        schema = {"oneOf": [kind(a), {**kind(), "properties": {"k": {"const": b}}}]}
+        assert all(allows(compiled(schema), json.dumps({"k": k}, separators=(",", ":"))) for k in (a, b))
+        assert not allows(compiled(schema), '{"k":"x"}')
+    for union in (
+        [kind(1), kind(1.0)],
+        [kind(True, 1), kind(2, True)],
+        [kind([1]), kind([2])],
+        [kind(1), kind(2, nullable=True)],
+    ):
+        assert "oneOf" in enforceable({"oneOf": union})
 
 
 def test_a_union_whose_schemas_a_property_tells_apart_is_enforced() -> None:
