@@ -255,6 +255,10 @@ class PDScheduler:
         self._load.steps += 1
         if not is_sound(result):
             self._end_unsound(step, result)
+        if self._parts.sender is not None and any(
+            chunk.is_last and chunk.sequence.state in OPEN_STATES for chunk in step.chunks
+        ):
+            self._faults.note_sound()
         self._prefill.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
@@ -290,6 +294,7 @@ class PDScheduler:
             is_unified = self._parts.role is Role.UNIFIED
             self._trace.note_token(sequence, token, reason, self._clock.monotonic(), is_unified=is_unified)
         if reason:
+            self._faults.note_sound()
             self._ends.finish(sequence, reason)
 
     def _note_first_token(self, sequence: Sequence) -> None:

@@ -8,6 +8,7 @@ again. Their transfer may overlap the second write, which `verify_kv` can take f
 
 Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
 tried, as after a request whose logits are not finite: NaN and infinity have no token, and their KV must not be cached.
+Requests in a row that all end so end the process, too: weights may overflow in longer prompts alone.
 Two errors are not caught: those that the device reports only when a step is read (CUDA errors are sticky), and
 `Internal` (a broken invariant, which no sequence causes). With tensor parallelism no error is caught: a rank that
 raised has left the other ranks within a reduction.
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _NOBODY = b"nobody"
 """Room of the tokens that no request needs."""
+MAX_UNSOUND_IN_A_ROW = 8
+"""So many requests whose logits are not finite, without one that is computed to its end between, end the process."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,11 +84,14 @@ class StepFaults:
         self._resources = sequences.resources
         self._decode = decode
         self._ends = ends
+        self._role = parts.role
         self._has_aux = parts.role is Role.PREFILL
         self.num_unsound = 0
         """Requests since the start that ended because their logits were not finite."""
         self._is_in_doubt = False
         """Whether such a request ended since the device was last known to compute finite numbers."""
+        self._in_a_row: set[bytes] = set()
+        """Rooms of such requests since the last sound one; all choices of a prompt have one room here."""
 
     def end_unsound(self, sequences: Iterable[Sequence]) -> None:
         """End those of the sequences that are open: their logits are not finite. Nothing of them is cached."""
@@ -94,6 +100,8 @@ class StepFaults:
                 continue
             self._is_in_doubt = True
             self.num_unsound += len(sequence.choices)
+            if self._role is not Role.DECODE or sequence.emitted:  # D draws a first token from P's logits
+                self._in_a_row.add((sequence.source or sequence).room)
             for each in (sequence, *sequence.choices):
                 each.keys = None
             text = f"{self._name} computed logits for this request that are not finite (NaN or infinite)"
@@ -104,10 +112,19 @@ class StepFaults:
             )
             self._ends.fail(sequence, StepFailed(text))
 
+    def note_sound(self) -> None:
+        """Note that a request was computed to its end here: the requests before it failed on their own account."""
+        self._in_a_row.clear()
+
     def check_device(self) -> None:
         """If a request ended because its logits were not finite, compute tokens that no request needs. Raise Internal,
-        which ends the process, if no logits of these are finite either. If no slot or page is free, a later turn tries
-        again."""
+        which ends the process, if no logits of these are finite either, or if `MAX_UNSOUND_IN_A_ROW` requests ended so.
+        If no slot or page is free, a later turn tries again."""
+        if len(self._in_a_row) >= MAX_UNSOUND_IN_A_ROW:
+            raise Internal(
+                f"{self._name} computed no finite logits for {len(self._in_a_row)} requests in a row: damaged weights, "
+                "an overflow of model.dtype, or a broken device"
+            )
         slots, cache, aux = self._resources.slots, self._resources.cache, self._resources.aux
         if not (self._is_in_doubt and slots.num_free and cache.num_available_pages):
             return

@@ -13,8 +13,10 @@ from chitu.engine.executor import DoneStep, FirstToken, LayerCallback, PrefillCh
 from chitu.engine.step_tokens import Checks, StepTokens
 from chitu.engine.warmup import Shapes, run_warmup
 from chitu.errors import ConfigError, Internal
+from chitu.instance import step_faults
+from chitu.instance.step_faults import MAX_UNSOUND_IN_A_ROW
 from chitu.ops.sampling_numbers import NO_TOKEN
-from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 
 BAD = 999
@@ -154,6 +156,66 @@ def test_an_instance_that_computes_nothing_finite_ends(is_prefill: bool, overlap
     with pytest.raises(Internal, match="no finite logits any more"):
         for _ in range(10):
             instance.scheduler.step()
+
+
+def prefill_on_p(wire: Wire, index: int, prompt: list[int]) -> None:
+    assert wire.prefill is not None
+    wire.prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", pack_i32(prompt), 0, 1))
+    wire.announced[room_of(index)] = 0
+    wire.requested.add(room_of(index))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("is_prefill", [False, True])
+def test_an_instance_that_fails_each_request_ends_unless_one_between_is_sound(is_prefill: bool, overlap: bool) -> None:
+    """Short prompts are finite, as if an overflow needs more tokens."""
+    wire = Wire()
+    instance = Instance(64, sender=PSide(wire) if is_prefill else None, executor=Unsound, overlap=overlap)
+    wire.prefill = instance
+
+    def serve(index: int, prompt: list[int]) -> None:
+        if is_prefill:
+            prefill_on_p(wire, index, prompt)
+        else:
+            ask(instance, index, prompt)
+        for _ in range(12):
+            instance.scheduler.step()
+
+    last = MAX_UNSOUND_IN_A_ROW - 1
+    for index in range(2 * last + 1):
+        serve(index, prompt_of(1, 9) if index == last else [BAD, 1, 2])
+    ended = instance.failures if is_prefill else instance.finishes
+    with pytest.raises(Internal, match=f"for {MAX_UNSOUND_IN_A_ROW} requests in a row"):
+        serve(2 * last + 1, [BAD, 1, 2])
+    assert ended[room_of(2 * last + 1)].code == "step_failed", "its client hears of it before"
+
+
+def test_choices_of_one_prompt_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_faults, "MAX_UNSOUND_IN_A_ROW", 2)
+    instance = Instance(64, executor=Unsound)
+    instance.executor.bad = frozenset({NEXT_TOKENS[0]})  # type: ignore[attr-defined]
+    forks = tuple(Fork(room_of(1 + index), "r", index) for index in range(3))
+    instance.scheduler.submit(UnifiedRequest(room_of(0), "r", pack_i32(prompt_of(1, 21)), GREEDY, forks=forks))
+    instance.run()
+    assert {instance.finishes[fork.room].code for fork in forks} == {"step_failed"}
+    assert instance.scheduler.load.unsound == len(forks)
+
+
+def test_d_does_not_end_over_the_logits_of_p() -> None:
+    wire = Wire()
+    prefill = wire.prefill = Instance(64, sender=PSide(wire))
+    decode = wire.decode = Instance(64, receiver=DSide(wire), executor=Unsound)
+    rng = random.Random(1)
+    for index in range(MAX_UNSOUND_IN_A_ROW + 1):
+        prompt = [*prompt_of(1, 20), BAD]
+        decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", pack_i32(prompt), GREEDY, 0, 1))
+        prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", pack_i32(prompt), 0, 1))
+        while room_of(index) not in decode.finishes:
+            prefill.scheduler.step()
+            decode.scheduler.step()
+            wire.deliver(rng)
+        assert decode.finishes[room_of(index)].code == "step_failed"
+    decode.scheduler.step()
 
 
 def test_one_damaged_token_more_does_not_end_it_and_a_full_instance_is_tried_later() -> None:
