@@ -89,7 +89,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """Return templates by name; precedence: chat_template.jinja, chat_template.json, tokenizer_config.json.
 
-    Raises ConfigError if a file lacks its template."""
+    Raises ConfigError if a file lacks its template, or is no text."""
     templates: dict[str, str] = {}
     inline = tokenizer_config.get("chat_template")
     if isinstance(inline, str):
@@ -104,10 +104,17 @@ def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
         raise ConfigError(f"model.path: {folder} has a chat template without its text: {error!r}") from error
     as_jinja = folder / "chat_template.jinja"
     if as_jinja.is_file():
-        templates = {DEFAULT: as_jinja.read_text(encoding="utf-8")}  # also for tools: it replaces the named ones, too
+        templates = {DEFAULT: _read_text(as_jinja)}  # also for tools: it replaces the named ones, too
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+        templates[path.stem] = _read_text(path)
     return templates
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"model.path: {path} is not UTF-8: {error}") from error
 
 
 class ChatTemplate:

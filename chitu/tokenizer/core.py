@@ -180,10 +180,13 @@ def _longest_chars(backend: Backend) -> int | None:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
 """Files of which any makes a tokenizer; transformers converts all but the first."""
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+"""JSON files beside the tokenizer that `Tokenizer.load` reads, if they are there."""
 
 
 def require_tokenizer(path: str | Path) -> None:
-    """Raise ConfigError if a checkpoint folder has no tokenizer, or a tokenizer.json that is no JSON."""
+    """Raise ConfigError if a checkpoint folder has no tokenizer, a JSON file of it that is no JSON, or a chat template
+    that does not compile."""
     folder = Path(path)
     if not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
         raise ConfigError(
@@ -199,6 +202,9 @@ def require_tokenizer(path: str | Path) -> None:
             msgspec.json.decode(file.read_bytes(), type=dict[str, msgspec.Raw])
         except msgspec.MsgspecError as error:
             raise ConfigError(f"model.path: {file} is damaged: {error}; download it again") from error
+    for name in CONFIG_FILES:
+        read_json(folder / name)
+    ChatTemplate(find_templates(folder, read_json(folder / "tokenizer_config.json")), {})
 
 
 def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:

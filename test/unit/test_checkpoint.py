@@ -113,6 +113,19 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: (f / "tokenizer.json").write_text((f / "tokenizer.json").read_text()[:500]),
         "tokenizer.json is damaged.*download it again",
     ),
+    "half a tokenizer's config": (
+        lambda f: (f / "tokenizer_config.json").write_bytes((f / "tokenizer_config.json").read_bytes()[:20]),
+        "tokenizer_config.json is not JSON",
+    ),
+    "half a list of tokens": (
+        lambda f: (f / "special_tokens_map.json").write_text('{"bos_token": '),
+        "special_tokens_map.json is not JSON",
+    ),
+    "a broken template": (
+        lambda f: (f / "chat_template.jinja").write_text("{% for x %}"),
+        "chat template does not compile",
+    ),
+    "a template of bytes": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe"), "jinja is not UTF-8"),
     "no head": (lose("lm_head.weight"), "no tensor 'lm_head.weight': only the head is missing"),
     "one missing": (lose("model.layers.1.mlp.up_proj.weight"), r"no tensor 'model.layers.1.mlp.up_proj.weight'$"),
     "no prefix": (
