@@ -332,7 +332,27 @@ def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cache\.disk\.path"):
-        DiskPages(tmp_path / "file", 1000)
+        DiskPages(tmp_path / "file" / "P0", 1000)
+
+
+@pytest.mark.parametrize("kind", ["file", "link to a file", "link to nothing", "link to itself", "link through a file"])
+def test_a_name_that_something_else_has_is_left_alone_and_the_next_one_used(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, file = tmp_path / "cache" / "P0", tmp_path / "file"
+    path.parent.mkdir()
+    file.write_text("kept")
+    if kind == "file":
+        path.write_text("kept")
+    else:
+        targets = {"link to a file": file, "link to nothing": tmp_path / "none", "link to itself": path}
+        path.symlink_to(targets.get(kind, file / "below"))
+    before = os.lstat(path)
+    disk = DiskPages(path, 1000, path.parent)
+    put(disk, 1)
+    assert got(disk, 1) == 1 and (tmp_path / "cache" / "P0.1" / f"{key_of(1).hex()}.kv").exists()
+    assert os.path.samestat(os.lstat(path), before) and file.read_text() == "kept"
+    assert f"{path} is no folder; this one writes up to cache.disk.max_bytes to {path}.1" in caplog.text
 
 
 def test_a_disk_that_autofs_unmounts_while_it_is_idle_is_mounted_again(

@@ -54,10 +54,10 @@ PARTS = 16
 
 class DiskPages:
     """The pages in `folder`, at most `max_bytes` of files, and no more than the disk has room for. It makes the folder,
-    or finds what an earlier process left there. If another process has the folder for longer than `patience_s`, it is
-    the next free one of FOLDER.1, FOLDER.2, ... `shared` is the parent, in which the folders of other instances are
-    read, too. Raises ConfigError if the folder cannot be written to, unless the disk has a fault: then each later call
-    tries again."""
+    or finds what an earlier process left there. If another process has the folder for longer than `patience_s`, or if
+    something else has its name, it is the next free one of FOLDER.1, FOLDER.2, ... `shared` is the parent, in which the
+    folders of other instances are read, too. Raises ConfigError if the folder cannot be written to, unless the disk has
+    a fault: then each later call tries again."""
 
     def __init__(
         self, folder: Path, max_bytes: int, shared: Path | None = None, patience_s: float = PATIENCE_S
@@ -191,7 +191,7 @@ class DiskPages:
         return self._lock is None or lock_files.is_ours(self._lock, _lock_of(self._folder))
 
     def _claim(self, patience_s: float) -> None:
-        """Take the first folder that no other process has."""
+        """Take the first folder that no other process has and whose name nothing else has."""
         if self._lock is not None and self._is_ours():
             return
         self.close()
@@ -200,6 +200,8 @@ class DiskPages:
         while True:
             for number in range(MAX_FOLDERS):
                 self._folder = self._named.with_name(f"{self._named.name}.{number}") if number else self._named
+                if _is_something_else(self._folder):
+                    continue
                 try:
                     self._lock = lock_files.claim(_lock_of(self._folder), 0o666)
                 except BlockingIOError:
@@ -213,14 +215,17 @@ class DiskPages:
                         "%s: cannot be locked, so no second process would be noticed: %s", self._folder, error
                     )
                 if number:
+                    text = "%s is no folder" if _is_something_else(self._named) else "another process has %s"
                     logger.warning(
-                        "cache.disk.path: another process has %s; this one writes up to cache.disk.max_bytes to %s",
+                        f"cache.disk.path: {text}; this one writes up to cache.disk.max_bytes to %s",
                         self._named,
                         self._folder,
                     )
                 return
             else:
-                raise OSError(errno.EBUSY, f"{MAX_FOLDERS} other processes have it", str(self._named))
+                raise OSError(
+                    errno.EBUSY, f"other processes or files have it and {MAX_FOLDERS - 1} more", str(self._named)
+                )
             time.sleep(0.05)
 
     def _path(self, key: bytes) -> Path:
@@ -280,6 +285,18 @@ def _name(key: bytes) -> str:
 
 def _lock_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
+
+
+def _is_something_else(path: Path) -> bool:
+    """Return whether there is something that is no folder: a file, or a link to one, to nothing or to itself."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return path.is_symlink()
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return True
 
 
 def _is_dir(entry: os.DirEntry[str]) -> bool:
