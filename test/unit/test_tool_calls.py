@@ -115,6 +115,45 @@ def test_calls_are_read_however_the_text_is_cut(
         assert read(plan(calls), text, cut) == (content, "", expected)
 
 
+ARGUED = [
+    ('"{\\"a\\": 1}"', '{"a": 1}'),
+    ('"{\\"a\\": \\"x\ny\\"}"', '{"a": "x\\ny"}'),
+    ('```json\n{"a": 1}\n```', '{"a": 1}'),
+    ('```{"a": {}}```', '{"a": {}}'),
+    (' "" ', "{}"),
+    *((nothing, "{}") for nothing in ("", "\n", "null", " None\n", "[]", "[]\n", '"null"')),
+]
+
+
+@pytest.mark.parametrize(("written", "arguments"), ARGUED)
+@pytest.mark.parametrize("head", ["look[ARGS]", "look[CALL_ID]123456789[ARGS]"])
+def test_what_follows_args_is_what_the_model_plainly_means(head: str, written: str, arguments: str) -> None:
+    one = f"[TOOL_CALLS]{head}{written}"
+    for text, calls in ((one, 1), (one * 2, 2)):
+        for cut in (1, 2, 3, 7, len(text)):
+            assert read(plan(MistralParser), text, cut) == ("", "", [("look", arguments)] * calls), text
+    for text in (one.replace("look", "other"), f"[TOOL_CALLS]{head}None of [x]", f'[TOOL_CALLS]{head}"no" object'):
+        for cut in (1, 5, len(text)):
+            assert read(plan(MistralParser), text, cut) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("calls", "begin", "end"),
+    [
+        (HermesParser, "<tool_call>\n", "\n</tool_call>"),
+        (HermesParser, "<tool_call>\n```\n", "\n```\n</tool_call>"),
+        (MistralParser, "[TOOL_CALLS][", "]"),
+    ],
+)
+def test_one_object_closed_too_many_is_no_content(calls: type[CallParser], begin: str, end: str) -> None:
+    one = f'{begin}{{"name": "add", "arguments": {{"a": 1}}}}'
+    for brace, is_swallowed in (("}", True), (" }", True), ("}}", False)):
+        text = one + brace + end
+        for cut in (1, 2, 5, len(text)):
+            found, _, called = read(plan(calls), text, cut)
+            assert called == [("add", '{"a": 1}')] and (found == "") == is_swallowed, text
+
+
 MARKED = [
     (HermesParser, "<tool_call>\n", "\n</tool_call>"),
     (LlamaParser, "", ""),
@@ -135,6 +174,11 @@ SPELLINGS = [
     ('{"type": "function", "name": "add"}', "{}"),
     ('{"name": "add", "parameters": null}', "{}"),
     ('{"name": "add", "arguments": ""}', "{}"),
+    ('{"name": "add", "arguments": []}', "{}"),
+    ('{"name": "add", "arguments": "null"}', "{}"),
+    ('{"id": 0, "name": "add", "arguments": {"a": 1}}', '{"a": 1}'),
+    ('{"id": null, "type": null, "name": "add", "arguments": {"a": 1}}', '{"a": 1}'),
+    ('{"type" : null , "function": {"name": "add"}}', "{}"),
     ('{"name": "a\\u0064d", "arguments": {}}', "{}"),
     ('{"name": "add", "arguments": {"a": 1e999, "a": -0.0}}', '{"a": 1e999, "a": -0.0}'),
     ('{"name": "add", "arguments": {"a": "x\ny\tz"}}', '{"a": "x\\ny\\tz"}'),
@@ -297,7 +341,11 @@ def test_what_is_no_call_of_an_offered_tool_is_content_as_it_was_written(calls: 
         '{"type": "function", "name": "x',
         '{"function": {"x',
         '{"id": "7"}',
-        '[{"id": 7',
+        '[{"id": 7}',
+        '{"id": 7, "x',
+        '{"id": t',
+        '{"type": 7',
+        '{"type": no',
         "x",
     ],
 )
@@ -331,6 +379,7 @@ def test_an_enforced_call_is_read_only_where_the_grammar_has_it() -> None:
 
 PIECES = [
     *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<tool_", "add", "[ARGS]", "<think>", "\\"),
+    *("null", "```", '"{}"', "{}"),
     *("}", "{", "[", "]", ";", ",", "x", "<", '{"name": "add", ', '"arguments": {', '"parameters": ', '"', " ", "\n"),
 ]
 

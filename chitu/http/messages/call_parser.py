@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
-from chitu.http.messages.call_text import Call, arguments_of, call_of, may_be_call
+from chitu.http.messages.call_text import Call, call_of, may_be_call
 from chitu.http.messages.delta import CallDelta
 from chitu.http.messages.json_end import Found, JSONEnd
 from chitu.tokenizer.stop import end_before_mark
@@ -24,7 +24,7 @@ MAX_HEAD_CHARS = 512
 """Characters of a call up to its object, and of an object up to the name of its tool if no mark announces a call."""
 PIECE_CHARS = 2048
 """Characters read at once; small, because each state copies what it leaves to the next one."""
-_FENCE = "```"
+FENCE = "```"
 _OPENING = re.compile(r"\s*(?:```\w*\s*)?(?:\[\s*)?")
 """What may precede the object of a call: a code fence, and the bracket of an array of calls."""
 _FENCE_BEGUN = re.compile(r"\s*`{1,2}\Z")
@@ -146,7 +146,7 @@ class CallParser(abc.ABC):
             return ""
         if not is_call:
             return self._refuse(text)
-        self._closers += tuple(closer for closer, opener in (("]", "["), (_FENCE, _FENCE)) if opener in opening)
+        self._closers += tuple(closer for closer, opener in (("]", "["), (FENCE, FENCE)) if opener in opening)
         return self._read_object(text[:at], text[at:])
 
     def _read_object(self, before: str, text: str) -> str:
@@ -171,6 +171,8 @@ class CallParser(abc.ABC):
         rest = text.lstrip()
         separator = rest[:1] if rest.startswith((",", ";")) else ""
         behind = rest[len(separator) :].lstrip()
+        if self._closers and not separator and behind.startswith("}"):  # models close one object too many
+            behind = behind[1:].lstrip()
         if len(rest) - len(behind) <= MAX_HEAD_CHARS:
             closer = next((closer for closer in self._closers if behind.startswith(closer)), None)
             if closer is not None:
@@ -200,10 +202,9 @@ class CallParser(abc.ABC):
 
     def _call(self, text: str) -> Call | None:
         """Return the call whose object was read; None if it is none of an offered tool."""
-        if not self._name:
-            return call_of(text, self._names)
-        arguments = arguments_of(text)
-        return None if arguments is None else Call(self._name, arguments)
+        if self._name:
+            text = f'{{"name": {json_text(self._name)}, "arguments": {text}}}'
+        return call_of(text, self._names)
 
     def _emit(self, call: Call) -> None:
         self._pieces.append(CallDelta(self.num_calls, call.arguments, self._make_id(), call.name))

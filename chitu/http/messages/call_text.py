@@ -22,6 +22,9 @@ NAMES = ("name", "function")
 """Keys under which they write the name of the tool."""
 _KEYS = ("type", "id", *NAMES, *ARGUMENTS)
 _STRING = re.compile(r'\s*(?:"((?:[^"\\]|\\.)*)("?))?', re.DOTALL)
+_UNQUOTED = {"type": re.compile(r"null"), "id": re.compile(r"null|\d+")}
+"""Values that are no strings, under keys that name no tool."""
+_NO_ARGUMENTS = re.compile(r"(?:null|\[\s*\])?")
 _COLON, _COMMA = re.compile(r"\s*(:?)"), re.compile(r"\s*(,?)")
 _NOT_JSON = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
 """Strings, and what Python permits between them but JSON does not."""
@@ -67,8 +70,8 @@ def call_of(text: str, names: Collection[str]) -> Call | None:
 def arguments_of(text: str) -> str | None:
     """Return arguments as JSON; None if they are no object. Models write an object, or a text that holds one."""
     if text.startswith('"'):
-        text = (_text_of(text.encode()) or "").strip() or "{}"
-    text = mended(text)
+        text = (_text_of(text.encode()) or "").strip()
+    text = "{}" if _NO_ARGUMENTS.fullmatch(text) else mended(text)
     return None if _fields_of(text) is None else text
 
 
@@ -139,21 +142,25 @@ def may_be_call(text: str, names: Collection[str]) -> bool | None:
         if value[1] is None:
             if at == len(text):
                 return None
-            if key[1] != "function" or text[at] != "{":
+            if key[1] == "function" and text[at] == "{":
+                at += 1  # the name is in this object
+                continue
+            unquoted = _UNQUOTED[key[1]].match(text, at) if key[1] in _UNQUOTED else None
+            if unquoted is None:
+                return None if key[1] in _UNQUOTED and "null".startswith(text[at:]) else False
+            at = unquoted.end()
+        else:
+            expected = {"type": ("function",), "id": None}.get(key[1], names)
+            if expected is not None and value[2] and _text_of(f'"{value[1]}"'.encode()) not in expected:
                 return False
-            at += 1  # the name is in this object
-            continue
-        expected = {"type": ("function",), "id": None}.get(key[1], names)
-        if expected is not None and value[2] and _text_of(f'"{value[1]}"'.encode()) not in expected:
-            return False
-        if expected is not None and not value[2]:
-            begun = value[1].partition("\\")[0]  # what an escape means is known at the end
-            if not any(known.startswith(begun) for known in expected):
-                return False
-        if not value[2]:
-            return None
-        if key[1] in NAMES:
-            return True
+            if expected is not None and not value[2]:
+                begun = value[1].partition("\\")[0]  # what an escape means is known at the end
+                if not any(known.startswith(begun) for known in expected):
+                    return False
+            if not value[2]:
+                return None
+            if key[1] in NAMES:
+                return True
         comma = _COMMA.match(text, at)
         assert comma is not None
         if not comma[1]:

@@ -1,4 +1,4 @@
-"""The end of a JSON object in a text that arrives in pieces. Pure; every character is read once."""
+"""The end of a JSON object or string in a text that arrives in pieces. Pure; every character is read once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JSONEnd:
         """Position in its text at which the last `feed` ended: after a bracket, at a broken character, or the end."""
 
     def feed(self, text: str, down_to: int = 0) -> Found:
-        """Read until a closing bracket leaves at most `down_to` brackets open."""
+        """Read until a closing bracket or a string's end leaves at most `down_to` brackets open."""
         at, size = 0, len(text)
         while True:
             if self._is_escaped and at < size:
@@ -46,6 +46,9 @@ class JSONEnd:
             if self._is_text:
                 self._is_escaped = character == "\\"
                 self._is_text = self._is_escaped
+                if not self._is_text and self._depth <= down_to:
+                    self.at = at
+                    return Found.END
             elif character == '"':
                 self._is_text = True
             elif character in "{[":

@@ -8,13 +8,18 @@ import os
 import re
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser, json_text
+from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, CallParser, json_text
 from chitu.http.messages.call_text import Call
 from chitu.http.messages.delta import CallDelta
 
 MARK = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
-_NAMED = re.compile(r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{|\[TOOL_CALLS\]|\Z)")
+_NAMED = re.compile(
+    r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?"
+    r"(?:(?:\[ARGS\]\s*(?:null|None|\[\])?)?\s*(?=\[TOOL_CALLS\]|\Z)|"
+    r"(?:\[ARGS\])?\s*(?=\{)|\[ARGS\]\s*(```\w*\s*)?(?=[{\"]))"
+)
+"""A name, and what precedes its arguments: an object, after `[ARGS]` also a text or a code fence; or no arguments."""
 _NAME_BEGUN = re.compile(r"\s*[^\s\[{\"`]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*\Z")
 _PLAIN_NAME = re.compile(r"[\w.-]+")
 
@@ -44,7 +49,8 @@ class MistralParser(CallParser):
             if self._name not in self._names:
                 return self._refuse(text)
             before, rest = text[: named.end()], text[named.end() :]
-            if rest.startswith("{"):
+            if rest.startswith(("{", '"')):
+                self._closers += (FENCE,) if named[2] else ()
                 return self._read_object(before, rest)
             self._emit(Call(self._name, "{}"))
             return rest
