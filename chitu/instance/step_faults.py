@@ -38,7 +38,10 @@ logger = logging.getLogger(__name__)
 _NOBODY = b"nobody"
 """Room of the tokens that no request needs."""
 MAX_UNSOUND_IN_A_ROW = 8
-"""So many requests whose logits are not finite, without one that is computed to its end between, end the process."""
+"""After so many requests whose logits are not finite, without one that is computed to its end between, the instance
+tries a prompt of its own."""
+PROBE_TOKENS = 16
+"""Tokens of that prompt, evenly spread over the vocabulary."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,14 +120,10 @@ class StepFaults:
         self._in_a_row.clear()
 
     def check_device(self) -> None:
-        """If a request ended because its logits were not finite, compute tokens that no request needs. Raise Internal,
-        which ends the process, if no logits of these are finite either, or if `MAX_UNSOUND_IN_A_ROW` requests ended so.
-        If no slot or page is free, a later turn tries again."""
-        if len(self._in_a_row) >= MAX_UNSOUND_IN_A_ROW:
-            raise Internal(
-                f"{self._name} computed no finite logits for {len(self._in_a_row)} requests in a row: damaged weights, "
-                "an overflow of model.dtype, or a broken device"
-            )
+        """If a request ended because its logits were not finite, compute prompts that no request has. Raise Internal,
+        which ends the process, if no logits of two single tokens are finite, or, behind `MAX_UNSOUND_IN_A_ROW` such
+        requests, those of a prompt of several tokens are not: prompts with a damaged token end no process. If no slot
+        or page is free, a later turn tries again."""
         slots, cache, aux = self._resources.slots, self._resources.cache, self._resources.aux
         if not (self._is_in_doubt and slots.num_free and cache.num_available_pages):
             return
@@ -132,21 +131,33 @@ class StepFaults:
             return
         self._resources.sync_step()
         self._is_in_doubt = False
+        vocab_size = self._executor.info.vocab_size
+        prompts = [[0], [vocab_size // 2]]  # a single token's embedding may be damaged
+        if len(self._in_a_row) >= MAX_UNSOUND_IN_A_ROW:
+            length = min(PROBE_TOKENS, cache.page_size, self._executor.info.max_model_len - 1)
+            prompts.append([vocab_size * place // length for place in range(length)])
         slot, aux_slot = slots.next_free, self._resources.take_aux() if self._has_aux else -1
         pages = tuple(cache.reserve(_NOBODY, 1))
         sampling = None if self._has_aux else SamplingParams(max_tokens=1, temperature=0.0)
-        chunk = PrefillChunk(slot, 0, 1, sample=sampling is not None, aux_slot=aux_slot)
         results = []
-        for token in (0, self._executor.info.vocab_size // 2):  # a single token's embedding may be damaged
-            admit = Admit(slot, pack_i32([token]), 1, 0, pages, sampling)
+        for prompt in prompts:
+            chunk = PrefillChunk(slot, 0, len(prompt), sample=sampling is not None, aux_slot=aux_slot)
+            admit = Admit(slot, pack_i32(prompt), len(prompt), 0, pages, sampling)
             plan = StepPlan(release=slots.take_releases(), admit=[admit], prefill=[chunk])
-            results.append(self._executor.launch(plan).result())
+            results.append(is_sound(self._executor.launch(plan).result()))
             self._executor.launch(StepPlan(release=[slot])).result()
         if aux_slot >= 0:
             aux.free(aux_slot)
         cache.remove_task(_NOBODY)
-        if not any(map(is_sound, results)):
+        if not any(results[:2]):
             raise Internal(f"{self._name} computes no finite logits any more, not even for a prompt of one token")
+        if len(results) > 2:
+            if not results[2]:
+                raise Internal(
+                    f"{self._name} computed no finite logits for {len(self._in_a_row)} requests in a row, nor for a "
+                    "prompt of its own: damaged weights, an overflow of model.dtype, or a broken device"
+                )
+            self._in_a_row.clear()
 
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
         """Compute and return what is left of a step whose launch raised `error`. Raise that if nothing can be."""

@@ -61,6 +61,13 @@ class Hopeless(Unsound):
         return True
 
 
+class Overflowing(Unsound):
+    """An executor that can compute short prompts only."""
+
+    def _is_bad(self, slot: int) -> bool:
+        return self._slots[slot].prompt_len > 3
+
+
 class BadZero(Unsound):
     """An executor whose token 0 is damaged, too."""
 
@@ -170,7 +177,7 @@ def prefill_on_p(wire: Wire, index: int, prompt: list[int]) -> None:
 def test_an_instance_that_fails_each_request_ends_unless_one_between_is_sound(is_prefill: bool, overlap: bool) -> None:
     """Short prompts are finite, as if an overflow needs more tokens."""
     wire = Wire()
-    instance = Instance(64, sender=PSide(wire) if is_prefill else None, executor=Unsound, overlap=overlap)
+    instance = Instance(64, sender=PSide(wire) if is_prefill else None, executor=Overflowing, overlap=overlap)
     wire.prefill = instance
 
     def serve(index: int, prompt: list[int]) -> None:
@@ -183,11 +190,20 @@ def test_an_instance_that_fails_each_request_ends_unless_one_between_is_sound(is
 
     last = MAX_UNSOUND_IN_A_ROW - 1
     for index in range(2 * last + 1):
-        serve(index, prompt_of(1, 9) if index == last else [BAD, 1, 2])
+        serve(index, [1] if index == last else prompt_of(1, 9))
     ended = instance.failures if is_prefill else instance.finishes
     with pytest.raises(Internal, match=f"for {MAX_UNSOUND_IN_A_ROW} requests in a row"):
-        serve(2 * last + 1, [BAD, 1, 2])
+        serve(2 * last + 1, prompt_of(1, 9))
     assert ended[room_of(2 * last + 1)].code == "step_failed", "its client hears of it before"
+
+
+def test_clients_whose_prompts_have_a_damaged_token_end_no_instance() -> None:
+    instance = Instance(64, executor=Unsound)
+    for index in range(3 * MAX_UNSOUND_IN_A_ROW):
+        ask(instance, index, [BAD, 1, 2])
+        instance.run()
+        assert instance.finishes[room_of(index)].code == "step_failed"
+    instance.check_empty()
 
 
 def test_choices_of_one_prompt_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
