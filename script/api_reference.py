@@ -45,7 +45,8 @@ An answer, streamed or not, has at most 64 MiB of JSON. What a body may ask for 
 computed: prompts times choices (`n`, `best_of`) times tokens (of the prompt for `prompt_logprobs` and `echo`, else
 `max_tokens`) times candidates (`logprobs`, `top_logprobs`, `prompt_logprobs`), at 72 bytes for each token and candidate
 with a logprob, 4 for a token in the text, 8 for one in `token_ids`. A larger one is refused (400, which names the
-fields). The logprobs of a prompt are in each of its choices in completions, and once in the answer to a chat.
+fields); without `max_tokens`, the choices of a chat have at most what fits. The logprobs of a prompt are in each of its
+choices in completions, and once in the answer to a chat.
 
 A stream gets a comment (a line that begins with a colon, which readers of server-sent events skip) after each
 `dp_config.router.stream_comment_s` of silence (default 10 s), also before its first event. The head of the answer

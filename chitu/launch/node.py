@@ -194,7 +194,9 @@ class Node:
         if health is None:
             return [*words, f"the router at {self.url} does not answer"]
         if self._only in health.joined and local[self._only].progress.state != "ready":
-            raise _taken(self._only)  # the router would refuse it after loading
+            self.supervisor.poll()  # again: it may have become ready, and joined, while the router was asked
+            if local[self._only].progress.state != "ready":
+                raise _taken(self._only)  # the router would refuse it after loading
         # Of this node's instances only the incarnations that it started count; of other nodes any.
         self._joined = {
             name: incarnation
