@@ -19,23 +19,17 @@ import msgspec
 
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
 from chitu.errors import Internal, InvalidRequest
-from chitu.instance.decode_manager import DecodeManager
-from chitu.instance.instance_load import InstanceLoad
-from chitu.instance.prefill_manager import PrefillManager
-from chitu.instance.request_arrivals import RequestArrivals
-from chitu.instance.request_ends import RequestEnds
+from chitu.instance.decode import DecodeManager
+from chitu.instance.early import SpeculativeAdmission
+from chitu.instance.load import InstanceLoad
+from chitu.instance.prefill import Chunk, PrefillManager
+from chitu.instance.requests import RequestArrivals, RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.scheduling.inbox import Inbox
-from chitu.instance.scheduling.prefill import Chunk
-from chitu.instance.scheduling.resources import Resources
-from chitu.instance.scheduling.sequence import Sequence
-from chitu.instance.scheduling.sequences import Sequences
-from chitu.instance.scheduling.speculation import SpeculativeAdmission
+from chitu.instance.sequences import OPEN_STATES, Inbox, Resources, Sequence, SequenceEvent, Sequences, SequenceState
 from chitu.instance.step_faults import Step, StepFaults
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.protocol import LoadReport, PrefillTimes, SchedulerMessage
-from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceState
 from chitu.types import Ready, Role
 
 logger = logging.getLogger(__name__)

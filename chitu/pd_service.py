@@ -26,10 +26,9 @@ from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, RankTaken
 from chitu.grammars import GrammarStore
-from chitu.instance.comm import CommCallbacks, CommLoop
-from chitu.instance.failure_reports import FailureReports
+from chitu.instance.comm import CommCallbacks, CommLoop, SilenceWatch
 from chitu.instance.page_sums import FinishedPages
-from chitu.instance.silence_watch import SilenceWatch
+from chitu.instance.requests import FailureReports
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.kv_manager import KVManager

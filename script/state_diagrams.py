@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 
-from chitu.protocol import generation_states, sequence_states, states
+from chitu.instance.sequences import SEQUENCE_TRANSITIONS
+from chitu.protocol import generation_states, states
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- drawn by script/state_diagrams.py -->\n"
@@ -18,7 +19,7 @@ TABLES = {
     "A room on P": states.SENDER_TRANSITIONS,
     "A room on D": states.RECEIVER_TRANSITIONS,
     "D's registration with a P": states.REGISTRATION_TRANSITIONS,
-    "A request on its instance": sequence_states.SEQUENCE_TRANSITIONS,
+    "A request on its instance": SEQUENCE_TRANSITIONS,
     "A request on the router": generation_states.GENERATION_TRANSITIONS,
 }
 

@@ -1,4 +1,6 @@
-"""The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
+"""Failures that only the instance itself can detect. Heartbeat thread.
+
+The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
 
 It owns the request port (PULL), the P<->D control port (PULL), the coordination DEALER, the view SUB, the stats PUSH
 and one PUSH per peer. Other threads pass it frames through a queue and an eventfd. It passes messages on by callbacks
@@ -19,7 +21,8 @@ import msgspec
 import zmq
 
 from chitu.clock import Clock, Silence
-from chitu.errors import BadFrame, Capacity, UnknownKind
+from chitu.config.schema import DeadlineConfig
+from chitu.errors import BadFrame, Capacity, Internal, UnknownKind
 from chitu.kv_transfer.kv_manager import TransferSide
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.link import LinkReceivers
@@ -44,6 +47,35 @@ from chitu.protocol import (
     view_codec,
 )
 from chitu.tracing.tracer import Tracer
+
+ABANDONED = 20
+"""An added instance has lost its cluster after so many times `router_s`: after 10 minutes with the default."""
+
+
+class SilenceWatch:
+    """Detector of a router that is gone for good, and of a step thread that hangs while heartbeats continue."""
+
+    def __init__(self, deadlines: DeadlineConfig) -> None:
+        self._deadlines = deadlines
+        self._router = Silence(deadlines.heartbeat_interval_s)
+        self._step = Silence(deadlines.heartbeat_interval_s)
+        self.silence_s = 0.0
+        """How long the router has been silent."""
+
+    def look(self, num_views: int, step_turns: int) -> float:
+        """Return the seconds without a view once per silence, when they reach `router_s`; else 0. Raise Internal for a
+        step of `step_s`, which ends the process. Called every `heartbeat_interval_s`."""
+        step_s = self._step.seconds(step_turns)
+        if step_s >= self._deadlines.step_s:
+            raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
+        was_s, self.silence_s = self.silence_s, self._router.seconds(num_views)
+        return self.silence_s if was_s < self._deadlines.router_s <= self.silence_s else 0.0
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the cluster has probably ended: a router that is started again is back sooner."""
+        return self.silence_s >= ABANDONED * self._deadlines.router_s
+
 
 logger = logging.getLogger(__name__)
 

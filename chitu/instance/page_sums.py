@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.sequences import Sequence, SequenceState
 from chitu.kv_transfer.checksums import PageSums
 from chitu.protocol import KVLayout
-from chitu.protocol.sequence_states import SequenceState
 
 MAX_SUMMED_BYTES = 32 << 20
 """Most bytes summed for one request: some 10 ms of a core, in which no step is launched. Later pages are left out."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import ChituError
-from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.sequences import Sequence
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.kv_transfer.events import TransferEvent
 from chitu.protocol.trace import TracedPages, TraceEnd, TraceRestored, TraceStep

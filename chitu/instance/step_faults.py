@@ -22,15 +22,13 @@ from dataclasses import dataclass, field
 
 from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult, is_sound
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
-from chitu.instance.decode_manager import DecodeManager, admit
-from chitu.instance.request_ends import RequestEnds
+from chitu.instance.decode import DecodeManager, admit
+from chitu.instance.prefill import Chunk
+from chitu.instance.requests import RequestEnds
 from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduling.prefill import Chunk
-from chitu.instance.scheduling.sequence import Sequence
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.sequences import OPEN_STATES, Sequence, Sequences, SequenceState
 from chitu.log import about
 from chitu.protocol import SamplingParams, pack_i32
-from chitu.protocol.sequence_states import OPEN_STATES, SequenceState
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import ChituError
-from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.events import TransferEvent
@@ -45,7 +45,6 @@ from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
-from chitu.protocol.sequence_states import AT_PEER_STATES, SequenceState
 from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor

@@ -16,7 +16,7 @@ from pd_node import mixed
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance
-from chitu.instance.failure_reports import FailureReports
+from chitu.instance.requests import FailureReports
 from chitu.net.link import LinkReceivers
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (

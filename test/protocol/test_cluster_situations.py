@@ -13,6 +13,7 @@ from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
+from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.protocol import (
     AbortAck,
@@ -26,7 +27,6 @@ from chitu.protocol import (
     encode,
     peer_codec,
 )
-from chitu.protocol.sequence_states import SequenceState
 from chitu.protocol.states import ReceiverState
 from chitu.protocol.wire import Wire
 from chitu.testing.fake_transport import Fault, FaultKind

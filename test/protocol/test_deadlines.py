@@ -17,11 +17,11 @@ from pd_node import DEADLINES, Node, logits_of
 from pd_world import Pair
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
+from chitu.instance.sequences import OPEN_STATES, SequenceState
 from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.receiver.events import Received
 from chitu.kv_transfer.sender import events
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
-from chitu.protocol.sequence_states import OPEN_STATES, SequenceState
 from chitu.protocol.states import (
     RECEIVER_DEADLINES,
     SENDER_DEADLINES,

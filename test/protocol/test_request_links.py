@@ -8,7 +8,7 @@ from cluster_process import DEADLINES, Process
 from routed_world import CONFIG, Client, RoutedWorld
 
 from chitu.errors import TransferFailed
-from chitu.instance.failure_reports import REPEATS
+from chitu.instance.requests import REPEATS
 from chitu.types import Role
 
 BEAT_S = DEADLINES.heartbeat_interval_s

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, room_of
 
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.instance.request_arrivals import PRIORITY_SHARE
-from chitu.instance.scheduling.decode import victims_for_growth
-from chitu.instance.scheduling.sequence import Sequence, queue_order
+from chitu.instance.decode import victims_for_growth
+from chitu.instance.requests import PRIORITY_SHARE
+from chitu.instance.sequences import Sequence, queue_order
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.protocol import (
     MAX_PRIORITY,

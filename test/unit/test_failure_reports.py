@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chitu.instance.failure_reports import KEPT, REPEATS, FailureReports
+from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.protocol import RequestFailed
 from chitu.types import Role
 

@@ -14,9 +14,8 @@ from chitu.client.verify.parity import Judgement
 from chitu.client.verify.probe import CheckedRequest, MovedSums, Served
 from chitu.client.verify.report import FORCED, Judged, wrong_pages
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
-from chitu.instance.scheduling.sequence import Sequence
+from chitu.instance.sequences import Sequence, SequenceState
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
-from chitu.protocol.sequence_states import SequenceState
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 4, "float32", 500)
 ROOM = b"r" * 16

@@ -13,10 +13,10 @@ from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, promp
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
+from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_transfer.events import KVChunk
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.protocol.sequence_states import SequenceState
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 
 GREEDY = SamplingParams(6, temperature=0.0)

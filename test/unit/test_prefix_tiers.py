@@ -12,6 +12,7 @@ from scheduler_world import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
 from tiered_instances import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, TieredPair
 
 from chitu.errors import ConfigError
+from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.tiers.prefix_tiers import PIECE_PAGES
 from chitu.kv_cache.tiers.speed import MEMORY_S
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
@@ -20,7 +21,6 @@ from chitu.protocol import (
     PrefillRequest,
     pack_i32,
 )
-from chitu.protocol.sequence_states import SequenceState
 
 
 @pytest.mark.parametrize("overlap", [False, True])

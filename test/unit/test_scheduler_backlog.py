@@ -8,7 +8,7 @@ import pytest
 from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.config.schema import SchedulerConfig
-from chitu.instance.scheduling.backlog import BacklogMeter
+from chitu.instance.load import BacklogMeter
 from chitu.kv_transfer.events import TransferEvent, TransferEventKind
 from chitu.protocol import DecodeRequest, LoadReport, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.clock import FakeClock

@@ -7,7 +7,7 @@ from array import array
 import pytest
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
 
-from chitu.instance.request_arrivals import wrong_sampling
+from chitu.instance.requests import wrong_sampling
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,

@@ -8,14 +8,10 @@ from hypothesis import strategies as st
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import StepPlan
-from chitu.instance.decode_manager import DecodeManager
-from chitu.instance.scheduling.decode import GrowthReserve, may_admit, victims_for_growth
-from chitu.instance.scheduling.prefill import select_chunks, speculation_to_undo
-from chitu.instance.scheduling.resources import Resources
-from chitu.instance.scheduling.sequence import Sequence
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.decode import DecodeManager, GrowthReserve, may_admit, victims_for_growth
+from chitu.instance.prefill import select_chunks, speculation_to_undo
+from chitu.instance.sequences import Resources, Sequence, Sequences, SequenceState
 from chitu.protocol import SamplingParams, pack_i32
-from chitu.protocol.sequence_states import SequenceState
 from chitu.testing.clock import FakeClock
 
 

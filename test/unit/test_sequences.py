@@ -6,13 +6,10 @@ import pytest
 from scheduler_world import make_aux
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.instance.scheduling.resources import Resources
-from chitu.instance.scheduling.sequence import Sequence
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.sequences import AT_PEER_STATES, OPEN_STATES, SEQUENCE_TRANSITIONS, Resources, Sequence, Sequences
+from chitu.instance.sequences import SequenceEvent as E
+from chitu.instance.sequences import SequenceState as S
 from chitu.protocol import SamplingParams, pack_i32
-from chitu.protocol.sequence_states import AT_PEER_STATES, OPEN_STATES, SEQUENCE_TRANSITIONS
-from chitu.protocol.sequence_states import SequenceEvent as E
-from chitu.protocol.sequence_states import SequenceState as S
 
 ROADS: dict[S, tuple[E, ...]] = {
     S.WAITING: (),

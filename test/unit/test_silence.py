@@ -7,7 +7,7 @@ import pytest
 from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import Internal
-from chitu.instance.silence_watch import SilenceWatch
+from chitu.instance.comm import SilenceWatch
 
 DEADLINES = DeadlineConfig(heartbeat_interval_s=0.5, router_s=1.5, step_s=2.0)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from chitu.instance.sequences import OPEN_STATES, SEQUENCE_AWAITS
 from chitu.protocol import states
 from chitu.protocol.generation_states import GENERATION_AWAITS, RUNNING, GenerationState
-from chitu.protocol.sequence_states import OPEN_STATES, SEQUENCE_AWAITS
 from chitu.protocol.states import Deadline, KVPoll
 
 ROLES = {

@@ -14,11 +14,11 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
-from chitu.instance.silence_watch import SilenceWatch
+from chitu.instance.comm import SilenceWatch
+from chitu.instance.sequences import SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.protocol.sequence_states import SequenceState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 from chitu.testing.late_executor import LateExecutor

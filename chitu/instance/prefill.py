@@ -1,4 +1,12 @@
-"""The prefill half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
+"""Chunked prefill: which prompt tokens are computed in the next step, and which sequences get pages for it.
+
+Pure policy over an ordered queue: no clock, no socket, no tensor. Used by P and by unified instances.
+
+On P, a request may be computed before D announces it. That is speculation: D may not have room for its pages yet.
+Announced requests come first, and take the pages of unannounced ones if pages are short. Without that rule P's pages
+could all belong to requests whose D waits for another P in the same state: a deadlock across instances.
+
+The prefill half of an instance: queue, pages, chunks, and on P the hand-over to the transfer layer.
 
 Owned by `PDScheduler`, step thread only. On P a sequence ends here: its pages and aux slot come back with the transfer
 layer's SUCCESS or RELEASED. On a unified instance it goes to the `DecodeManager` after its last chunk is launched or,
@@ -9,19 +17,63 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ChituError
-from chitu.instance.decode_manager import admit
+from chitu.instance.decode import admit
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.scheduling.prefill import Chunk, by_urgency, select_chunks
-from chitu.instance.scheduling.sequence import Sequence
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceEvent, Sequences, SequenceState
 from chitu.kv_cache.tiers.page_load import PageLoad
 from chitu.kv_transfer.events import KVChunk, TransferEvent, TransferEventKind
-from chitu.protocol.sequence_states import OPEN_STATES, SequenceEvent, SequenceState
+
+
+class Chunk(NamedTuple):
+    sequence: Sequence
+    start: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.length == self.sequence.prompt_len
+
+
+def by_urgency(waiting: Iterable[Sequence]) -> list[Sequence]:
+    """Return the sequences, announced before unannounced, each group by `Sequence.order`."""
+    return sorted(waiting, key=lambda s: (not s.announced, s.order))
+
+
+def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_size: int) -> list[Chunk]:
+    """Return the next chunk of each request, most urgent first, while the step's token budget lasts."""
+    chunks: list[Chunk] = []
+    budget = max_batched_tokens
+    for sequence in by_urgency(computing):
+        if budget == 0:
+            break
+        if sequence.load is not None:
+            continue
+        length = min(sequence.remaining_prompt, chunk_size, budget)
+        chunks.append(Chunk(sequence, sequence.kv_len, length))
+        budget -= length
+    return chunks
+
+
+def speculation_to_undo(
+    holders: Iterable[Sequence], coming_back: Callable[[bytes], int], pages_wanted: int, aux_wanted: int
+) -> list[Sequence]:
+    """Return the unannounced holders of pages, youngest first, that must give way so that an announced request fits.
+    Return [] if none must, or if all together hold too little. `coming_back` is as in `victims_for_growth`."""
+    victims: list[Sequence] = []
+    for sequence in sorted((s for s in holders if not s.announced), key=lambda s: s.order, reverse=True):
+        if pages_wanted <= 0 and aux_wanted <= 0:
+            break
+        victims.append(sequence)
+        pages_wanted -= coming_back(sequence.room)
+        aux_wanted -= 1
+    return victims if pages_wanted <= 0 and aux_wanted <= 0 else []
+
 
 NEWEST = 16
 """About how many of the newest prompts `cached_share` covers."""

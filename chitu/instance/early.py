@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from chitu.instance.scheduling.prefill import speculation_to_undo
-from chitu.instance.scheduling.sequence import Sequence
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.prefill import speculation_to_undo
+from chitu.instance.sequences import Sequence, SequenceEvent, Sequences, SequenceState
 from chitu.kv_transfer.sender.prefill_sender import PrefillSender
-from chitu.protocol.sequence_states import SequenceEvent, SequenceState
 
 
 class SpeculativeAdmission:

@@ -1,7 +1,20 @@
-"""What arrives at an instance: requests become sequences, or are refused before they hold anything; cancellations and
+"""Every way in which a request ends on an instance: its last token, a failed transfer, a cancellation, a deadline, a
+router that is gone.
+
+Owned by `PDScheduler`, step thread only. It reports the end to the router (by the token message, or on P by
+`report_failure`) and has the managers free what the request held.
+
+What arrives at an instance: requests become sequences, or are refused before they hold anything; cancellations and
 the loss of a router end requests.
 
 Owned by `PDScheduler`, step thread only; the `Inbox` carries the messages over from other threads.
+
+Failures that P reports to the router: at once, and again with the next heartbeats.
+
+Owned by `PDSchedulerService`. P has no token stream, so its failures go to the stats port. Messages there have no
+sequence numbers, and a connection that breaks loses those in flight. The router identifies failures by room, so a
+repeated report costs nothing; a lost one costs a deadline of 73 s. The step thread calls `add`, the heartbeat thread
+`repeats`.
 """
 
 from __future__ import annotations
@@ -9,6 +22,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -16,14 +30,32 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from chitu import log
-from chitu.errors import Capacity, ChituError, InvalidRequest
+from chitu.errors import (
+    Capacity,
+    ChituError,
+    DecodeLost,
+    InvalidRequest,
+    PrefillLost,
+    QueueTimeout,
+    RequestCancelled,
+    RequestTimeout,
+)
 from chitu.grammars import CompiledGrammar
-from chitu.instance.prefill_manager import PrefillManager
-from chitu.instance.request_ends import RequestEnds
+from chitu.instance.decode import DecodeManager
+from chitu.instance.prefill import PrefillManager
 from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduling.inbox import Inbox, StepCommand
-from chitu.instance.scheduling.sequence import Sequence, queue_order
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.scheduler_trace import SchedulerTrace
+from chitu.instance.sequences import (
+    OPEN_STATES,
+    SEQUENCE_AWAITS,
+    Inbox,
+    Sequence,
+    Sequences,
+    SequenceState,
+    StepCommand,
+    queue_order,
+)
+from chitu.log import about
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -34,15 +66,166 @@ from chitu.protocol import (
     MAX_STOP_TOKEN_IDS,
     CancelRequest,
     DecodeRequest,
+    Finish,
     Fork,
     PrefillRequest,
+    RequestFailed,
     SamplingParams,
     UnifiedRequest,
 )
-from chitu.protocol.sequence_states import SequenceState
+from chitu.protocol.states import waited_text
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)
+
+
+_PROMPT_STATES = frozenset({SequenceState.WAITING, SequenceState.COMPUTING, SequenceState.INFLIGHT})
+"""States of a prompt: the `PrefillManager` frees what it holds, if anything."""
+
+
+class RequestEnds:
+    def __init__(
+        self,
+        parts: PDSchedulerParts,
+        sequences: Sequences,
+        prefill: PrefillManager,
+        decode: DecodeManager,
+        trace: SchedulerTrace | None,
+    ) -> None:
+        self._parts = parts
+        self._is_prefill = parts.role is Role.PREFILL
+        self._finished_pages = parts.finished_pages
+        self._trace = trace
+        self._sequences = sequences
+        self._prefill = prefill
+        self._decode = decode
+        self._tokens = parts.tokens
+        self._report_failure = parts.report_failure
+        self._clock = parts.clock
+        self._next_expire_s = 0.0
+
+    # -------------------------------------------------------------------------------------------- reports to the router
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """End a request whose newest token was the last one."""
+        self._tell(sequence, reason, None)
+        self._decode.finish(sequence)
+
+    def refuse(self, sequence: Sequence, error: ChituError) -> None:
+        """End a request that holds nothing yet, with an error."""
+        if sequence.sampling is None:  # P's half of it
+            self._report_failure(sequence.room, error)
+            self._note_end(sequence, "error", error)
+            return
+        for each in sequence.choices:
+            self._tell(each, "error", error)
+
+    def transfer_failed(self, room: bytes, error: ChituError) -> None:
+        """Report a FAILED of the transfer layer to the router. The managers also get it, and handle the pages."""
+        if self._is_prefill:
+            failed = self._sequences.find(room)
+            if failed is not None:
+                self._note_end(failed, "error", error)
+                if not isinstance(error, RequestCancelled):
+                    self._report_failure(room, error)
+            return
+        sequence = self._sequences.find(room)
+        if sequence is not None:
+            logger.warning("request %s failed: %s", sequence.request_id, error, extra=about(sequence.request_id))
+            for each in sequence.choices:
+                self._tell(each, "error", error)
+
+    def _tell(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
+        self._tokens.finish(
+            Finish(
+                sequence.room,
+                reason,
+                error.code if error else "",
+                error.message if error else "",
+                sequence.kv_bytes,
+                sequence.stage_times(self._clock.monotonic()),
+                self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
+                sequence.transfer_sums,
+            ),
+            sequence.router_worker,
+        )
+        self._note_end(sequence, reason, error)
+
+    def _note_end(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
+        if self._trace is not None and self._trace.rooms:
+            self._trace.note_end(sequence, reason, error)
+
+    def fail(self, sequence: Sequence, error: ChituError) -> None:
+        """End an open request with an error, and report it to the router."""
+        logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
+        if self._is_prefill:
+            self._report_failure(sequence.room, error)
+            self._note_end(sequence, "error", error)
+            self._prefill.cancel(sequence, error)
+        else:
+            for each in sequence.choices:
+                self._tell(each, "error", error)
+                self._drop(each, error)
+
+    def _drop(self, sequence: Sequence, error: ChituError) -> None:
+        """End a sequence. If it is the last fork that waits for a prompt, end the prompt, too."""
+        if sequence.state in _PROMPT_STATES:
+            self._prefill.cancel(sequence, error)
+        else:
+            self._decode.cancel(sequence, error)
+        source = sequence.source
+        if source is not None and not source.forks and source.state in OPEN_STATES:
+            self._drop(source, error)
+
+    # ---------------------------------------------------------------------------------------------- ends by the router
+
+    def cancel(self, room: bytes) -> None:
+        """Cancel a request without a report: the router asked for it."""
+        gone = RequestCancelled("the router cancelled the request")
+        sequence = self._sequences.find(room)
+        for each in sequence.choices if sequence is not None else ():
+            self._note_end(each, "cancelled", None)
+            self._drop(each, gone)
+
+    def cancel_all(self) -> None:
+        for sequence in self._sequences.open:
+            self.cancel(sequence.room)
+        self._tokens.restart()
+
+    def cancel_worker(self, incarnation: int) -> None:
+        for sequence in self._sequences.open:
+            if sequence.router_worker == incarnation:
+                self.cancel(sequence.room)
+        self._tokens.forget(incarnation)
+
+    def end_without_router(self, silence_s: float) -> None:
+        """End every request with an error. The router may come back (a suspended process, a broken connection), and
+        then receives these errors."""
+        lost = PrefillLost if self._is_prefill else DecodeLost
+        for sequence in self._sequences.open:
+            self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
+
+    # ----------------------------------------------------------------------------------------------- ends by the clock
+
+    def expire(self) -> None:
+        """Fail requests that wait for pages longer than `queue_s` or exceed the request timeout. The router cancels the
+        latter itself, unless it or the cancellation is lost. The states between have the transfer layer's deadlines."""
+        now_s = self._clock.monotonic()
+        oldest_s = now_s - self._parts.deadlines.queue_s
+        for sequence in self._sequences.queue(SequenceState.WAITING):
+            if sequence.arrival_s < oldest_s:
+                what = SEQUENCE_AWAITS[sequence.state]
+                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+        if now_s >= self._next_expire_s:
+            self._next_expire_s = now_s + 1.0
+            oldest_s = now_s - self._parts.request_timeout_s
+            for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
+                what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
+                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+
+    def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
+        return waited_text(self._parts.name, waited_s, sequence.state, what)
+
 
 GONE_WORKERS = 64
 """Number of ended API processes to remember: their last requests may still be in flight."""
@@ -332,3 +515,27 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
     lists = {"logit_bias": tuple(bias), "stop_token_ids": stops, "allowed_token_ids": allowed}
     lists["bad_words"] = tuple(token for word in words for token in word)
     return next(filter(None, (_wrong_ids(name, ids, vocab_size) for name, ids in lists.items())), "")
+
+
+REPEATS = 3
+"""Repeats of a report: more than the heartbeats during a reconnect; later ones wait in the new connection's queue."""
+KEPT = 4096
+"""Most failures kept for repeats; beyond it the oldest are not repeated."""
+
+
+class FailureReports:
+    def __init__(self, send: Callable[[RequestFailed], None]) -> None:
+        """Report by `send`, which runs on the thread that calls `add`."""
+        self._send = send
+        self._told: deque[tuple[RequestFailed, int]] = deque(maxlen=KEPT)
+        """Failures to report again, and how often."""
+
+    def add(self, failed: RequestFailed) -> None:
+        self._send(failed)
+        self._told.append((failed, REPEATS))
+
+    def repeats(self) -> list[RequestFailed]:
+        """Return the failures to report again with this heartbeat."""
+        due = [self._told.popleft() for _ in range(len(self._told))]
+        self._told.extend((failed, left - 1) for failed, left in due if left > 1)
+        return [failed for failed, _ in due]

@@ -1,4 +1,10 @@
-"""The load that an instance reports: queues, pages, work done, and how fast its queue moves.
+"""How fast a queue moves while requests wait in it, from which the router predicts waits.
+
+Owned by `PDScheduler`, step thread only. Pure: totals and times in, totals out. A rate over all time would not measure
+capacity, because an instance without a queue works only as fast as requests arrive. So only the time counts in which
+work waited that a step could not take, and only the work done in it.
+
+The load that an instance reports: queues, pages, work done, and how fast its queue moves.
 
 Owned by `PDScheduler`; `report` makes the snapshot that heartbeats carry. Step thread only, except `snapshot`, which
 any thread may read: it is replaced as a whole.
@@ -6,14 +12,31 @@ any thread may read: it is replaced as a whole.
 
 from __future__ import annotations
 
-from chitu.instance.decode_manager import DecodeManager
-from chitu.instance.prefill_manager import PrefillManager
+from chitu.instance.decode import DecodeManager
+from chitu.instance.prefill import PrefillManager
 from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduling.backlog import BacklogMeter
-from chitu.instance.scheduling.sequences import Sequences
+from chitu.instance.sequences import Sequences
+from chitu.instance.sequences import SequenceState as S
 from chitu.protocol import LoadReport
-from chitu.protocol.sequence_states import SequenceState as S
 from chitu.types import Role
+
+
+class BacklogMeter:
+    """Time and work of a queue: `seconds` and `work` grow while something waits. The caller picks the unit of work."""
+
+    def __init__(self, now_s: float) -> None:
+        self.seconds = 0.0
+        self.work = 0
+        self._last_s = now_s
+        self._last_work = 0
+        self._waits = False
+
+    def update(self, now_s: float, total_work: int, waits: bool) -> None:
+        """Note the work done since the start, and whether something `waits` from now on. Called once a turn."""
+        if self._waits:
+            self.seconds += now_s - self._last_s
+            self.work += total_work - self._last_work
+        self._last_s, self._last_work, self._waits = now_s, total_work, waits
 
 
 class InstanceLoad:

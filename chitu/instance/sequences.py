@@ -1,0 +1,548 @@
+"""The sequences of an instance: their states, what each holds, the queues, the slots, and what waits to be freed.
+
+The states of a request on its instance, as the step thread sees it, with their events and transitions.
+
+Pure table, which only `instance/sequences.py` walks; docs/protocol.md shows it. Invariants (checked over the
+table by `test/unit/test_sequences.py`): a request ends once, from every state; it is LEAVING once, and then no peer
+touches what it held.
+
+One request on one instance, in the step thread.
+
+Executor slots: which sequence holds which, and which ones the executor must release.
+
+What sequences hold of an instance (pages, an executor slot, an aux slot) and when it is free again.
+
+Owned by `PDScheduler`, used by its managers; step thread only. Invariant: while a launched step is unread, nothing that
+was held at its launch is free. A kernel may still read or write it, and D offers free pages and aux slots to a peer,
+whose writes none of our streams orders. So what is released meanwhile becomes free when the newest launched step is
+read. If no step is in flight it is free at once.
+
+Every request of an instance, in the queue of its state. The only writer of a state.
+
+Owned by `PDScheduler`, step thread only; its managers decide on events and apply them by `take`. Invariants: a request
+is in exactly one queue, that of its state. A pair that is not in `SEQUENCE_TRANSITIONS` changes nothing, so a request
+ends once, and is freed once.
+
+What other threads have for the step thread: requests and cancellations, and calls that it is to make.
+
+Any thread puts in, which wakes the step thread; that alone takes out, in the order of arrival. Owned by `PDScheduler`.
+A deque suffices: operations at its ends are atomic.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from typing import Final
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.errors import Internal
+from chitu.grammars import CompiledGrammar
+from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_cache.tiers.page_load import PageLoad
+from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.protocol import (
+    NO_TIMES,
+    DecodeRequest,
+    PrefillRequest,
+    PrefillTimes,
+    SamplingParams,
+    SchedulerMessage,
+    StageTimes,
+    TransferSums,
+    UnifiedRequest,
+)
+
+
+class SequenceState(Enum):
+    """State of a request on an instance. P: WAITING to INFLIGHT. D: WAITING, TRANSFER and later. Unified: WAITING,
+    COMPUTING, RUNNING and later; with forks INFLIGHT, too."""
+
+    __hash__ = object.__hash__  # each is the key of its queue; Enum's own is a Python function
+
+    WAITING = auto()
+    """It holds nothing."""
+    COMPUTING = auto()
+    """Its prompt is computed here, or its pages come from the cache tiers, so that less has to be computed."""
+    INFLIGHT = auto()
+    """P: the last chunk is launched, and its KV is being sent. Unified: the last chunk of a prompt with forks is
+    launched."""
+    TRANSFER = auto()
+    """D: its pages were announced to P."""
+    LOGITS = auto()
+    """D: as TRANSFER, and the logits row has arrived. The first token can be sampled."""
+    STARTED = auto()
+    """D: as LOGITS, and the first token is launched. KV is still in flight."""
+    LANDED = auto()
+    """All of its prompt's KV and the logits row have arrived, and no token was launched."""
+    RUNNING = auto()
+    """It decodes."""
+    RETRACTED = auto()
+    """Its KV is in host memory."""
+    FORK_WAITING = auto()
+    """A choice whose prompt holds nothing yet."""
+    FORK_HELD = auto()
+    """A choice whose prompt holds pages: it holds these pages and a slot, too."""
+    CLOSING = auto()
+    """Over for the client, but a peer may still touch its pages, or a fork needs them."""
+    LEAVING = auto()
+    """All that it holds is free, or will be once a step in flight has been read."""
+
+
+class SequenceEvent(Enum):
+    __hash__ = object.__hash__
+
+    ADMIT = auto()
+    """It got pages and a slot, to be computed."""
+    COMPUTED = auto()
+    """The last chunk is launched, and no token is sampled with it."""
+    GIVE_WAY = auto()
+    """P: what it holds is given to a request that D has announced."""
+    ANNOUNCE = auto()
+    """It got pages, an aux slot and a slot, for P to write to."""
+    ROW_HERE = auto()
+    KV_HERE = auto()
+    """All KV has arrived; for a fork, that of its prompt."""
+    START = auto()
+    """Its first token is launched."""
+    HOLD = auto()
+    """The prompt of a fork got pages."""
+    RETRACT = auto()
+    RESUME = auto()
+    END = auto()
+    """Its last token, a failure, a cancellation or a deadline came; on P, its KV was sent."""
+    FREE = auto()
+    """No peer and no fork needs what it holds."""
+
+
+_S, _E = SequenceState, SequenceEvent
+
+OPEN_STATES: Final = frozenset(_S) - {_S.CLOSING, _S.LEAVING}
+"""States in which the request is not over for the client."""
+AT_PEER_STATES: Final = frozenset({_S.TRANSFER, _S.LOGITS, _S.STARTED})
+"""States of D in which P may write to its pages."""
+
+SEQUENCE_TRANSITIONS: Final[Mapping[tuple[SequenceState, SequenceEvent], SequenceState]] = {
+    (_S.WAITING, _E.ADMIT): _S.COMPUTING,
+    (_S.COMPUTING, _E.COMPUTED): _S.INFLIGHT,
+    (_S.COMPUTING, _E.GIVE_WAY): _S.WAITING,
+    (_S.INFLIGHT, _E.GIVE_WAY): _S.WAITING,
+    (_S.COMPUTING, _E.START): _S.RUNNING,
+    (_S.WAITING, _E.ANNOUNCE): _S.TRANSFER,
+    (_S.TRANSFER, _E.ROW_HERE): _S.LOGITS,
+    (_S.LOGITS, _E.START): _S.STARTED,
+    (_S.LOGITS, _E.KV_HERE): _S.LANDED,
+    (_S.STARTED, _E.KV_HERE): _S.RUNNING,
+    (_S.LANDED, _E.START): _S.RUNNING,
+    (_S.RUNNING, _E.RETRACT): _S.RETRACTED,
+    (_S.RETRACTED, _E.RESUME): _S.RUNNING,
+    (_S.FORK_WAITING, _E.HOLD): _S.FORK_HELD,
+    (_S.FORK_HELD, _E.KV_HERE): _S.LANDED,
+    **{(state, _E.END): _S.CLOSING for state in _S if state in OPEN_STATES},
+    (_S.CLOSING, _E.FREE): _S.LEAVING,
+}
+"""(state, event) -> next state; a pair that is not here is absorbed."""
+
+SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
+    _S.WAITING: "pages or a slot",
+    _S.COMPUTING: "the end of its prompt",
+    _S.INFLIGHT: "its KV to reach the other side",
+    _S.TRANSFER: "its logits",
+    _S.LOGITS: "its first token",
+    _S.STARTED: "its KV",
+    _S.LANDED: "its first token",
+    _S.RUNNING: "its last token",
+    _S.RETRACTED: "pages to come back to",
+    _S.FORK_WAITING: "pages for its prompt",
+    _S.FORK_HELD: "its prompt",
+}
+"""What a request waits for in each state that is not over."""
+
+
+def queue_order(arrival_s: float, number: int, priority: int, most_s: float) -> tuple[float, int]:
+    """Return the place of a request in every queue of an instance, and in the order in which running requests give way:
+    the time of its arrival, moved by its priority. The `number` of its arrival decides between equal times.
+
+    A priority below 0 moves it ahead, one above 0 back, by less than `most_s`: by half of that for 1, two thirds for 2.
+    So urgent requests overtake only what came shortly before them, and a request ages: after twice `most_s` nothing
+    that arrives overtakes it any more, whatever the priorities. A place never changes, so no two requests can retract
+    each other in turn.
+    """
+    return arrival_s + most_s * priority / (1 + abs(priority)), number
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on one instance, compared by identity. The sequence with the lowest `order` (see `queue_order`) comes
+    first everywhere, and gives way last."""
+
+    room: bytes
+    request_id: str
+    order: tuple[float, int]
+    arrival_s: float
+    prompt: bytes
+    """Tokens to prefill, int32 LE: the client's prompt, then `num_continued` tokens of output."""
+    sampling: SamplingParams | None = None
+    num_continued: int = 0
+    """Output tokens that another D emitted before it was lost; this one continues as if it had emitted them."""
+    router_worker: int = 0
+    """Incarnation of the router's API process that sent the request; 0: the router is one process."""
+    prefill_rank: int = -1
+    prefill_incarnation: int = 0
+    state: SequenceState = SequenceState.WAITING
+    announced: bool = False
+    """P: D has reserved its pages, so what is computed can be delivered."""
+    slot: int = -1
+    admitted: bool = False
+    """Whether the executor knows the sequence's slot, from this step's plan on at the latest."""
+    aux_slot: int = -1
+    kv_len: int = 0
+    """Tokens whose KV is in the pages once the launched steps are done."""
+    cached_tokens: int = 0
+    """Prompt tokens that are not computed because cached pages hold them. Known once the prefill is admitted, on D when
+    the logits arrive."""
+    known_tokens: int = 0
+    """Prompt tokens that are expected to need no computing here, as they are cached in the pool or in host memory. An
+    estimate for load reports, until the prompt computes."""
+    capacity_tokens: int = 0
+    """Tokens for which the held pages have room."""
+    emitted: array[int] = field(default_factory=lambda: array("i"))
+    launched: int = 0
+    """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
+    max_new_tokens: int = field(init=False)
+    """Most tokens to sample here; 0 on P."""
+    prompt_logprobs: int | None = None
+    """`SamplingParams.prompt_logprobs` of the request. P and unified instances compute them, D passes them on."""
+    prompt_lines: bytes | None = None
+    """Packed logprobs of the prompt, as far as they are known; None if none are, or none were requested."""
+    stop_ids: frozenset[int] = frozenset()
+    grammar: CompiledGrammar | None = None
+    """Grammar that the tokens must follow, kept here so that the executor finds it at every admission."""
+    keys: PageKeys | None = None
+    """Keys of the sequence's pages in the prefix cache; None if it takes none from there and adds none."""
+    load: PageLoad | None = None
+    """Load of prompt pages from the tiers. Until it ends, the sequence computes nothing and the executor does not know
+    it."""
+    offload_key: int = -1
+    kv_bytes: int = 0
+    """Bytes that P moved for this request; 0 until the KV is here."""
+    transfer_sums: TransferSums | None = None
+    """Checksums of the pages that P wrote, on both sides, if the request asks for them and its KV is here."""
+    prefill_times: PrefillTimes = NO_TIMES
+    computing_since_s: float = 0.0
+    """When the first prefill chunk began. This and the next three are on the instance's clock, 0 until then."""
+    announced_s: float = 0.0
+    kv_landed_s: float = 0.0
+    first_token_s: float = 0.0
+    forks: list[Sequence] = field(default_factory=list)
+    """Forks that begin with this prompt; a fork that has begun leaves the list. While it is not empty, this is only a
+    prompt, of which nothing is sampled."""
+    source: Sequence | None = None
+    """Prompt that this sequence is, or was, a fork of."""
+
+    def __post_init__(self) -> None:
+        self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt) // 4
+
+    @property
+    def client_prompt_len(self) -> int:
+        """Number of tokens in the client's prompt; the rest of `prompt` counts as output."""
+        return self.prompt_len - self.num_continued
+
+    @property
+    def needs_kv(self) -> bool:
+        """Whether D needs the KV. A request for one token samples it from P's logits row and computes nothing here."""
+        return self.max_new_tokens > 1
+
+    @property
+    def final_len(self) -> int:
+        """Most prompt and output tokens at the end. On P, and for a prompt with forks, the prefilled tokens."""
+        if self.sampling is None or self.forks:
+            return self.prompt_len
+        return self.client_prompt_len + self.sampling.max_tokens
+
+    @property
+    def choices(self) -> list[Sequence]:
+        """Sequences that the router sees in place of this one: its forks, or itself."""
+        return list(self.forks) or [self]
+
+    @property
+    def remaining_prompt(self) -> int:
+        return self.prompt_len - self.kv_len
+
+    @property
+    def tokens_to_compute(self) -> int:
+        """Prompt tokens still to compute, by what is known of the caches."""
+        return self.prompt_len - max(self.kv_len, self.known_tokens)
+
+    def stop_load(self) -> None:
+        """Stop a load from the tiers, so that its pages can be given to another sequence."""
+        if self.load is not None:
+            self.load.stop()
+            self.load = None
+
+    def token_ids(self) -> bytes:
+        """Return prompt and output so far, int32 LE."""
+        return self.prompt + self.emitted.tobytes()
+
+    def stage_times(self, now_s: float) -> StageTimes:
+        """Return the times to report to the router when the request ends on D or a unified instance at `now_s`."""
+        first, announced, landed = (
+            max(0.0, moment_s - self.arrival_s) for moment_s in (self.first_token_s, self.announced_s, self.kv_landed_s)
+        )
+        return StageTimes(self.prefill_times, announced, first, landed, now_s - self.arrival_s)
+
+    def finish_reason(self, token: int) -> str:
+        """Return why the request ends with `token`, its newest; empty if it continues."""
+        if token in self.stop_ids:
+            return "stop"
+        return "length" if len(self.emitted) >= self.max_new_tokens else ""
+
+
+class SlotPool:
+    """The slots of an executor; `owner[slot]` is the sequence in a slot. Step thread only."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.owner: list[Sequence | None] = [None] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._to_release: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def next_free(self) -> int:
+        """The slot that `take` gives next. The executor may still have to release it (`take_releases`)."""
+        return self._free[-1]
+
+    def take(self, sequence: Sequence) -> None:
+        """Reserve a slot for a sequence; the caller checked `num_free`."""
+        sequence.slot = self._free.pop()
+        self.owner[sequence.slot] = sequence
+
+    def free(self, sequence: Sequence, is_offloaded: bool = False) -> None:
+        """Free the sequence's slot, if it has one. The next plan releases it if the executor has admitted the sequence.
+        `is_offloaded`: the executor itself does, after it has saved its pages."""
+        slot, is_known = sequence.slot, sequence.admitted
+        if slot < 0:
+            return
+        sequence.slot, sequence.admitted = -1, False
+        self.owner[slot] = None
+        self._free.append(slot)
+        if is_known and not is_offloaded:
+            self._to_release.append(slot)
+
+    def take_releases(self) -> list[int]:
+        """Return and clear the slots that the next plan must release, which it does before it admits any sequence."""
+        releases, self._to_release = self._to_release, []
+        return releases
+
+
+class Resources:
+    """The pages, slots and aux slots of an instance. `sync_step`, set by the scheduler, reads the step in flight, so
+    that none is. Requests may end in it, and what they held becomes free."""
+
+    def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers) -> None:
+        self.cache = cache
+        self.slots = SlotPool(num_slots)
+        self.aux = aux
+        self.sync_step: Callable[[], None] = lambda: None
+        self._num_launched = self._num_read = 0
+        self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
+        """Releases that wait, each until that many steps have been read."""
+
+    @property
+    def num_unread(self) -> int:
+        """Number of launched steps that are not read yet."""
+        return self._num_launched - self._num_read
+
+    def launched(self) -> None:
+        """Note that a step is about to be launched, which may use what is held now."""
+        self._num_launched += 1
+
+    def read(self) -> None:
+        """Note that the oldest unread step was read, and make free what waited for it."""
+        self._num_read += 1
+        while self._leaving and self._leaving[0][0] <= self._num_read:
+            self._leaving.popleft()[1]()
+
+    def take_aux(self) -> int:
+        """Take an aux slot. The caller has just checked that one is free."""
+        slot = self.aux.allocate()
+        if slot is None:
+            raise Internal("an aux slot was counted as free but none is")
+        return slot
+
+    def hold_forks(self, source: Sequence) -> None:
+        """Reserve for each fork the page in which the prompt ends, and a slot; the first fork later gets the slot of
+        the prompt, if that has one. The caller has just checked that they are free."""
+        for fork in source.forks:
+            self.cache.reserve(fork.room, source.prompt_len % self.cache.page_size)
+        for fork in source.forks[source.slot >= 0 :]:
+            self.slots.take(fork)
+
+    def free_slot(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence that keeps its pages, if it has one."""
+        if sequence.slot >= 0:
+            self.when_read(partial(self.slots.free, sequence))
+
+    def free_aux(self, sequence: Sequence) -> None:
+        """Free the aux slot of a sequence, if it has one."""
+        if sequence.aux_slot >= 0:
+            self.when_read(partial(self._free_aux, sequence))
+
+    def vacate(self, sequence: Sequence, is_offloaded: bool = False) -> None:
+        """Free at once all that a sequence holds. No step may be in flight. `is_offloaded`: the executor itself
+        releases the slot after it has saved its pages."""
+        if self.num_unread:
+            raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
+        self.free_now(sequence, is_offloaded)
+
+    def when_read(self, action: Callable[[], None]) -> None:
+        """Call the action when the newest launched step is read; at once if it has been."""
+        if self.num_unread:
+            self._leaving.append((self._num_launched, action))
+        else:
+            action()
+
+    def free_now(self, sequence: Sequence, is_offloaded: bool = False) -> None:
+        """Free all that a sequence holds, which no launched step and no peer touches. `is_offloaded` is as in
+        `vacate`."""
+        self.slots.free(sequence, is_offloaded)
+        self._free_aux(sequence)
+        self.cache.remove_task(sequence.room)
+
+    def _free_aux(self, sequence: Sequence) -> None:
+        if sequence.aux_slot >= 0:
+            self.aux.free(sequence.aux_slot)
+            sequence.aux_slot = -1
+
+
+class Sequences:
+    """The sequences of an instance by state. `resources` are what they hold; `on_gone` gets the room of each sequence
+    that leaves."""
+
+    def __init__(self, resources: Resources, on_gone: Callable[[bytes], None] = lambda room: None) -> None:
+        self.resources = resources
+        self._on_gone = on_gone
+        self._all: dict[bytes, Sequence] = {}
+        self._queues: dict[SequenceState, dict[bytes, Sequence]] = {state: {} for state in SequenceState}
+        self.dropped_keys: list[int] = []
+        """Keys of saved copies that no request needs any longer; the next plan drops them."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, room: bytes) -> bool:
+        """Return whether the room is here, even if it is over and a peer may still touch its pages."""
+        return room in self._all
+
+    def get(self, room: bytes) -> Sequence | None:
+        return self._all.get(room)
+
+    def find(self, room: bytes) -> Sequence | None:
+        """Return the room's sequence unless it is over for the client."""
+        sequence = self._all.get(room)
+        return sequence if sequence is not None and sequence.state in OPEN_STATES else None
+
+    def queue(self, *states: SequenceState) -> list[Sequence]:
+        """Return a copy of these queues, one state after the other, each in the order of entry."""
+        return [sequence for state in states for sequence in self._queues[state].values()]
+
+    def of(self, state: SequenceState) -> Mapping[bytes, Sequence]:
+        """Return the live queue of a state, by room."""
+        return self._queues[state]
+
+    @property
+    def open(self) -> list[Sequence]:
+        """Every request that is not over for its client; for a prompt with forks, its forks."""
+        return [s for s in self._all.values() if s.state in OPEN_STATES and not s.forks]
+
+    def num_choices(self, *states: SequenceState) -> int:
+        """Return the number of requests in these states, with forks counted one by one."""
+        return sum(len(sequence.forks) or 1 for state in states for sequence in self._queues[state].values())
+
+    # ---------------------------------------------------------------------------------------------------- transitions
+
+    def add(self, sequence: Sequence) -> None:
+        """Add a new sequence as WAITING, with forks that wait for it."""
+        for each in (sequence, *sequence.forks):
+            each.state = SequenceState.WAITING if each is sequence else SequenceState.FORK_WAITING
+            self._all[each.room] = self._queues[each.state][each.room] = each
+
+    def take(self, sequence: Sequence, event: SequenceEvent) -> bool:
+        """Apply an event: the only way in which a state changes. Return False if the event is absorbed."""
+        target = SEQUENCE_TRANSITIONS.get((sequence.state, event))
+        if target is None:
+            return False
+        del self._queues[sequence.state][sequence.room]
+        sequence.state = target
+        self._queues[target][sequence.room] = sequence
+        return True
+
+    def take_dropped_keys(self) -> list[int]:
+        keys, self.dropped_keys = self.dropped_keys, []
+        return keys
+
+    def hold_forks(self, source: Sequence) -> None:
+        """Reserve what the forks of a prompt need, and mark them as held."""
+        self.resources.hold_forks(source)
+        for fork in source.forks:
+            self.take(fork, SequenceEvent.HOLD)
+
+    def close(self, sequence: Sequence) -> bool:
+        """End a sequence for the client: it computes no more. Return False if it was over already."""
+        is_retracted = sequence.state is SequenceState.RETRACTED
+        if not self.take(sequence, SequenceEvent.END):
+            return False
+        sequence.stop_load()
+        if is_retracted:
+            self.dropped_keys.append(sequence.offload_key)
+        self.resources.free_slot(sequence)
+        return True
+
+    def free(self, sequence: Sequence) -> None:
+        """Free all that a closed sequence holds. The caller knows that no peer touches its pages."""
+        if self.take(sequence, SequenceEvent.FREE):
+            self.resources.when_read(partial(self._remove, sequence))
+
+    def _remove(self, sequence: Sequence) -> None:
+        self.resources.free_now(sequence)
+        del self._all[sequence.room], self._queues[sequence.state][sequence.room]
+        self._on_gone(sequence.room)
+
+
+StepCommand = SchedulerMessage | Callable[[], None]
+"""A message of the router, or a call for the step thread."""
+
+
+class Inbox:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._words: deque[StepCommand] = deque()
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def put(self, word: StepCommand) -> None:
+        self._words.append(word)
+        self._wake()
+
+    def take(self) -> Iterator[StepCommand]:
+        """Yield messages until none is left, including those that arrive meanwhile."""
+        while self._words:
+            yield self._words.popleft()
+
+    def waiting(self) -> tuple[int, int]:
+        """Return the number of requests not taken yet, and of their prompt tokens on P, cached or not. Any thread."""
+        new = [m for m in tuple(self._words) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
+        count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
+        return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))
