@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 VOCAB = 97
 EOS = (2, 5)
 GREEDY = SamplingParams(max_tokens=100, temperature=0.0)
-
+few_or_all = pytest.mark.parametrize("share", [20, pytest.param(1, marks=pytest.mark.by_hand)])
+"""A twentieth of a statistic's draws, and all of them by hand."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -324,6 +325,7 @@ def test_only_requests_with_penalties_take_memory_for_counts() -> None:
     assert 5 <= sampler.count_rows <= 8
 
 
+@few_or_all
 @pytest.mark.parametrize(
     "p",
     [
@@ -335,9 +337,9 @@ def test_only_requests_with_penalties_take_memory_for_counts() -> None:
         SamplingParams(max_tokens=1, temperature=1.3, min_p=0.02, top_k=15, top_p=0.9),
     ],
 )
-def test_draws_follow_the_distribution(p: SamplingParams) -> None:
+def test_draws_follow_the_distribution(p: SamplingParams, share: int) -> None:
     """Chi-square over 8000 seeds, at the 0.1 % point: fixed seeds, so the outcome never changes."""
-    vocab, draws = 24, 8000
+    vocab, draws = 24, 8000 // share
     row = logits_of(1, seed=5, vocab=vocab, std=1.5)
     sampler = Sampler(draws, vocab, CPU)
     for slot in range(draws):
@@ -354,10 +356,11 @@ def test_draws_follow_the_distribution(p: SamplingParams) -> None:
     assert chi2 < limit, (chi2, limit)
 
 
+@few_or_all
 @pytest.mark.parametrize("draws", ["positions of one seed", "seeds at one position"])
-def test_successive_draws_are_independent(draws: str) -> None:
+def test_successive_draws_are_independent(draws: str, share: int) -> None:
     """Chi-square over pairs of successive draws from 20 tokens, at the 0.1 % point."""
-    vocab, number = 20, 40_000
+    vocab, number = 20, 40_000 // share
     count, fixed = torch.arange(number), torch.full((number,), sampling_ops.int64_of(2**64 - 3))
     seed, position = (fixed, count) if draws.startswith("positions") else (count, fixed)
     weights = sampling_ops.weights(logits_of(1, seed=6, vocab=vocab, std=1.0))
@@ -390,11 +393,13 @@ def test_a_cpu_finds_the_winner_that_all_exponential_numbers_give() -> None:
     assert found[0] == NO_TOKEN and torch.equal(found[1:], scores[1:].argmax(dim=-1))
 
 
-def test_logits_that_differ_by_rounding_give_the_same_draw() -> None:
-    """A prefill and a decode step round differently. With an inverse CDF some 0.1 % of these draws would change."""
-    draws, vocab = 8000, 512
+@few_or_all
+def test_logits_that_differ_by_rounding_give_the_same_draw(share: int) -> None:
+    """A prefill and a decode step round differently. With an inverse CDF some 20 of these draws would change, of all
+    as of a twentieth, whose noise is so much greater."""
+    draws, vocab = 8000 // share, 512
     logits = logits_of(1, seed=3, vocab=vocab, std=2.0).repeat(draws, 1)
-    noisy = logits + logits_of(draws, seed=4, vocab=vocab, std=1e-4)
+    noisy = logits + logits_of(draws, seed=4, vocab=vocab, std=share * 1e-4)
     tokens = []
     for rows in (logits, noisy):
         sampler = Sampler(draws, vocab, CPU)
