@@ -28,7 +28,7 @@ from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import OPEN_STATES, Inbox, Resources, Sequence, SequenceEvent, Sequences, SequenceState
 from chitu.instance.step_faults import Step, StepFaults
-from chitu.kv_transfer.events import TransferEvent, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.protocol import LoadReport, PrefillTimes, SchedulerMessage
 from chitu.types import Ready, Role
 

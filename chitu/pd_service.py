@@ -32,7 +32,7 @@ from chitu.instance.requests import FailureReports
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 from chitu.kv_transfer.kv_manager import KVManager
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker

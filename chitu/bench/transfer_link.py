@@ -12,14 +12,12 @@ import msgspec
 from chitu.bench.staged_link import INCARNATION, PipeMessages, answer_page_sums, lines_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
-from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.mooncake import MooncakeTransport
+from chitu.kv_transfer.transports.nixl import NixlTransport
+from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.staged.area import area_of
-from chitu.kv_transfer.transports.staged.copier import HostCopier
-from chitu.kv_transfer.transports.staged.scatterer import Scatterer
-from chitu.kv_transfer.transports.staged.thresholds import staged_from
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.staged.receiving import HostCopier, Scatterer
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd, staged_from
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import KVLayout, RankMemory, encode
 

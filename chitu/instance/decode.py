@@ -29,8 +29,8 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, CopyPage, FirstToken, Offload, Restore, StepPlan
 from chitu.errors import ChituError
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, Sequences, SequenceState
-from chitu.kv_transfer.events import TransferEvent, TransferEventKind
-from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
+from chitu.kv_transfer.receiving import DecodeReceiver
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 
 
 class GrowthReserve:

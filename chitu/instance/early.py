@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from chitu.instance.prefill import speculation_to_undo
 from chitu.instance.sequences import Sequence, SequenceEvent, Sequences, SequenceState
-from chitu.kv_transfer.sender.prefill_sender import PrefillSender
+from chitu.kv_transfer.sending import PrefillSender
 
 
 class SpeculativeAdmission:

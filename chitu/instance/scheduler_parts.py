@@ -17,9 +17,9 @@ from chitu.grammars import GrammarStore
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
-from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
-from chitu.kv_transfer.sender.prefill_sender import PrefillSender
+from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.kv_transfer.receiving import DecodeReceiver
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.tracing.tracer import Tracer
 from chitu.types import Role
 

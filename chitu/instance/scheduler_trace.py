@@ -9,7 +9,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import ChituError
 from chitu.instance.sequences import Sequence
 from chitu.kv_cache.aux_row import aux_row_bytes
-from chitu.kv_transfer.events import TransferEvent
+from chitu.kv_transfer.transfer_table import TransferEvent
 from chitu.protocol.trace import TracedPages, TraceEnd, TraceRestored, TraceStep
 from chitu.tracing.tracer import Tracer
 

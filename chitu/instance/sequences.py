@@ -44,7 +44,7 @@ from chitu.errors import Internal
 from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.kv_cache.tiers.page_load import PageLoad
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.protocol import (
     NO_TIMES,
     DecodeRequest,

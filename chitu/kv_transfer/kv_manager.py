@@ -9,10 +9,10 @@ from __future__ import annotations
 from chitu.errors import ConfigError
 from chitu.kv_transfer.checksums import head_copies
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
-from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
+from chitu.kv_transfer.ranks import TPPageSums
+from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.register_memory import register_memory, ways_of
-from chitu.kv_transfer.sender.prefill_sender import PrefillSender
-from chitu.kv_transfer.tensor_parallel.fan_out import TPPageSums
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.types import Role
 
 __all__ = ["KVManager", "KVManagerConfig", "TransferSide"]

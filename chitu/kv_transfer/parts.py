@@ -14,11 +14,10 @@ from typing import NamedTuple
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
-from chitu.kv_transfer.events import PeerLink, Send, TransferEvent, TransferEventKind, Wake
-from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
-from chitu.kv_transfer.tensor_parallel.fan_out import FanOut
+from chitu.kv_transfer.ranks import FanOut
+from chitu.kv_transfer.transfer_table import PeerLink, Send, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.log import about
 from chitu.protocol import KVLayout, RankMemory, TransportSession, encode

@@ -17,7 +17,7 @@ import numpy as np
 
 from chitu.errors import BadFrame, ProtocolError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.transports.copies import as_array
+from chitu.kv_transfer.transports.mapped import as_array
 from chitu.kv_transfer.transports.transport import CopyList, Int64s
 
 

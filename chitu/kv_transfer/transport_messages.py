@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from chitu.errors import BadFrame
-from chitu.kv_transfer.events import PeerLink
+from chitu.kv_transfer.transfer_table import PeerLink
 from chitu.kv_transfer.transports.transport import MessagingTransport, Transport
 from chitu.net.job_thread import Spawn
 from chitu.protocol import TransportMessage, encode

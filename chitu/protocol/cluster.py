@@ -163,7 +163,7 @@ class KVLayout(Wire, frozen=True):
     which every TP rank holds.
 
     Only `tp_size` may differ: ranks write the heads that the other side's ranks hold
-    (`kv_transfer/tensor_parallel/head_plan.py`).
+    (`kv_transfer/shard_writer.py`).
     """
 
     model_hash: str

@@ -40,9 +40,9 @@ from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.shared_memory import shared_file
 from chitu.kv_cache.tiers.build import build_tiers, decode_cache
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageCopies
+from chitu.kv_transfer.ranks import FanOut, TPPageCopies
 from chitu.kv_transfer.transports.staged.build import RankPool
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun

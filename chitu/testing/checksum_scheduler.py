@@ -25,7 +25,7 @@ from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
 from chitu.kv_cache.aux_row import num_aux_rows
 from chitu.kv_transfer.transports import select
-from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.launch.plan import Entries
 from chitu.launch.progress import ProgressWriter

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.transports.copies import first_outside
+from chitu.kv_transfer.transports.mapped import first_outside
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError
 from chitu.protocol import RankMemory, TransportSession
 

@@ -16,10 +16,9 @@ from pin_twin import SecondMappings
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver, PinDriver
-from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
-from chitu.kv_transfer.transports.staged.copier import DeviceCopier
-from chitu.kv_transfer.transports.staged.host_area import HostArena
+from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, PinDriver
+from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea, area_of
+from chitu.kv_transfer.transports.staged.receiving import DeviceCopier
 from chitu.kv_transfer.transports.staged.transport import groups_of, packed
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.launch.local import LocalCluster

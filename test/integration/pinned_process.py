@@ -16,8 +16,7 @@ from chitu.bench.staged_link import lines_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.transports.staged.area import StagingArea
-from chitu.kv_transfer.transports.staged.copier import DeviceCopier
-from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, Scatterer
 from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.protocol import encode
 

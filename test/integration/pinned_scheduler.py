@@ -10,12 +10,10 @@ from pin_twin import DeviceBlocks, SecondMappings
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
-from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
-from chitu.kv_transfer.transports.staged.area import StagingArea
+from chitu.kv_transfer.transports.shm import PinnedShmTransport
+from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea
 from chitu.kv_transfer.transports.staged.build import RankPool
-from chitu.kv_transfer.transports.staged.copier import DeviceCopier
-from chitu.kv_transfer.transports.staged.host_area import HostArena
-from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, Scatterer
 from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter

@@ -14,7 +14,7 @@ import torch
 from chitu.errors import Integrity
 from chitu.kv_cache.device_rows import DeviceRows
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.ops.cuda_device import on_stream
 from chitu.protocol import KVLayout
 from chitu.types import new_room

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from chitu.kv_transfer.transports.nixl.transfer_engine import MODULES, NixlTransport
+from chitu.kv_transfer.transports.nixl import MODULES, NixlTransport
 from chitu.protocol import RankMemory, TransportSession
 
 

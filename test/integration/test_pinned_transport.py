@@ -24,18 +24,14 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
-from chitu.kv_transfer.transports.arenas import APART
-from chitu.kv_transfer.transports.cuda_ipc.driver import Exported
-from chitu.kv_transfer.transports.cuda_ipc.transfer_engine import CudaIpcTransport
-from chitu.kv_transfer.transports.host_memory import mapping_of
-from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
-from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport, Exported
+from chitu.kv_transfer.transports.mapped import APART, mapping_of
+from chitu.kv_transfer.transports.mooncake import MooncakeTransport
+from chitu.kv_transfer.transports.shm import PinnedShmTransport, ShmTransport
 from chitu.kv_transfer.transports.staged.area import SEGMENTS, StagingArea
-from chitu.kv_transfer.transports.staged.copier import DeviceCopier
-from chitu.kv_transfer.transports.staged.gatherer import StagedPeer
-from chitu.kv_transfer.transports.staged.scatterer import Scatterer
+from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, Scatterer
+from chitu.kv_transfer.transports.staged.sending import StagedPeer
 from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import (
     CopyList,

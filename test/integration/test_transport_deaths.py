@@ -11,7 +11,7 @@ from transport_peers import BETWEEN_HOSTS, NUM_REGIONS, ON_ONE_HOST, Process, Re
 from transport_process import break_connections, page_crcs, region
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.transports.nixl.transfer_engine import TRUSTED_S
+from chitu.kv_transfer.transports.nixl import TRUSTED_S
 from chitu.kv_transfer.transports.transport import WriteError
 
 pytestmark = pytest.mark.parametrize("writer", [*ON_ONE_HOST, *BETWEEN_HOSTS], indirect=True, scope="module")

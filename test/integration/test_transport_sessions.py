@@ -11,7 +11,7 @@ from transport_process import new_pool, new_transport
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.protocol import TransportSession
 
 

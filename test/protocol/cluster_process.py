@@ -34,11 +34,11 @@ from chitu.errors import ChituError
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
-from chitu.kv_transfer.events import TransferEvent
-from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.sender.transfer_queue import TransferJob
+from chitu.kv_transfer.transfer_queue import TransferJob
+from chitu.kv_transfer.transfer_table import TransferEvent
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.process_deaths import pid_namespace

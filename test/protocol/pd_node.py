@@ -1,8 +1,8 @@
 """One P or D core with fake transport, memory that exposes misuse, and a model of its scheduler.
 
-The scheduler model follows the rules of `kv_transfer/events.py` and checks the events: they come once and in order,
-SUCCESS means that every byte is right, and a released page is never written again (free pages hold a poison that is
-checked whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
+The scheduler model follows the rules of `kv_transfer/transfer_table.py` and checks the events: they come once and in
+order, SUCCESS means that every byte is right, and a released page is never written again (free pages hold a poison that
+is checked whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums
-from chitu.kv_transfer.events import KVChunk, TransferEventKind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.receiver.decode_receiver import DecodeReceiver
-from chitu.kv_transfer.sender.prefill_sender import PrefillSender
+from chitu.kv_transfer.receiving import DecodeReceiver
+from chitu.kv_transfer.sending import PrefillSender
+from chitu.kv_transfer.transfer_table import KVChunk, TransferEventKind
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
-from chitu.kv_transfer.transports.staged.copier import HostCopier
-from chitu.kv_transfer.transports.staged.gatherer import Gatherer, SentGroup
-from chitu.kv_transfer.transports.staged.scatterer import Scatterer
-from chitu.kv_transfer.transports.staged.thresholds import StagedFrom
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd, TransferWay
+from chitu.kv_transfer.transports.staged.receiving import HostCopier, Scatterer
+from chitu.kv_transfer.transports.staged.sending import Gatherer, SentGroup
+from chitu.kv_transfer.transports.staged.transport import StagedFrom, StagedTransport, StagingEnd, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.testing.fake_transport import FakeTransport

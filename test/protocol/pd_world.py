@@ -13,8 +13,8 @@ from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
 
 from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.tensor_parallel.shard_writer import ShardWriter
+from chitu.kv_transfer.shard_writer import ShardWriter
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged.transport import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import ClusterView, TransferStatus, peer_codec

@@ -18,9 +18,9 @@ from pd_world import Pair
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.instance.sequences import OPEN_STATES, SequenceState
-from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.receiver.events import Received
-from chitu.kv_transfer.sender import events
+from chitu.kv_transfer.receiver import Received
+from chitu.kv_transfer.sender import JobTaken, SettleWrites, Write
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.states import (
     RECEIVER_DEADLINES,
@@ -79,17 +79,17 @@ def p_writing(pair: Pair) -> None:
     begin_visit(pair)
 
 
-def begin_visit(pair: Pair) -> events.Write | events.SettleWrites | None:
+def begin_visit(pair: Pair) -> Write | SettleWrites | None:
     """Let a transfer thread enter a write or an attempt to settle, and stay there."""
     job = pair.p.sender.queue._take(wait=False)
     assert job is not None
-    return next(iter(pair.p.sender._handle(events.JobTaken(job))), None)
+    return next(iter(pair.p.sender._handle(JobTaken(job))), None)
 
 
-def end_visit(pair: Pair, visit: events.Write | events.SettleWrites) -> None:
+def end_visit(pair: Pair, visit: Write | SettleWrites) -> None:
     """Let the thread return from it."""
     sender = pair.p.sender
-    is_settle = isinstance(visit, events.SettleWrites)
+    is_settle = isinstance(visit, SettleWrites)
     sender._handle(sender._writer.settle(visit) if is_settle else sender._writer.write(visit))
     sender.queue._busy.clear()
 

@@ -12,7 +12,7 @@ from pd_world import Pair
 
 from chitu.errors import Integrity, TransferTimeout
 from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 

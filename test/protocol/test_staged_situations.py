@@ -9,8 +9,8 @@ from pd_world import Frame, Pair, World, busy_segments
 
 from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, TransferFailed
-from chitu.kv_transfer.events import TransferEventKind as Kind
-from chitu.kv_transfer.transports.staged.messages import Group, Scattered, decode, encode
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
+from chitu.kv_transfer.transports.staged.sending import Group, Scattered, decode, encode
 from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import TransportMessage, peer_codec

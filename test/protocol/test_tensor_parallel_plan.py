@@ -14,9 +14,8 @@ from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_o
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible
 from chitu.kv_transfer.plan import PageSlice, plan_page_copies
-from chitu.kv_transfer.sender.registration import check_registration
-from chitu.kv_transfer.tensor_parallel.head_plan import head_copy
-from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.registration import check_registration
+from chitu.kv_transfer.shard_writer import PageMove, head_copy, open_shards
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.testing.fake_transport import FakeFabric
 

@@ -15,9 +15,8 @@ from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageSums
-from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
-from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.ranks import FanOut, ShardFollower, TPPageSums
+from chitu.kv_transfer.shard_writer import PageMove, open_shards
 from chitu.protocol import KVLayout
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role

@@ -13,9 +13,8 @@ from chitu.errors import Internal
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.shared_memory import shared_file
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
-from chitu.kv_transfer.tensor_parallel import fan_out as fan_out_module
-from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPPageCopies, TPPageSums
-from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower, TierMemory
+from chitu.kv_transfer import ranks as fan_out_module
+from chitu.kv_transfer.ranks import FanOut, ShardFollower, TierMemory, TPPageCopies, TPPageSums
 from chitu.testing.fake_transport import FakeFabric
 
 HEADS = 4

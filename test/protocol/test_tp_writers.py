@@ -17,9 +17,8 @@ import pytest
 from shard_pools import Ranks, layout_of
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.tensor_parallel.fan_out import FanOut, TPDecodeWriter, lane_address, make_lane_folder
-from chitu.kv_transfer.tensor_parallel.shard_follower import ShardFollower
-from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, ShardWriter, open_shards
+from chitu.kv_transfer.ranks import FanOut, ShardFollower, TPDecodeWriter, lane_address, make_lane_folder
+from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
 

@@ -12,9 +12,9 @@ from chitu.errors import (
     IncompatibleLayout,
     TransferFailed,
 )
-from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
 from chitu.protocol.states import KVPoll, SenderState
 from chitu.types import Role

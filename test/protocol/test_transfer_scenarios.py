@@ -18,7 +18,7 @@ from chitu.errors import (
     TransferTimeout,
 )
 from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged.transport import TransferWay
 from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.fake_transport import Fault, FaultKind

@@ -17,7 +17,7 @@ from scheduler_world import DSide, Instance, PSide, Wire
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import Overloaded
-from chitu.kv_transfer.events import TransferEvent, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.net.link import LinkReceivers
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (

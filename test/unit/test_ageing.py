@@ -13,7 +13,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.instance.decode import victims_for_growth
 from chitu.instance.requests import PRIORITY_SHARE
 from chitu.instance.sequences import Sequence, queue_order
-from chitu.kv_transfer.events import TransferEvent, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.protocol import (
     MAX_PRIORITY,
     CancelRequest,

@@ -10,7 +10,7 @@ import pytest
 
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
-from chitu.kv_transfer.tensor_parallel.shard_writer import open_shards
+from chitu.kv_transfer.shard_writer import open_shards
 from chitu.kv_transfer.transports.select import open_transports
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, TransportSession

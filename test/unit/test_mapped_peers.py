@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.kv_transfer.transports.mapped_peers import MappedPeer, MappedPeers
+from chitu.kv_transfer.transports.mapped import MappedPeer, MappedPeers
 from chitu.kv_transfer.transports.transport import WriteError
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from chitu.errors import Integrity
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
-from chitu.kv_transfer.metadata_buffers import MetadataBuffers
+from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.types import new_room
 
 VOCAB = 10

@@ -15,7 +15,7 @@ from chitu.errors import ConfigError
 from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.tiers.prefix_tiers import PIECE_PAGES
 from chitu.kv_cache.tiers.speed import MEMORY_S
-from chitu.kv_transfer.events import TransferEvent, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.protocol import (
     CancelRequest,
     PrefillRequest,

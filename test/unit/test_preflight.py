@@ -12,7 +12,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import bound_ports, instances
 from chitu.engine.memory_budget import GIB, MIN_CONTEXT_TOKENS, pool_problems, small_pool
-from chitu.kv_transfer.transports.nixl.transfer_engine import MODULES
+from chitu.kv_transfer.transports.nixl import MODULES
 from chitu.launch.finding import Level
 from chitu.launch.preflight import (
     MOONCAKE_WITH_CUDA,

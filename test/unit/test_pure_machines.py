@@ -11,11 +11,11 @@ import chitu
 
 ROOT = Path(chitu.__file__).parent
 PURE = (
-    "kv_transfer/receiver/events.py",
-    "kv_transfer/receiver/machine.py",
-    "kv_transfer/receiver/prefill_directory.py",
-    "kv_transfer/sender/events.py",
-    "kv_transfer/sender/machine.py",
+    "kv_transfer/receiver.py",
+    "kv_transfer/receiver.py",
+    "kv_transfer/receiver.py",
+    "kv_transfer/sender.py",
+    "kv_transfer/sender.py",
     "router/generation_events.py",
     "router/generation_machine.py",
     "router/retry.py",

@@ -7,13 +7,24 @@ from typing import Any
 import pytest
 
 from chitu.errors import Integrity, TransferFailed
-from chitu.kv_transfer.events import Aborted, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.receiver import events
-from chitu.kv_transfer.receiver.machine import ReceiverMachine
-from chitu.kv_transfer.receiver.prefill_directory import PrefillPeer
+from chitu.kv_transfer.receiver import (
+    Announced,
+    CheckPages,
+    CheckRow,
+    Effect,
+    Event,
+    PagesChecked,
+    PrefillPeer,
+    Received,
+    ReceiverMachine,
+    ReceiveRoom,
+    RowChecked,
+    WriterDead,
+)
+from chitu.kv_transfer.transfer_table import Aborted, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,
@@ -49,14 +60,14 @@ E, S = ReceiverEvent, ReceiverState
 OPEN = [state for state in S if RECEIVER_DEADLINES[state] is not Deadline.TERMINAL]
 
 
-def of_p(message: PeerMessage) -> events.Received:
-    return events.Received(ROOM, message)
+def of_p(message: PeerMessage) -> Received:
+    return Received(ROOM, message)
 
 
 SUCCESS = of_p(TransferStatus(P, KVPoll.Success, bytes_per_rank=(NUM_BYTES,)))
 LOST, PASSED = ViewChanged(), Tick()
 """Events whose meaning depends on earlier ones: P has left the view; the deadline is over."""
-INPUTS: dict[str, tuple[events.Event, ReceiverEvent | None]] = {
+INPUTS: dict[str, tuple[Event, ReceiverEvent | None]] = {
     "abort": (Aborted(ROOM, TransferFailed("gone")), E.ABORT),
     "aux_ready": (of_p(AuxReady(P)), E.ROW_SENT),
     "success": (SUCCESS, E.SUCCESS),
@@ -66,17 +77,17 @@ INPUTS: dict[str, tuple[events.Event, ReceiverEvent | None]] = {
     "abort_ack": (of_p(AbortAck(P)), E.STOPPED),
     "abort_of_p": (of_p(AbortTransfer(P)), E.PEER_FAILED),
     "success_of_another": (of_p(TransferStatus(OTHER_P, KVPoll.Success, bytes_per_rank=(NUM_BYTES,))), None),
-    "row_right": (events.RowChecked(ROOM, None, 3), E.LOGITS),
-    "row_wrong": (events.RowChecked(ROOM, Integrity("row")), E.CORRUPT),
-    "pages_right": (events.PagesChecked(ROOM, None), E.VERIFIED),
-    "pages_wrong": (events.PagesChecked(ROOM, Integrity("pages")), E.CORRUPT),
+    "row_right": (RowChecked(ROOM, None, 3), E.LOGITS),
+    "row_wrong": (RowChecked(ROOM, Integrity("row")), E.CORRUPT),
+    "pages_right": (PagesChecked(ROOM, None), E.VERIFIED),
+    "pages_wrong": (PagesChecked(ROOM, Integrity("pages")), E.CORRUPT),
     "p_lost": (LOST, E.PEER_LOST),
-    "p_dead": (events.WriterDead(P), E.WRITER_DEAD),
-    "another_p_dead": (events.WriterDead(OTHER_P), None),
+    "p_dead": (WriterDead(P), E.WRITER_DEAD),
+    "another_p_dead": (WriterDead(OTHER_P), None),
     "deadline": (PASSED, E.DEADLINE),
     "time": (Tick(), None),
 }
-FRAMES_OF_A_ROOM = {name for name, (event, _) in INPUTS.items() if isinstance(event, events.Received)}
+FRAMES_OF_A_ROOM = {name for name, (event, _) in INPUTS.items() if isinstance(event, Received)}
 ROAD: dict[ReceiverState, tuple[str, ...]] = {
     S.WAITING: (),
     S.CHECKING: ("aux_ready",),
@@ -94,25 +105,25 @@ class World:
         self.limit_s = config.deadlines.bootstrap_s + config.deadlines.transfer_s
         self.view = PeerView(Role.PREFILL, "d", lambda pid: True)
         self.machine = ReceiverMachine(config, KVArgsRegisterInfo(7, 0, D, "d", 1, LAYOUT, ()), self.view)
-        self.effects: list[events.Effect] = []
+        self.effects: list[Effect] = []
         self.now_s = 100.0
         instance = InstanceInfo(Role.PREFILL, 0, P, "p", 1, 2, LAYOUT, 100)
         self.view.update(ClusterView(1, 1, (instance,)))
         self.handle(ViewChanged())
 
-    def handle(self, event: events.Event) -> list[events.Effect]:
+    def handle(self, event: Event) -> list[Effect]:
         effects = self.machine.handle(event, self.now_s)
         self.effects += effects
         return effects
 
     def announce(self) -> None:
         info = TransferInfo(D, b"", 0, 4)
-        self.handle(events.Announced(ROOM, events.ReceiveRoom("r1", info, 0, NUM_BYTES, 0, 0, P)))
+        self.handle(Announced(ROOM, ReceiveRoom("r1", info, 0, NUM_BYTES, 0, 0, P)))
 
     def register(self) -> None:
-        self.handle(events.Received(REGISTRATION_ROOM, RegisterReply(0, P, D)))
+        self.handle(Received(REGISTRATION_ROOM, RegisterReply(0, P, D)))
 
-    def give(self, name: str) -> list[events.Effect]:
+    def give(self, name: str) -> list[Effect]:
         event, _ = INPUTS[name]
         if event is LOST:
             self.view.update(ClusterView(1, 2, ()))
@@ -166,9 +177,9 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: Re
     assert told == expected
     sent = [effect.message for effect in effects if isinstance(effect, Send) and effect.room == ROOM]
     assert any(isinstance(message, AbortTransfer) for message in sent) == (target is S.QUARANTINED)
-    checks = [type(effect) for effect in effects if isinstance(effect, events.CheckRow | events.CheckPages)]
+    checks = [type(effect) for effect in effects if isinstance(effect, CheckRow | CheckPages)]
     is_row_due = target is S.CHECKING or (state, target) == (S.WAITING, S.WRITTEN)
-    assert checks == ([events.CheckRow] if is_row_due else [events.CheckPages] if target is S.VERIFYING else [])
+    assert checks == ([CheckRow] if is_row_due else [CheckPages] if target is S.VERIFYING else [])
 
 
 def test_every_pair_of_the_table_is_one_that_an_event_brings() -> None:

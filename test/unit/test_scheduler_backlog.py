@@ -9,7 +9,7 @@ from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 
 from chitu.config.schema import SchedulerConfig
 from chitu.instance.load import BacklogMeter
-from chitu.kv_transfer.events import TransferEvent, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.protocol import DecodeRequest, LoadReport, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.clock import FakeClock
 from chitu.types import Role

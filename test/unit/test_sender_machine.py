@@ -5,14 +5,29 @@ from __future__ import annotations
 import pytest
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.events import Aborted, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.sender import events
-from chitu.kv_transfer.sender.machine import OPEN_STATES, REPEAT_BYTES, SenderMachine
-from chitu.kv_transfer.sender.registration import DecodePeer
-from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk
+from chitu.kv_transfer.registration import DecodePeer
+from chitu.kv_transfer.sender import (
+    OPEN_STATES,
+    REPEAT_BYTES,
+    DecodeDead,
+    Effect,
+    Event,
+    FrameReceived,
+    JobTaken,
+    QueueSettle,
+    Requested,
+    SenderMachine,
+    SettleResult,
+    SettleWrites,
+    Stop,
+    Write,
+    Written,
+)
+from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk
+from chitu.kv_transfer.transfer_table import Aborted, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import (
     AbortAck,
@@ -60,45 +75,45 @@ class World:
         self.view = PeerView(Role.DECODE, "p", lambda pid: True)
         self.machine = SenderMachine(config, self.view)
         self.peer, self.another = peer_of(D), peer_of(OTHER_D)
-        self.effects: list[events.Effect] = []
+        self.effects: list[Effect] = []
         self.now_s = 100.0
         self.view.update(ClusterView(1, 1, (InstanceInfo(Role.DECODE, 0, D, "d", 1, 2, LAYOUT, 100),)))
-        settle = events.SettleWrites(ROOM, self.peer, (ROOM,))
-        self.inputs: dict[str, tuple[events.Event, E | None]] = {
-            "requested": (events.Requested(ROOM, "r1", 8, 0, D), E.ADD_REQUEST),
-            "requested_otherwise": (events.Requested(ROOM, "r1", 9, 0, D), E.ADD_REQUEST),
-            "announced": (events.FrameReceived(ROOM, INFO, self.peer), E.ANNOUNCE),
+        settle = SettleWrites(ROOM, self.peer, (ROOM,))
+        self.inputs: dict[str, tuple[Event, E | None]] = {
+            "requested": (Requested(ROOM, "r1", 8, 0, D), E.ADD_REQUEST),
+            "requested_otherwise": (Requested(ROOM, "r1", 9, 0, D), E.ADD_REQUEST),
+            "announced": (FrameReceived(ROOM, INFO, self.peer), E.ANNOUNCE),
             "announced_wrongly": (
-                events.FrameReceived(ROOM, TransferInfo(D, pack_i32([3, 50]), 0, 8), self.peer),
+                FrameReceived(ROOM, TransferInfo(D, pack_i32([3, 50]), 0, 8), self.peer),
                 E.REFUSED,
             ),
             "announced_by_another": (
-                events.FrameReceived(ROOM, TransferInfo(OTHER_D, INFO.dst_kv_indices, 0, 8), self.another),
+                FrameReceived(ROOM, TransferInfo(OTHER_D, INFO.dst_kv_indices, 0, 8), self.another),
                 None,
             ),
             "abort": (Aborted(ROOM, TransferFailed("gone")), E.ABORT),
-            "abort_of_d": (events.FrameReceived(ROOM, AbortTransfer(D), self.peer), E.PEER_ABORT),
-            "abort_of_another": (events.FrameReceived(ROOM, AbortTransfer(OTHER_D), self.another), None),
+            "abort_of_d": (FrameReceived(ROOM, AbortTransfer(D), self.peer), E.PEER_ABORT),
+            "abort_of_another": (FrameReceived(ROOM, AbortTransfer(OTHER_D), self.another), None),
             "d_lost": (ViewChanged(), E.PEER_LOST),
             "deadline": (Tick(), E.DEADLINE),
             "time": (Tick(), None),
-            "visit": (events.JobTaken(PAGES_JOB), E.WRITE_BEGAN),
-            "visit_to_settle": (events.JobTaken(SETTLE_JOB), None),
-            "row_written": (events.Written(ROW_JOB, (10,)), E.WRITE_ENDED),
-            "page_written": (events.Written(TransferJob(ROOM, False, (FIRST_PAGE,)), (50,)), E.WRITE_ENDED),
-            "pages_written": (events.Written(PAGES_JOB, (100,)), E.LANDED),
-            "write_failed": (events.Written(PAGES_JOB, error=TransferFailed("reset")), E.WRITE_FAILED),
-            "write_late": (events.Written(PAGES_JOB, error=WriteError("slow", settled=False)), E.WRITE_UNSETTLED),
-            "not_settled": (events.SettleResult(settle, False), E.SETTLE_FAILED),
-            "settled": (events.SettleResult(settle, True), E.SETTLED),
-            "d_dead": (events.DecodeDead(self.peer), E.SETTLED),
-            "another_d_dead": (events.DecodeDead(self.another), None),
-            "ack_of_success": (events.FrameReceived(ROOM, StatusAck(D, KVPoll.Success), self.peer), E.ACKNOWLEDGED),
-            "ack_of_failed": (events.FrameReceived(ROOM, StatusAck(D, KVPoll.Failed), self.peer), E.ACKNOWLEDGED),
-            "ack_of_another": (events.FrameReceived(ROOM, StatusAck(OTHER_D, KVPoll.Failed), self.another), None),
+            "visit": (JobTaken(PAGES_JOB), E.WRITE_BEGAN),
+            "visit_to_settle": (JobTaken(SETTLE_JOB), None),
+            "row_written": (Written(ROW_JOB, (10,)), E.WRITE_ENDED),
+            "page_written": (Written(TransferJob(ROOM, False, (FIRST_PAGE,)), (50,)), E.WRITE_ENDED),
+            "pages_written": (Written(PAGES_JOB, (100,)), E.LANDED),
+            "write_failed": (Written(PAGES_JOB, error=TransferFailed("reset")), E.WRITE_FAILED),
+            "write_late": (Written(PAGES_JOB, error=WriteError("slow", settled=False)), E.WRITE_UNSETTLED),
+            "not_settled": (SettleResult(settle, False), E.SETTLE_FAILED),
+            "settled": (SettleResult(settle, True), E.SETTLED),
+            "d_dead": (DecodeDead(self.peer), E.SETTLED),
+            "another_d_dead": (DecodeDead(self.another), None),
+            "ack_of_success": (FrameReceived(ROOM, StatusAck(D, KVPoll.Success), self.peer), E.ACKNOWLEDGED),
+            "ack_of_failed": (FrameReceived(ROOM, StatusAck(D, KVPoll.Failed), self.peer), E.ACKNOWLEDGED),
+            "ack_of_another": (FrameReceived(ROOM, StatusAck(OTHER_D, KVPoll.Failed), self.another), None),
         }
 
-    def give(self, name: str) -> list[events.Effect]:
+    def give(self, name: str) -> list[Effect]:
         if name == "d_lost":
             self.view.update(ClusterView(1, 2, ()))
         if name == "deadline":
@@ -139,7 +154,7 @@ def in_state(state: S) -> World:
     return world
 
 
-def kinds(effects: list[events.Effect]) -> list[Kind]:
+def kinds(effects: list[Effect]) -> list[Kind]:
     return [effect.kind for effect in effects if isinstance(effect, TransferEvent)]
 
 
@@ -164,7 +179,7 @@ PAIRS = [
     (state, name)
     for state in ROAD
     for name in INPUTS
-    if state in VISITS or not isinstance(World().inputs[name][0], events.Written)
+    if state in VISITS or not isinstance(World().inputs[name][0], Written)
 ]
 
 
@@ -191,7 +206,7 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     told += [Kind.FAILED] if ends and target is not S.SUCCEEDED and event is not E.ABORT and is_heard_of else []
     told += [Kind.RELEASED] if target is S.RELEASED or (ends and target is S.FORGOTTEN and is_heard_of) else []
     assert kinds(effects) == told
-    stops = [effect for effect in effects if isinstance(effect, events.Stop)]
+    stops = [effect for effect in effects if isinstance(effect, Stop)]
     assert len(stops) == ends
     is_told_early = ends and target in (S.STOPPING, S.UNSETTLED) and event not in SENDER_NO_STATUS_OWED
     is_known = state in (S.ANNOUNCED, S.WAITING) or name == "announced_wrongly"
@@ -201,8 +216,8 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     expected += [(KVPoll.Failed, True)] if target is S.RELEASED or is_told_once else []
     assert statuses == expected
     assert acks == (name == "abort_of_d" and target is S.FORGOTTEN)
-    assert any(isinstance(effect, events.Write) for effect in effects) == (event is E.WRITE_BEGAN)
-    assert any(isinstance(effect, events.QueueSettle) for effect in effects) == (event is E.SETTLE_BEGAN)
+    assert any(isinstance(effect, Write) for effect in effects) == (event is E.WRITE_BEGAN)
+    assert any(isinstance(effect, QueueSettle) for effect in effects) == (event is E.SETTLE_BEGAN)
     assert world.peer.is_suspended == (target in (S.UNSETTLED, S.SETTLING))
 
 
@@ -237,7 +252,7 @@ def test_a_d_that_is_suspended_is_not_written_to(state: S) -> None:
     world = in_state(state)
     world.peer.unsettled.add(OTHER_ROOM)
     effects = world.give("visit")
-    assert not [effect for effect in effects if isinstance(effect, events.Write)]
+    assert not [effect for effect in effects if isinstance(effect, Write)]
     assert kinds(effects) == [Kind.FAILED, Kind.RELEASED]
 
 
@@ -252,12 +267,12 @@ def test_nobody_is_told_how_a_room_of_a_lost_d_ended(ending: str) -> None:
 def test_what_d_has_announced_is_of_no_other_room_while_it_may_be_written() -> None:
     world = in_state(S.UNSETTLED)
     info = TransferInfo(D, pack_i32([5, 7]), 1, 8)
-    effects = world.machine.handle(events.FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
+    effects = world.machine.handle(FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is None
     (status,) = [effect.message for effect in effects if isinstance(effect, Send)]
     assert isinstance(status, TransferStatus) and "page 5 is announced for room" in status.message
     world.give("d_dead")
-    world.machine.handle(events.FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
+    world.machine.handle(FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is not None
 
 

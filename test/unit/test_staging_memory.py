@@ -9,7 +9,7 @@ import pytest
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.transports.staged.area import StagingArea
-from chitu.kv_transfer.transports.staged.copier import DeviceCopier, HostCopier
+from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, HostCopier
 from chitu.kv_transfer.transports.transport import CopyList
 
 

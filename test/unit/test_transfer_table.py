@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from chitu.kv_transfer.sender.transfer_queue import TransferJob, TransferKVChunk, TransferQueue
+from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
 from chitu.protocol.states import (
     RECEIVER_AWAITS,

@@ -30,7 +30,7 @@ from chitu.kv_transfer.plan import plan_page_copies
 from chitu.kv_transfer.register_memory import register_memory
 from chitu.kv_transfer.transports.select import open_transports
 from chitu.kv_transfer.transports.staged.build import wrap_transports
-from chitu.kv_transfer.transports.staged.gatherer import StagedPeer
+from chitu.kv_transfer.transports.staged.sending import StagedPeer
 from chitu.kv_transfer.transports.staged.transport import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, reaches_pages
 from chitu.protocol import KVLayout, RankMemory, TransportSession, encode

@@ -13,13 +13,11 @@ from chitu.config.schema import PDDisaggregationConfig
 from chitu.config.staging import goes_through_the_host, has_transfer_library, protocol_of
 from chitu.config.topology import is_loopback
 from chitu.errors import ConfigError, MissingDependency
-from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver
-from chitu.kv_transfer.transports.cuda_ipc.transfer_engine import CudaIpcTransport
+from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, CudaIpcTransport
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
-from chitu.kv_transfer.transports.mooncake.transfer_engine import MooncakeTransport
-from chitu.kv_transfer.transports.nixl.transfer_engine import NixlTransport
-from chitu.kv_transfer.transports.shm.pinned_engine import PinnedShmTransport
-from chitu.kv_transfer.transports.shm.transfer_engine import ShmTransport
+from chitu.kv_transfer.transports.mooncake import MooncakeTransport
+from chitu.kv_transfer.transports.nixl import NixlTransport
+from chitu.kv_transfer.transports.shm import PinnedShmTransport, ShmTransport
 from chitu.kv_transfer.transports.transport import Transport
 
 logger = logging.getLogger(__name__)

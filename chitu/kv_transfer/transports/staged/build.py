@@ -19,13 +19,10 @@ from chitu.config.staging import StagingPlan, plan_staging, protocol_of, staging
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.transports.cuda_ipc.driver import CudaDriver
-from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
-from chitu.kv_transfer.transports.staged.copier import DeviceCopier, HostCopier, PieceCopier
-from chitu.kv_transfer.transports.staged.host_area import HostArena
-from chitu.kv_transfer.transports.staged.scatterer import Scatterer
-from chitu.kv_transfer.transports.staged.thresholds import staged_from
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.cuda_ipc import CudaDriver
+from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea, area_of
+from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, HostCopier, PieceCopier, Scatterer
+from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd, staged_from
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.protocol import KVLayout
 from chitu.types import Role

@@ -1,4 +1,8 @@
-"""P's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
+"""Events and effects of P's machine, and its record of a room.
+
+`PrefillSender` makes the events and carries out the effects, in their order. Records only: no code except sums.
+
+P's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
 `PrefillSender` owns it and guards it with its lock. It contains no thread, socket, lock, clock or logger. It reads only
 the stored state of `PeerView`; its owner probes pids. `_take` is the only way to move a room, by `SENDER_TRANSITIONS`,
@@ -14,20 +18,41 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple, Union
 
 from chitu import log
 from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, TransferTimeout, from_code
-from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.events import TransferEventKind as Kind
+from chitu.kv_transfer.checksums import RoomSums
 from chitu.kv_transfer.parts import KVManagerConfig, Line
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.sender import events
-from chitu.kv_transfer.sender.registration import DecodePeer, check_announcement
-from chitu.kv_transfer.sender.transfer_queue import TransferJob
-from chitu.kv_transfer.transfer_table import Entry, Tombstone, TransferTable
+from chitu.kv_transfer.registration import DecodePeer, check_announcement
+from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk
+from chitu.kv_transfer.transfer_table import (
+    NEVER_S,
+    Aborted,
+    DropEvents,
+    Entry,
+    Send,
+    Tick,
+    Tombstone,
+    TransferEvent,
+    TransferTable,
+    ViewChanged,
+)
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.transport import WriteError
-from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StatusAck, TransferInfo, TransferStatus, Wire
+from chitu.protocol import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    PrefillTimes,
+    StatusAck,
+    TransferInfo,
+    TransferStatus,
+    Wire,
+)
 from chitu.protocol.states import (
     SENDER_AWAITS,
     SENDER_DEADLINES,
@@ -40,7 +65,171 @@ from chitu.protocol.states import (
 from chitu.protocol.states import SenderEvent as E
 from chitu.types import Role, instance_name, room_text
 
-SendEntry = Entry[SenderState, events.SendRoom]
+
+@dataclass(slots=True)
+class ComputedPrompt:
+    """What P has computed of a room. `ChunkFeed` writes it; the machine only passes it on."""
+
+    num_tokens: int
+    pages: Sequence[int] = ()
+    cached_tokens: int = 0
+    """Start of its first chunk: KV before it was in the pages already."""
+    next_page: int = 0
+    """First page that finished steps have not handed out (of all layers)."""
+    backlog: list[TransferKVChunk] = field(default_factory=list)
+    """Chunks that were computed before the room was let go."""
+    aux_slot: int = -1
+    prompt_logprobs: bytes | None = None
+    """Logprobs of the whole prompt, for D; None if they were not requested."""
+    started_s: float = 0.0
+    """Time at which its first chunk began to compute."""
+    computed_s: float = 0.0
+    """Time at which its logits row was complete."""
+
+
+class Destination(NamedTuple):
+    """D's announcement of a room, checked: where its bytes go."""
+
+    info: TransferInfo
+    peer: DecodePeer
+    pages: Sequence[int]
+    """Pages of D, in the order of the prompt; empty if D wants the logits row only."""
+    first_page: int
+    """First position in the page list that P writes."""
+
+
+@dataclass(slots=True)
+class SendRoom:
+    """P's record of a room. The room's state decides what happens; of these fields only `units_left` does too."""
+
+    request_id: str = ""
+    decode_rank: int = -1
+    decode_incarnation: int = 0
+    """Incarnation of its D; 0 until the router's request or D's announcement comes."""
+    computed: ComputedPrompt = field(default_factory=lambda: ComputedPrompt(0))
+    destination: Destination | None = None
+    units_left: int = 0
+    """Pages times layers that have not landed yet, plus one for the logits row; known from the announcement on."""
+    bytes_per_rank: tuple[int, ...] = ()
+    """Bytes moved by each of our TP ranks."""
+    kv_sums: RoomSums | None = None
+    """Checksums of what was written, added to by the thread that works on the room; None if they are not needed."""
+    error: ChituError | None = None
+    repeat_due_s: float = NEVER_S
+    requested_s: float = 0.0
+    """Time of the router's request. `PrefillTimes` is made of it, the times in `computed`, and `landed_s`."""
+    landed_s: float = 0.0
+
+    @property
+    def times(self) -> PrefillTimes:
+        """Durations on P of a room that has landed."""
+        started_s, computed_s = self.computed.started_s, self.computed.computed_s
+        return PrefillTimes(started_s - self.requested_s, computed_s - started_s, self.landed_s - computed_s)
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+class Requested(NamedTuple):
+    """P's scheduler got the router's request for a room."""
+
+    room: bytes
+    request_id: str
+    num_tokens: int
+    decode_rank: int
+    decode_incarnation: int
+
+
+class FrameReceived(NamedTuple):
+    """A registered D sent a frame about a room."""
+
+    room: bytes
+    message: TransferInfo | StatusAck | AbortTransfer
+    peer: DecodePeer
+    unreachable: ChituError | None = None
+    """Reason why no connection to this D could be opened."""
+
+
+class JobTaken(NamedTuple):
+    """A transfer thread took a job and asks whether it may still be done."""
+
+    job: TransferJob
+
+
+class Written(NamedTuple):
+    """Answer to `Write`. `bytes_per_rank`: bytes written by each TP rank, unless there is an `error`."""
+
+    job: TransferJob
+    bytes_per_rank: Sequence[int] = ()
+    error: ChituError | None = None
+
+
+class SettleResult(NamedTuple):
+    """Answer to `SettleWrites`: nothing of the failed writes to this D can land any more, or the attempt failed."""
+
+    settle: SettleWrites
+    is_settled: bool
+    error: ChituError | None = None
+
+
+class DecodeDead(NamedTuple):
+    """Nothing can land in the memory of this D any more: its process has ended."""
+
+    peer: DecodePeer
+
+
+Event = Union[Requested, Aborted, FrameReceived, JobTaken, Written, SettleResult, ViewChanged, DecodeDead, Tick]
+
+# -------------------------------------------------------------------------------------------------------------- effects
+
+
+class TrackChunks(NamedTuple):
+    """Track the computed chunks of this room from now on."""
+
+    room: bytes
+    computed: ComputedPrompt
+
+
+class StartSending(NamedTuple):
+    """Queue what is computed of this room for writing, from this position on."""
+
+    room: bytes
+    first_page: int
+
+
+class Stop(NamedTuple):
+    """Write nothing more of this room, and forget what waits."""
+
+    room: bytes
+
+
+class QueueSettle(NamedTuple):
+    """Queue a settle attempt."""
+
+    room: bytes
+
+
+class Write(NamedTuple):
+    """Do the job, in the thread that sent `JobTaken`."""
+
+    job: TransferJob
+    record: SendRoom
+    destination: Destination
+
+
+class SettleWrites(NamedTuple):
+    """Try to settle the failed writes to this D, in the thread that sent `JobTaken`."""
+
+    room: bytes
+    peer: DecodePeer
+    rooms: tuple[bytes, ...]
+    """Rooms that this attempt covers. A room whose write fails later is not among them."""
+
+
+Effect = Union[Send, TransferEvent, DropEvents, Line, TrackChunks, StartSending, Stop, QueueSettle, Write, SettleWrites]
+
+
+SendEntry = Entry[SenderState, SendRoom]
 
 OPEN_STATES = frozenset(
     {
@@ -87,37 +276,37 @@ class SenderMachine:
             Deadline.TRANSFER: deadlines.transfer_s,
             Deadline.REPEAT: deadlines.transfer_s,
         }
-        self.table: TransferTable[SenderState, E, events.SendRoom] = TransferTable(
+        self.table: TransferTable[SenderState, E, SendRoom] = TransferTable(
             SENDER_TRANSITIONS, SENDER_DEADLINES, limits_s
         )
         self._now_s = 0.0
-        self._effects: list[events.Effect] = []
+        self._effects: list[Effect] = []
         self.bytes_moved = 0
         self.stale_frames = 0
         """Number of acknowledgements from a D that is not the room's own."""
 
-    def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Apply one event and return the effects to carry out, in order."""
         self._now_s, self._effects = now_s, []
         match event:
-            case events.JobTaken(job):
+            case JobTaken(job):
                 self._take_job(job)
-            case events.Written():
+            case Written():
                 self._written(event)
-            case events.Requested():
+            case Requested():
                 self._request(event)
-            case events.FrameReceived(room, TransferInfo() as info, peer, unreachable):
+            case FrameReceived(room, TransferInfo() as info, peer, unreachable):
                 self._announce(room, info, peer, unreachable)
-            case events.FrameReceived(room, StatusAck() as message):
+            case FrameReceived(room, StatusAck() as message):
                 self._acknowledge(room, message)
-            case events.FrameReceived(room, AbortTransfer() as message, peer):
+            case FrameReceived(room, AbortTransfer() as message, peer):
                 self._peer_abort(room, message, peer)
             case Aborted(room, error):
                 self._effects.append(DropEvents(room))
                 self._take(room, E.ABORT, error)
-            case events.SettleResult():
+            case SettleResult():
                 self._settle_tried(event)
-            case events.DecodeDead(peer):
+            case DecodeDead(peer):
                 for room in tuple(peer.unsettled):
                     self._take(room, E.SETTLED)
             case ViewChanged():
@@ -128,7 +317,7 @@ class SenderMachine:
 
     # ------------------------------------------------------------------------------------------------ state transitions
 
-    def _take(self, room: bytes, event: E, error: ChituError | None = None, new: events.SendRoom | None = None) -> bool:
+    def _take(self, room: bytes, event: E, error: ChituError | None = None, new: SendRoom | None = None) -> bool:
         """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
         applied = self.table.apply(room, event, self._now_s, new)
         if applied is None:
@@ -139,7 +328,7 @@ class SenderMachine:
             return True
         if before in OPEN_STATES and state not in OPEN_STATES:
             record.error = error
-            self._effects.append(events.Stop(room))
+            self._effects.append(Stop(room))
             if error is not None and event is not E.ABORT and before is not SenderState.ANNOUNCED:
                 self._effects.append(TransferEvent(Kind.FAILED, room, error))
         if record.destination is not None:
@@ -152,13 +341,13 @@ class SenderMachine:
         return True
 
     def _enter(
-        self, room: bytes, entry: SendEntry, destination: events.Destination, before: SenderState | None, event: E
+        self, room: bytes, entry: SendEntry, destination: Destination, before: SenderState | None, event: E
     ) -> None:
         """Do what the new state of an announced room requires on entry."""
         state, record, peer = entry.state, entry.data, destination.peer
         if state is SenderState.WAITING:
             self._effects.append(TransferEvent(Kind.ANNOUNCED, room))
-            self._effects.append(events.StartSending(room, destination.first_page))
+            self._effects.append(StartSending(room, destination.first_page))
         elif state is SenderState.SUCCEEDED:
             record.landed_s = self._now_s
             self._log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
@@ -180,7 +369,7 @@ class SenderMachine:
 
     # --------------------------------------------------------------------------------------------- the router's request
 
-    def _request(self, event: events.Requested) -> None:
+    def _request(self, event: Requested) -> None:
         room, entry = event.room, self.table.get(event.room)
         if entry is not None and entry.state is not SenderState.ANNOUNCED:
             self._log(logging.WARNING, "room %s was added twice", room_text(room))
@@ -198,14 +387,14 @@ class SenderMachine:
             self._effects.append(TransferEvent(Kind.FAILED, room, error))
             self._effects.append(TransferEvent(Kind.RELEASED, room))
             return
-        record = entry.data if entry is not None else events.SendRoom()
+        record = entry.data if entry is not None else SendRoom()
         record.request_id, record.requested_s, record.computed.num_tokens = (
             event.request_id,
             self._now_s,
             event.num_tokens,
         )
         record.decode_rank, record.decode_incarnation = event.decode_rank, event.decode_incarnation
-        self._effects.append(events.TrackChunks(room, record.computed))
+        self._effects.append(TrackChunks(room, record.computed))
         self._take(room, E.ADD_REQUEST, new=record)
         if self._view.is_lost(record.decode_rank, record.decode_incarnation):
             self._take(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
@@ -217,7 +406,7 @@ class SenderMachine:
         if tombstone is not None:
             self._refuse(room, peer, from_code(tombstone.code or "protocol", tombstone.message or "the room is over"))
             return
-        record = entry.data if entry is not None else events.SendRoom()
+        record = entry.data if entry is not None else SendRoom()
         if record.destination is not None:
             self._announced_again(room, info, peer, record.destination)
             return
@@ -240,14 +429,12 @@ class SenderMachine:
         peer.aux_rooms[info.dst_aux_index] = room
         peer.page_rooms.update(dict.fromkeys(pages[info.prefix_pages :], room))
         first_page = info.prefix_pages if pages else self._config.num_pages(info.num_tokens)
-        record.destination = events.Destination(info, peer, pages, first_page)
+        record.destination = Destination(info, peer, pages, first_page)
         record.decode_rank, record.decode_incarnation = peer.info.engine_rank, info.incarnation
         record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + 1
         self._take(room, E.ANNOUNCE, new=record)
 
-    def _announced_again(
-        self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: events.Destination
-    ) -> None:
+    def _announced_again(self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: Destination) -> None:
         """Ignore an identical TransferInfo, which is D's repeat; refuse a different one, whichever D sent it."""
         if destination.info != info or destination.peer is not peer:
             is_settled = destination.peer is not peer  # nothing was ever written to a D that this room is not for
@@ -297,13 +484,13 @@ class SenderMachine:
         destination, peer = entry.data.destination, entry.data.destination.peer
         if job.is_settle:
             if entry.state is SenderState.SETTLING:
-                self._effects.append(events.SettleWrites(job.room, peer, tuple(peer.unsettled)))
+                self._effects.append(SettleWrites(job.room, peer, tuple(peer.unsettled)))
         elif peer.is_suspended and entry.state in _TO_WRITE:
             self._take(job.room, E.WRITE_FAILED, TransferFailed(f"{peer.name} does not take writes"))
         elif self._take(job.room, E.WRITE_BEGAN):
-            self._effects.append(events.Write(job, entry.data, destination))
+            self._effects.append(Write(job, entry.data, destination))
 
-    def _written(self, event: events.Written) -> None:
+    def _written(self, event: Written) -> None:
         """Record that the job's logits row or chunks are in D's memory, or that the write failed."""
         room, job, entry = event.job.room, event.job, self.table.get(event.job.room)
         if entry is None or entry.data.destination is None:
@@ -328,7 +515,7 @@ class SenderMachine:
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
         self._take(room, E.WRITE_UNSETTLED if may_land else E.WRITE_FAILED, error)
 
-    def _settle_tried(self, event: events.SettleResult) -> None:
+    def _settle_tried(self, event: SettleResult) -> None:
         room, peer, rooms = event.settle
         if event.error is not None:
             self._log(logging.WARNING, "settling writes to %s: %s", peer.name, event.error.message)
@@ -370,7 +557,7 @@ class SenderMachine:
         if not any(entry is not None and entry.state is SenderState.SETTLING for entry in entries):
             peer.settle_due_s = self._now_s + self._config.deadlines.retry_interval_s
             self._take(room, E.SETTLE_BEGAN)
-            self._effects.append(events.QueueSettle(room))
+            self._effects.append(QueueSettle(room))
 
     def _fail_lost(self) -> None:
         """Fail the rooms of each D that left the cluster view or was replaced, and stop repeating statuses to it."""

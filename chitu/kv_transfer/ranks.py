@@ -1,16 +1,30 @@
-"""The main rank makes all TP ranks work: it sends an order to every follower, does its own part, then waits for all
+"""Orders of a main rank to its followers (to transfer, to compute checksums, to copy), and their answers.
+
+Inside one instance, over `ipc` sockets. Both ends are the same build, so this is not part of the wire protocol and has
+no version. MessagePack arrays; page lists as int32. Each order carries a number that its answer repeats, so an answer
+that came too late is recognised and dropped.
+
+The main rank makes all TP ranks work: it sends an order to every follower, does its own part, then waits for all
 answers.
 
 On P all ranks write pages and compute their checksums; on D, which writes nothing, they compute checksums
 (`verify_kv`). If pages are kept in tiers, every rank copies its own.
 
 `FanOut` owns the *lanes* to the followers. A lane is one socket per follower. One thread at a time uses it, under its
-lock; at the other end each follower has one thread per lane (`shard_follower.py`). Lane 0 opens and closes peers (comm
+lock; at the other end each follower has one thread per lane (`ranks.py`). Lane 0 opens and closes peers (comm
 thread), lane 1 computes checksums (transfer threads, D's verifying thread), lane 2 copies pages (`tiers`), the other
 lanes write and settle (transfer threads). A copy may take longer than a checksum may wait, so they do not share a lane.
 The sockets lie in a folder that only this user can enter, until all followers have connected.
 Invariant: all writes and settles of one D go through the same lane, which a follower processes in order, so a settle
 that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
+
+A TP follower in the transfer layer: on orders of the main rank it writes its shard of P, computes checksums and
+copies pages.
+
+One thread per lane of the main rank (`ranks.py`); each owns its socket and processes its orders one after the other.
+A follower has no rooms and no requests: an order names pages, layers and the incarnation of D. On D there is nothing to
+write, only checksums to compute (`verify_kv`). An order that fails is answered with its error; only an unreadable
+order, which our own main rank cannot send, ends the process.
 """
 
 from __future__ import annotations
@@ -25,32 +39,112 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, Union
 
 import msgspec
 import numpy as np
 import zmq
 
 from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
-from chitu.kv_cache.tiers.page_copies import PageCopies
+from chitu.kv_cache.tiers.page_copies import PageCopies, page_content_bytes
 from chitu.kv_transfer.checksums import Int64s, PageSums
-from chitu.kv_transfer.tensor_parallel.orders import (
-    ClosePeer,
-    CopyShard,
-    EndOrder,
-    OpenPeer,
-    Order,
-    OrderAnswer,
-    Settle,
-    SumPages,
-    WritePages,
-    answer_decoder,
-    encoder,
-    pack_moves,
-)
-from chitu.kv_transfer.tensor_parallel.shard_writer import PageMove, ShardWriter, wait_for
-from chitu.kv_transfer.transports.transport import WriteError
-from chitu.protocol import KVArgsRegisterInfo, pack_i32
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards, wait_for
+from chitu.kv_transfer.transports.transport import Transport, WriteError
+from chitu.protocol import KVArgsRegisterInfo, KVLayout, pack_i32, unpack_i32
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of the orders."""
+
+    number: int
+
+
+class OpenPeer(Order, frozen=True, tag="open"):
+    """Connect to those ranks of a D, whose registration was checked, that need our heads."""
+
+    info: KVArgsRegisterInfo
+
+
+class ClosePeer(Order, frozen=True, tag="close"):
+    """Close the connections to a D that is gone. Not answered."""
+
+    incarnation: int
+
+
+class PackedMove(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A `PageMove` with its page lists as int32 LE."""
+
+    first_layer: int
+    end_layer: int
+    src_pages: bytes
+    dst_pages: bytes
+
+
+class WritePages(Order, frozen=True, tag="write"):
+    """Write our heads of these pages to the D of this incarnation."""
+
+    incarnation: int
+    timeout_s: float
+    moves: tuple[PackedMove, ...]
+
+
+class Settle(Order, frozen=True, tag="settle"):
+    """Make sure that no earlier write to that D can land any more."""
+
+    incarnation: int
+    timeout_s: float
+
+
+class SumPages(Order, frozen=True, tag="sum"):
+    """Compute checksums of our heads of these pages, over K and V of layers `[first_layer, end_layer)`."""
+
+    first_layer: int
+    end_layer: int
+    pages: bytes
+
+
+class CopyShard(Order, frozen=True, tag="copy"):
+    """Copy our heads of this page from the pool to its content in the tiers' memory, or back (`is_restore`)."""
+
+    page: int
+    offset: int
+    """Offset of the content in the tiers' memory, in bytes."""
+    is_restore: bool
+
+
+class EndOrder(Order, frozen=True, tag="end"):
+    """End the lane's thread, because the instance stops. Not answered."""
+
+
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, CopyShard, EndOrder]
+
+
+class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Answer of one follower to the order with this number. `code` empty: done."""
+
+    number: int
+    nbytes: int = 0
+    sums: bytes = b""
+    """Answer to `SumPages`: int64, native order."""
+    is_settled: bool = True
+    """For a failed write: nothing of it can land any more. For a settle order: its result."""
+    code: str = ""
+    message: str = ""
+
+
+def pack_moves(moves: Sequence[PageMove]) -> tuple[PackedMove, ...]:
+    return tuple(PackedMove(m.first_layer, m.end_layer, pack_i32(m.src_pages), pack_i32(m.dst_pages)) for m in moves)
+
+
+def unpack_moves(moves: Sequence[PackedMove]) -> list[PageMove]:
+    return [PageMove(m.first_layer, m.end_layer, unpack_i32(m.src_pages), unpack_i32(m.dst_pages)) for m in moves]
+
+
+encoder = msgspec.msgpack.Encoder()
+order_decoder: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder)
+answer_decoder: msgspec.msgpack.Decoder[OrderAnswer] = msgspec.msgpack.Decoder(OrderAnswer)
+
 
 logger = logging.getLogger(__name__)
 
@@ -333,3 +427,117 @@ class FanOut:
         if all([lane.close() for lane in self._lanes]):
             self._context.term()
         shutil.rmtree(self.base, ignore_errors=True)
+
+
+@dataclass(slots=True, frozen=True)
+class TierMemory:
+    """Memory in which the main rank keeps pages, and the copies between it and our own pool."""
+
+    memory: memoryview
+    copies: PageCopies
+
+
+class ShardFollower:
+    """Lane threads of a follower. `base`, `num_lanes`: of the main rank's `FanOut`. `memory` is registered already."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        memory: PagedMemory,
+        transports: Sequence[Transport],
+        base: str,
+        num_lanes: int,
+        page_sums: PageSums | None = None,
+        tiers: TierMemory | None = None,
+    ) -> None:
+        self._layout = layout
+        self._tp_rank = tp_rank
+        self._memory = memory
+        self._transports = transports
+        self._page_sums = page_sums
+        self._tiers = tiers
+        self._writers: dict[int, ShardWriter] = {}
+        """Writers by D's incarnation; lane 0 changes it, the other lanes look up."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._addresses = [lane_address(base, lane, tp_rank) for lane in range(num_lanes)]
+        self._threads: list[threading.Thread] = []
+
+    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
+        """Start a thread per lane. `spawn(name, target)` makes a thread whose death must end the process."""
+        for number, address in enumerate(self._addresses):
+            thread = spawn(f"lane-{number}", lambda address=address: self._serve(address))  # type: ignore[misc]
+            self._threads.append(thread)
+            thread.start()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Join the lane threads, after the main rank ended the lanes. The transports may be closed then."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            if thread.is_alive():
+                logger.warning("%s did not stop writing within %g s", thread.name, timeout_s)
+        for writer in self._writers.values():
+            writer.close()
+
+    def _serve(self, address: str) -> None:
+        socket = self._context.socket(zmq.PAIR)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(address)
+        socket.send(encoder.encode(OrderAnswer(HELLO)))
+        while True:
+            order = order_decoder.decode(socket.recv())
+            if isinstance(order, EndOrder):
+                break
+            answer = self._obey(order)
+            if answer is not None:
+                socket.send(encoder.encode(answer))
+        socket.close()
+
+    def _obey(self, order: AnyOrder) -> OrderAnswer | None:
+        try:
+            if isinstance(order, OpenPeer):
+                self._open(order)
+                return OrderAnswer(order.number)
+            if isinstance(order, ClosePeer):
+                self._close(order.incarnation)
+                return None
+            if isinstance(order, WritePages):
+                writer = self._writer(order.incarnation)
+                (nbytes,) = writer.write_pages(unpack_moves(order.moves), order.timeout_s)
+                return OrderAnswer(order.number, nbytes)
+            if isinstance(order, SumPages):
+                if self._page_sums is None:
+                    raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")
+                sums = self._page_sums.sums(range(order.first_layer, order.end_layer), unpack_i32(order.pages))
+                return OrderAnswer(order.number, sums=sums.tobytes())
+            if isinstance(order, CopyShard):
+                self._copy(order)
+                return OrderAnswer(order.number)
+            assert isinstance(order, Settle)
+            return OrderAnswer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
+        except ChituError as error:
+            is_settled = not isinstance(error, WriteError) or error.settled
+            return OrderAnswer(order.number, is_settled=is_settled, code=error.code, message=error.message)
+
+    def _copy(self, order: CopyShard) -> None:
+        assert self._tiers is not None, "the main rank has tiers by the same topology"
+        content = self._tiers.memory[order.offset : order.offset + page_content_bytes(self._layout)]
+        copies = self._tiers.copies
+        copy = copies.restore_to_kvpool if order.is_restore else copies.extract_from_kvpool
+        copy(order.page, content)
+
+    def _open(self, order: OpenPeer) -> None:
+        info = order.info
+        self._close(info.incarnation)  # D may have been lost and come back
+        self._writers[info.incarnation] = open_shards(info, self._layout, self._tp_rank, self._memory, self._transports)
+
+    def _close(self, incarnation: int) -> None:
+        writer = self._writers.pop(incarnation, None)
+        if writer is not None:
+            writer.close()
+
+    def _writer(self, incarnation: int) -> ShardWriter:
+        writer = self._writers.get(incarnation)
+        if writer is None:
+            raise TransferFailed(f"TP rank {self._tp_rank} has no connection to D's incarnation {incarnation}")
+        return writer

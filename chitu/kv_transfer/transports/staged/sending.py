@@ -1,4 +1,6 @@
-"""P's end of staging: which segments are free, and which groups D has not answered.
+"""Messages between the two ends of a staged transport; the sockets between P and D carry them unread.
+
+P's end of staging: which segments are free, and which groups D has not answered.
 
 Shared by the staged transports of a process. Transfer threads use it (and wait here), and so does the comm thread
 (`on_message`). One condition guards all of it, and nothing is sent or copied under it. A granted segment is in one of
@@ -15,10 +17,51 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Union
 
+import msgspec
+
+from chitu.errors import BadFrame
 from chitu.kv_transfer.transports.staged.area import StagingArea
-from chitu.kv_transfer.transports.staged.messages import Group, Scattered, encode
 from chitu.kv_transfer.transports.transport import PeerHandle
+
+
+class Group(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="group"):
+    """P -> D: pieces lie in a segment, one after the other. Repeated until `Scattered`."""
+
+    number: int
+    """Number of the group, counted from 1 within this incarnation of P."""
+    segment: int
+    targets: bytes
+    """Destination address of each piece in D's pool, int64 LE."""
+    lengths: bytes
+    """Bytes of each piece, int64 LE."""
+
+
+class Scattered(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="scattered"):
+    """D -> P: answer to each `Group`. D is done with the segment, and nothing of the group is written any more."""
+
+    number: int
+    segment: int
+    error: str = ""
+    """Error text; if not empty, the pieces are not in their places."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Group | Scattered] = msgspec.msgpack.Decoder(Union[Group, Scattered])
+
+
+def encode(message: Group | Scattered) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> Group | Scattered:
+    """Decode a message. Raises BadFrame."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadFrame(f"a message between staged transports: {error}") from error
+
 
 RETRY_INTERVAL_S = 0.2
 """Interval at which a group is sent again until D answers."""

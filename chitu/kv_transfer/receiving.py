@@ -28,12 +28,23 @@ from chitu.kv_transfer.checksums import (
     traced_sums,
     transfer_sums,
 )
-from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.receiver import events
-from chitu.kv_transfer.receiver.machine import ReceiverMachine
+from chitu.kv_transfer.receiver import (
+    Announced,
+    CheckPages,
+    CheckRow,
+    Deliver,
+    Event,
+    PagesChecked,
+    Received,
+    ReceiverMachine,
+    ReceiveRoom,
+    RowChecked,
+    WriterDead,
+)
+from chitu.kv_transfer.transfer_table import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.transport_messages import TransportMessages
 from chitu.net.job_thread import JobThread
 from chitu.net.threads import ServiceThread
@@ -62,7 +73,7 @@ class DecodeReceiver:
         self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
         self.machine = ReceiverMachine(config, _registration(config, parts), self._view)
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
-        self.verifier: JobThread[events.CheckPages] | None = None
+        self.verifier: JobThread[CheckPages] | None = None
         if parts.page_sums is not None:
             self.verifier = JobThread("verify", partial(self._check_pages, parts.page_sums))
         self._next_tick_s = 0.0
@@ -129,7 +140,7 @@ class DecodeReceiver:
         memory = self._parts.memory
         # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
         page_bytes = memory.page_bytes * self._config.layout.tp_size * len(memory.region_bases)
-        record = events.ReceiveRoom(
+        record = ReceiveRoom(
             request_id,
             info,
             aux_slot,
@@ -139,7 +150,7 @@ class DecodeReceiver:
             prefill_incarnation,
             is_traced=self.verifier is not None and self._is_traced(room),
         )
-        self._handle(events.Announced(room, record))
+        self._handle(Announced(room, record))
 
     def poll(self) -> list[TransferEvent]:
         with self._lock:
@@ -154,7 +165,7 @@ class DecodeReceiver:
     def on_frame(self, room: bytes, payload: bytes) -> None:
         """Process one P<->D message. Never raises for bad input: counts it, and fails its own room at most."""
         try:
-            self._handle(events.Received(room, peer_codec.decode(payload)))
+            self._handle(Received(room, peer_codec.decode(payload)))
         except ProtocolError as error:
             self.unknown_frames += 1
             logger.warning("D%d: ignored a frame: %s", self._config.engine_rank, error.message)
@@ -185,7 +196,7 @@ class DecodeReceiver:
             dead = [writer[1] for writer in feared if self._view.is_dead(*writer)]
         for incarnation in dead:
             if self._messages.fence(incarnation):
-                self._handle(events.WriterDead(incarnation))
+                self._handle(WriterDead(incarnation))
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
@@ -193,9 +204,9 @@ class DecodeReceiver:
         with self._lock:
             return self.machine.prefills.address_of(incarnation)
 
-    def _handle(self, event: events.Event) -> None:
+    def _handle(self, event: Event) -> None:
         """Apply an event and carry out its effects. Raises ProtocolError for an invalid frame."""
-        jobs: list[events.CheckRow | events.CheckPages | events.Deliver] = []
+        jobs: list[CheckRow | CheckPages | Deliver] = []
         with self._lock:
             for effect in self.machine.handle(event, self._parts.clock.monotonic()):
                 if isinstance(effect, Send | TransferEvent | Line):
@@ -207,9 +218,9 @@ class DecodeReceiver:
             taken = self._out.take()
         self._out.leave(taken)
         for job in jobs:
-            if isinstance(job, events.CheckRow):
+            if isinstance(job, CheckRow):
                 self._check_row(job)
-            elif isinstance(job, events.CheckPages):
+            elif isinstance(job, CheckPages):
                 assert self.verifier is not None
                 self.verifier.put(job)
             else:
@@ -217,15 +228,15 @@ class DecodeReceiver:
 
     # ----------------------------------------------------------------------------------------------------- verification
 
-    def _check_row(self, job: events.CheckRow) -> None:
+    def _check_row(self, job: CheckRow) -> None:
         """Verify a logits row (half a megabyte) without the lock. The room keeps its slot until RELEASED or SUCCESS."""
         try:
-            checked = events.RowChecked(job.room, None, self._parts.aux.verify(job.aux_slot, job.room))
+            checked = RowChecked(job.room, None, self._parts.aux.verify(job.aux_slot, job.room))
         except Integrity as error:
-            checked = events.RowChecked(job.room, error)
+            checked = RowChecked(job.room, error)
         self._handle(checked)
 
-    def _check_pages(self, page_sums: PageSums, job: events.CheckPages) -> None:
+    def _check_pages(self, page_sums: PageSums, job: CheckPages) -> None:
         """Verify a room's pages on the verifying thread, so heartbeats, acknowledgements and steps do not wait for it.
         If the room ends meanwhile (deadline, client gone), the result is ignored; reading pages that another request
         owns by then does no harm."""
@@ -246,7 +257,7 @@ class DecodeReceiver:
             error = failure
         if self._config.verify_kv == "off":  # computed for the trace or the client only
             error = None
-        self._handle(events.PagesChecked(job.room, error, sums))
+        self._handle(PagesChecked(job.room, error, sums))
 
     def _is_traced(self, room: bytes) -> bool:
         tracer = self._parts.tracer

@@ -42,8 +42,7 @@ import numpy as np
 
 from chitu.config.topology import is_loopback
 from chitu.errors import MissingDependency, TransferFailed
-from chitu.kv_transfer.transports.copies import require_inside
-from chitu.kv_transfer.transports.peer_process import PeerProcess, host_id, own_start_time
+from chitu.kv_transfer.transports.mapped import PeerProcess, host_id, own_start_time, require_inside
 from chitu.kv_transfer.transports.transport import CopyList, Int64s, PeerHandle, WriteError, pause_s
 from chitu.net.rdma_devices import has_efa
 from chitu.protocol import RankMemory, TransportSession

@@ -18,7 +18,7 @@ from chitu.errors import BadFrame, ChituError, IncompatibleLayout
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.tensor_parallel.shard_writer import DecodeWriter, ShardWriter, open_shards
+from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shards
 from chitu.net.sockets import check_address
 from chitu.protocol import (
     PROTOCOL_VERSION,

@@ -1,4 +1,15 @@
-"""D's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
+"""Events and effects of D's machine, and its record of a room.
+
+`DecodeReceiver` makes the events and carries out the effects, in their order. Records only: no code.
+
+D's registrations with P: where each P is, and whether it accepted our registration. Pure: the machine's other table.
+
+Owned by `ReceiverMachine`. Invariants: one incarnation is kept per rank, the one that a view had last; the registration
+is repeated until P replies, and not repeated to an incarnation that refused it. P answers each registration at once, so
+the registration also serves to probe a P that rooms wait for: a P that does not answer is silent until a frame of it
+comes. Methods return what is to be sent.
+
+D's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
 `DecodeReceiver` owns it and guards it with its lock. It contains no thread, socket, lock, clock or logger. It reads
 only the stored state of `PeerView`; its owner probes pids. `_take` is the only way to move a room, by
@@ -11,6 +22,8 @@ AbortTransfer).
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from typing import NamedTuple, Union
 
 from chitu import log
 from chitu.errors import (
@@ -24,18 +37,27 @@ from chitu.errors import (
     TransferTimeout,
     from_code,
 )
-from chitu.kv_transfer.events import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.events import TransferEventKind as Kind
 from chitu.kv_transfer.parts import KVManagerConfig, Line
 from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.receiver import events
-from chitu.kv_transfer.receiver.prefill_directory import PrefillDirectory
-from chitu.kv_transfer.transfer_table import Entry, Tombstone, TransferTable
+from chitu.kv_transfer.transfer_table import (
+    NEVER_S,
+    Aborted,
+    DropEvents,
+    Entry,
+    Send,
+    Tick,
+    Tombstone,
+    TransferEvent,
+    TransferTable,
+    ViewChanged,
+)
+from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,
     AuxReady,
     KVArgsRegisterInfo,
+    PeerMessage,
     RegisterReply,
     StatusAck,
     TransferInfo,
@@ -47,15 +69,239 @@ from chitu.protocol.states import (
     RECEIVER_AWAITS,
     RECEIVER_DEADLINES,
     RECEIVER_TRANSITIONS,
+    REGISTRATION_TRANSITIONS,
     Deadline,
     KVPoll,
     ReceiverEvent,
     ReceiverState,
+    RegistrationEvent,
     RegistrationState,
 )
 from chitu.types import REGISTRATION_ROOM, Role, instance_name, room_text
 
-ReceiveEntry = Entry[ReceiverState, events.ReceiveRoom]
+
+@dataclass(slots=True)
+class ReceiveRoom:
+    """D's record of a room. Nothing here decides: the room's state does (`protocol/states.py`)."""
+
+    request_id: str
+    info: TransferInfo
+    aux_slot: int
+    expected_bytes: int
+    saved_bytes: int
+    """Bytes of the pages that P does not write because D has them."""
+    prefill_rank: int
+    prefill_incarnation: int
+    host: str = ""
+    """P's address, kept by the room: the abort handshake outlives P's entry in the directory."""
+    port: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that P did not have to compute; known with the logits row."""
+    status: TransferStatus | None = None
+    """P's Success status."""
+    repeat_due_s: float = NEVER_S
+    error: ChituError | None = None
+    is_traced: bool = False
+    """True if checksums of its pages are computed for a trace record, whatever `verify_kv` is."""
+    sums: TransferSums | None = None
+    """Checksums of its pages on both sides, if the request asked for them."""
+
+
+# --------------------------------------------------------------------------------------------------------------- events
+
+
+class Announced(NamedTuple):
+    """D's scheduler announced a room."""
+
+    room: bytes
+    record: ReceiveRoom
+
+
+class Received(NamedTuple):
+    """A P sent a frame."""
+
+    room: bytes
+    message: PeerMessage
+
+
+class RowChecked(NamedTuple):
+    """Answer to `CheckRow`."""
+
+    room: bytes
+    error: ChituError | None
+    cached_tokens: int = 0
+
+
+class PagesChecked(NamedTuple):
+    """Answer to `CheckPages`. `sums`: checksums of both sides, if the request asked for them."""
+
+    room: bytes
+    error: ChituError | None
+    sums: TransferSums | None = None
+
+
+class WriterDead(NamedTuple):
+    """Nothing of this P writes any more, and none of our own transports writes for it."""
+
+    incarnation: int
+
+
+Event = Union[Announced, Aborted, Received, RowChecked, PagesChecked, ViewChanged, WriterDead, Tick]
+
+# -------------------------------------------------------------------------------------------------------------- effects
+
+
+class CheckRow(NamedTuple):
+    """Verify the logits row."""
+
+    room: bytes
+    aux_slot: int
+
+
+class CheckPages(NamedTuple):
+    """Verify the pages against P's checksums."""
+
+    room: bytes
+    info: TransferInfo
+    status: TransferStatus
+
+
+class Deliver(NamedTuple):
+    """Deliver a message to our own transport."""
+
+    prefill_rank: int
+    message: TransportMessage
+
+
+Effect = Union[Send, TransferEvent, Line, DropEvents, CheckRow, CheckPages, Deliver]
+
+
+MAX_UNANSWERED = 2
+"""Unanswered registrations, `retry_interval_s` apart, at which a P counts as silent."""
+
+
+@dataclass(slots=True)
+class PrefillPeer:
+    """The incarnation of one P rank."""
+
+    incarnation: int
+    host: str
+    port: int
+    state: RegistrationState = RegistrationState.ASKED
+    refusal: ChituError | None = None
+    repeat_due_s: float = 0.0
+    """Earliest time of the next registration, be it a repeat or a probe."""
+    unanswered: int = 0
+    """Number of registrations sent since its last frame."""
+
+    def take(self, event: RegistrationEvent) -> bool:
+        """Apply an event. Return False if it is absorbed."""
+        before, self.state = self.state, REGISTRATION_TRANSITIONS.get((self.state, event), self.state)
+        return self.state is not before
+
+
+class PrefillDirectory:
+    """Every known P, one per engine rank. `registration`: what this instance sends to each."""
+
+    def __init__(self, registration: KVArgsRegisterInfo, retry_interval_s: float, view: PeerView) -> None:
+        self.registration = registration
+        self._retry_interval_s = retry_interval_s
+        self._view = view
+        self._peers: dict[int, PrefillPeer] = {}
+        """Peers by engine_rank."""
+
+    # --------------------------------------------------------------------------------------------------------- look-ups
+
+    def peer(self, rank: int, incarnation: int) -> PrefillPeer | None:
+        """Return the peer, or None if this incarnation was not found yet or another one has its rank."""
+        peer = self._peers.get(rank)
+        return peer if peer is not None and peer.incarnation == incarnation else None
+
+    def address_of(self, incarnation: int) -> tuple[str, int] | None:
+        rank = self.rank_of(incarnation)
+        return (self._peers[rank].host, self._peers[rank].port) if rank is not None else None
+
+    def rank_of(self, incarnation: int) -> int | None:
+        """Return the rank of an incarnation, or None if it has none, or no longer."""
+        return next((rank for rank, peer in self._peers.items() if peer.incarnation == incarnation), None)
+
+    def registered(self) -> dict[int, int]:
+        """Return engine_rank -> incarnation of every P that accepted our registration."""
+        peers = self._peers.items()
+        return {rank: peer.incarnation for rank, peer in peers if peer.state is RegistrationState.ACCEPTED}
+
+    def silent(self) -> tuple[int, ...]:
+        """Return the incarnations of P in the cluster that do not answer: messages are lost, one way or both."""
+        return tuple(
+            peer.incarnation
+            for rank, peer in self._peers.items()
+            if peer.unanswered >= MAX_UNANSWERED and not self._view.is_lost(rank, peer.incarnation)
+        )
+
+    # ----------------------------------------------------------------------------------------------------- registration
+
+    def take_view(self, now_s: float) -> list[Effect]:
+        """Register with each P that is new in the view, and again with each that returns after it was lost."""
+        found: list[Effect] = []
+        for instance in self._view.present():
+            if instance.control_port:
+                address = instance.host, instance.control_port
+                found += self._found(instance.engine_rank, instance.incarnation, *address, now_s)
+        for rank, peer in self._peers.items():
+            if self._view.is_lost(rank, peer.incarnation):
+                peer.take(RegistrationEvent.LOST)
+                peer.repeat_due_s, peer.unanswered = 0.0, 0
+        return found
+
+    def _found(self, rank: int, incarnation: int, host: str, port: int, now_s: float) -> list[Effect]:
+        """Register with a P once per incarnation, and again if its address changed."""
+        peer = self.peer(rank, incarnation)
+        if peer is None:
+            peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
+        elif (peer.host, peer.port) != (host, port):
+            peer.host, peer.port = host, port
+            peer.take(RegistrationEvent.LOST)
+        return self._register(peer, now_s) if peer.state is RegistrationState.ASKED else []
+
+    def tick(self, now_s: float) -> list[Effect]:
+        asked: list[Effect] = []
+        for rank, peer in self._peers.items():
+            is_owing = peer.unanswered or peer.state is RegistrationState.ASKED
+            if is_owing and not self._view.is_lost(rank, peer.incarnation):
+                asked += self._register(peer, now_s)
+        return asked
+
+    def ask(self, rank: int, incarnation: int, now_s: float) -> list[Effect]:
+        """Probe a P for which a room has waited `retry_interval_s`, unless a frame of it just came."""
+        peer = self.peer(rank, incarnation)
+        return self._register(peer, now_s) if peer is not None else []
+
+    def heard(self, incarnation: int, now_s: float) -> None:
+        """Record that a frame of this P came."""
+        for peer in self._peers.values():
+            if peer.incarnation == incarnation:
+                peer.unanswered, peer.repeat_due_s = 0, now_s + self._retry_interval_s
+
+    def on_reply(self, peer: PrefillPeer, message: RegisterReply) -> list[Effect]:
+        """Take P's answer to the registration, perhaps not its first."""
+        rank, text = message.engine_rank, message.message
+        if not message.code and peer.take(RegistrationEvent.ACCEPT):
+            return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
+        if message.code and peer.take(RegistrationEvent.REFUSE):
+            peer.refusal = from_code(message.code, text)
+            return [Line(logging.ERROR, "P%d refused this instance: %s", (rank, text), "")]
+        return []
+
+    def _register(self, peer: PrefillPeer, now_s: float) -> list[Effect]:
+        """Send the registration, unless it is not due or P refused it: a refusal is final within this incarnation."""
+        if peer.repeat_due_s > now_s or peer.state is RegistrationState.REFUSED:
+            return []
+        peer.unanswered += 1
+        peer.repeat_due_s = now_s + self._retry_interval_s
+        return [Send(peer.host, peer.port, REGISTRATION_ROOM, self.registration)]
+
+
+ReceiveEntry = Entry[ReceiverState, ReceiveRoom]
 
 
 class ReceiverMachine:
@@ -72,34 +318,34 @@ class ReceiverMachine:
             Deadline.BOOTSTRAP: config.deadlines.bootstrap_s,
             Deadline.TRANSFER: config.deadlines.transfer_s,
         }
-        self.table: TransferTable[ReceiverState, ReceiverEvent, events.ReceiveRoom] = TransferTable(
+        self.table: TransferTable[ReceiverState, ReceiverEvent, ReceiveRoom] = TransferTable(
             RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, limits_s
         )
         self._now_s = 0.0
-        self._effects: list[events.Effect] = []
+        self._effects: list[Effect] = []
         self.bytes_moved = 0
         self.stale_frames = 0
         """Number of frames from incarnations that are gone or are not the writer of their room."""
 
-    def handle(self, event: events.Event, now_s: float) -> list[events.Effect]:
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Apply one event and return the effects to carry out, in order. Raises BadFrame for a frame that no P sends to
         a D, and ValueError for a second announcement of a live room; neither changes a room."""
         self._now_s, self._effects = now_s, []
         match event:
-            case events.Announced(room, record):
+            case Announced(room, record):
                 self._announce(room, record)
             case Aborted(room, error):
                 self._abort(room, error)
-            case events.Received(room, message):
+            case Received(room, message):
                 self._receive(room, message)
-            case events.RowChecked(room, error, cached_tokens):
+            case RowChecked(room, error, cached_tokens):
                 self._row_checked(room, error, cached_tokens)
-            case events.PagesChecked(room, error, sums):
+            case PagesChecked(room, error, sums):
                 self._pages_checked(room, error, sums)
             case ViewChanged():
                 self._effects += self.prefills.take_view(now_s)
                 self._fail_lost()
-            case events.WriterDead(incarnation):
+            case WriterDead(incarnation):
                 for room, entry in self.table.items():
                     if entry.data.prefill_incarnation == incarnation:
                         self._take(room, ReceiverEvent.WRITER_DEAD)
@@ -124,7 +370,7 @@ class ReceiverMachine:
         room: bytes,
         event: ReceiverEvent,
         error: ChituError | None = None,
-        new: events.ReceiveRoom | None = None,
+        new: ReceiveRoom | None = None,
     ) -> bool:
         """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
         applied = self.table.apply(room, event, self._now_s, new)
@@ -139,16 +385,14 @@ class ReceiverMachine:
         self._enter(room, record, before, entry.state)
         return True
 
-    def _enter(
-        self, room: bytes, record: events.ReceiveRoom, before: ReceiverState | None, state: ReceiverState
-    ) -> None:
+    def _enter(self, room: bytes, record: ReceiveRoom, before: ReceiverState | None, state: ReceiverState) -> None:
         """Do what the room's new state requires on entry."""
         if state is ReceiverState.WAITING:
             self._send_repeated(room, record, record.info)
         elif state is ReceiverState.CHECKING or (
             state is ReceiverState.WRITTEN and before is not ReceiverState.CHECKING
         ):
-            self._effects.append(events.CheckRow(room, record.aux_slot))
+            self._effects.append(CheckRow(room, record.aux_slot))
         elif state in (ReceiverState.LOGITS, ReceiverState.VERIFYING):
             if before is not ReceiverState.LOGITS:
                 self._effects.append(TransferEvent(Kind.LOGITS_READY, room, cached_tokens=record.cached_tokens))
@@ -163,15 +407,15 @@ class ReceiverMachine:
             self._tell(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(record.error.code, record.error.message))
 
-    def _verify(self, room: bytes, record: events.ReceiveRoom) -> None:
+    def _verify(self, room: bytes, record: ReceiveRoom) -> None:
         assert record.status is not None
         is_summed = record.is_traced or record.info.page_sums
         if self._verifies_kv or (is_summed and record.status.kv_sums is not None):
-            self._effects.append(events.CheckPages(room, record.info, record.status))
+            self._effects.append(CheckPages(room, record.info, record.status))
         else:
             self._take(room, ReceiverEvent.VERIFIED)
 
-    def _succeed(self, room: bytes, record: events.ReceiveRoom) -> None:
+    def _succeed(self, room: bytes, record: ReceiveRoom) -> None:
         assert record.status is not None
         self.bytes_moved += record.expected_bytes
         self._effects.append(Line(logging.INFO, log.RECEIVED_KV, (record.request_id,), record.request_id))
@@ -189,7 +433,7 @@ class ReceiverMachine:
 
     # ----------------------------------------------------------------------------------------------- from the scheduler
 
-    def _announce(self, room: bytes, record: events.ReceiveRoom) -> None:
+    def _announce(self, room: bytes, record: ReceiveRoom) -> None:
         if self.table.tombstone(room) is not None:
             error = Internal("this room ended already")
             self._tell(Kind.FAILED, room, error)
@@ -213,7 +457,7 @@ class ReceiverMachine:
             self._tell(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(error.code, error.message))
 
-    def _offer(self, room: bytes, record: events.ReceiveRoom) -> None:
+    def _offer(self, room: bytes, record: ReceiveRoom) -> None:
         """Send a room's TransferInfo if P accepted our registration; fail the room if P refused it."""
         peer = self.prefills.peer(record.prefill_rank, record.prefill_incarnation)
         if peer is not None and peer.state is RegistrationState.REFUSED:
@@ -286,7 +530,7 @@ class ReceiverMachine:
     def _on_transport_message(self, message: TransportMessage) -> None:
         rank = self.prefills.rank_of(message.incarnation)
         if rank is not None:
-            self._effects.append(events.Deliver(rank, message))
+            self._effects.append(Deliver(rank, message))
         else:
             self.stale_frames += 1
 
@@ -354,10 +598,10 @@ class ReceiverMachine:
     def _tell(self, kind: Kind, room: bytes, error: ChituError | None = None) -> None:
         self._effects.append(TransferEvent(kind, room, error))
 
-    def _send_abort(self, room: bytes, record: events.ReceiveRoom) -> None:
+    def _send_abort(self, room: bytes, record: ReceiveRoom) -> None:
         assert record.error is not None
         self._send_repeated(room, record, AbortTransfer(self._incarnation, record.error.code, record.error.message))
 
-    def _send_repeated(self, room: bytes, record: events.ReceiveRoom, message: TransferInfo | AbortTransfer) -> None:
+    def _send_repeated(self, room: bytes, record: ReceiveRoom, message: TransferInfo | AbortTransfer) -> None:
         record.repeat_due_s = self._now_s + self._retry_interval_s
         self._effects.append(Send(record.host, record.port, room, message))

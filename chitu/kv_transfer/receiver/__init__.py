@@ -1,1 +1,0 @@
-"""D's side of a transfer."""

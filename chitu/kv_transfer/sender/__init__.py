@@ -1,1 +1,0 @@
-"""P's side of a transfer."""

@@ -1,0 +1,593 @@
+"""P's trace records of a transfer: before the first byte, of each submit, and when the last byte has landed.
+
+Transfer threads: `PageWriter`, and `PrefillSender` for the last record. For rooms that are not traced only `has` does
+something.
+
+What P's step thread has computed, on its way into the transfer queue.
+
+Owned by `PrefillSender`, whose lock guards it. The step thread calls the methods of the step, which take the lock; the
+sender, which has it, carries out the effects of its machine by `take`, `start_sending` and `stop`. A page leaves when
+it is full, or when the prompt ends in it. The partly filled last page of a chunk leaves with a later chunk, so every
+page is written exactly once per layer. Pages before the first chunk were cached: they leave when that chunk begins.
+Invariant: nothing is queued for a room that D did not announce; its chunks are held as ranges (not bytes) until the
+machine lets it go.
+
+The one-sided writes of P, and the checksums of what they wrote: what a transfer thread does with one job.
+
+Owned by `PrefillSender`, called without its lock: a transport may block for long. The queue gives a room to one thread
+at a time. With `verify_kv` the checksums of a job's pages are computed here, from our own memory, once the pages are
+written. So Success follows the last checksum too.
+
+P's side of the transfer protocol: registered D, announced rooms, computed chunks and written pages.
+
+`PrefillSender` is the shell of `SenderMachine`, which decides what becomes of a room. It owns the lock and the outbox,
+turns what happens into events, and carries out the effects. Beside the machine it has `ChunkFeed` (what was computed),
+`PageWriter` (the writes) and `DecodePeers` (which D registered). Three kinds of threads call it. Step: `add_request`,
+`feed`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Transfer: `_work`, through the queue. Invariant: the lock
+is never held across `link`, `wake`, logging or a transport.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chitu.clock import Clock
+from chitu.errors import BadFrame, ChituError, ProtocolError, TransferFailed
+from chitu.kv_transfer.checksums import MAX_SUMS, RoomSums, choose_pages, summed, trace_window, traced_sums
+from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
+from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.registration import DecodePeer, DecodePeers
+from chitu.kv_transfer.sender import (
+    ComputedPrompt,
+    DecodeDead,
+    Event,
+    FrameReceived,
+    JobTaken,
+    QueueSettle,
+    Requested,
+    SenderMachine,
+    SendRoom,
+    SettleResult,
+    SettleWrites,
+    StartSending,
+    Stop,
+    TrackChunks,
+    Write,
+    Written,
+)
+from chitu.kv_transfer.shard_writer import DecodeWriter, PageMove
+from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk, TransferQueue, merged
+from chitu.kv_transfer.transfer_table import (
+    Aborted,
+    DropEvents,
+    KVChunk,
+    Send,
+    Tick,
+    TransferEvent,
+    TransferEventKind,
+    ViewChanged,
+)
+from chitu.kv_transfer.transport_messages import TransportMessages
+from chitu.net.threads import ServiceThread
+from chitu.protocol import (
+    AbortAck,
+    AbortTransfer,
+    ClusterView,
+    KVArgsRegisterInfo,
+    KVLayout,
+    StatusAck,
+    TransferInfo,
+    TransportMessage,
+    peer_codec,
+)
+from chitu.protocol.states import SenderState
+from chitu.protocol.trace import TracedPages, TraceSend, TraceSent, TraceWrite
+from chitu.tracing.tracer import Tracer
+from chitu.types import REGISTRATION_ROOM, Ready, Role, room_text
+
+
+class SenderTrace:
+    def __init__(self, tracer: Tracer, layout: KVLayout, memory: PagedMemory) -> None:
+        self._tracer = tracer
+        self._layout = layout
+        self._aux_row_bytes = memory.aux_row_bytes
+
+    def has(self, room: bytes) -> bool:
+        return room in self._tracer.rooms
+
+    def note_send(self, room: bytes, write: Write) -> None:
+        """Record the transfer's start. Called before each write; only the first call counts."""
+        traced = self._tracer.rooms.get(room)
+        if traced is None or traced.num_pages:
+            return
+        computed, destination = write.record.computed, write.destination
+        traced.num_pages = len(computed.pages)
+        theirs, first = destination.peer.info.layout, destination.info.prefix_pages
+        layer_bytes = (len(destination.pages) - first) * theirs.regions_per_layer * theirs.page_bytes * theirs.tp_size
+        written_from = first * theirs.page_size if destination.pages else computed.num_tokens
+        self._tracer.add(
+            room,
+            TraceSend,
+            prompt_tokens=computed.num_tokens,
+            cached_tokens=computed.cached_tokens,
+            token_range=(written_from, computed.num_tokens),
+            slot=traced.slot,
+            pages=TracedPages.of(computed.pages),
+            peer_pages=TracedPages.of(destination.pages),
+            layout=self._tracer.layout,
+            bytes_by_layer=(layer_bytes,) * theirs.num_layers,
+            total_bytes=layer_bytes * theirs.num_layers + self._aux_row_bytes,
+        )
+
+    def note_write(
+        self,
+        batch: TransferJob,
+        writer: DecodeWriter,
+        moves: Sequence[PageMove],
+        bytes_per_rank: Sequence[int],
+        latency_s: float,
+        error: str,
+    ) -> None:
+        lengths = [self._aux_row_bytes] if batch.is_aux else writer.buffer_lengths(moves)
+        layers = [(move.first_layer, move.end_layer) for move in moves] or [(0, 0)]
+        self._tracer.add(
+            batch.room,
+            TraceWrite,
+            what="logits" if batch.is_aux else "kv",
+            transport=writer.transport,
+            device=self._tracer.device,
+            dtype="float32" if batch.is_aux else self._layout.dtype,
+            layers=(min(first for first, _ in layers), max(end for _, end in layers)),
+            num_buffers=len(lengths),
+            buffer_bytes=(min(lengths, default=0), max(lengths, default=0)),
+            total_bytes=sum(bytes_per_rank),
+            latency_s=latency_s,
+            error=error,
+        )
+
+    def note_sent(self, room: bytes, record: SendRoom) -> None:
+        sums = record.kv_sums
+        self._tracer.add(
+            room,
+            TraceSent,
+            total_bytes=sum(record.bytes_per_rank),
+            times=record.times,
+            hashes=None if sums is None else traced_sums(sums.positions, sums.sums),
+        )
+
+
+@dataclass(slots=True)
+class _StepChunk:
+    """Pages of one room that the running step completes."""
+
+    room: bytes
+    first_page: int
+    end_page: int
+    layers_done: set[int] = field(default_factory=set)
+    ready: Ready | None = None
+    """Event of the newest of these layers; it passes after those of all other layers."""
+
+
+class ChunkFeed:
+    def __init__(self, config: KVManagerConfig, clock: Clock, queue: TransferQueue, lock: threading.Lock) -> None:
+        self._config = config
+        self._num_layers = config.layout.num_layers
+        self._clock = clock
+        self._queue = queue
+        self._lock = lock
+        self._rooms: dict[bytes, ComputedPrompt] = {}
+        """Open rooms whose router's request has come."""
+        self._first_pages: dict[bytes, int] = {}
+        """First position that P writes, for each room that was let go."""
+        self._step: list[_StepChunk] = []
+
+    # --------------------------------------------------------------------------------------------- calls of the machine
+
+    def take(self, room: bytes, computed: ComputedPrompt) -> None:
+        """Track the computed chunks of this room from now on."""
+        self._rooms[room] = computed
+
+    def start_sending(self, room: bytes, first_page: int) -> None:
+        """Queue what was computed so far, from position `first_page` on: request and announcement are both here."""
+        self._first_pages[room] = first_page
+        computed = self._rooms[room]
+        backlog, computed.backlog = computed.backlog, []
+        for chunk in backlog:
+            self._queue_chunk(room, first_page, chunk)
+        if computed.aux_slot >= 0:
+            self._queue.put_aux(room)
+
+    def stop(self, room: bytes) -> None:
+        self._rooms.pop(room, None)
+        self._first_pages.pop(room, None)
+        self._queue.drop(room)
+
+    # --------------------------------------------------------------------------------------------------------- the step
+
+    def begin_step(self, chunks: Sequence[KVChunk]) -> None:
+        """Begin a step whose forward pass computes these chunks; `layer_done` then refers to them."""
+        page_size = self._config.layout.page_size
+        with self._lock:
+            self._step = []
+            for chunk in chunks:
+                computed = self._rooms.get(chunk.room)
+                if computed is None:
+                    continue
+                if not computed.pages:
+                    computed.started_s, computed.cached_tokens = self._clock.monotonic(), chunk.start
+                computed.pages = tuple(chunk.pages)
+                num_cached = chunk.start // page_size
+                if num_cached > computed.next_page:
+                    cached = TransferKVChunk(0, self._num_layers, computed.next_page, num_cached)
+                    self._hand_over(chunk.room, computed, cached)
+                    computed.next_page = num_cached
+                is_last = chunk.end >= computed.num_tokens
+                end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
+                if end_page > computed.next_page:
+                    self._step.append(_StepChunk(chunk.room, computed.next_page, end_page))
+
+    def layer_done(self, layer: int, ready: Ready | None = None) -> None:
+        """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
+        Returns at once."""
+        with self._lock:
+            for chunk in self._step:
+                self._layer_of_chunk_done(chunk, layer, ready)
+
+    def end_step(self) -> None:
+        """End the step. Layers that the executor did not report are done too; chunks of rooms not announced yet are
+        kept for later."""
+        with self._lock:
+            for chunk in self._step:
+                for layer in range(self._num_layers):
+                    self._layer_of_chunk_done(chunk, layer, chunk.ready)
+                computed = self._rooms.get(chunk.room)
+                if computed is None:
+                    continue
+                computed.next_page = chunk.end_page
+                if computed.backlog:  # one range for all finished steps
+                    computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
+            self._step = []
+
+    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+        """Send the logits row of the room's last token, which is in `aux_slot`, once the room is let go, ahead of all
+        KV still queued. `prompt_logprobs` leave with Success."""
+        with self._lock:
+            computed = self._rooms.get(room)
+            if computed is None or computed.aux_slot >= 0:
+                return
+            computed.aux_slot, computed.prompt_logprobs = aux_slot, prompt_logprobs
+            computed.computed_s = self._clock.monotonic()
+            if room in self._first_pages:
+                self._queue.put_aux(room)
+
+    def reset(self, room: bytes) -> bool:
+        """Forget what was computed for a room that is not announced, to free its pages. Return False if it is announced
+        or unknown."""
+        with self._lock:
+            computed = self._rooms.get(room)
+            if computed is None or room in self._first_pages:
+                return False
+            computed.backlog, computed.pages, computed.next_page, computed.aux_slot = [], (), 0, -1
+            self._step = [chunk for chunk in self._step if chunk.room != room]
+            return True
+
+    # -------------------------------------------------------------------------------------------------------- the queue
+
+    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int, ready: Ready | None) -> None:
+        computed = self._rooms.get(chunk.room)
+        if layer in chunk.layers_done or computed is None:
+            return
+        chunk.layers_done.add(layer)
+        chunk.ready = ready
+        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
+        self._hand_over(chunk.room, computed, piece)
+
+    def _hand_over(self, room: bytes, computed: ComputedPrompt, piece: TransferKVChunk) -> None:
+        """Queue a computed piece if the room was let go, else keep it until then."""
+        first_page = self._first_pages.get(room)
+        if first_page is None:
+            computed.backlog.append(piece)
+        else:
+            self._queue_chunk(room, first_page, piece)
+
+    def _queue_chunk(self, room: bytes, first_page: int, chunk: TransferKVChunk) -> None:
+        """Queue a chunk without the pages that D has or does not want, in pieces of at most one batch."""
+        first_page = max(chunk.first_page, first_page)
+        if first_page >= chunk.end_page:
+            return
+        layers = max(1, self._queue.max_batch_units // (chunk.end_page - first_page))
+        for layer in range(chunk.first_layer, chunk.end_layer, layers):
+            end_layer = min(layer + layers, chunk.end_layer)
+            self._queue.put_chunk(room, TransferKVChunk(layer, end_layer, first_page, chunk.end_page, chunk.ready))
+
+
+class PageWriter:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts, trace: SenderTrace | None) -> None:
+        self._config = config
+        self._parts = parts
+        self._trace = trace
+
+    def settle(self, settle: SettleWrites) -> SettleResult:
+        try:
+            return SettleResult(settle, _writer_to(settle.peer).settle(self._config.settle_timeout_s))
+        except ChituError as error:
+            return SettleResult(settle, False, error)
+
+    def write(self, write: Write) -> Written:
+        """Write the job's logits row or chunks."""
+        job, computed = write.job, write.record.computed
+        is_traced = self._trace is not None and self._trace.has(job.room)
+        timeout_s = self._config.write_timeout_s
+        try:
+            writer = _writer_to(write.destination.peer)
+            self._begin_sums(write, writer.transport, is_traced)
+            if self._trace is not None and is_traced:
+                self._trace.note_send(job.room, write)
+            if job.is_aux:
+                self._parts.aux.seal(computed.aux_slot, job.room, computed.cached_tokens)
+                slots = computed.aux_slot, write.destination.info.dst_aux_index
+                return Written(job, self._noted(write, writer, [], lambda: (writer.write_aux(*slots, timeout_s),)))
+            chunks = merged(job.chunks)
+            moves = _moves(chunks, write)
+            moved = self._noted(write, writer, moves, lambda: writer.write_pages(moves, timeout_s))
+            self._add_sums(chunks, write)
+            return Written(job, moved)
+        except ChituError as error:
+            return Written(job, error=error)
+
+    def _noted(
+        self, write: Write, writer: DecodeWriter, moves: list[PageMove], act: Callable[[], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Call `act` and return the bytes that it wrote. Add a trace record if the room is traced."""
+        trace, clock = self._trace, self._parts.clock
+        if trace is None or not trace.has(write.job.room):
+            return act()
+        started_s, error = clock.monotonic(), ""
+        moved: tuple[int, ...] = ()
+        try:
+            moved = act()
+            return moved
+        except ChituError as failure:
+            error = failure.code
+            raise
+        finally:
+            latency_s = clock.monotonic() - started_s
+            trace.note_write(write.job, writer, moves, moved, latency_s, error)
+
+    # ------------------------------------------------------------------------------------------------------------- sums
+
+    def _begin_sums(self, write: Write, transport: str, is_traced: bool) -> None:
+        record, verify_kv = write.record, self._config.verify_kv
+        info = write.destination.info
+        is_wanted = self._parts.page_sums is not None and (verify_kv != "off" or is_traced or info.page_sums)
+        if is_wanted and record.kv_sums is None:
+            span = info.prefix_pages, len(write.destination.pages)
+            if info.page_sums:
+                chosen = choose_pages("all", *span)
+                num_layers = self._config.layout.num_layers
+                is_by_layer = num_layers * len(chosen) <= MAX_SUMS
+                record.kv_sums = RoomSums.of(chosen, transport, num_layers if is_by_layer else 1)
+            else:
+                chosen = choose_pages(verify_kv, *span) if verify_kv != "off" else trace_window(*span)
+                record.kv_sums = RoomSums.of(chosen, transport)
+
+    def _add_sums(self, chunks: Sequence[TransferKVChunk], write: Write) -> None:
+        """Add the checksums of the chosen pages of these chunks, from our own memory."""
+        room_sums, page_sums = write.record.kv_sums, self._parts.page_sums
+        if room_sums is None or page_sums is None:
+            return
+        added = np.zeros_like(room_sums.sums)
+        for chunk in chunks:
+            chosen = room_sums.within(chunk.first_page, chunk.end_page)
+            pages = [write.record.computed.pages[position] for position in room_sums.positions[chosen].tolist()]
+            if pages:
+                layers = range(chunk.first_layer, chunk.end_layer)
+                rows = slice(layers.start, layers.stop) if room_sums.is_by_layer else slice(1)
+                added[rows, chosen] += summed(page_sums, layers, pages, room_sums.is_by_layer)
+        room_sums.sums += added
+
+
+def _writer_to(peer: DecodePeer) -> DecodeWriter:
+    if peer.writer is None:
+        raise TransferFailed(f"{peer.name} does not take writes")
+    return peer.writer
+
+
+def _moves(chunks: Sequence[TransferKVChunk], write: Write) -> list[PageMove]:
+    moves = []
+    for chunk in chunks:
+        pages = slice(chunk.first_page, chunk.end_page)
+        src_pages, dst_pages = write.record.computed.pages[pages], write.destination.pages[pages]
+        moves.append(PageMove(chunk.first_layer, chunk.end_layer, src_pages, dst_pages, chunk.ready))
+    return moves
+
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillSender:
+    def __init__(self, config: KVManagerConfig, parts: RoleParts) -> None:
+        self._config = config
+        self._parts = parts
+        self._lock = threading.Lock()
+        self._out = TransferOutbox(parts, logger)
+        self._view = PeerView(Role.DECODE, config.host, parts.is_pid_alive)
+        unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
+        self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
+        self._peers = DecodePeers(config, parts, self._view)
+        self.machine = SenderMachine(config, self._view)
+        self.feed = ChunkFeed(config, parts.clock, self.queue, self._lock)
+        """Takes what the step thread computes."""
+        self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
+        self._writer = PageWriter(config, parts, self._trace)
+        self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
+        self._next_tick_s = 0.0
+        self.unknown_frames = 0
+        """Number of undecodable or misdirected frames so far."""
+        self._unregistered_frames = 0
+
+    # ------------------------------------------------------------------------------------------------------ life, state
+
+    def start(self) -> None:
+        """Start the transfer threads. Tests call `queue.run_one()` instead."""
+        self.queue.start(self._config.transfer_threads, ServiceThread)
+
+    def close(self) -> None:
+        """Stop writing. The transports may be closed after this."""
+        self.queue.close(self._config.write_timeout_s + 1.0)
+
+    def state(self, room: bytes) -> SenderState | None:
+        """Return the room's state, or None if it is unknown or forgotten. For tests, logs and metrics."""
+        entry = self.machine.table.get(room)
+        return entry.state if entry is not None else None
+
+    @property
+    def stale_frames(self) -> int:
+        """Number of frames from incarnations that are not (or no longer) registered, or not the D of their room."""
+        return self._unregistered_frames + self.machine.stale_frames
+
+    @property
+    def suspended_ranks(self) -> tuple[int, ...]:
+        """Engine ranks of the D that get no writes until a failed write has settled."""
+        return tuple(sorted({peer.info.engine_rank for peer in list(self._peers.table.values()) if peer.is_suspended}))
+
+    @property
+    def decode_kv_args_table(self) -> dict[int, DecodePeer]:
+        """Registered D, by incarnation."""
+        return self._peers.table
+
+    # ------------------------------------------------------------------------------------------------------ step thread
+
+    def add_request(
+        self, room: bytes, request_id: str, num_tokens: int, decode_rank: int, decode_incarnation: int
+    ) -> None:
+        """Take the router's request; the room may have been announced before. Starts the bootstrap deadline."""
+        self._handle(Requested(room, request_id, num_tokens, decode_rank, decode_incarnation))
+
+    def poll(self) -> list[TransferEvent]:
+        with self._lock:
+            return self._out.poll()
+
+    def abort(self, room: bytes, error: ChituError) -> None:
+        """Stop a room and report that to D. Only RELEASED follows. An unknown room is ignored."""
+        self._handle(Aborted(room, error))
+
+    # ------------------------------------------------------------------------------------------------------ comm thread
+
+    def on_frame(self, room: bytes, payload: bytes) -> None:
+        """Process one P<->D message. Never raises for bad input: counts it, and fails its own room at most."""
+        try:
+            message = peer_codec.decode(payload)
+            if isinstance(message, KVArgsRegisterInfo):
+                if room != REGISTRATION_ROOM:
+                    raise BadFrame(f"a registration in room {room_text(room)}")
+                self._on_register(message)
+            elif isinstance(message, TransportMessage):
+                if peer := self._registered(message.incarnation):
+                    self._messages.deliver(peer.info.engine_rank, message)
+            elif len(room) != 16 or room == REGISTRATION_ROOM:
+                raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
+            elif isinstance(message, TransferInfo | StatusAck | AbortTransfer):
+                if peer := self._registered(message.incarnation):
+                    # `reconnect` may block on a connection, so it runs without the lock.
+                    unreachable = self._peers.reconnect(peer) if isinstance(message, TransferInfo) else None
+                    self._handle(FrameReceived(room, message, peer, unreachable))
+            elif not isinstance(message, AbortAck):  # P sends no AbortTransfer, so an ack of one is only late
+                raise BadFrame(f"a {type(message).__name__} sent to P")
+        except ProtocolError as error:
+            self.unknown_frames += 1
+            logger.warning("P%d: ignored a frame: %s", self._config.engine_rank, error.message)
+
+    def _registered(self, incarnation: int) -> DecodePeer | None:
+        """Return the registered D, or None after counting the frame: D repeats what is not answered."""
+        peer = self._peers.table.get(incarnation)
+        self._unregistered_frames += peer is None
+        return peer
+
+    def _on_register(self, info: KVArgsRegisterInfo) -> None:
+        answer = self._peers.answer(info)  # may block on a connection: without the lock
+        if answer is None:
+            self._unregistered_frames += 1
+            return
+        reply, new_peer = answer
+        with self._lock:
+            if new_peer is not None:
+                self._peers.add(new_peer)
+            self._out.put(Send(info.endpoint, info.dst_port, REGISTRATION_ROOM, reply))
+        self._handle(ViewChanged())  # a D that registered and never joined may be lost by now, with its rooms
+
+    def _address_of(self, incarnation: int) -> tuple[str, int] | None:
+        peer = self._peers.table.get(incarnation)
+        return (peer.info.endpoint, peer.info.dst_port) if peer is not None else None
+
+    def on_view(self, view: ClusterView) -> None:
+        """Take a new cluster view: fail the rooms of incarnations that are gone."""
+        with self._lock:
+            if not self._view.update(view):
+                return
+        self._handle(ViewChanged())
+
+    def tick(self, now_s: float) -> None:
+        """Apply deadlines and repeat messages. Called at least every 50 ms."""
+        if now_s < self._next_tick_s:
+            return
+        self._next_tick_s = now_s + TICK_INTERVAL_S
+        with self._lock:
+            has_seen_one_end = self._view.find_ended()
+            feared = [peer for peer in self._peers.table.values() if peer.is_suspended]
+            dead = [peer for peer in feared if self._view.is_dead(peer.info.engine_rank, peer.info.incarnation)]
+        if has_seen_one_end:
+            self._handle(ViewChanged())
+        for peer in dead:
+            self._handle(DecodeDead(peer))
+        self._handle(Tick())
+        with self._lock:
+            in_use = [entry.data.destination.peer for _, entry in self.machine.table.items() if entry.data.destination]
+            idle = self._peers.take_idle(in_use)
+        for writer in idle:
+            writer.close()
+
+    # ------------------------------------------------------------------------------------------------- transfer threads
+
+    def _work(self, job: TransferJob) -> None:
+        """Do one write, or one settle attempt, of one room."""
+        for effect in self._handle(JobTaken(job)):
+            if isinstance(effect, SettleWrites):
+                self._handle(self._writer.settle(effect))
+            else:
+                self._handle(self._writer.write(effect))
+                if self._trace is not None and effect.record.landed_s:
+                    self._trace.note_sent(job.room, effect.record)
+
+    # ------------------------------------------------------------------------------------------------------- any thread
+
+    def _handle(self, event: Event) -> list[Write | SettleWrites]:
+        """Apply an event and carry out its effects. Return those that the caller carries out without the lock."""
+        jobs: list[Write | SettleWrites] = []
+        with self._lock:
+            for effect in self.machine.handle(event, self._parts.clock.monotonic()):
+                match effect:
+                    case Write() | SettleWrites():
+                        jobs.append(effect)
+                    case Send() | TransferEvent() | Line():
+                        self._out.put(effect)
+                    case DropEvents(room):
+                        if TransferEventKind.SUCCESS in self._out.drop_events(room):
+                            self._out.put(TransferEvent(TransferEventKind.RELEASED, room))
+                    case TrackChunks():
+                        self.feed.take(*effect)
+                    case StartSending():
+                        self.feed.start_sending(*effect)
+                    case Stop(room):
+                        self.feed.stop(room)
+                    case QueueSettle(room):
+                        self.queue.put_settle(room)
+            taken = self._out.take()
+        self._out.leave(taken)
+        return jobs

@@ -1,1 +1,0 @@
-"""Which rank writes which heads to which rank, and the followers' part in it."""
