@@ -51,7 +51,7 @@ def warn_without_key(topology: Topology) -> None:
     if len(hosts) > 1 and not cluster_key_of(topology):
         logger.warning(
             "NO CLUSTER KEY on %d hosts (%s): whoever reaches the ports of this cluster can join it, read its requests "
-            "and write into its KV cache; set %s (docs/operations.md, Security)",
+            "and write into its KV cache; set %s (docs/security.md)",
             *(len(hosts), ", ".join(hosts), ENVIRONMENT_KEY),
         )
 
@@ -64,7 +64,7 @@ def open_api(topology: Topology) -> str | None:
         return None
     return (
         f"NO API KEY: the API listens on {host}, and whoever reaches it can use the model; set {API_KEYS} "
-        "(docs/operations.md, Security)"
+        "(docs/security.md)"
     )
 
 

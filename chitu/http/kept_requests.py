@@ -208,7 +208,7 @@ class KeptRequests:
             if record is not None:
                 return pack(record)
             if answer.choices and answer.origin is None:
-                raise InvalidRequest(f"request {name!r} cannot be kept (docs/operations.md says which cannot)")
+                raise InvalidRequest(f"request {name!r} cannot be kept (docs/failures.md lists which cannot)")
         raise UnknownRequest(f"no request {name!r} runs here")
 
     # -------------------------------------------------------------------------------------------------- the next router

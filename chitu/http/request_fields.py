@@ -222,7 +222,7 @@ FIELDS: tuple[Field, ...] = (
         (
             "return_proof",
             "object `chitu` in the answer, or after the last event of a stream's choices, and headers: which P and D, "
-            "bytes moved, tokens cached, attempts, times (operations.md)",
+            "bytes moved, tokens cached, attempts, times (verify.md)",
         ),
         (
             "return_page_sums",

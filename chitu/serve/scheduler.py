@@ -127,7 +127,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     port = instance.config.port if base_port is None else base_port
     try:
         comm = CommLoop(
-            "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/operations.md
+            "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/security.md
             port,
             RouterAddress(
                 router_host(topology),

@@ -144,7 +144,7 @@ def test_an_operator_needs_the_token_and_has_it_from_the_environment(cluster: Lo
 
 
 def test_only_loopback_is_listened_on(cluster: LocalCluster) -> None:
-    """torchrun's own store, in the process above an instance, is the known exception (docs/operations.md)."""
+    """torchrun's own store, in the process above an instance, is the known exception (docs/security.md)."""
     for name in ("router", "P0", "D0"):
         process = psutil.Process(cluster.pid(name))
         for kind in ("tcp", "udp"):

@@ -243,7 +243,7 @@ def test_every_pair_of_sizes_gives_the_tokens_of_one_engine_and_moves_the_right_
 
 def test_a_follower_listens_to_nobody_outside_its_host(cluster: LocalCluster) -> None:
     if "transport: mooncake" in (cluster.log_dir / "topology.yaml").read_text():
-        pytest.skip("Mooncake listens on all interfaces, see docs/operations.md")
+        pytest.skip("Mooncake listens on all interfaces, see docs/security.md")
     for name, size in (("P1", 2), ("D2", 4)):
         ranks = ranks_of(cluster, name)
         assert len(ranks) == size

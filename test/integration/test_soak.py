@@ -1,4 +1,4 @@
-"""Twenty seconds of `chitu bench soak`; run the long one by hand (docs/operations.md)."""
+"""Twenty seconds of `chitu bench soak`; run the long one by hand (docs/verify.md)."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_a_terminal_without_utf_8_costs_no_output(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_commands_of_the_manifest_in_the_documents_are_valid() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
     (manifest,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "kind: Deployment" in block]
     (router,), (decode,) = [one["spec"]["template"]["spec"]["containers"] for one in yaml.safe_load_all(manifest)]
     for words in (router["command"], decode["command"], decode["lifecycle"]["preStop"]["exec"]["command"]):
