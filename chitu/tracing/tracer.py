@@ -84,6 +84,7 @@ class Tracer:
         device: str,
         open_socket: Callable[[], PushPort],
         clock: Clock,
+        pause_s: float = PAUSE_S,
     ) -> None:
         """`open_socket` opens the socket to the router, which only the thread `trace` uses."""
         self._identity = role, engine_rank, incarnation
@@ -96,6 +97,7 @@ class Tracer:
         )
         self._open_socket = open_socket
         self._clock = clock
+        self._pause_s = pause_s
         self.rooms: dict[bytes, TracedRoom] = {}
         """Traced rooms, oldest first. Other threads only read it."""
         self._queue: deque[AnyTraceRecord] = deque()
@@ -190,7 +192,7 @@ class Tracer:
         while not self._closing.is_set():
             self._is_wanted.wait()
             self._is_wanted.clear()
-            while (self.rooms or self._queue) and not self._closing.wait(PAUSE_S):
+            while (self.rooms or self._queue) and not self._closing.wait(self._pause_s):
                 self.send_waiting(socket)
                 self._forget_ended()
         self.send_waiting(socket)

@@ -33,8 +33,10 @@ from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 
-def pair(num_prefill: int = 1, num_decode: int = 1) -> tuple[ClusterWorld, Process, Process]:
-    world = ClusterWorld(num_prefill, num_decode)
+def pair(
+    num_prefill: int = 1, num_decode: int = 1, make: type[ClusterWorld] = ClusterWorld
+) -> tuple[ClusterWorld, Process, Process]:
+    world = make(num_prefill, num_decode)
     return world, world.of(Role.PREFILL)[0], world.of(Role.DECODE)[0]
 
 
@@ -377,14 +379,28 @@ class EarlyUnpin(PagedKVCacheManager):
         return cached_tokens
 
 
-@pytest.mark.parametrize("planted", [PagedKVCacheManager, EarlyUnpin])
-def test_a_pin_that_is_let_go_too_early_would_be_noticed(
-    planted: type[PagedKVCacheManager], monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Pinning(Process):
+    """A process whose pages are not counted: only the bytes are compared."""
+
+    def check(self) -> None: ...
+
+
+class EarlyUnpinning(Pinning):
+    cache_type = EarlyUnpin
+
+
+class PinningWorld(ClusterWorld):
+    process_type = Pinning
+
+
+class EarlyUnpinningWorld(ClusterWorld):
+    process_type = EarlyUnpinning
+
+
+@pytest.mark.parametrize("planted", [PinningWorld, EarlyUnpinningWorld])
+def test_a_pin_that_is_let_go_too_early_would_be_noticed(planted: type[ClusterWorld]) -> None:
     """Between announcement and end other requests need every available page; P is slow meanwhile."""
-    monkeypatch.setattr(Process, "cache_type", planted)
-    monkeypatch.setattr(Process, "check", lambda process: None)  # it counts pages; here only the bytes are compared
-    world, p, d = pair()
+    world, p, d = pair(make=planted)
     first = ask(world)
     world.settle_down()
     p.is_frozen = True
@@ -394,7 +410,7 @@ def test_a_pin_that_is_let_go_too_early_would_be_noticed(
     ask(world, num_tokens=22, max_tokens=42)
     world.turns(3)
     p.is_frozen = False
-    if planted is PagedKVCacheManager:
+    if planted is PinningWorld:
         world.settle_down()
     else:
         with pytest.raises(

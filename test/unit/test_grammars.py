@@ -18,8 +18,9 @@ from tokenizers import Tokenizer as Backend
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import Capacity, InvalidRequest
-from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Matcher, store
+from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Matcher
 from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_PER_TOKEN, MAX_GBNF_CHARS
+from chitu.grammars.store import MAX_KEPT, MAX_WAITING
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCall, ToolCalls
 from chitu.tokenizer import Tokenizer
 
@@ -438,17 +439,14 @@ def test_a_call_that_does_not_begin_with_the_trigger_is_refused() -> None:
             COMPILER.compile(Grammar("tool_calls", msgspec.json.encode(calls).decode()))
 
 
-def test_a_store_compiles_in_threads_keeps_the_newest_and_finds_what_somebody_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(store, "MAX_KEPT", 2)
+def test_a_store_compiles_in_threads_keeps_the_newest_and_finds_what_somebody_holds() -> None:
     grammars = GrammarStore(lambda: COMPILER)
     first, bad = Grammar("regex", "a"), Grammar("regex", "(")
     assert grammars.find(first) is None
     wait([grammars.submit(first), grammars.submit(bad)], DEADLINE_S)
     held = grammars.find(first)
     assert isinstance(held, CompiledGrammar) and isinstance(grammars.find(bad), InvalidRequest)
-    for i in range(2):
+    for i in range(MAX_KEPT):
         wait([grammars.submit(Grammar("regex", f"a{i}"))], DEADLINE_S)
     assert grammars.find(first) is held and grammars.compiled(first) is held
     assert grammars.find(bad) is None
@@ -459,9 +457,7 @@ def test_a_store_compiles_in_threads_keeps_the_newest_and_finds_what_somebody_ho
     grammars.close()
 
 
-def test_a_fault_of_the_compiler_costs_its_request_alone_and_too_many_that_wait_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fault_of_the_compiler_costs_its_request_alone_and_too_many_that_wait_are_refused() -> None:
     may_go = threading.Event()
 
     class Panic(BaseException):
@@ -471,15 +467,14 @@ def test_a_fault_of_the_compiler_costs_its_request_alone_and_too_many_that_wait_
         may_go.wait(DEADLINE_S)
         raise Panic
 
-    monkeypatch.setattr(store, "MAX_WAITING", 3)
     grammars = GrammarStore(lambda: cast(GrammarCompiler, SimpleNamespace(compile=compile_)))
-    asked = [Grammar("regex", str(i)) for i in range(3)]
+    asked = [Grammar("regex", str(i)) for i in range(MAX_WAITING)]
     futures = [grammars.submit(grammar) for grammar in asked]
     assert grammars.submit(asked[0]) is futures[0], "one that is being compiled is waited for"
     with pytest.raises(Capacity):
         grammars.submit(Grammar("regex", "one more"))
     may_go.set()
     wait(futures, DEADLINE_S)
-    assert all(isinstance(grammars.find(grammar), InvalidRequest) for grammar in asked)
+    assert all(isinstance(future.result(), InvalidRequest) for future in futures)
     grammars.submit(Grammar("regex", "one more"))
     grammars.close()

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.config.schema import DeadlineConfig
-from chitu.net import link as link_module
-from chitu.net.link import MAX_LINKS, LinkReceiver, LinkReceivers, LinkSender
-from chitu.protocol import (
-    LinkAck,
-)
+from chitu.net.link import MAX_KEPT, MAX_KEPT_BYTES, MAX_LINKS, LinkReceiver, LinkReceivers, LinkSender
+from chitu.protocol import LinkAck
 
 INTERVAL_S, PATIENCE_S = 0.5, 3.0
 DEADLINES = DeadlineConfig(heartbeat_interval_s=INTERVAL_S, lease_s=PATIENCE_S)
@@ -216,16 +212,14 @@ def test_a_message_is_given_up_when_its_own_patience_ends_and_comes_through_late
     assert pump.taken == [1, 2, 3], "what was queued comes in the end"
 
 
-def test_what_a_sender_keeps_is_bounded_in_messages_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "MAX_KEPT", 3)
-    monkeypatch.setattr(link_module, "MAX_KEPT_BYTES", 100)
+def test_what_a_sender_keeps_is_bounded_in_messages_and_bytes() -> None:
     sender: LinkSender[str] = LinkSender(LINK, INTERVAL_S, PATIENCE_S)
-    for size, is_full in ((10, False), (10, False), (10, True)):
-        sender.note(bytes(size), "small", 0.0)
-        assert sender.is_full is is_full
-    sender.on_ack(LinkAck(LINK, 3), True, 1.0)
+    for number in range(1, MAX_KEPT + 1):
+        sender.note(bytes(10), "small", 0.0)
+        assert sender.is_full is (number == MAX_KEPT)
+    sender.on_ack(LinkAck(LINK, MAX_KEPT), True, 1.0)
     assert not sender.is_full and sender.num_kept == 0
-    for size, is_full in ((99, False), (1, True)):
+    for size, is_full in ((MAX_KEPT_BYTES - 1, False), (1, True)):
         sender.note(bytes(size), "large", 2.0)
         assert sender.is_full is is_full
     assert [sent.about for sent in sender.give_up(2.0)] == ["large", "large"] and not sender.is_full

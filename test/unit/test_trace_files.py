@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,23 @@ import pytest
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
 from chitu.http.trace_route import records_of
+from chitu.net.threads import ServiceThread
 from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
 from chitu.protocol.cluster import stats_codec
 from chitu.protocol.snapshot import RequestSnapshot
-from chitu.protocol.trace import AnyTraceRecord, TraceArrival, TraceEnd, TraceFrame, TraceLoss, TraceRequest
+from chitu.protocol.trace import (
+    MAX_FRAME_BYTES,
+    AnyTraceRecord,
+    TraceArrival,
+    TraceEnd,
+    TraceFrame,
+    TraceLoss,
+    TraceRequest,
+)
 from chitu.testing.clock import FakeClock
-from chitu.tracing import trace_files, tracer
 from chitu.tracing.router_trace import RouterTrace
-from chitu.tracing.trace_files import TraceFiles, find_records, is_of
-from chitu.tracing.tracer import Tracer
+from chitu.tracing.trace_files import BLOCK_BYTES, MAX_FOUND_BYTES, MAX_WAITING_BYTES, TraceFiles, find_records, is_of
+from chitu.tracing.tracer import LINGER_S, MAX_FRAME_SHARE_BYTES, MAX_QUEUED, Tracer
 from chitu.types import Role
 
 ROOM, OTHER = bytes(range(16)), bytes(16 * [7])
@@ -95,16 +104,15 @@ def test_a_file_that_a_cleaner_deletes_is_made_again(tmp_path: Path) -> None:
     assert [each.request_id for each in find_records(tmp_path, "r1").records] == ["r1"]
 
 
-def test_a_slow_disk_holds_a_bounded_number_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "MAX_WAITING_BYTES", 1000)
-    files = TraceFiles(tmp_path, 1 << 20)
+def test_a_slow_disk_holds_a_bounded_number_of_bytes(tmp_path: Path) -> None:
+    files = TraceFiles(tmp_path, 2 * MAX_WAITING_BYTES)
     files._is_started = True  # with no thread that writes
-    line = b"x" * 99 + b"\n"
+    line = b"x" * (MAX_WAITING_BYTES // 10 - 1) + b"\n"
     for _ in range(20):
         files.write("P0", line)
     while files._writer.run_one():
         pass
-    assert (tmp_path / "P0.jsonl").stat().st_size == 1000
+    assert (tmp_path / "P0.jsonl").stat().st_size == 10 * len(line)
     files.add(ended("r", "P0"))
     while files._writer.run_one():
         pass
@@ -124,12 +132,12 @@ def test_only_the_records_of_a_request_and_its_choices_are_found(tmp_path: Path)
     assert is_of("a-1-2", "a-1") and not is_of("a-1-2", "a")
 
 
-def test_too_many_records_are_cut_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "MAX_FOUND_BYTES", 1000)
-    monkeypatch.setattr(trace_files, "BLOCK_BYTES", 64)  # lines span several blocks
-    files = Written(tmp_path, 1 << 20)
+def test_too_many_records_are_cut_and_said(tmp_path: Path) -> None:
+    files = Written(tmp_path, 4 * MAX_FOUND_BYTES)
+    long = "x" * (MAX_FOUND_BYTES // 10)
+    assert len(long) > 2 * BLOCK_BYTES, "lines span several blocks"
     for _ in range(20):
-        files.add(ended("a"))
+        files.add(ended("a", message=long))
     found = find_records(tmp_path, "a")
     assert found.is_cut and 5 < len(found.records) < 20
 
@@ -153,24 +161,24 @@ class Socket:
         return [record for message in self.sent for record in decoder.decode_lines(message.lines)]
 
 
-def started(monkeypatch: pytest.MonkeyPatch) -> tuple[Tracer, Socket, FakeClock]:
+def started() -> tuple[Tracer, Socket, FakeClock]:
     """Return a tracer without its thread: the test sends what waits."""
     socket, clock = Socket(), FakeClock()
     made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, clock)
-    monkeypatch.setattr(tracer.ServiceThread, "start", lambda self: None)
+    made._thread = ServiceThread("trace", lambda: None)
     return made, socket, clock
 
 
-def test_rooms_that_are_not_traced_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, socket, _ = started(monkeypatch)
+def test_rooms_that_are_not_traced_leave_nothing() -> None:
+    made, socket, _ = started()
     made.add(ROOM, TraceEnd, reason="stop", code="", message="", output_tokens=1)
     made.frame(ROOM, "sent", "control", b"x")
     made.send_waiting(socket)
     assert not made.rooms and not socket.sent
 
 
-def test_each_choice_arrives_and_is_forgotten_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, socket, clock = started(monkeypatch)
+def test_each_choice_arrives_and_is_forgotten_after_its_end() -> None:
+    made, socket, clock = started()
     forks = (Fork(OTHER, "r-1", 5),)
     message = DecodeRequest(ROOM, "r-0", pack_i32([5, 6]), SamplingParams(3), 0, 1, forks=forks, trace="records")
     made.begin(message, encode(message))
@@ -180,48 +188,47 @@ def test_each_choice_arrives_and_is_forgotten_after_its_end(monkeypatch: pytest.
     assert [(type(a), a.request_id) for a in arrivals] == [(TraceArrival, "r-0"), (TraceArrival, "r-1")]
     assert isinstance(arrivals[0], TraceArrival) and arrivals[0].prompt_head == (5, 6)
     made.end(OTHER)
-    clock.advance(tracer.LINGER_S + 1)
+    clock.advance(LINGER_S + 1)
     made._forget_ended()
     assert list(made.rooms) == [ROOM]
 
 
-def test_the_thread_sleeps_between_two_looks_and_sends_what_waits_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_sleeps_between_two_looks_and_sends_what_waits_at_its_end() -> None:
     """A thread that spun would cost more than all the tracing."""
     socket, looks = Socket(), 0
-    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, FakeClock())
 
-    def look() -> None:
-        nonlocal looks
-        looks += 1
+    class Watched(FakeClock):
+        def monotonic(self) -> float:
+            nonlocal looks
+            looks += threading.current_thread().name == "trace"
+            return super().monotonic()
 
-    monkeypatch.setattr(made, "_forget_ended", look)
-    monkeypatch.setattr(tracer, "PAUSE_S", 30.0)
+    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, Watched(), pause_s=30.0)
     for room in (ROOM, OTHER):
         made.begin(PrefillRequest(room, "r", pack_i32([5]), 0, 1, trace="records"), b"")
     made.close()
     assert looks == 0 and len(socket.records()) == 2
 
 
-def test_records_beyond_the_bounds_are_dropped_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracer, "MAX_QUEUED", 10)
-    monkeypatch.setattr(tracer, "MAX_FRAME_SHARE_BYTES", 100)
-    made, socket, _ = started(monkeypatch)
+def test_records_beyond_the_bounds_are_dropped_counted_and_said() -> None:
+    made, socket, _ = started()
     message = PrefillRequest(ROOM, "r", pack_i32([5]), 0, 1, trace="frames")
     made.begin(message, b"12345")  # two records
-    for _ in range(3):
-        made.frame(ROOM, "sent", "control", b"x" * 60)  # one fits
-    for _ in range(20):
+    num_frames = MAX_FRAME_SHARE_BYTES // MAX_FRAME_BYTES - 1  # what fits beside that one
+    for _ in range(num_frames + 2):
+        made.frame(ROOM, "sent", "control", bytes(MAX_FRAME_BYTES))
+    for _ in range(MAX_QUEUED - 2 - num_frames + 13):
         made.add(ROOM, TraceEnd, reason="sent", code="", message="", output_tokens=0)
     socket.is_full = True
     made.send_waiting(socket)
     socket.is_full = False
     made.add(ROOM, TraceEnd, reason="sent", code="", message="", output_tokens=0)
     made.send_waiting(socket)
-    assert [message.num_dropped for message in socket.sent] == [2 + 13 + 10]
-    made.frame(ROOM, "sent", "control", b"x" * (tracer.MAX_FRAME_BYTES + 1))
+    assert [message.num_dropped for message in socket.sent] == [2 + 13 + MAX_QUEUED]
+    made.frame(ROOM, "sent", "control", b"x" * (MAX_FRAME_BYTES + 1))
     made.send_waiting(socket)
     large = socket.records()[-1]
-    assert isinstance(large, TraceFrame) and large.data == b"" and large.num_bytes == tracer.MAX_FRAME_BYTES + 1
+    assert isinstance(large, TraceFrame) and large.data == b"" and large.num_bytes == MAX_FRAME_BYTES + 1
     assert socket.sent[-1].num_dropped == 0
 
 
@@ -278,11 +285,10 @@ def test_each_tenant_reads_its_own_records_of_an_id_that_both_used(tmp_path: Pat
         assert data <= {("token", tokens), ("request", b"abc")}, "a message with tokens has those of other requests"
 
 
-def test_records_of_other_tenants_take_no_room_from_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_files, "MAX_FOUND_BYTES", 2000)
-    files = Written(tmp_path, 1 << 20)
-    for n in range(50):
-        files.add(msgspec.structs.replace(ended("r"), room=f"b{n}"))
+def test_records_of_other_tenants_take_no_room_from_a_read(tmp_path: Path) -> None:
+    files = Written(tmp_path, 4 * MAX_FOUND_BYTES)
+    for n in range(20):
+        files.add(msgspec.structs.replace(ended("r", message="x" * (MAX_FOUND_BYTES // 10)), room=f"b{n}"))
         files.add(traced("b", attempt(f"b{n}", "b")))
     files.add(msgspec.structs.replace(ended("r"), room="a1"))
     files.add(traced("a", attempt("a1", "a")))

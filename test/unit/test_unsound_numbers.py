@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 import torch
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
 
+from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import DoneStep, FirstToken, LayerCallback, PrefillChunk, StepPlan, StepResult
 from chitu.engine.step_tokens import Checks, StepTokens
 from chitu.engine.warmup import Shapes, run_warmup
 from chitu.errors import ConfigError, Internal
-from chitu.instance import step_faults
 from chitu.instance.step_faults import MAX_UNSOUND_IN_A_ROW
 from chitu.ops.sampling_numbers import NO_TOKEN
 from chitu.protocol import DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
@@ -206,11 +207,12 @@ def test_clients_whose_prompts_have_a_damaged_token_end_no_instance() -> None:
     instance.check_empty()
 
 
-def test_choices_of_one_prompt_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_faults, "MAX_UNSOUND_IN_A_ROW", 2)
-    instance = Instance(64, executor=Unsound)
+def test_choices_of_one_prompt_count_once() -> None:
+    slots = 2 * MAX_UNSOUND_IN_A_ROW
+    info, config = msgspec.structs.replace(INFO, num_slots=slots), SchedulerConfig(max_running_requests=slots)
+    instance = Instance(200, executor=Unsound, info=info, config=config)
     instance.executor.bad = frozenset({NEXT_TOKENS[0]})  # type: ignore[attr-defined]
-    forks = tuple(Fork(room_of(1 + index), "r", index) for index in range(3))
+    forks = tuple(Fork(room_of(1 + index), "r", index) for index in range(MAX_UNSOUND_IN_A_ROW + 1))
     instance.scheduler.submit(UnifiedRequest(room_of(0), "r", pack_i32(prompt_of(1, 21)), GREEDY, forks=forks))
     instance.run()
     assert {instance.finishes[fork.room].code for fork in forks} == {"step_failed"}
