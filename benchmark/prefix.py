@@ -28,7 +28,8 @@ from typing import get_args
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import PolicyName, RouterConfig
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
-from chitu.router.routing import PairSelector, instance_key, make_selector
+from chitu.router.policies import instance_key
+from chitu.router.selector import PairSelector, make_selector
 from chitu.types import Role
 
 BLOCK_TOKENS = 512

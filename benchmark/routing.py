@@ -27,7 +27,8 @@ from chitu.client.client import RouterClient
 from chitu.config.schema import RouterConfig
 from chitu.launch.make_model import make_model
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
-from chitu.router.routing import PairSelector, Target, instance_key, make_selector
+from chitu.router.policies import Target, instance_key
+from chitu.router.selector import PairSelector, make_selector
 from chitu.testing.fake_worker import STARTED
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role

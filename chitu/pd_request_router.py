@@ -3,7 +3,7 @@
 `PDRequestRouter` belongs to the loop thread. The HTTP layer calls `add_request` and `cancel`; the token port calls
 `on_token_frames`; the stats port calls `on_request_failed` and `on_heartbeat`; membership calls `on_view`, `on_joined`
 and `on_lost`; a timer calls `tick`. It handles token ids, never text. `attempts.py` runs a request on its pairs;
-`generation_machine.py` decides what follows if that fails.
+`request.py` decides what follows if that fails.
 
 Invariants: a generation ends once, with `finish` or `error`. Its reader is woken at most once a turn, and after its
 end. No reader gets a token of a room that is over, or one that came after a gap (`net/link.py`).
@@ -40,16 +40,16 @@ from chitu.protocol import (
     TokenBatch,
     token_codec,
 )
-from chitu.protocol.generation_states import GenerationState
 from chitu.protocol.snapshot import RequestSnapshot
+from chitu.router.admission import Admission
 from chitu.router.attempts import Attempts
-from chitu.router.cross_check import CheckResult
-from chitu.router.cross_checks import CrossChecks
-from chitu.router.generation import Attempt, GenerateRequest, Generation
+from chitu.router.cross_checks import CheckResult, CrossChecks
+from chitu.router.dispatch import THE_ROUTER, Dispatcher, InstanceLink, ReplyAddress
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
-from chitu.router.request_dispatch import THE_ROUTER, Dispatcher, InstanceLink, ReplyAddress
+from chitu.router.policies import Candidates, InstanceKey, instance_key
+from chitu.router.request import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.request_journal import KEPT_RECORDS
-from chitu.router.routing import Admission, Candidates, InstanceKey, PairSelector, instance_key
+from chitu.router.selector import PairSelector
 from chitu.tracing.router_trace import RouterTrace
 
 log = logging.getLogger(__name__)

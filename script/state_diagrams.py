@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 
 from chitu.instance.sequences import SEQUENCE_TRANSITIONS
-from chitu.protocol import generation_states, states
+from chitu.protocol import states
+from chitu.router.request import GENERATION_TRANSITIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- drawn by script/state_diagrams.py -->\n"
@@ -20,7 +21,7 @@ TABLES = {
     "A room on D": states.RECEIVER_TRANSITIONS,
     "D's registration with a P": states.REGISTRATION_TRANSITIONS,
     "A request on its instance": SEQUENCE_TRANSITIONS,
-    "A request on the router": generation_states.GENERATION_TRANSITIONS,
+    "A request on the router": GENERATION_TRANSITIONS,
 }
 
 

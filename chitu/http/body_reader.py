@@ -21,7 +21,7 @@ from chitu.http.token_counts import TokensAnswer
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
-from chitu.router.routing import Candidates
+from chitu.router.policies import Candidates
 
 MAX_VERDICTS = 64
 """Verdicts on grammars that are kept for later requests with the same grammar."""

@@ -36,7 +36,7 @@ from chitu.http.token_logprobs import PromptAnswer
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import SamplingParams, prompt_lines, unpack_i32
-from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.request import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
 ABORTED = "the request was aborted"

@@ -19,9 +19,9 @@ from chitu.errors import ServiceError
 from chitu.http.metric_families import PER_INSTANCE, by_instance, by_key, counter, gauge, histogram, histograms, one
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import InstanceSnapshot
-from chitu.router.cross_check import OUTCOMES
+from chitu.router.breaker import BreakerState
+from chitu.router.cross_checks import OUTCOMES
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics, add_up
-from chitu.router.routing.breaker import BreakerState
 from chitu.types import Role
 
 OPENMETRICS = "application/openmetrics-text"

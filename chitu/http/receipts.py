@@ -9,7 +9,7 @@ import msgspec
 from chitu import __version__
 from chitu.protocol import KVLayout, unpack_i32
 from chitu.protocol.receipt import Receipt, ReceiptSampling, sealed
-from chitu.router.generation import Generation
+from chitu.router.request import Generation
 
 
 def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens: int) -> Receipt:

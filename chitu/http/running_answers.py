@@ -18,7 +18,7 @@ from chitu.http.messages.delta import MessageDelta
 from chitu.http.sse import ID_PREFIXES
 from chitu.http.token_logprobs import ChoiceLogprobs, PromptAnswer
 from chitu.protocol import TraceLevel
-from chitu.router.generation import Generation
+from chitu.router.request import Generation
 
 
 class Wakeup:

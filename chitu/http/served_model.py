@@ -24,7 +24,7 @@ from chitu.http.token_logprobs import (
 )
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, KVLayout, SamplingParams
-from chitu.router.routing import Candidates
+from chitu.router.policies import Candidates
 from chitu.tokenizer import Tokenizer
 
 NAMED_CHARS = 100

@@ -1,6 +1,6 @@
 """The states of a room on P and on D with their events, transitions and deadlines.
 
-Those of a request on the router are in `generation_states.py`, on its instance in `sequences.py`.
+Those of a request on the router are in `request.py`, on its instance in `sequences.py`.
 
 Pure tables. `kv_transfer/transfer_table.py` walks them, and is the only writer of their states and deadlines;
 docs/protocol.md shows what ends each of them. Invariants (checked over the tables by `test/unit/test_states.py`): a

@@ -1,7 +1,12 @@
-"""Attempts: each is one try of a request on one pair, with its own room, from its dispatch to its end or the next one.
+"""Items by deadline, whatever the order in which they are added. One thread.
+
+A wheel of buckets: adding, removing and expiring cost the same however many items there are. A heap would keep items
+that ended early until their deadline.
+
+Attempts: each is one try of a request on one pair, with its own room, from its dispatch to its end or the next one.
 
 Owned by `PDRequestRouter`, which calls it on the loop thread for a first token, an end, a failure, a loss and a tick.
-`generation_machine.py` decides what follows, and this module carries it out: it sends, cancels and logs requests,
+`request.py` decides what follows, and this module carries it out: it sends, cancels and logs requests,
 selects pairs, and keeps load, breakers, metrics, deadlines and journal.
 
 Invariants: a room is in `rooms` exactly while its generation waits for it. Messages for an older room are stale, so no
@@ -11,7 +16,8 @@ token is lost or delivered twice. Only `_take` gives the machine an event; it ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Hashable, Set
+from typing import Generic, TypeVar
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
@@ -19,16 +25,76 @@ from chitu.errors import ChituError, NoInstance, TokensLost
 from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat, StageTimes
 from chitu.protocol.snapshot import RequestSnapshot
-from chitu.router import generation_events as events
-from chitu.router.generation import Attempt, Generation, PromptGroup
-from chitu.router.generation_machine import GenerationMachine
+from chitu.router.admission import Admission
+from chitu.router.breaker import NO_INSTANCES, Breakers
+from chitu.router.dispatch import Dispatcher, max_choices
 from chitu.router.metrics import Counts, RouterMetrics
-from chitu.router.request_dispatch import Dispatcher, max_choices
+from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.request import (
+    Attempt,
+    AttemptFailed,
+    Begin,
+    Blame,
+    Cancel,
+    Choose,
+    Ended,
+    Event,
+    Finished,
+    FirstTokenLate,
+    Generation,
+    GenerationMachine,
+    GivenUp,
+    InstanceLost,
+    NoPair,
+    NotDelivered,
+    NoteServed,
+    NoteStarted,
+    OutOfTime,
+    PairChosen,
+    PromptGroup,
+    ReaderGone,
+    Silent,
+    TokensBegan,
+)
 from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import Failure
-from chitu.router.routing import NO_INSTANCES, Admission, Breakers, InstanceKey, PairSelector, instance_key
-from chitu.router.timer_wheel import TimerWheel
+from chitu.router.selector import PairSelector
 from chitu.types import new_room
+
+T = TypeVar("T", bound=Hashable)
+
+
+class TimerWheel(Generic[T]):
+    """Timer wheel. `step_s`: width of a bucket; an expiry is reported at most this late, and never early."""
+
+    def __init__(self, step_s: float, now_s: float) -> None:
+        self._step_s = step_s
+        self._buckets: dict[int, set[T]] = {}
+        self._done = int(now_s // step_s) - 1
+        """Newest bucket that `expired` has emptied."""
+
+    def add(self, item: T, deadline_s: float) -> None:
+        """Add an item whose deadline is in the future."""
+        self._buckets.setdefault(int(deadline_s // self._step_s) + 1, set()).add(item)
+
+    def discard(self, item: T, deadline_s: float) -> None:
+        """Remove an item that was added with this deadline. Does nothing if it has already expired."""
+        number = int(deadline_s // self._step_s) + 1
+        bucket = self._buckets.get(number)
+        if bucket is not None:
+            bucket.discard(item)
+            if not bucket:
+                del self._buckets[number]
+
+    def expired(self, now_s: float) -> list[T]:
+        """Remove and return every item whose deadline has passed."""
+        found: list[T] = []
+        newest = int(now_s // self._step_s)
+        for number in range(self._done + 1, newest + 1):
+            found.extend(self._buckets.pop(number, ()))
+        self._done = max(self._done, newest)
+        return found
+
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +166,7 @@ class Attempts:
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
-            self._take(generation, events.PairChosen(target, new_room(), token_ids, group=group))
+            self._take(generation, PairChosen(target, new_room(), token_ids, group=group))
         if group is not None and (refused := self._dispatch(group.attempts[0])) is not None:
             for generation in together:
                 self._take(generation, refused)
@@ -116,15 +182,15 @@ class Attempts:
 
     def cancel(self, generation: Generation, is_complete: bool) -> None:
         """End a generation whose client is gone or has its whole answer (a stop string was found). Idempotent."""
-        self._take(generation, events.ReaderGone(is_complete))
+        self._take(generation, ReaderGone(is_complete))
 
     def give_up_all(self, error: ChituError) -> None:
-        self._take_all(events.GivenUp(error))
+        self._take_all(GivenUp(error))
 
     def on_lost(self, key: InstanceKey, reason: str, has_died: bool) -> None:
         """Handle the loss of an instance, which is no candidate any more."""
         self._breakers.forget(key)
-        self._take_all(events.InstanceLost(key, reason, has_died))
+        self._take_all(InstanceLost(key, reason, has_died))
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
         """Handle `count` token messages that an instance gave up. The router cannot tell which requests lost tokens, so
@@ -137,7 +203,7 @@ class Attempts:
         """Handle a heartbeat: retry requests that did not reach the instance, or whose P it receives nothing from."""
         for missed in self._dispatcher.on_heartbeat(key, heartbeat):
             for attempt in self.of(missed.room):
-                self._take(attempt.generation, events.NotDelivered(missed.error, key))
+                self._take(attempt.generation, NotDelivered(missed.error, key))
         self._on_silent(key, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
@@ -145,52 +211,52 @@ class Attempts:
         now_s = self._clock.monotonic()
         for room in self._first_tokens.expired(now_s):
             if (late := self.rooms.get(room)) is not None:
-                self._take(late.generation, events.FirstTokenLate())
+                self._take(late.generation, FirstTokenLate())
         for generation in self._deadlines.expired(now_s):
-            self._take(generation, events.OutOfTime())
+            self._take(generation, OutOfTime())
 
     def on_first_token(self, generation: Generation) -> None:
-        self._take(generation, events.TokensBegan())
+        self._take(generation, TokensBegan())
 
     def on_finish(self, attempt: Attempt, finish: Finish) -> None:
         prefill = attempt.prefill
         is_prefill_here = prefill is not None and self._dispatcher.is_open(prefill)
-        self._take(attempt.generation, events.Finished(finish, is_prefill_here))
+        self._take(attempt.generation, Finished(finish, is_prefill_here))
 
     def on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
         """Handle a failure that `reporter` reported, or for which the router blames it."""
         peer = attempt.prefill if reporter == attempt.decode else attempt.decode
         is_peer_here = peer is not None and self._dispatcher.is_open(peer)
-        self._take(attempt.generation, events.AttemptFailed(error, reporter, is_peer_here))
+        self._take(attempt.generation, AttemptFailed(error, reporter, is_peer_here))
 
     # ------------------------------------------------------------------------------------------- what the machine wants
 
-    def _take_all(self, event: events.Event) -> None:
+    def _take_all(self, event: Event) -> None:
         for attempt in list(self.rooms.values()):
             self._take(attempt.generation, event)
 
-    def _take(self, generation: Generation, event: events.Event) -> None:
+    def _take(self, generation: Generation, event: Event) -> None:
         """Give the machine an event and carry out the effects: the only way in which a request changes."""
-        following: events.Event | None = event
+        following: Event | None = event
         while following is not None:
             event, following = following, None
             for effect in self._machine.handle(generation, event, self._clock.monotonic()):
-                if isinstance(effect, events.Begin):
+                if isinstance(effect, Begin):
                     following = self._begin(effect.attempt)
-                elif isinstance(effect, events.NoteStarted):
+                elif isinstance(effect, NoteStarted):
                     self._note_started(effect.attempt, effect.is_first)
-                elif isinstance(effect, events.NoteServed):
+                elif isinstance(effect, NoteServed):
                     self._note_served(effect.attempt, effect.reason, effect.stages)
-                elif isinstance(effect, events.Ended):
+                elif isinstance(effect, Ended):
                     self._end(effect.attempt, effect.record, effect.is_news)
-                elif isinstance(effect, events.Cancel):
+                elif isinstance(effect, Cancel):
                     self._dispatcher.cancel(effect.attempt)
-                elif isinstance(effect, events.Blame):
+                elif isinstance(effect, Blame):
                     self._blame(effect.failure)
                 else:
                     following = self._choose(generation, effect)
 
-    def _begin(self, attempt: Attempt) -> events.Event | None:
+    def _begin(self, attempt: Attempt) -> Event | None:
         """Count an attempt, and send it, unless it goes out with its group."""
         now_s, target, request_id = attempt.created_s, attempt.target, attempt.generation.request.request_id
         num_tokens, new_tokens, is_leader = attempt.num_tokens, target.new_tokens, attempt.is_group_leader
@@ -210,24 +276,24 @@ class Attempts:
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         return self._dispatch(attempt) if attempt.group is None else None
 
-    def _dispatch(self, attempt: Attempt) -> events.AttemptFailed | None:
+    def _dispatch(self, attempt: Attempt) -> AttemptFailed | None:
         """Send an attempt, or its whole group. Return a failure if an instance does not read."""
         self.journal.note_change()
         full = self._dispatcher.send(attempt)
         if full is None:
             return None
         text = f"{full.name} does not take requests (its queue is full)"
-        return events.AttemptFailed(NoInstance(text), full)
+        return AttemptFailed(NoInstance(text), full)
 
-    def _choose(self, generation: Generation, wanted: events.Choose) -> events.Event:
+    def _choose(self, generation: Generation, wanted: Choose) -> Event:
         blocked = self._breakers.blocked(self._clock.monotonic())
         try:
             salt = generation.request.cache_salt
             target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, salt)
         except NoInstance:
-            return events.NoPair(wanted.failure)
+            return NoPair(wanted.failure)
         is_cut_off = self._selector.is_cut_off(target)
-        return events.PairChosen(target, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
+        return PairChosen(target, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
 
     def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
         """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
@@ -245,7 +311,7 @@ class Attempts:
             return
         for attempt in list(self.rooms.values()):
             if attempt.decode == key and attempt.prefill is not None and attempt.prefill.incarnation in prefills:
-                self._take(attempt.generation, events.Silent())
+                self._take(attempt.generation, Silent())
 
     def _blame(self, failure: Failure) -> None:
         now_s = self._clock.monotonic()

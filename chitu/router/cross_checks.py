@@ -1,4 +1,21 @@
-"""Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check itself makes.
+"""Check whether a second P computes the same logits for a prompt as the first, and if not, which is wrong. Pure.
+
+`cross_check` is a generator: it yields computations to be made and is sent their results. `cross_checks.py` runs it.
+
+0. If pages of the answer did not land on D as P wrote them, by the checksums of both, the transfer is at fault.
+1. A second P computes the whole prompt of an answer that was given, without its cache. The rows of logits after the
+   prompt must agree. Every weight, and every page of the prompt's KV, contributes to that row.
+2. If they do not agree, D judges. It computes the row of the next position from the pages of each P, and that P
+   computes the row, too. A P whose weights or kernels are wrong disagrees with what D made of its pages; the other one
+   does not.
+3. If neither disagrees with D, and the first P now computes what the second did, then its answer was wrong and its
+   weights are not: pages of its cache are damaged, or the fault was transient.
+
+How far rows may differ follows what D and a sound P differ by (`SoundNoise`): of two P the one that is nearer to D. The
+first checks measure it, so D judges in them even if the two P are right. A fault that moves no logprob of the likeliest
+tokens by more than that limit is not detected.
+
+Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check itself makes.
 
 Owned by `PDRequestRouter`, on the loop thread, which calls `sampled` when a request comes, `on_end` when it is over,
 and `tick` by the timer. Only `tick` starts new requests. One check runs at a time, with the lowest priority, which is
@@ -12,16 +29,156 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Generator, Set
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import msgspec
 
 from chitu.errors import ChituError
 from chitu.log import about
-from chitu.protocol import MAX_LOGPROBS, MAX_PRIORITY, SamplingParams
-from chitu.router.cross_check import CheckResult, Computed, Recompute, SoundNoise, cross_check, damage_in
-from chitu.router.generation import GenerateRequest, Generation
+from chitu.protocol import (
+    MAX_LOGPROBS,
+    MAX_PRIORITY,
+    SamplingParams,
+    TransferSums,
+    logprob_limit,
+    pack_i32,
+    unpack_logprobs,
+)
 from chitu.router.metrics import RouterMetrics
-from chitu.router.routing import Candidates, InstanceKey, instance_key
+from chitu.router.policies import Candidates, InstanceKey, instance_key
+from chitu.router.request import GenerateRequest, Generation
+
+Outcome = Literal["agreed", "wrong", "passing", "damaged", "unclear", "unanswered"]
+SUM_BYTES = 8
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """A prompt to be computed without the cache, with the logprobs of its tokens."""
+
+    token_ids: bytes
+    """Prompt, int32 LE."""
+    max_tokens: int
+    prefill: InstanceKey
+    by_another: bool = False
+    """Whether any P except `prefill` is to compute it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    prefill: InstanceKey
+    tokens: list[int]
+    rows: list[bytes]
+    """Packed logprobs of each token (`protocol/logprobs.py`)."""
+    damage: str = ""
+    """What was damaged on its way to D; empty if nothing was."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Result of a check. `agreed`; `wrong`: `guilty` computes wrongly; `passing`: `guilty` gave one wrong answer;
+    `damaged`: pages did not land on D as P wrote them; `unclear`: two P disagree, and D cannot tell which is right;
+    `unanswered`: there was no second P, or it failed."""
+
+    outcome: Outcome
+    guilty: InstanceKey | None = None
+    says: str = ""
+
+
+UNANSWERED = CheckResult("unanswered")
+KEPT_NOISE = 64
+
+
+class SoundNoise:
+    """The last differences (nats) between what D and a sound P computed for the same tokens: what rounding does in this
+    cluster. `limit` is that of `logprob_limit`, as with `chitu verify`."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._last: deque[float] = deque(maxlen=KEPT_NOISE)
+
+    def add(self, difference: float) -> None:
+        self._last.append(difference)
+
+    @property
+    def limit(self) -> float:
+        return logprob_limit(max(self._last, default=0.0), self._dtype)
+
+
+def cross_check(
+    token_ids: bytes, first: Computed, noise: SoundNoise
+) -> Generator[Recompute, Computed | None, CheckResult]:
+    """Compare `first`, which was served, with a second P. Each computation is answered by its result, or by None if it
+    has none. What is measured on the sound P is added to `noise`."""
+    if first.damage:
+        return CheckResult("damaged", says=first.damage)
+    second = yield Recompute(token_ids, 1, first.prefill, by_another=True)
+    if second is None or second.prefill == first.prefill:
+        return UNANSWERED
+    apart = rows_apart(first.rows[0], second.rows[0])
+    if apart <= noise.limit:
+        return CheckResult("agreed")
+    one, other = first.prefill.name, second.prefill.name
+    says = f"{one} and {other} differ by {apart:.3g} in the logprobs behind one prompt of {len(token_ids) // 4} tokens"
+    from_d: dict[InstanceKey, float] = {}
+    again: list[bytes] = []
+    for prefill in (first.prefill, second.prefill):
+        judged = yield Recompute(token_ids, 2, prefill)
+        own = None
+        if judged is not None and judged.damage:
+            return CheckResult("damaged", says=judged.damage)
+        if judged is not None and judged.prefill == prefill and len(judged.rows) == 2:
+            own = yield Recompute(token_ids + pack_i32(judged.tokens[:1]), 1, prefill)
+        if judged is None or own is None or own.prefill != prefill:
+            return CheckResult("unclear", says=f"{says}; {prefill.name} did not answer again")
+        again.append(judged.rows[0])
+        from_d[prefill] = rows_apart(judged.rows[1], own.rows[0])
+    noise.add(min(from_d.values()))
+    if apart <= noise.limit:
+        return CheckResult("agreed")
+    says = f"{says}, where rounding explains {noise.limit:.3g}"
+    wrong = [prefill for prefill, difference in from_d.items() if not difference <= noise.limit]
+    if len(wrong) == 1:
+        says = f"{says}; {wrong[0].name} differs from D, too: its weights or kernels are wrong"
+        return CheckResult("wrong", wrong[0], says)
+    if not wrong and rows_apart(*again) <= noise.limit:
+        return CheckResult("passing", first.prefill, f"{says}; {one} computed it right when it was asked again")
+    whose = "both differ" if wrong else "neither differs"
+    return CheckResult("unclear", says=f"{says}; D cannot tell which is wrong: {whose} from it")
+
+
+def damage_in(moved: TransferSums | None, pair: str) -> str:
+    """Return what was damaged between a P and a D, by the checksums of both; empty if nothing was."""
+    if moved is None or moved.sent == moved.landed:
+        return ""
+    num_sums = len(moved.sent) // SUM_BYTES
+    unlike = [n for n in range(num_sums) if _sum_at(moved.sent, n) != _sum_at(moved.landed, n)]
+    num_pages = num_sums // moved.layers
+    page, layer = min((n % num_pages, n // num_pages) for n in unlike)
+    where = f"page {moved.first_page + page}" + (f", layer {layer}" if moved.layers > 1 else "")
+    return f"{pair}: K and V are not on D what P wrote: first in {where}"
+
+
+def _sum_at(sums: bytes, index: int) -> bytes:
+    return sums[SUM_BYTES * index : SUM_BYTES * (index + 1)]
+
+
+def rows_apart(one: bytes, other: bytes) -> float:
+    """Return the largest difference (nats) between two rows' logprobs of their likeliest tokens; infinite if one is not
+    a number. A token that is in one list only has at most the least logprob of the other list."""
+    tops = dict(unpack_logprobs(one).top), dict(unpack_logprobs(other).top)
+    apart = 0.0
+    for mine, theirs in (tops, tops[::-1]):
+        least = min(theirs.values(), default=float("nan"))
+        for token, value in mine.items():
+            gap = abs(value - theirs[token]) if token in theirs else value - least
+            if gap != gap:
+                return float("inf")
+            apart = max(apart, gap)
+    return apart if all(tops) else float("inf")
+
 
 log = logging.getLogger(__name__)
 

@@ -90,7 +90,7 @@ class RouterMetrics(msgspec.Struct):
     breaker_openings: Counts = _counts()
     """Openings of circuit breakers by name of the instance."""
     cross_checks: Counts = _counts()
-    """Cross-checks by outcome (`router/cross_check.py`)."""
+    """Cross-checks by outcome (`router/cross_checks.py`)."""
     tokens: int = 0
     """Tokens received from decode instances, stale ones included."""
     stale_tokens: int = 0

@@ -1,6 +1,6 @@
 """What a failed attempt means: which instances to blame, which the next attempt avoids, and whether there is one. Pure.
 
-Called by `generation_machine.py`. A failure is known by its error and its reporter. An error of a link has two ends,
+Called by `request.py`. A failure is known by its error and its reporter. An error of a link has two ends,
 and neither end alone can tell which is broken, so both are suspects; later successes clear the innocent one.
 
 Three bounds: `max_attempts` of failures that have a cause; `MAX_DEATHS`, since a request that kills its instances would
@@ -33,7 +33,7 @@ from chitu.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from chitu.router.routing import InstanceKey
+from chitu.router.policies import InstanceKey
 
 OF_THE_LINK = (TransferFailed, TransferTimeout, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)

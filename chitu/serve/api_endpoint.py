@@ -43,9 +43,10 @@ from chitu.net.http import Scope
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import TraceLines
-from chitu.router.cross_check import CheckResult
-from chitu.router.request_dispatch import ReplyAddress
-from chitu.router.routing import InstanceKey, instance_key, make_selector
+from chitu.router.cross_checks import CheckResult
+from chitu.router.dispatch import ReplyAddress
+from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.selector import make_selector
 from chitu.serve.body_processes import BodyProcesses
 from chitu.serve.lifetime import TICK_S, Ending
 from chitu.serve.siblings import Siblings

@@ -12,7 +12,7 @@ from chitu.http.cluster_source import Draining, Loads, RouterRecord, WorkerRepor
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo
 from chitu.router.metrics import RouterMetrics, add_up
-from chitu.router.routing import Candidates
+from chitu.router.policies import Candidates
 from chitu.serve.membership import Membership
 from chitu.serve.siblings import Siblings
 from chitu.types import Role

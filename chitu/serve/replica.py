@@ -51,7 +51,7 @@ from chitu.protocol import (
     stats_codec,
     view_codec,
 )
-from chitu.router.routing import InstanceKey, instance_key
+from chitu.router.policies import InstanceKey, instance_key
 from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
 from chitu.serve.lifetime import Ending, keep_ticking
 from chitu.serve.siblings import HOST, Siblings

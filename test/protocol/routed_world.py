@@ -34,8 +34,9 @@ from chitu.protocol import (
     scheduler_codec,
     token_codec,
 )
-from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.routing import InstanceKey, make_selector
+from chitu.router.policies import InstanceKey
+from chitu.router.request import GenerateRequest, Generation
+from chitu.router.selector import make_selector
 from chitu.testing.fake_executor import expected_tokens
 from chitu.tracing.router_trace import RouterTrace
 from chitu.types import Role

@@ -30,8 +30,9 @@ from chitu.protocol import (
     SamplingParams,
     scheduler_codec,
 )
-from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.routing import InstanceKey, instance_key, make_selector
+from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.request import GenerateRequest, Generation
+from chitu.router.selector import make_selector
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
 from chitu.tracing.router_trace import RouterTrace

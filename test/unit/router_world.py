@@ -21,9 +21,10 @@ from chitu.protocol import (
     pack_i32,
     scheduler_codec,
 )
-from chitu.router.cross_check import CheckResult
-from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.routing import InstanceKey, instance_key, make_selector
+from chitu.router.cross_checks import CheckResult
+from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.request import GenerateRequest, Generation
+from chitu.router.selector import make_selector
 from chitu.testing.clock import FakeClock
 from chitu.tracing.router_trace import RouterTrace
 from chitu.types import Role

@@ -12,9 +12,9 @@ from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregatio
 from chitu.errors import Overloaded
 from chitu.net.http import error_headers
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
-from chitu.router.generation import GenerateRequest
-from chitu.router.routing import Admission, Candidates, InstanceKey, instance_key
-from chitu.router.routing.admission import QueueEstimate
+from chitu.router.admission import Admission, QueueEstimate
+from chitu.router.policies import Candidates, InstanceKey, instance_key
+from chitu.router.request import GenerateRequest
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

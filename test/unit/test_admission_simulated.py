@@ -14,7 +14,8 @@ from scheduler_world import Instance, prompt_of, room_of
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
 from chitu.errors import Overloaded
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, SamplingParams, UnifiedRequest, pack_i32
-from chitu.router.routing import Admission, Candidates, instance_key
+from chitu.router.admission import Admission
+from chitu.router.policies import Candidates, instance_key
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

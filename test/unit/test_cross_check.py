@@ -20,7 +20,7 @@ from chitu.protocol import (
     pack_logprobs,
     unpack_i32,
 )
-from chitu.router.cross_check import (
+from chitu.router.cross_checks import (
     CheckResult,
     Computed,
     Recompute,
@@ -29,7 +29,7 @@ from chitu.router.cross_check import (
     damage_in,
     rows_apart,
 )
-from chitu.router.routing import InstanceKey
+from chitu.router.policies import InstanceKey
 from chitu.types import Role
 
 P0, P1, P2 = (InstanceKey(Role.PREFILL, rank, 7) for rank in range(3))

@@ -11,13 +11,40 @@ from router_world import LAYOUT
 from chitu.config.schema import RetryConfig, RouterConfig
 from chitu.errors import DecodeLost, InvalidRequest, NoInstance, PrefillLost, RequestLost, TransferFailed
 from chitu.protocol import Finish, InstanceInfo, SamplingParams, StageTimes, pack_i32
-from chitu.protocol.generation_states import GENERATION_TRANSITIONS, RUNNING, GenerationEvent, GenerationState
 from chitu.protocol.snapshot import RequestState
-from chitu.router import generation_events as events
-from chitu.router.generation import GenerateRequest, Generation, PromptGroup
-from chitu.router.generation_machine import GenerationMachine
+from chitu.router.policies import InstanceKey, Target, instance_key
+from chitu.router.request import (
+    GENERATION_TRANSITIONS,
+    RUNNING,
+    AttemptFailed,
+    Begin,
+    Blame,
+    Cancel,
+    Choose,
+    Effect,
+    Ended,
+    Event,
+    Finished,
+    FirstTokenLate,
+    GenerateRequest,
+    Generation,
+    GenerationEvent,
+    GenerationMachine,
+    GenerationState,
+    GivenUp,
+    InstanceLost,
+    NoPair,
+    NotDelivered,
+    NoteServed,
+    NoteStarted,
+    OutOfTime,
+    PairChosen,
+    PromptGroup,
+    ReaderGone,
+    Silent,
+    TokensBegan,
+)
 from chitu.router.retry import MAX_DEATHS, Failure
-from chitu.router.routing import InstanceKey, Target, instance_key
 from chitu.types import Role
 
 E, S = GenerationEvent, GenerationState
@@ -39,73 +66,73 @@ class World:
         self.generation = Generation(request, lambda: None, END_S, NOW_S)
         self.rooms = 0
         self.now_s = NOW_S
-        self.effects: list[events.Effect] = []
+        self.effects: list[Effect] = []
 
     @property
     def state(self) -> GenerationState:
         return self.generation.state
 
-    def give(self, event: events.Event) -> list[events.Effect]:
+    def give(self, event: Event) -> list[Effect]:
         effects = self.machine.handle(self.generation, event, self.now_s)
         self.effects += effects
         return effects
 
-    def chosen(self, pair: int = 0, **more: Any) -> events.PairChosen:
+    def chosen(self, pair: int = 0, **more: Any) -> PairChosen:
         """Return a choice of `pair` for the latest `Choose` effect, or for the request itself if there is none."""
         self.rooms += 1
-        asked = [effect for effect in self.effects if isinstance(effect, events.Choose)]
+        asked = [effect for effect in self.effects if isinstance(effect, Choose)]
         token_ids = asked[-1].token_ids if asked else self.generation.request.token_ids
         more.setdefault("failure", asked[-1].failure if asked else None)
-        return events.PairChosen(PAIRS[pair], b"%016d" % self.rooms, token_ids, **more)
+        return PairChosen(PAIRS[pair], b"%016d" % self.rooms, token_ids, **more)
 
-    def no_pair(self) -> events.NoPair:
-        return events.NoPair(next(e.failure for e in reversed(self.effects) if isinstance(e, events.Choose)))
+    def no_pair(self) -> NoPair:
+        return NoPair(next(e.failure for e in reversed(self.effects) if isinstance(e, Choose)))
 
-    def emit(self, *tokens: int) -> list[events.Effect]:
+    def emit(self, *tokens: int) -> list[Effect]:
         self.generation.tokens += tokens
-        return self.give(events.TokensBegan())
+        return self.give(TokensBegan())
 
     def begun(self) -> list[int]:
         """Return the numbers of the attempts."""
-        return [effect.attempt.number for effect in self.effects if isinstance(effect, events.Begin)]
+        return [effect.attempt.number for effect in self.effects if isinstance(effect, Begin)]
 
     def ended(self) -> list[RequestState]:
-        return [effect.record.state for effect in self.effects if isinstance(effect, events.Ended)]
+        return [effect.record.state for effect in self.effects if isinstance(effect, Ended)]
 
     def in_hand(self) -> int:
         """Return how many attempts began and did not end."""
         return len(self.begun()) - len(self.ended())
 
 
-FAILS = events.AttemptFailed(TransferFailed("x"), D)
+FAILS = AttemptFailed(TransferFailed("x"), D)
 ROAD: dict[GenerationState, Callable[[World], object]] = {
     S.PREFILL: lambda world: None,
     S.DECODE: lambda world: world.emit(5),
-    S.DECODE_ALONE: lambda world: (world.emit(5), world.give(events.InstanceLost(P, "killed", True))),
+    S.DECODE_ALONE: lambda world: (world.emit(5), world.give(InstanceLost(P, "killed", True))),
     S.RETRYING: lambda world: world.give(FAILS),
-    S.FINISHED: lambda world: world.give(events.Finished(Finish(b"", "stop"))),
-    S.FAILED: lambda world: world.give(events.OutOfTime()),
-    S.CANCELLED: lambda world: world.give(events.ReaderGone(False)),
+    S.FINISHED: lambda world: world.give(Finished(Finish(b"", "stop"))),
+    S.FAILED: lambda world: world.give(OutOfTime()),
+    S.CANCELLED: lambda world: world.give(ReaderGone(False)),
 }
 """How to reach each state from PREFILL."""
 
-INPUTS: dict[str, tuple[Callable[[World], events.Event], GenerationEvent | None]] = {
-    "first_token": (lambda world: events.TokensBegan(), E.FIRST_TOKEN),
+INPUTS: dict[str, tuple[Callable[[World], Event], GenerationEvent | None]] = {
+    "first_token": (lambda world: TokensBegan(), E.FIRST_TOKEN),
     "chosen": (lambda world: world.chosen(1, failure=Failure(TransferFailed("x"), frozenset())), E.CHOSEN),
-    "no_pair": (lambda world: events.NoPair(Failure(TransferFailed("x"), frozenset())), E.NO_PAIR),
-    "finished": (lambda world: events.Finished(Finish(b"", "length")), E.FINISH),
-    "finished_in_error": (lambda world: events.Finished(Finish(b"", "error", "transfer_failed", "x")), E.FAIL),
+    "no_pair": (lambda world: NoPair(Failure(TransferFailed("x"), frozenset())), E.NO_PAIR),
+    "finished": (lambda world: Finished(Finish(b"", "length")), E.FINISH),
+    "finished_in_error": (lambda world: Finished(Finish(b"", "error", "transfer_failed", "x")), E.FAIL),
     "failed": (lambda world: FAILS, E.FAIL),
-    "not_delivered": (lambda world: events.NotDelivered(RequestLost("x"), D), E.STALL),
-    "first_token_late": (lambda world: events.FirstTokenLate(), E.STALL),
-    "decode_lost": (lambda world: events.InstanceLost(D, "left", False), E.FAIL),
-    "prefill_left": (lambda world: events.InstanceLost(P, "left", False), E.PREFILL_LOST),
-    "stranger_lost": (lambda world: events.InstanceLost(STRANGER, "killed", True), None),
-    "silent": (lambda world: events.Silent(), E.SILENCE),
-    "out_of_time": (lambda world: events.OutOfTime(), E.GIVE_UP),
-    "process_ends": (lambda world: events.GivenUp(NoInstance("x")), E.GIVE_UP),
-    "client_gone": (lambda world: events.ReaderGone(False), E.CANCEL),
-    "client_has_all": (lambda world: events.ReaderGone(True), E.FINISH),
+    "not_delivered": (lambda world: NotDelivered(RequestLost("x"), D), E.STALL),
+    "first_token_late": (lambda world: FirstTokenLate(), E.STALL),
+    "decode_lost": (lambda world: InstanceLost(D, "left", False), E.FAIL),
+    "prefill_left": (lambda world: InstanceLost(P, "left", False), E.PREFILL_LOST),
+    "stranger_lost": (lambda world: InstanceLost(STRANGER, "killed", True), None),
+    "silent": (lambda world: Silent(), E.SILENCE),
+    "out_of_time": (lambda world: OutOfTime(), E.GIVE_UP),
+    "process_ends": (lambda world: GivenUp(NoInstance("x")), E.GIVE_UP),
+    "client_gone": (lambda world: ReaderGone(False), E.CANCEL),
+    "client_has_all": (lambda world: ReaderGone(True), E.FINISH),
 }
 
 
@@ -132,15 +159,15 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: Ge
         return
     assert world.state is target
     asks = event in (E.FAIL, E.STALL, E.PREFILL_LOST, E.SILENCE)
-    assert (events.Choose in kinds) is asks
+    assert (Choose in kinds) is asks
     assert world.begun() == begun + ([len(begun) + 1] if event is E.CHOSEN else [])
     ends = {S.FINISHED: ["finished"], S.FAILED: ["failed"], S.CANCELLED: ["cancelled"]}.get(target, [])
     assert world.ended() == ended + (["retried"] if event is E.CHOSEN and begun else ends)
     is_ds_word = name == "finished"
-    assert (events.Cancel in kinds) is (events.Ended in kinds and not is_ds_word)
-    assert (events.NoteServed in kinds) is (target is S.FINISHED)
-    assert (events.NoteStarted in kinds) is (event is E.FIRST_TOKEN)
-    assert (events.Blame in kinds) is (event in (E.FAIL, E.STALL))
+    assert (Cancel in kinds) is (Ended in kinds and not is_ds_word)
+    assert (NoteServed in kinds) is (target is S.FINISHED)
+    assert (NoteStarted in kinds) is (event is E.FIRST_TOKEN)
+    assert (Blame in kinds) is (event in (E.FAIL, E.STALL))
     assert world.in_hand() == (0 if target in OVER else 1)
     assert (world.generation.attempt is None) is (target in OVER)
     assert (world.generation.error is not None) is (target in (S.FAILED, S.CANCELLED) or name == "client_has_all")
@@ -169,8 +196,8 @@ def test_a_pair_that_it_did_not_ask_for_is_none() -> None:
 
 def test_an_end_that_nobody_asked_for_is_ds_own_fault() -> None:
     world = in_state(S.DECODE)
-    blame, *_ = world.give(events.Finished(Finish(b"", "cancelled")))
-    assert isinstance(blame, events.Blame) and blame.failure.suspects == {D}
+    blame, *_ = world.give(Finished(Finish(b"", "cancelled")))
+    assert isinstance(blame, Blame) and blame.failure.suspects == {D}
     assert world.generation.error is not None and world.generation.error.code == "internal"
 
 
@@ -192,9 +219,9 @@ def test_an_attempt_that_failed_ends_its_request_where_no_other_pair_is() -> Non
 
 def test_a_pair_that_is_the_one_in_doubt_or_cut_off_like_it_is_no_pair() -> None:
     world = in_state(S.PREFILL)
-    world.give(events.Silent())
+    world.give(Silent())
     assert world.give(world.chosen(1, is_cut_off=True)) == [] and world.begun() == [1]
-    world.give(events.AttemptFailed(NoInstance("its queue is full"), D))
+    world.give(AttemptFailed(NoInstance("its queue is full"), D))
     world.give(world.chosen(0))  # the instance that did not read, as no other is there: it is not asked again at once
     assert world.state is S.FAILED and world.begun() == [1]
     broken = in_state(S.RETRYING)
@@ -209,10 +236,10 @@ def test_the_next_attempt_goes_on_behind_what_was_received() -> None:
     world.emit(7)
     world.give(FAILS)
     asked = world.effects[-1]
-    assert isinstance(asked, events.Choose) and asked.token_ids == pack_i32([1, 2, 3, 5, 6, 7])
+    assert isinstance(asked, Choose) and asked.token_ids == pack_i32([1, 2, 3, 5, 6, 7])
     assert asked.avoid == {P, D}
     effects = world.give(world.chosen(1))
-    assert [type(effect) for effect in effects] == [events.Cancel, events.Ended, events.Begin]
+    assert [type(effect) for effect in effects] == [Cancel, Ended, Begin]
     attempt = world.generation.attempt
     assert attempt is not None and (attempt.num_continued, attempt.number) == (3, 2)
     assert attempt.token_ids == asked.token_ids and world.generation.record.failed == 1
@@ -224,7 +251,7 @@ def test_only_the_first_token_of_the_request_is_its_first() -> None:
     world.give(FAILS)
     world.give(world.chosen(1))
     world.emit(6)
-    started = [effect.is_first for effect in world.effects if isinstance(effect, events.NoteStarted)]
+    started = [effect.is_first for effect in world.effects if isinstance(effect, NoteStarted)]
     assert started == [True, False]
     assert world.generation.first_token_s == NOW_S and world.generation.first_prefill == P
     assert world.generation.attempt is not None and world.generation.attempt.first_token_s == NOW_S + 5.0
@@ -245,24 +272,24 @@ def test_a_request_of_which_every_token_came_is_finished_by_a_failure(
 def test_silence_moves_nothing_of_which_two_tokens_came() -> None:
     world = in_state(S.DECODE)
     world.generation.tokens.append(6)
-    assert world.give(events.Silent()) == []
+    assert world.give(Silent()) == []
 
 
 @pytest.mark.parametrize(
     ("event", "config", "now_s"),
     [
-        (events.AttemptFailed(InvalidRequest("x", "prompt"), D), {}, NOW_S),
+        (AttemptFailed(InvalidRequest("x", "prompt"), D), {}, NOW_S),
         (FAILS, {"retry": RetryConfig(max_attempts=1)}, NOW_S),
         (FAILS, {}, END_S),
     ],
 )
 def test_what_no_other_pair_can_cure_ends_the_request_at_once(
-    event: events.Event, config: dict[str, Any], now_s: float
+    event: Event, config: dict[str, Any], now_s: float
 ) -> None:
     world = in_state(S.PREFILL, **config)
     world.now_s = now_s
     kinds = [type(effect) for effect in world.give(event)]
-    assert world.state is S.FAILED and events.Choose not in kinds
+    assert world.state is S.FAILED and Choose not in kinds
 
 
 def test_deaths_end_a_request_and_only_deaths_do() -> None:
@@ -270,7 +297,7 @@ def test_deaths_end_a_request_and_only_deaths_do() -> None:
         world = in_state(S.PREFILL, retry=RetryConfig(max_attempts=99))
         for number in range(MAX_DEATHS):
             assert world.state is S.PREFILL
-            world.give(events.InstanceLost(instance_key(PAIRS[number].decode), "killed", has_died))
+            world.give(InstanceLost(instance_key(PAIRS[number].decode), "killed", has_died))
             if number + 1 < MAX_DEATHS or not has_died:
                 world.give(world.chosen(number + 1))
         assert world.state is (S.FAILED if has_died else S.PREFILL)
@@ -280,25 +307,25 @@ def test_deaths_end_a_request_and_only_deaths_do() -> None:
 @pytest.mark.parametrize(
     ("state", "event", "dead"),
     [
-        (S.PREFILL, events.AttemptFailed(PrefillLost("x"), D, is_peer_here=True), P),
-        (S.PREFILL, events.AttemptFailed(PrefillLost("x"), D), None),
-        (S.DECODE_ALONE, events.AttemptFailed(PrefillLost("x"), D), P),
-        (S.DECODE_ALONE, events.Finished(Finish(b"", "error", "prefill_lost", "x")), P),
-        (S.DECODE, events.Finished(Finish(b"", "error", "prefill_lost", "x"), is_prefill_here=True), P),
-        (S.DECODE, events.Finished(Finish(b"", "error", "prefill_lost", "x")), None),
-        (S.PREFILL, events.AttemptFailed(PrefillLost("x"), P, is_peer_here=True), None),
-        (S.PREFILL, events.AttemptFailed(DecodeLost("x"), P, is_peer_here=True), D),
-        (S.PREFILL, events.AttemptFailed(DecodeLost("x"), P), None),
-        (S.PREFILL, events.AttemptFailed(DecodeLost("x"), D, is_peer_here=True), None),
+        (S.PREFILL, AttemptFailed(PrefillLost("x"), D, is_peer_here=True), P),
+        (S.PREFILL, AttemptFailed(PrefillLost("x"), D), None),
+        (S.DECODE_ALONE, AttemptFailed(PrefillLost("x"), D), P),
+        (S.DECODE_ALONE, Finished(Finish(b"", "error", "prefill_lost", "x")), P),
+        (S.DECODE, Finished(Finish(b"", "error", "prefill_lost", "x"), is_prefill_here=True), P),
+        (S.DECODE, Finished(Finish(b"", "error", "prefill_lost", "x")), None),
+        (S.PREFILL, AttemptFailed(PrefillLost("x"), P, is_peer_here=True), None),
+        (S.PREFILL, AttemptFailed(DecodeLost("x"), P, is_peer_here=True), D),
+        (S.PREFILL, AttemptFailed(DecodeLost("x"), P), None),
+        (S.PREFILL, AttemptFailed(DecodeLost("x"), D, is_peer_here=True), None),
     ],
 )
 def test_whose_death_the_other_half_of_a_pair_reports(
-    state: GenerationState, event: events.Event, dead: InstanceKey | None
+    state: GenerationState, event: Event, dead: InstanceKey | None
 ) -> None:
     world = in_state(state)
     world.give(event)
     asked = world.effects[-1]
-    assert isinstance(asked, events.Choose) and asked.failure.dead == dead
+    assert isinstance(asked, Choose) and asked.failure.dead == dead
 
 
 def test_of_a_group_the_first_stands_for_all_where_instances_are_blamed() -> None:
@@ -307,17 +334,17 @@ def test_of_a_group_the_first_stands_for_all_where_instances_are_blamed() -> Non
     for world in worlds:
         world.give(world.chosen(group=group))
     assert [attempt.is_group_leader for attempt in group.attempts] == [True, False]
-    blames = [any(isinstance(effect, events.Blame) for effect in world.give(FAILS)) for world in worlds]
+    blames = [any(isinstance(effect, Blame) for effect in world.give(FAILS)) for world in worlds]
     assert blames == [True, False]
 
 
 def test_the_end_says_whose_stages_and_whether_the_reader_knows() -> None:
     stages = StageTimes(admission_s=1.0)
     world = in_state(S.DECODE)
-    served, ended = world.give(events.Finished(Finish(b"", "stop", stages=stages)))
-    assert isinstance(served, events.NoteServed) and served.stages == stages
-    assert isinstance(ended, events.Ended) and ended.is_news
+    served, ended = world.give(Finished(Finish(b"", "stop", stages=stages)))
+    assert isinstance(served, NoteServed) and served.stages == stages
+    assert isinstance(ended, Ended) and ended.is_news
     for is_complete in (True, False):
         world = in_state(S.DECODE)
-        *_, ended = world.give(events.ReaderGone(is_complete))
-        assert isinstance(ended, events.Ended) and not ended.is_news
+        *_, ended = world.give(ReaderGone(is_complete))
+        assert isinstance(ended, Ended) and not ended.is_news

@@ -26,7 +26,7 @@ from chitu.http.served_model import ModelLimits
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
-from chitu.router.routing import Candidates
+from chitu.router.policies import Candidates
 from chitu.testing.clock import FakeClock
 
 NOW_S = 1_000_000_000.0

@@ -19,8 +19,8 @@ from chitu.http.metric_families import PART_SAMPLES
 from chitu.http.metrics_text import MetricsReport, render_metrics, render_pieces
 from chitu.protocol import Finish, LoadReport, PrefillTimes, RequestFailed, SamplingParams, StageTimes, pack_i32
 from chitu.protocol.snapshot import InstanceSnapshot
-from chitu.router.generation import GenerateRequest
 from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up
+from chitu.router.request import GenerateRequest
 from chitu.types import Role
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

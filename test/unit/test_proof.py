@@ -15,7 +15,7 @@ from chitu.http.responses.events import ResponsesFormat
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch, TransferSums
 from chitu.protocol.snapshot import RequestSnapshot
-from chitu.router.generation import Generation
+from chitu.router.request import Generation
 from chitu.types import Role
 
 SPAN_S = st.floats(0, 1e4)

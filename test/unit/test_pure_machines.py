@@ -16,8 +16,8 @@ PURE = (
     "kv_transfer/receiver.py",
     "kv_transfer/sender.py",
     "kv_transfer/sender.py",
-    "router/generation_events.py",
-    "router/generation_machine.py",
+    "router/request.py",
+    "router/request.py",
     "router/retry.py",
 )
 

@@ -17,7 +17,7 @@ from chitu.errors import InvalidRequest
 from chitu.http.receipts import receipt_of
 from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
 from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed
-from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.request import GenerateRequest, Generation
 
 
 def receipt(sampling: SamplingParams | None = None, **fields: Any) -> Receipt:

@@ -15,7 +15,7 @@ from chitu.protocol import (
     LinkAck,
     LoadReport,
 )
-from chitu.router.routing import instance_key
+from chitu.router.policies import instance_key
 from chitu.types import Role
 
 INTERVAL_S, PATIENCE_S = 0.5, 3.0

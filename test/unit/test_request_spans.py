@@ -13,7 +13,7 @@ from chitu.http.proof import Moments
 from chitu.http.request_spans import MAX_CHOICES, RequestSpan, request_span
 from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch
 from chitu.protocol.snapshot import RequestSnapshot
-from chitu.router.generation import Generation
+from chitu.router.request import Generation
 from chitu.types import Role
 
 SPAN_S = st.floats(0, 1e4)

@@ -16,8 +16,8 @@ from chitu.protocol import (
     TokenBatch,
     pack_i32,
 )
-from chitu.router.generation import GenerateRequest
-from chitu.router.request_dispatch import max_choices
+from chitu.router.dispatch import max_choices
+from chitu.router.request import GenerateRequest
 from chitu.types import Role
 
 

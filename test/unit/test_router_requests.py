@@ -21,7 +21,7 @@ from chitu.protocol import (
     UnifiedRequest,
     encode,
 )
-from chitu.router.generation import Generation
+from chitu.router.request import Generation
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role
 

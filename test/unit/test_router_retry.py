@@ -10,8 +10,9 @@ from router_world import ONE_TRY, Client, World, pair, two_pairs
 from chitu.config.schema import BreakerConfig, RetryConfig
 from chitu.errors import NoInstance
 from chitu.protocol import SamplingParams, TokenBatch, pack_i32
-from chitu.router.routing import Breakers, InstanceKey
-from chitu.router.timer_wheel import TimerWheel
+from chitu.router.attempts import TimerWheel
+from chitu.router.breaker import Breakers
+from chitu.router.policies import InstanceKey
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
 

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
-from chitu.router.routing import InstanceKey, PairSelector, Target, instance_key, make_policy, make_selector
-from chitu.router.routing.prefix_index import (
+from chitu.router.policies import InstanceKey, Target, instance_key, make_policy
+from chitu.router.selector import (
     BLOCK_TOKENS,
     MAX_OWNERS,
     MAX_PROMPT_BLOCKS,
     PATIENCE,
+    PairSelector,
     PrefixHistory,
+    make_selector,
     prefix_names,
 )
 from chitu.types import Role

@@ -11,8 +11,8 @@ import pytest
 
 from chitu.instance.sequences import OPEN_STATES, SEQUENCE_AWAITS
 from chitu.protocol import states
-from chitu.protocol.generation_states import GENERATION_AWAITS, RUNNING, GenerationState
 from chitu.protocol.states import Deadline, KVPoll
+from chitu.router.request import GENERATION_AWAITS, RUNNING, GenerationState
 
 ROLES = {
     "sender": (

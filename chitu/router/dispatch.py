@@ -34,8 +34,8 @@ from chitu.protocol import (
     UnifiedRequest,
     encode,
 )
-from chitu.router.generation import Attempt
-from chitu.router.routing import InstanceKey
+from chitu.router.policies import InstanceKey
+from chitu.router.request import Attempt
 from chitu.tracing.router_trace import RouterTrace
 from chitu.types import Role
 

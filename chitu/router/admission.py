@@ -25,7 +25,7 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import Overloaded
 from chitu.protocol import LoadReport
-from chitu.router.routing.policy import Candidates, InstanceKey, instance_key
+from chitu.router.policies import Candidates, InstanceKey, instance_key
 from chitu.types import Role
 
 MEMORY_S = (2.0, 10.0)

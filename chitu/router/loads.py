@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from chitu.protocol import InstanceInfo, LoadReport
-from chitu.router.routing.policy import InstanceGroup, InstanceKey, instance_key
+from chitu.router.policies import InstanceGroup, InstanceKey, instance_key
 from chitu.types import Role
 
 

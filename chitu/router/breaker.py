@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from chitu.config.schema import BreakerConfig
-from chitu.router.routing.policy import InstanceKey
+from chitu.router.policies import InstanceKey
 
 BreakerState = Literal["closed", "open", "half_open"]
 NO_INSTANCES: frozenset[InstanceKey] = frozenset()

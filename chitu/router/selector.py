@@ -1,4 +1,15 @@
-"""`PairSelector` chooses the instances of the next request, and keeps all that the choice depends on.
+"""Which instances were sent which beginnings of prompts: the index of prefix affinity.
+
+A prompt is cut into blocks of `BLOCK_TOKENS`. The name of a block is a hash of itself and of the block before, so one
+name stands for the whole prompt up to there. The index maps such names to the instances that were sent them. It is a
+guess (an instance may have evicted the KV). A wrong guess costs only time, as does a hash that two prompts share. Owned
+by `PairSelector`, on the loop thread.
+
+Invariant: at most `capacity` blocks, at most `MAX_OWNERS` owners a block. The least recently sent block is evicted
+first, and of one prompt the last block before the first one, since a chain without its beginning would never be found
+again. Instances that are gone are owners until the block is sent once more.
+
+`PairSelector` chooses the instances of the next request, and keeps all that the choice depends on.
 
 Owned by `PDRequestRouter`, on the loop thread. It keeps the state that policies may not have: the newest view, the
 loads, which pairs are cut off from each other, the prefix index, the turn.
@@ -10,14 +21,16 @@ more; so round robin, and the ties of least loaded, reach every pair: with 2P2D 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Set
+from collections import OrderedDict
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from math import lcm
 
+from chitu.config.schema import RouterConfig
 from chitu.errors import NoInstance
 from chitu.protocol import ClusterView
-from chitu.router.routing.breaker import NO_INSTANCES
-from chitu.router.routing.loads import LoadTable
-from chitu.router.routing.policy import (
+from chitu.router.breaker import NO_INSTANCES
+from chitu.router.loads import LoadTable
+from chitu.router.policies import (
     Candidates,
     InstanceGroup,
     InstanceKey,
@@ -25,9 +38,79 @@ from chitu.router.routing.policy import (
     RoutingRequest,
     Target,
     instance_key,
+    make_policy,
+    prefix_affinity,
 )
-from chitu.router.routing.prefix_affinity import prefix_affinity
-from chitu.router.routing.prefix_index import PrefixHistory, prefix_names
+
+BLOCK_TOKENS = 256
+MAX_PROMPT_BLOCKS = 128
+"""Longest beginning that counts, in blocks (32768 tokens): a bound for the time of one decision."""
+CAPACITY = 100_000
+"""Blocks that are kept: 25 million prompt tokens in about 25 MB."""
+MAX_OWNERS = 16
+PATIENCE = 8
+"""Worth of a matched token that one instance alone has, in queued tokens of other requests: far more than the one token
+that is not computed. A conversation that moves to another instance takes room in both caches and evicts what other
+requests would have found. Once several have a block (a shared system prompt) that has happened: it is worth 1."""
+
+TOKEN_BYTES = 4
+
+
+def prefix_names(token_ids: bytes, cache_salt: str = "") -> list[int]:
+    """Return the names of a prompt's whole blocks (int32 LE), first block first. They are valid only in this process.
+    Another salt gives other names, as it gives the pages other keys."""
+    size = BLOCK_TOKENS * TOKEN_BYTES
+    end = min(len(token_ids) // size, MAX_PROMPT_BLOCKS) * size
+    names = []
+    name = hash(cache_salt)
+    for start in range(0, end, size):
+        name = hash((name, token_ids[start : start + size]))
+        names.append(name)
+    return names
+
+
+class PrefixHistory:
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._owners: OrderedDict[int, tuple[InstanceKey, ...]] = OrderedDict()
+        """Owners by block, the least recently sent block first; owners newest first."""
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def match(self, names: Sequence[int]) -> dict[InstanceKey, int]:
+        """Return the worth in tokens of the longest known beginning, by instance."""
+        found: dict[InstanceKey, int] = {}
+        worth = 0
+        for name in names:
+            owners = self._owners.get(name)
+            if owners is None:
+                break
+            worth += BLOCK_TOKENS * PATIENCE if len(owners) == 1 else BLOCK_TOKENS
+            for owner in owners:
+                found[owner] = worth
+        return found
+
+    def num_matched(self, names: Sequence[int], owner: InstanceKey) -> int:
+        """Return how many tokens the longest beginning has that was sent to `owner`."""
+        for count in range(len(names), 0, -1):
+            if owner in self._owners.get(names[count - 1], ()):
+                return count * BLOCK_TOKENS
+        return 0
+
+    def add(self, names: Sequence[int], owner: InstanceKey, others: Container[InstanceKey]) -> None:
+        """Record that the prompt with these blocks was sent to `owner`. `others` are all instances, `owner` among
+        them."""
+        table = self._owners
+        for name in reversed(names):
+            owners = table.get(name, ())
+            if not owners or owners[0] != owner:
+                kept = [other for other in owners if other != owner and other in others]
+                table[name] = (owner, *kept[: MAX_OWNERS - 1])
+            table.move_to_end(name)
+        while len(table) > self._capacity:
+            table.popitem(last=False)
+
 
 ENTROPY_BITS = 64
 
@@ -185,3 +268,15 @@ def _without(group: InstanceGroup, avoid: Set[InstanceKey], blocked: Set[Instanc
                 group.counts_tokens,
             )
     return group
+
+
+def make_selector(config: RouterConfig, first_turn: int = 0) -> PairSelector:
+    """Build the selector that `policy`, `prefill_policy` and `decode_policy` ask for. Prefix affinity as `policy` is
+    for P only: D is then the least loaded.
+
+    `first_turn`: where round robin begins; several routers that begin apart do not all send to the same instance.
+    """
+    of_both = config.policy
+    prefill = config.prefill_policy or of_both
+    decode = config.decode_policy or ("least_loaded" if of_both == "prefix_affinity" else of_both)
+    return PairSelector(make_policy(prefill), make_policy(decode), first_turn=first_turn)
