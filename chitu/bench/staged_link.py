@@ -15,7 +15,7 @@ import msgspec
 
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.transports.staged.transport import StagedTransport
+from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import MessagingTransport, Transport
 
 PREFIX = "message "

@@ -38,7 +38,7 @@ from chitu.bench.transfer_link import (
 )
 from chitu.errors import MissingDependency
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.shard_writer import plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import RankMemory
 

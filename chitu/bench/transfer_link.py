@@ -14,10 +14,9 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
 from chitu.kv_transfer.transports.nixl import NixlTransport
+from chitu.kv_transfer.transports.segments import HostCopier, Scatterer, area_of
 from chitu.kv_transfer.transports.shm import ShmTransport
-from chitu.kv_transfer.transports.staged.area import area_of
-from chitu.kv_transfer.transports.staged.receiving import HostCopier, Scatterer
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd, staged_from
+from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd, staged_from
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import KVLayout, RankMemory, encode
 

@@ -163,7 +163,7 @@ class CommLoop:
     # ------------------------------------------------------------------------------------------------------ any thread
 
     def send_peer(self, host: str, port: int, room: bytes, payload: bytes) -> None:
-        """Queue a P<->D control message (`PeerLink`)."""
+        """Queue a P<->D control message (`SendFrame`)."""
         self._outbox.append((host, port, (room, payload)))
         os.eventfd_write(self._wake_fd, 1)
 

@@ -25,8 +25,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.ranks import ShardFollower, TierMemory
-from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.local import open_transports, register_memory
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.threads import ServiceThread
 from chitu.protocol import RankMemory

@@ -11,8 +11,8 @@ from chitu.kv_transfer.checksums import head_copies
 from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
 from chitu.kv_transfer.ranks import TPPageSums
 from chitu.kv_transfer.receiving import DecodeReceiver
-from chitu.kv_transfer.register_memory import register_memory, ways_of
 from chitu.kv_transfer.sending import PrefillSender
+from chitu.kv_transfer.transports.local import register_memory, ways_of
 from chitu.types import Role
 
 __all__ = ["KVManager", "KVManagerConfig", "TransferSide"]

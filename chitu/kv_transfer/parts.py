@@ -17,8 +17,8 @@ from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
 from chitu.kv_transfer.ranks import FanOut
-from chitu.kv_transfer.transfer_table import PeerLink, Send, TransferEvent, TransferEventKind, Wake
-from chitu.kv_transfer.transports.transport import Transport
+from chitu.kv_transfer.transfer_table import Send, TransferEvent, TransferEventKind, Wake
+from chitu.kv_transfer.transports.transport import SendFrame, Transport
 from chitu.log import about
 from chitu.protocol import KVLayout, RankMemory, TransportSession, encode
 from chitu.tracing.tracer import Tracer
@@ -61,7 +61,7 @@ class RoleParts:
     aux: MetadataBuffers
     transports: list[Transport]
     """Transports in order of preference."""
-    link: PeerLink
+    link: SendFrame
     wake: Wake
     clock: Clock
     is_pid_alive: PidAlive = pid_alive

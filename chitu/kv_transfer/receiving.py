@@ -45,7 +45,7 @@ from chitu.kv_transfer.receiver import (
     WriterDead,
 )
 from chitu.kv_transfer.transfer_table import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.transport_messages import TransportMessages
+from chitu.kv_transfer.transports.local import TransportMessages
 from chitu.net.job_thread import JobThread
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (

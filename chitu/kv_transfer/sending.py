@@ -73,7 +73,7 @@ from chitu.kv_transfer.transfer_table import (
     TransferEventKind,
     ViewChanged,
 )
-from chitu.kv_transfer.transport_messages import TransportMessages
+from chitu.kv_transfer.transports.local import TransportMessages
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
     AbortAck,

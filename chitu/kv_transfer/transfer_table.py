@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from chitu.errors import ChituError
 from chitu.protocol import NO_TIMES, PrefillTimes, TransferSums, Wire
@@ -98,12 +98,6 @@ class KVChunk:
     pages: Sequence[int]
     start: int
     end: int
-
-
-class PeerLink(Protocol):
-    """Queue of outgoing P<->D frames, which the comm thread empties. Never blocks."""
-
-    def __call__(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
 
 
 Wake = Callable[[], None]

@@ -2,7 +2,7 @@
 
 Called by `launch/placement.py`. `mooncake_protocol: auto` becomes the protocol of this node; all nodes are assumed to
 be alike, as with devices (docs/adr/0009). Peers find out whether a transport reaches the other when they connect
-(`kv_transfer/transports/select.py`).
+(`kv_transfer/transports/local.py`).
 """
 
 from __future__ import annotations

@@ -238,7 +238,7 @@ class InstanceInfo(Wire, frozen=True):
     device: str = ""
     """Where its pages lie: `cpu` or `cuda`. Empty, as `ways`, if the instance does not report it."""
     ways: tuple[str, ...] = ()
-    """Transports of KV: P and D must have one in common (`kv_transfer/register_memory.py`). After an `@` follows the
+    """Transports of KV: P and D must have one in common (`kv_transfer/transports/local.py`). After an `@` follows the
     machine that a way does not leave."""
     num_slots: int = 0
     """Requests that run here at once; with `num_pages` it bounds how many choices of a prompt one message may ask for.

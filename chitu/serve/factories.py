@@ -13,8 +13,7 @@ from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterCo
 from chitu.config.topology import Instance
 from chitu.engine.executor import Executor
 from chitu.grammars import GrammarStore
-from chitu.kv_transfer.transports.select import open_transports
-from chitu.kv_transfer.transports.staged.build import RankPool, wrap_transports
+from chitu.kv_transfer.transports.local import RankPool, open_transports, wrap_transports
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.types import Role

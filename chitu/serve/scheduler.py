@@ -43,7 +43,7 @@ from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.ranks import FanOut, TPPageCopies
-from chitu.kv_transfer.transports.staged.build import RankPool
+from chitu.kv_transfer.transports.local import RankPool
 from chitu.launch.placement import place
 from chitu.launch.process import die_with_torchrun
 from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter

@@ -24,7 +24,7 @@ from chitu.config.staging import pool_bytes_of
 from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
 from chitu.kv_cache.aux_row import num_aux_rows
-from chitu.kv_transfer.transports import select
+from chitu.kv_transfer.transports import local
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.launch.plan import Entries
@@ -141,8 +141,8 @@ def _main() -> int:
 
     def open_transports(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
         if config.transport == "mooncake":
-            return select.open_transports(config, host, device)
-        return select.with_faults([HeldShmTransport(holds)], config)
+            return local.open_transports(config, host, device)
+        return local.with_faults([HeldShmTransport(holds)], config)
 
     return main(factories=Factories(build, open_transports))
 

@@ -15,11 +15,10 @@ from pin_twin import SecondMappings
 
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, PinDriver
-from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea, area_of
-from chitu.kv_transfer.transports.staged.receiving import DeviceCopier
-from chitu.kv_transfer.transports.staged.transport import groups_of, packed
+from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, StagingArea, area_of
+from chitu.kv_transfer.transports.staged import groups_of, packed
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model

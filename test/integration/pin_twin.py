@@ -10,8 +10,8 @@ from cuda_ipc_twin import HostCopier
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.transports.segments import HostArena
 from chitu.kv_transfer.transports.shm import PinnedShmTransport
-from chitu.kv_transfer.transports.staged.area import HostArena
 from chitu.kv_transfer.transports.transport import Int64s
 from chitu.types import Ready
 

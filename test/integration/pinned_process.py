@@ -14,10 +14,9 @@ from transport_process import LAYOUT, new_pool, page_crcs
 
 from chitu.bench.staged_link import lines_of
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.transports.staged.area import StagingArea
-from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, Scatterer
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.local import register_memory
+from chitu.kv_transfer.transports.segments import DeviceCopier, Scatterer, StagingArea
+from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd
 from chitu.protocol import encode
 
 SEGMENT_BYTES, NUM_SEGMENTS = 1 << 20, 4

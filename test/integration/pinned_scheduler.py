@@ -10,11 +10,10 @@ from pin_twin import DeviceBlocks, SecondMappings
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
 from chitu.config.topology import Instance
+from chitu.kv_transfer.transports.local import RankPool
+from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, Scatterer, StagingArea
 from chitu.kv_transfer.transports.shm import PinnedShmTransport
-from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea
-from chitu.kv_transfer.transports.staged.build import RankPool
-from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, Scatterer
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.net.threads import end_process
@@ -47,7 +46,7 @@ class Card:
         instance: InstanceConfig,
         pool: RankPool,
     ) -> list[Transport]:
-        """Wrap like `staged/build.py` for GPUs and `transport: shm`."""
+        """Wrap like `local.py` for GPUs and `transport: shm`."""
         pd, blocks = router.pd_disaggregation, DeviceBlocks(self.driver)
         if role is Role.PREFILL:
             end = StagingEnd(pd.transfer, pool, DeviceCopier(blocks), None, engine_rank)

@@ -20,7 +20,7 @@ import numpy as np
 from chitu.config.schema import FaultConfig, InstanceConfig, RouterConfig
 from chitu.config.topology import Instance, Topology
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyPeer, FaultyTransport
-from chitu.kv_transfer.transports.staged.build import RankPool, wrap_transports
+from chitu.kv_transfer.transports.local import RankPool, wrap_transports
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.launch.progress import ProgressWriter
 from chitu.net.threads import end_process

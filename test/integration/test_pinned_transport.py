@@ -22,17 +22,14 @@ from chitu.bench.staged_link import INCARNATION, PipeMessages
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.shard_writer import PageMove, open_shards, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport, Exported
+from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.mapped import APART, mapping_of
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
+from chitu.kv_transfer.transports.segments import SEGMENTS, DeviceCopier, Scatterer, StagedPeer, StagingArea
 from chitu.kv_transfer.transports.shm import PinnedShmTransport, ShmTransport
-from chitu.kv_transfer.transports.staged.area import SEGMENTS, StagingArea
-from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, Scatterer
-from chitu.kv_transfer.transports.staged.sending import StagedPeer
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import (
     CopyList,
     OrderedTransport,

@@ -17,7 +17,7 @@ from transport_peers import BETWEEN_HOSTS, LAYERS, NUM_REGIONS, ON_ONE_HOST, Rec
 from transport_process import LAYOUT, NUM_PAGES, page_crcs, region
 
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.plan import plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
 from chitu.types import Ready, new_room
 

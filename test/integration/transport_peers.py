@@ -17,7 +17,7 @@ from nursery import NAMESPACE, nursery
 from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, region
 
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.shard_writer import plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.protocol import RankMemory
 

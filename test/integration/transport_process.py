@@ -26,10 +26,10 @@ from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import Integrity
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import MetadataBuffers, rank_memory
-from chitu.kv_transfer.plan import plan_page_copies
+from chitu.kv_transfer.shard_writer import plan_page_copies
+from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
 from chitu.kv_transfer.transports.nixl import NixlTransport
-from chitu.kv_transfer.transports.select import open_transports
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.protocol import KVLayout, RankMemory, encode

@@ -39,7 +39,7 @@ from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.transfer_queue import TransferJob
 from chitu.kv_transfer.transfer_table import TransferEvent
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
-from chitu.kv_transfer.transports.staged.transport import StagedTransport
+from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver

@@ -10,7 +10,7 @@ import numpy as np
 from pd_node import NUM_PAGES, PAGE_BYTES
 
 from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.transports.staged.transport import TransferWay
+from chitu.kv_transfer.transports.staged import TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.types import Role
 

@@ -29,10 +29,8 @@ from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transfer_table import KVChunk, TransferEventKind
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
-from chitu.kv_transfer.transports.staged.area import StagingArea, area_of
-from chitu.kv_transfer.transports.staged.receiving import HostCopier, Scatterer
-from chitu.kv_transfer.transports.staged.sending import Gatherer, SentGroup
-from chitu.kv_transfer.transports.staged.transport import StagedFrom, StagedTransport, StagingEnd, TransferWay
+from chitu.kv_transfer.transports.segments import Gatherer, HostCopier, Scatterer, SentGroup, StagingArea, area_of
+from chitu.kv_transfer.transports.staged import StagedFrom, StagedTransport, StagingEnd, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.testing.fake_transport import FakeTransport

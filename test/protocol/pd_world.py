@@ -15,7 +15,7 @@ from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.shard_writer import ShardWriter
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, TransferWay
+from chitu.kv_transfer.transports.staged import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import ClusterView, TransferStatus, peer_codec
 from chitu.testing.clock import FakeClock

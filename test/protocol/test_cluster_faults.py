@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pd_node import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
 from routed_world import RoutedWorld
 
-from chitu.kv_transfer.transports.staged.transport import StagedTransport
+from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.types import Role
 
 CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "280"))

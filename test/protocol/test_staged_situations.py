@@ -10,8 +10,8 @@ from pd_world import Frame, Pair, World, busy_segments
 from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, TransferFailed
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
-from chitu.kv_transfer.transports.staged.sending import Group, Scattered, decode, encode
-from chitu.kv_transfer.transports.staged.transport import StagedTransport
+from chitu.kv_transfer.transports.segments import Group, Scattered, decode, encode
+from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import TransportMessage, peer_codec
 from chitu.protocol import encode as encode_frame

@@ -13,9 +13,8 @@ from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_PAGES, Ranks, la
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_of, why_not
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible
-from chitu.kv_transfer.plan import PageSlice, plan_page_copies
 from chitu.kv_transfer.registration import check_registration
-from chitu.kv_transfer.shard_writer import PageMove, head_copy, open_shards
+from chitu.kv_transfer.shard_writer import PageMove, PageSlice, head_copy, open_shards, plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.testing.fake_transport import FakeFabric
 

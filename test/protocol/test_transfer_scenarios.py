@@ -19,7 +19,7 @@ from chitu.errors import (
 )
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
-from chitu.kv_transfer.transports.staged.transport import TransferWay
+from chitu.kv_transfer.transports.staged import TransferWay
 from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import new_room

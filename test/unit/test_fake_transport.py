@@ -11,7 +11,7 @@ import pytest
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.shard_writer import open_shards
-from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, TransportSession
 from chitu.testing.fake_transport import FakeFabric, FakePeer, FakeTransport, Fault, FaultKind

@@ -18,9 +18,9 @@ from chitu.config.load import load_topology
 from chitu.config.schema import FaultConfig, PDDisaggregationConfig
 from chitu.config.topology_checks import warn_of_faults
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.plan import join, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import join, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport, split_at_pages
-from chitu.kv_transfer.transports.select import open_transports
+from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.transport import CopyList, Transport, WriteError
 from chitu.protocol import RankMemory
 from chitu.testing.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from chitu.kv_transfer.transports.staged.area import share_of
-from chitu.kv_transfer.transports.staged.transport import groups_of, packed
+from chitu.kv_transfer.transports.segments import share_of
+from chitu.kv_transfer.transports.staged import groups_of, packed
 from chitu.kv_transfer.transports.transport import CopyList
 
 

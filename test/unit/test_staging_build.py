@@ -14,12 +14,10 @@ from chitu.config.staging import plan_staging
 from chitu.config.topology import find_instance
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.register_memory import register_memory
+from chitu.kv_transfer.transports.local import register_memory, wrap_transports
+from chitu.kv_transfer.transports.segments import HostArena, HostCopier, StagingArea
 from chitu.kv_transfer.transports.shm import ShmTransport
-from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea
-from chitu.kv_transfer.transports.staged.build import wrap_transports
-from chitu.kv_transfer.transports.staged.receiving import HostCopier
-from chitu.kv_transfer.transports.staged.transport import StagedTransport, StagingEnd
+from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.testing.checksum_engine import ChecksumPool, checksum_layout
 from chitu.types import Role

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.transports.staged.area import StagingArea
-from chitu.kv_transfer.transports.staged.receiving import DeviceCopier, HostCopier
+from chitu.kv_transfer.transports.segments import DeviceCopier, HostCopier, StagingArea
 from chitu.kv_transfer.transports.transport import CopyList
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.kv_transfer.transports.staged.transport import NEVER, OTHERS, STAGED_FROM, StagedFrom, staged_from
+from chitu.kv_transfer.transports.staged import NEVER, OTHERS, STAGED_FROM, StagedFrom, staged_from
 
 
 def test_a_write_is_staged_from_its_number_of_pieces_on_while_they_are_small() -> None:

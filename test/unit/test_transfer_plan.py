@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible, check_rank_memory, rank_memory
-from chitu.kv_transfer.plan import join, layer_regions, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import join, layer_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.protocol import KVLayout, RankMemory, TransportSession

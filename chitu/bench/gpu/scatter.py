@@ -26,12 +26,10 @@ from chitu.config.staging import plan_staging
 from chitu.errors import ChituError, MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.plan import plan_page_copies
-from chitu.kv_transfer.register_memory import register_memory
-from chitu.kv_transfer.transports.select import open_transports
-from chitu.kv_transfer.transports.staged.build import wrap_transports
-from chitu.kv_transfer.transports.staged.sending import StagedPeer
-from chitu.kv_transfer.transports.staged.transport import StagedTransport
+from chitu.kv_transfer.shard_writer import plan_page_copies
+from chitu.kv_transfer.transports.local import open_transports, register_memory, wrap_transports
+from chitu.kv_transfer.transports.segments import StagedPeer
+from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, reaches_pages
 from chitu.protocol import KVLayout, RankMemory, TransportSession, encode
 from chitu.types import Role

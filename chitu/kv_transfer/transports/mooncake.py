@@ -30,8 +30,8 @@ over TCP; RDMA was never run here. These properties shape the code below:
   step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer (connection refused) is
   settled at once. Over RDMA only a dead peer is settled.
 * `connect` fetches the peer's segment description; if the peer freezes just then, the engine waits 60 s (no setting).
-* One entry takes a round trip: over a real network many small pieces are slow, which is another reason for `staged/`.
-* A build with CUDA registers and sends GPU memory like host memory, piece by piece (6 us each), hence `staged/`.
+* One entry takes a round trip: over a real network many small pieces are slow, which is another reason for `staged.py`.
+* A build with CUDA registers and sends GPU memory like host memory, piece by piece (6 us each), hence `staged.py`.
   Without CUDA only staging memory on the host can be used, and the sessions report that. Neither way was ever run here.
 * A thread inside a transfer at interpreter exit aborts the process: join the transfer threads, then call `close`.
 """

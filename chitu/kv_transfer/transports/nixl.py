@@ -21,7 +21,7 @@ These properties shape the code below:
 * NIXL's progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
   period of 0: it would spin on a core of every instance for as long as the instance lives (`_make_agent`).
 * Errors are exceptions of many classes without a common base.
-* The cost is per piece (15 us each, measured with GPU memory), so use it for few large pieces: `staged/`, whose
+* The cost is per piece (15 us each, measured with GPU memory), so use it for few large pieces: `staged.py`, whose
   segments lie in the pool's arena and are registered with it, as memory of the same kind.
 """
 

@@ -18,7 +18,7 @@ is always True; bytes written after the peer died go to a file that no process r
 Transport `shm` for pools in GPU memory: through host memory, for GPUs of one host that cannot map each other's
 memory.
 
-D has its segments in an anonymous shared file (`staged/area.py`) and scatters from there. P maps that file and
+D has its segments in an anonymous shared file (`segments.py`) and scatters from there. P maps that file and
 pins its mapping too, and its GPU gathers straight into D's segment: one launch and one transfer over PCIe, no segment
 of its own and no copy by the host. Only segments can be written, pages and logits rows cannot (`reaches_pages`). A
 write is over when `write` returns, so `settle` is always True. A mapping stays pinned as long as it exists.

@@ -1,7 +1,7 @@
 """The one-sided data plane as the rest of the project sees it: a writer puts bytes into a peer's registered memory.
 
-Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one package each. A backend's library is imported only inside its own
-`transfer_engine.py`, lazily; its absence raises `MissingDependency` with one clear sentence.
+Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one module each. A backend's library is imported only inside its own
+module, lazily; its absence raises `MissingDependency` with one clear sentence.
 
 Threads: transfer threads call `write` and `settle` and block there (releasing the GIL). The comm thread, or lane 0 of a
 follower, opens and closes peers. The thread that builds the service calls the rest. Nothing here depends on rooms,
@@ -122,6 +122,12 @@ class OrderedTransport(Protocol):
 SendToPeer = Callable[[int, bytes], None]
 """Function that sends a message to the transport of the same name of an incarnation. The message may be lost,
 duplicated or late. Any thread, no lock held."""
+
+
+class SendFrame(Protocol):
+    """Queue of outgoing P<->D frames, which the comm thread empties. Never blocks."""
+
+    def __call__(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
 
 
 @runtime_checkable

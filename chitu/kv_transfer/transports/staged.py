@@ -1,18 +1,16 @@
-"""Size from which a write is staged that could also be direct: a fixed table, by transport and kind of memory. Pure.
-
-A staged write costs two copies and a message there and back, a direct one something for each of its pieces. So staging
-wins from some number of pieces on, unless the pieces are so large that copying them costs more than sending each alone.
-Measure again with `chitu bench transfer --transfer direct,staged` (docs/benchmarks.md).
-
-A transport that stages the writes of another one: gather, one large write into a segment of the peer, scatter there.
+"""A transport that stages the writes of another one: gather, one large write into a segment of the peer, scatter there.
 
 It has the wrapped transport's name, since peers choose by name, and all bytes travel through that transport. A write is
 cut into groups of at most a segment; while the peer scatters one group, the next is gathered and written. `write`
 returns when the peer has answered the last group, so a staged write means what a direct one does: every byte is in its
 place. If it does not return in time, bytes may still come to their places; `settle` is True once the wrapped transport
-has settled and the peer has answered every group. Small writes are direct if that is allowed (`transport.py`).
+has settled and the peer has answered every group. All staged transports of a process share one `StagingEnd`
+(`segments.py`: P's `Gatherer`, D's `Scatterer`).
 
-P has a `Gatherer`, D a `Scatterer`; all staged transports of a process share it. Source: docs/adr/0015.
+A write that could be direct, too, is staged from a size on, by a fixed table (`STAGED_FROM`). A staged write costs two
+copies and a message there and back, a direct one something for each of its pieces. So staging wins from some number of
+pieces on, unless the pieces are so large that copying them costs more than sending each alone. Measure again with
+`chitu bench transfer --transfer direct,staged` (docs/benchmarks.md).
 """
 
 from __future__ import annotations
@@ -30,9 +28,19 @@ from chitu.config.devices import is_gpu
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.transports.mapped import APART, as_array
-from chitu.kv_transfer.transports.staged.area import HostArena, StagingArea, granted
-from chitu.kv_transfer.transports.staged.receiving import PieceCopier, Scatterer
-from chitu.kv_transfer.transports.staged.sending import Gatherer, Group, SentGroup, StagedPeer, TargetSegments, decode
+from chitu.kv_transfer.transports.segments import (
+    Gatherer,
+    Group,
+    HostArena,
+    PieceCopier,
+    Scatterer,
+    SentGroup,
+    StagedPeer,
+    StagingArea,
+    TargetSegments,
+    decode,
+    granted,
+)
 from chitu.kv_transfer.transports.transport import (
     CopyList,
     Int64s,
