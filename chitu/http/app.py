@@ -1,4 +1,10 @@
-"""The ASGI application of the API port: request ids, access, hot routes beside the FastAPI ones. Loop thread."""
+"""CORS: headers that let scripts of other web pages use the API (`router.cors_origins`). Pure; loop thread.
+
+A browser asks beforehand (the preflight) what a page may send, and shows the page an answer only if its head names the
+page's origin. The API uses no cookies, so none are allowed.
+
+The ASGI application of the API port: request ids, access, hot routes beside the FastAPI ones. Loop thread.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +15,50 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from chitu.errors import ChituError, Internal
 from chitu.http.access import Access
-from chitu.http.cors import cors_headers, is_preflight, preflight_headers
 from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.log import about
-from chitu.net.http import ClientGone, Receive, Scope, Send, error_body, header
+from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, error_body, header
+
+EXPOSED = b", ".join((b"x-request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
+"""Headers of answers that scripts may read, in addition to those that they always may."""
+PREFLIGHT_S = b"600"
+"""How long a browser may remember the answer to a preflight."""
+_NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2000}\Z")
+
+
+def cors_headers(scope: Scope, origins: Collection[str]) -> Headers:
+    """Return the headers that tell whether a script of the requesting page may see an answer. Scripts never see the
+    answers to operators' calls."""
+    vary: Headers = [(b"vary", b"origin")]
+    origin = header(scope, b"origin")
+    if origin is None or scope["path"].startswith("/admin/"):
+        return vary
+    if "*" in origins:
+        origin = b"*"
+    elif origin.decode("latin-1") not in origins:
+        return vary
+    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
+
+
+def is_preflight(scope: Scope) -> bool:
+    return (
+        scope["method"] == "OPTIONS"
+        and header(scope, b"origin") is not None
+        and header(scope, b"access-control-request-method") is not None
+    )
+
+
+def preflight_headers(scope: Scope) -> Headers:
+    """Return the headers of the answer to a preflight: what a page may send if `cors_headers` lets it see the answer.
+    All requested headers are allowed, because client libraries have headers of their own."""
+    wanted = header(scope, b"access-control-request-headers") or b""
+    return [
+        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-headers", wanted if _NAMES.match(wanted) else b"authorization, content-type"),
+        (b"access-control-max-age", PREFLIGHT_S),
+    ]
+
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +95,7 @@ class RouterApp:
     ) -> None:
         """`hot`: POST routes by path, called with the request id, each counted by `access`. `kept` answers GETs below
         `KEPT_FOLDER`, called with the id in the path. `cold` answers everything else, and gets its bodies whole:
-        `max_body_bytes` at most. `cors_origins`: see `cors.py`."""
+        `max_body_bytes` at most. `cors_origins`: see `app.py`."""
         self._cors_origins = cors_origins
         self._hot = hot
         self._kept = kept

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.cut_characters import cut_character
-from chitu.http.request_bodies import (
+from chitu.http.bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
     MAX_TOOLS_BYTES,
@@ -26,6 +25,7 @@ from chitu.http.request_bodies import (
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    cut_character,
 )
 from chitu.http.request_fields import (
     ABORT,
@@ -42,7 +42,7 @@ from chitu.http.request_fields import (
     fields_of,
     is_neutral,
 )
-from chitu.http.responses.body import ResponsesBody
+from chitu.http.responses import ResponsesBody
 
 WARNING_HEADER = b"x-chitu-warning"
 NAMED_CHARS = 100

@@ -1,4 +1,12 @@
-"""Parsing of bodies for the routes, and the choice of where it runs. Loop thread.
+"""Answers to bodies of `/tokenize` and `/detokenize`. Pure; part of `BodyWork`.
+
+Costly work on untrusted input: decoding JSON, rendering chats, tokenising, compiling grammars. Pure.
+
+`BodyWork` does it, independent of the process: a small body is processed on the event loop of an API process, a large
+one and every grammar in a process beside it (`serve/body_process.py`), by the same methods with the same errors. So a
+task carries what it needs of the cluster (`ClusterFacts`), and its result can be pickled.
+
+Parsing of bodies for the routes, and the choice of where it runs. Loop thread.
 
 A small body is processed at once, on the event loop. A large one, and every grammar, goes to `executor`, where it
 delays no request's tokens. Work for a client that has left is dropped.
@@ -9,19 +17,143 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
 
 from chitu.errors import Capacity, InvalidRequest, NoInstance
-from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.grammars import GrammarCompiler
+from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS, Body, chat_messages, offered_tools, template_variables
+from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import ClusterFacts, Job
-from chitu.http.request_bodies import LARGE_BODY_BYTES
+from chitu.http.jobs import ClusterFacts, Job, JobParser, ParseContext
 from chitu.http.served_model import ServedModel
-from chitu.http.token_counts import TokensAnswer
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
 from chitu.router.policies import Candidates
+
+BodyT = TypeVar("BodyT", bound=Body)
+
+
+class TokensAnswer(NamedTuple):
+    body: bytes
+    """JSON, which can be as large as the body that it answers."""
+    warnings: list[str]
+
+
+class TokenCounts:
+    def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
+        self._model = model
+        self._takes_unknown = takes_unknown
+
+    def tokenize(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
+        body, warnings = self._body(tokenize_decoder, raw)
+        model, limits = self._model, context.facts.limits
+        max_len = limits.max_model_len if limits is not None else None
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("exactly one of prompt and messages is required", "prompt")
+        if body.prompt is not None:
+            text, param, add_special_tokens = body.prompt, "prompt", body.add_special_tokens is not False
+        else:
+            variables = template_variables(body.chat_template_kwargs)
+            tools, with_start = offered_tools(body.tools), body.add_generation_prompt is not False
+            text = model.render(chat_messages(body.messages), variables, warnings, tools, with_start)
+            param, add_special_tokens = "messages", bool(body.add_special_tokens)
+        most = max(max_len or 0, MAX_TOKENS)
+        if model.tokenizer.exceeds(text, most, bytes_per_token=1):
+            raise InvalidRequest(f"{param}: at most {most} tokens are counted", param)
+        context.require_client()
+        ids = model.tokenizer.encode(text, add_special_tokens)
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+        if body.return_token_strs:
+            answer["token_strs"] = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+        return TokensAnswer(msgspec.json.encode(answer), warnings)
+
+    def detokenize(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
+        body, warnings = self._body(detokenize_decoder, raw)
+        for token in body.tokens:
+            if not 0 <= token < context.facts.vocab_size:
+                raise InvalidRequest(f"tokens: {token} is no token id (0 to {context.facts.vocab_size - 1})", "tokens")
+        context.require_client()
+        text = self._model.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
+        return TokensAnswer(msgspec.json.encode({"prompt": text}), warnings)
+
+    def _body(self, decoder: BodyDecoder[BodyT], raw: bytes | bytearray) -> tuple[BodyT, list[str]]:
+        warnings: list[str] = []
+        body = decoder.decode(raw, warnings if self._takes_unknown else None)
+        self._model.require_name(body.model)
+        return body, warnings
+
+
+BodyRoute = Literal["completion", "chat", "responses", "tokenize", "detokenize"]
+BODY_S = 30.0
+"""Processor time that a body may take. The largest take seconds. One that takes longer has trapped a template, or a
+pattern of the tokenizer."""
+GRAMMAR_S = 3.0
+"""Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
+
+
+class ReadBody(msgspec.Struct, frozen=True):
+    route: BodyRoute
+    facts: ClusterFacts
+    limit_s: float = BODY_S
+
+
+class JudgeGrammar(NamedTuple):
+    grammar: Grammar
+    vocab_size: int
+    limit_s: float = GRAMMAR_S
+
+
+BodyTask = ReadBody | JudgeGrammar
+
+
+class BodyWork:
+    """Work on bodies and grammars."""
+
+    def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
+        self._model = model
+        jobs, counts = JobParser(model, takes_unknown), TokenCounts(model, takes_unknown)
+        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], Job | TokensAnswer]] = {
+            "completion": jobs.completion,
+            "chat": jobs.chat,
+            "responses": jobs.responses,
+            "tokenize": counts.tokenize,
+            "detokenize": counts.detokenize,
+        }
+        self._compiler: tuple[int, GrammarCompiler] | None = None
+
+    def read(self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]) -> Job | TokensAnswer:
+        """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
+        longer waits for them. All other errors are for the client."""
+        return self._readers[task.route](raw, ParseContext(task.facts, require_client))
+
+    def judge(
+        self, task: JudgeGrammar, limited: Callable[[float], AbstractContextManager[object]] = nullcontext
+    ) -> None:
+        """Raise InvalidRequest if D could not compile the grammar. `limited(seconds)`: a context that ends the process
+        if the compilation takes more processor time."""
+        try:
+            if self._compiler is None or self._compiler[0] != task.vocab_size:
+                self._compiler = task.vocab_size, GrammarCompiler(self._model.tokenizer, task.vocab_size)
+            with limited(task.limit_s):
+                self._compiler[1].compile(task.grammar)
+        except InvalidRequest:
+            raise
+        except BaseException as error:
+            # Whatever the library raises, even a panic, fails only this request.
+            raise InvalidRequest(f"{task.grammar.kind}: it cannot be compiled ({type(error).__name__})") from None
+
+
+def too_costly(task: BodyTask) -> InvalidRequest:
+    """Return the error of a task that took more processor time than its kind may take."""
+    limit = f"{task.limit_s:g} s of processor time"
+    if isinstance(task, JudgeGrammar):
+        return InvalidRequest(f"{task.grammar.kind}: it takes more than {limit} to compile")
+    return InvalidRequest(f"the body takes more than {limit} to read; send less at once")
+
 
 MAX_VERDICTS = 64
 """Verdicts on grammars that are kept for later requests with the same grammar."""

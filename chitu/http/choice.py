@@ -3,18 +3,35 @@ text is also parsed into parts of a message if it is more than content. Pure; lo
 
 Invariant: the deltas concatenate to the text that decoding all tokens at once gives, including multi-byte characters
 and stop strings. `token_ids` are exactly the tokens up to and including the one that ended the choice.
+
+Running answers of the generation routes: their choices, their wakeups, and which tenant may abort them. Loop
+thread.
+
+A choice's tokens as they come: as events of a stream (its opening, its deltas, its end, and the usage of each), or
+as parts of a whole answer.
+
+Called by the writers of answers (`generate.py`), on the loop thread. Invariant: every token taken from the generation
+is in one event or part, or held by the choice's decoder until its text is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from chitu.errors import ChituError
+from chitu.http.body_reader import BodyRoute
+from chitu.http.jobs import Job, Prompt
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageParser
 from chitu.http.sampling_fields import OutputOptions
+from chitu.http.sse import ID_PREFIXES, AnswerFormat, EventNumbers, UsageCount
+from chitu.http.token_logprobs import ChoiceLogprobs, PromptAnswer
+from chitu.protocol import TraceLevel
+from chitu.router.request import Generation
 from chitu.tokenizer import Detokenizer
 
 
@@ -168,3 +185,187 @@ class ChoiceDecoder:
         else:
             deltas.append(Delta(text, self._held))
         self._held = []
+
+
+class Wakeup:
+    """An event for one waiter. It costs nothing while it is set already."""
+
+    __slots__ = ("_is_set", "_waiter")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Return after the next `set`, or at once after a `set` that had no waiter. Clears the event."""
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+        self._is_set = False
+
+
+class Choice(msgspec.Struct, eq=False):
+    generation: Generation
+    decoder: ChoiceDecoder
+    prompt: Prompt
+    logprobs: ChoiceLogprobs | None = None
+    """Logprobs of the choice; None if they were not requested."""
+    of_prompt: PromptAnswer | None = None
+    """Logprobs of the prompt, which its choices share; None if they were not requested."""
+    texts: list[str | MessageDelta] = []
+    """Text of a whole answer, as far as it is decoded, in parts."""
+    token_ids: list[int] = []
+    """Tokens of these parts."""
+    num_shown: int = 0
+    """Tokens that its events have reported as usage, if they do so."""
+    is_open: bool = False
+    """Whether its first event was written."""
+
+
+class Origin(NamedTuple):
+    """What a request can be rebuilt from, if it may outlive the router."""
+
+    request_id: str
+    route: BodyRoute
+    body: bytearray
+    job: Job
+    created_s: int
+
+
+class RunningAnswer(msgspec.Struct, eq=False):
+    tenant: str
+    arrived_s: float
+    """Time when the request's head was complete, on the router's clock."""
+    received_s: float = 0.0
+    """Time when the request's body was complete, on the router's clock."""
+    choices: list[Choice] = []
+    """Choices that were sent to instances."""
+    wakeup: Wakeup = msgspec.field(default_factory=Wakeup)
+    is_aborted: bool = False
+    trace: TraceLevel = ""
+    origin: Origin | None = None
+    numbers: EventNumbers | None = None
+    """Event numbers of its stream, if a client may resume it."""
+    shutdown_error: asyncio.Future[ChituError] | None = None
+    """Set once the answer has stopped; its result is the error that the client gets in the end."""
+
+
+def bare_names(name: str) -> set[str]:
+    """Return the request ids that `name` may mean, as the id of a request or of an answer."""
+    return {name, next((name.removeprefix(prefix) for prefix in ID_PREFIXES if name.startswith(prefix)), name)}
+
+
+class RunningAnswers:
+    """The running answers by request id, which several may share. `cancel` ends a generation; idempotent."""
+
+    def __init__(self, cancel: Callable[[Generation], None]) -> None:
+        self._cancel = cancel
+        self._answers: dict[str, list[RunningAnswer]] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def all(self) -> list[RunningAnswer]:
+        return [answer for known in self._answers.values() for answer in known]
+
+    def named(self, name: str) -> list[RunningAnswer]:
+        """Return the answers with this id of a request or of an answer; the newest last."""
+        return [answer for each in bare_names(name) for answer in self._answers.get(each, ())]
+
+    def add(self, request_id: str, answer: RunningAnswer) -> None:
+        self._answers.setdefault(request_id, []).append(answer)
+
+    def remove(self, request_id: str, answer: RunningAnswer) -> None:
+        """Remove an answer that is over, and cancel what of it still runs."""
+        known = self._answers[request_id]
+        known.remove(answer)
+        if not known:
+            del self._answers[request_id]
+        for choice in answer.choices:
+            self._cancel(choice.generation)
+
+    def abort(self, name: str, tenant: str) -> int:
+        """End the tenant's requests with this request id or answer id, as if their client were gone; the client gets an
+        error. Return their number: 0 if they have ended already or are unknown. Idempotent."""
+        found = [answer for answer in self.named(name) if answer.tenant == tenant and not answer.is_aborted]
+        for answer in found:
+            answer.is_aborted = True
+            self.end(answer)
+        return len(found)
+
+    def end(self, answer: RunningAnswer) -> None:
+        """Cancel what runs of an answer that is not wanted any more."""
+        for choice in answer.choices:
+            self._cancel(choice.generation)
+        answer.wakeup.set()
+
+
+def append_events(
+    events: list[bytes], index: int, choice: Choice, form: AnswerFormat, options: OutputOptions, most: int
+) -> bool:
+    """Append the events that are due for the next `most` tokens of the choice with this index. Return whether its last
+    event is among them."""
+    generation, decoder = choice.generation, choice.decoder
+    reason = generation.finish.reason if generation.finish is not None and len(generation.tokens) <= most else None
+    if not generation.tokens and reason is None:
+        return False
+    logprobs = choice.logprobs
+    tokens = generation.take(most)
+    if logprobs is not None:
+        logprobs.push(tokens, generation.take_logprobs(most))
+    deltas = decoder.feed(tokens, reason)
+    if not deltas:
+        return False
+    with_ids, first = options.return_token_ids, len(events)
+    sizes = [len(delta.token_ids) for delta in deltas] if options.continuous_usage else []
+    if not choice.is_open:
+        choice.is_open = True
+        events.append(form.opening(index))
+        if choice.prompt.echo:
+            echoed = None if logprobs is None else b"".join(logprobs.pieces(choice.of_prompt))
+            events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
+    ending = deltas.pop() if decoder.finish_reason is not None else None
+    for delta in deltas:
+        numbers = None if logprobs is None else logprobs.of(len(delta.token_ids))
+        events.append(form.delta(index, delta.text, delta.token_ids if with_ids else None, numbers))
+    if ending is not None and decoder.finish_reason is not None:
+        ids = ending.token_ids if with_ids else None
+        numbers = b"null" if logprobs is None else logprobs.of(len(ending.token_ids))
+        events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
+    if sizes:
+        # Opening events may precede the deltas.
+        for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):
+            choice.num_shown += size
+            if events[at]:
+                reasoning = min(choice.num_shown, decoder.num_reasoning_tokens)
+                usage = UsageCount(choice.prompt.num_tokens, choice.num_shown, generation.cached_tokens, reasoning)
+                events[at] = form.with_usage(events[at], usage)
+    return ending is not None
+
+
+def read_tokens(choice: Choice, most: int | None = None) -> bool:
+    """Decode what came for a choice of a whole answer, `most` tokens of it or all. Return whether it is complete."""
+    generation, decoder, logprobs = choice.generation, choice.decoder, choice.logprobs
+    is_all = most is None or len(generation.tokens) <= most
+    reason = generation.finish.reason if generation.finish is not None and is_all else None
+    tokens = generation.take(most)
+    if logprobs is not None:
+        logprobs.push(tokens, generation.take_logprobs(most))
+    if reason is not None and not decoder.num_tokens:
+        deltas = [decoder.whole(tokens, reason)]
+    elif tokens or reason is not None:
+        deltas = decoder.feed(tokens, reason)
+    else:
+        return False
+    for delta in deltas:
+        choice.texts.append(delta.text)
+        choice.token_ids += delta.token_ids
+        if logprobs is not None:
+            logprobs.show(len(delta.token_ids))
+    return decoder.finish_reason is not None

@@ -1,4 +1,12 @@
-"""HTTP/1 on one connection: the order of its requests and answers, and bounds on what a client may use (`HTTPLimits`):
+"""Limits on what HTTP clients may use of a process, and the count of what they use. For `HTTPServer` and its
+connections.
+
+Parses the requests of a connection with httptools (only its public API). Pure: bytes in, calls out.
+
+httptools stops at a request that asks for an upgrade to another protocol, and leaves its body to that. No other
+protocol is supported, and the upgrade is ignored (RFC 9110, 7.8): the head is parsed again without it.
+
+HTTP/1 on one connection: the order of its requests and answers, and bounds on what a client may use (`HTTPLimits`):
 connections, size and time of a request's head, time of its body, time without reading an answer. Made by `HTTPServer`.
 Loop thread.
 
@@ -16,25 +24,227 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import resource
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import cast
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, cast
+from urllib.parse import unquote
 
+import httptools
 from uvicorn.server import ServerState
 
-from chitu.errors import Capacity, ChituError, Internal, InvalidRequest, NoInstance, SlowRequest
+from chitu.config.schema import RouterConfig
+from chitu.errors import Capacity, ChituError, HeadersTooLarge, Internal, InvalidRequest, NoInstance, SlowRequest
 from chitu.http.exchange import CONTINUE, EXCHANGE, Exchange
-from chitu.http.limits import (
-    LINGER_BYTES,
-    PROBE_CONNECTIONS,
-    PROBE_HEAD_S,
-    PROBE_PATHS,
-    BodyBudget,
-    HTTPLimits,
-)
-from chitu.http.parser import RequestParser
-from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers
+from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers, header
+
+PROBE_PATHS = frozenset({"/health", "/livez"})
+"""Paths answered beyond `max_connections` too: a full server is not an unhealthy one."""
+PROBE_CONNECTIONS = 64
+"""This many connections beyond `max_connections` may still send a request's head; the next one replaces the oldest."""
+PROBE_HEAD_S = 1.0
+"""Time that these connections have to send the head."""
+FREE_BODY_BYTES = 64 << 10
+"""Bytes of each body outside the budget, so that small bodies never wait for large ones; the number of connections
+bounds their sum. Also the bytes that are taken of a body before a reader asks for it."""
+LINGER_BYTES = 64 << 20
+"""Bytes of one request, or after the last one, that are discarded unread; a client that sends more is cut off."""
+SPARE_DESCRIPTORS = 256
+"""Descriptors for everything except client connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTTPLimits:
+    """Limits of one server. They protect this process; requests have bounds of their own."""
+
+    max_connections: int = 8192
+    """Connections open at once in this process; fewer if its limit of descriptors is lower."""
+    max_headers: int = 100
+    max_head_bytes: int = 64 << 10
+    """Size of the request line and the headers."""
+    max_total_body_bytes: int = 256 << 20
+    """Bytes of bodies held at once for all requests, beyond the first `FREE_BODY_BYTES` of each."""
+    head_s: float = 10.0
+    """Timeout from a connection's start, or the first byte of a later request, to the end of the headers."""
+    body_s: float = 60.0
+    """Timeout from the end of the headers to the end of the body."""
+    write_s: float = 60.0
+    """A client that reads nothing of what is written to it for this long is cut off."""
+    linger_s: float = 5.0
+    """Time that a client that still sends has to see that it got its last answer."""
+    keep_alive_s: float = 120.0
+    """Timeout between two requests."""
+
+    @classmethod
+    def of(cls, config: RouterConfig) -> HTTPLimits:
+        """Return the limits of the API's server."""
+        return cls(max_total_body_bytes=config.max_total_body_bytes, keep_alive_s=config.keep_alive_s)
+
+
+class BodyBudget:
+    """Bytes of bodies that one server holds at once, beyond the first `FREE_BODY_BYTES` of each."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    def take(self, num_bytes: int) -> bool:
+        """Take the bytes. Return False, and take nothing, if the limit would be exceeded."""
+        if self.held_bytes + num_bytes > self.limit_bytes:
+            return False
+        self.held_bytes += num_bytes
+        return True
+
+    def give(self, num_bytes: int) -> None:
+        self.held_bytes -= num_bytes
+
+
+def within_descriptors(limits: HTTPLimits) -> HTTPLimits:
+    """Return limits with at most as many connections as leave descriptors for the process, which has asked for all that
+    it may have (`make_context` of net/curve.py)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return limits
+    left = soft - PROBE_CONNECTIONS - SPARE_DESCRIPTORS
+    return replace(limits, max_connections=max(1, min(limits.max_connections, left)))
+
+
+class RequestParser:
+    """Parser of one connection. `feed` raises the ChituError that `on_head` raises. `on_end` follows every `on_head`
+    once. `on_head` gets the ASGI scope without the addresses, whether more requests may follow, and whether the client
+    expects `100 Continue`."""
+
+    def __init__(
+        self,
+        limits: HTTPLimits,
+        on_head: Callable[[Scope, bool, bool], None],
+        on_body: Callable[[bytes], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._limits = limits
+        self._on_head = on_head
+        self._on_body = on_body
+        self._on_end = on_end
+        self._parser: Any = httptools.HttpRequestParser(self)
+        self.is_over = False
+        """Whether no request follows: set by the owner, and once `feed` has raised."""
+        self.num_begun = 0
+        """Requests whose first byte has arrived."""
+        self.is_in_head = self._is_in_body = False
+        self._has_news = False
+        self._held_bytes = 0
+        """Bytes since the parser last reported a head or a part of a body. It keeps a header, or a trailer after the
+        chunks of a body, until it is complete."""
+        self._url = b""
+        self._headers: Headers = []
+        self._refusal: ChituError | None = None
+
+    def feed(self, data: bytes) -> None:
+        """Parse `data`. HeadersTooLarge or InvalidRequest if it is no valid request; then nothing more is taken."""
+        self._has_news = False
+        self._parse(data)
+        if self._has_news or not (self.is_in_head or self._is_in_body):
+            self._held_bytes = 0
+            return
+        self._held_bytes += len(data)
+        if self._held_bytes > self._limits.max_head_bytes:
+            self.close()
+            raise self._too_large()
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self.is_over, self.is_in_head = True, False
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stop:
+            self._parse(self._head_without_upgrade() + data[stop.args[0] :])
+        except httptools.HttpParserError:
+            if not self.is_over:  # else it is after a request that declared itself the last
+                self.close()
+                raise self._refusal or InvalidRequest("this is no HTTP request that the server understands") from None
+
+    def _head_without_upgrade(self) -> bytes:
+        parser = self._parser
+        line = b"%b %b HTTP/%b\r\n" % (parser.get_method(), self._url, parser.get_http_version().encode())
+        kept = [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] != b"upgrade"]
+        return b"".join((line, *kept, b"\r\n"))
+
+    def _too_large(self) -> HeadersTooLarge:
+        limits = self._limits
+        return HeadersTooLarge(f"at most {limits.max_headers} headers and {limits.max_head_bytes} bytes are taken")
+
+    # ------------------------------------------------------------------------------------ calls of the parser; what is
+    # raised in these leaves `feed_data` as another exception
+
+    def _refuse(self, error: ChituError) -> ChituError:
+        self._refusal = error
+        return error
+
+    def on_message_begin(self) -> None:
+        if self.is_over:
+            raise InvalidRequest("behind the last request")
+        self.num_begun += 1
+        self.is_in_head, self._held_bytes = True, 0
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.is_in_head:
+            return  # a trailer
+        headers = self._headers
+        if len(headers) >= self._limits.max_headers:
+            raise self._refuse(self._too_large())
+        headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        method = parser.get_method()
+        if method == b"CONNECT":
+            raise InvalidRequest("no tunnels")
+        if parser.should_upgrade():
+            return
+        if sum(map(len, chain.from_iterable(headers))) > self._limits.max_head_bytes:
+            raise self._refuse(self._too_large())
+        url = httptools.parse_url(self._url)
+        path = url.path.decode("ascii")
+        version = parser.get_http_version()
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": method.decode("ascii"),
+            "scheme": "http",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "root_path": "",
+            "headers": headers,
+            "state": {},
+        }
+        is_new = version == "1.1"
+        expects = is_new and (header(scope, b"expect") or b"").lower() == b"100-continue"
+        self.is_in_head, self._is_in_body, self._has_news = False, True, True
+        try:
+            self._on_head(scope, is_new and parser.should_keep_alive(), expects)
+        except ChituError as error:
+            raise self._refuse(error) from None
+
+    def on_body(self, data: bytes) -> None:
+        self._has_news = True
+        self._on_body(data)
+
+    def on_message_complete(self) -> None:
+        if self._is_in_body:  # else: an upgrade
+            self._is_in_body = False
+            self._on_end()
+
 
 log = logging.getLogger(__name__)
 

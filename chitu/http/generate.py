@@ -16,22 +16,18 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.http.body_decoder import warning_header
-from chitu.http.body_reader import BodyReader
-from chitu.http.body_work import BodyRoute
-from chitu.http.choice import ChoiceDecoder
-from chitu.http.choice_events import append_events, read_tokens
-from chitu.http.event_numbers import EventNumbers
+from chitu.http.body_reader import BodyReader, BodyRoute
+from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, RunningAnswers, append_events, read_tokens
 from chitu.http.exchange import JSON, Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
 from chitu.http.messages.delta import joined
 from chitu.http.proof import ChoiceSums, Moments, Proof, headers_of, proof_of
 from chitu.http.receipts import receipt_of
 from chitu.http.request_spans import RequestSpan, request_span
-from chitu.http.responses.events import ResponsesFormat
-from chitu.http.running_answers import Choice, Origin, RunningAnswer, RunningAnswers
+from chitu.http.responses import ResponsesFormat
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
-from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, FinishedChoice, UsageCount
+from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, EventNumbers, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import PromptAnswer
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter

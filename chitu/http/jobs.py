@@ -13,24 +13,27 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest, NoInstance
-from chitu.http.answer_size import AnswerSize
-from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
-from chitu.http.grammar_fields import grammar_of
-from chitu.http.messages.call_grammar import grammar_of_calls
-from chitu.http.messages.message_parser import MessagePlan
-from chitu.http.request_bodies import MAX_PROMPTS, ChatBody, GenerationBody, Tool
-from chitu.http.request_checks import (
+from chitu.http.bodies import (
+    MAX_PROMPTS,
+    ChatBody,
     ChosenTools,
+    GenerationBody,
+    Tool,
     chat_messages,
     chosen_tools,
     completion_prompts,
     reasoning_variables,
     template_variables,
 )
-from chitu.http.responses.request import chat_body, echo_of, error_for_responses
+from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
+from chitu.http.messages.call_formats import grammar_of_calls
+from chitu.http.messages.message_parser import MessagePlan
+from chitu.http.responses import chat_body, echo_of, error_for_responses
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
+    AnswerSize,
     OutputOptions,
+    grammar_of,
     kept_tokens,
     output_options,
     require_a_token,

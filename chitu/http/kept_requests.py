@@ -1,4 +1,11 @@
-"""Requests that outlive their router: written at its end, taken up by the next one, read by `GET /v1/requests/ID`.
+"""The folder of requests that outlive their router (`router.kept_requests.dir`): files, and which router takes which.
+
+`KeptRequests` calls it in a thread; calls block. Several routers may share the folder, and any may be killed anywhere.
+
+Invariants: a file under its final name is complete (written aside, synced, renamed) and of mode 0600; it is taken by
+one rename, so by one router; files that this user did not write are not read.
+
+Requests that outlive their router: written at its end, taken up by the next one, read by `GET /v1/requests/ID`.
 
 Owned by `ApiEndpoint`; loop thread, with the folder's files in other threads. An answer that was taken up continues
 without a reader. Each reader gets a copy of its output so far, and then what follows, in a `Generation` of its own.
@@ -6,6 +13,11 @@ So any number of readers, one after another or at once, can read it as its first
 
 Invariants: a written request emits nothing more, so no client has read what is not in the file; a request is taken up
 once, by one router; a request without a reader ends by its own limits, and is dropped when it is too old.
+
+`GET /v1/requests/ID`: the answer of a request that outlived its router, as its first client would have read it.
+
+A hot route beside those of `generate.py`, which writes the answer; loop thread. A stream begins after the events that
+the client reports to have. A client that leaves ends nothing: the answer may be read again.
 """
 
 from __future__ import annotations
@@ -13,31 +25,174 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import secrets
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from chitu import __version__
 from chitu.clock import Clock
+from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled, RequestKept, UnknownRequest
 from chitu.http.body_reader import BodyReader
-from chitu.http.choice import ChoiceDecoder
+from chitu.http.choice import Choice, ChoiceDecoder, RunningAnswer, Wakeup, bare_names
+from chitu.http.exchange import Exchange
 from chitu.http.generate import GenerationRoutes
 from chitu.http.jobs import Job
-from chitu.http.kept_folder import KeptFolder, NotKept
-from chitu.http.running_answers import Choice, RunningAnswer, Wakeup, bare_names
 from chitu.http.served_model import ServedModel
+from chitu.http.sse import EventNumbers, events_read
+from chitu.net.http import Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Finish, KVLayout, pack_i32, unpack_i32
-from chitu.protocol.kept_request import KeptRequest, pack
+from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.request import GenerateRequest, Generation
 
 log = logging.getLogger(__name__)
+
+SUFFIX = ".request"
+ASIDE = (".partial", ".damaged", ".refused", ".taken")
+"""Suffixes of files that no router reads; they are removed when they are old."""
+
+
+class NotKept(Exception):
+    """Why a request is not written, or its file not read."""
+
+
+class KeptFolder:
+    def __init__(self, config: KeptRequestsConfig, path: Path) -> None:
+        self.config = config
+        self._path = path
+        self._max_bytes = config.max_mb << 20
+        self._said: set[str] = set()
+        """Names of files that were logged already."""
+
+    def write(self, record: KeptRequest) -> None:
+        """Write the request to a new file. Raises NotKept or OSError."""
+        data = pack(record)
+        try:
+            self._write(data)
+        except FileNotFoundError:  # a cleaner deleted the file, or the folder
+            self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sizes = [facts.st_size for entry, facts in self._files() if entry.name.endswith(SUFFIX)]
+        if len(sizes) >= self.config.max_requests:
+            raise NotKept(f"the folder holds {len(sizes)} requests already (router.kept_requests.max_requests)")
+        if sum(sizes) + len(data) > self._max_bytes:
+            raise NotKept(f"the folder has no room for {len(data)} bytes more (router.kept_requests.max_mb)")
+        path = self._path / (secrets.token_hex(16) + SUFFIX)
+        partial = path.with_suffix(".partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(partial, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        folder = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def found(self, now_s: float, model_hash: str, dtype: str) -> list[tuple[str, KeptRequest]]:
+        """Return names and requests that wait for a router of this model, at most `max_requests`. Removes old files and
+        puts damaged ones aside; those of other models or users stay. Raises OSError."""
+        found: list[tuple[str, KeptRequest]] = []
+        for entry, facts in self._files():
+            name = entry.name
+            with contextlib.suppress(FileNotFoundError):  # another router took it
+                if name.endswith(ASIDE) and facts.st_mtime < now_s - self.config.max_age_s:
+                    os.unlink(entry.path)
+                if not name.endswith(SUFFIX) or len(found) >= self.config.max_requests:
+                    continue
+                try:
+                    record = unpack(self._read(name))
+                except DamagedFile as error:
+                    self.refuse(name, str(error), ".damaged")
+                except (PermissionError, NotKept) as error:
+                    self._say(name, f"is skipped: {error}")
+                else:
+                    if record.expires_s < now_s:
+                        os.unlink(entry.path)
+                        log.warning("kept request %s is dropped: no router took it up in time", record.request_id)
+                    elif (record.model_hash, record.dtype) != (model_hash, dtype):
+                        theirs, ours = f"{record.model_hash} {record.dtype}", f"{model_hash} {dtype}"
+                        self._say(name, f"({record.request_id}) is skipped: it needs the model {theirs}, not {ours}")
+                    else:
+                        found.append((name, record))
+        return found
+
+    def take(self, name: str) -> bool:
+        """Take a file and return whether it is this router's: if several try, one succeeds. Raises OSError."""
+        taken = self._path / f"{name}.{secrets.token_hex(8)}.taken"
+        is_ours = True
+        try:
+            os.rename(self._path / name, taken)
+        except FileNotFoundError:
+            is_ours = taken.exists()  # a network file system may repeat a rename that was done
+        with contextlib.suppress(OSError):
+            taken.unlink()
+        return is_ours
+
+    def refuse(self, name: str, reason: str, suffix: str = ".refused") -> None:
+        """Put a file aside, where operators may look at it."""
+        aside = name + suffix
+        if (self._path / aside).is_dir():  # somebody else's
+            aside = f"{name}.{secrets.token_hex(8)}{suffix}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._path / name, self._path / aside)
+            log.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, aside, reason)
+
+    def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+        """Yield the regular files. Anything else is not a router's, and left alone."""
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another router took it
+                    facts = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(facts.st_mode):
+                        yield entry, facts
+                    elif entry.name.endswith(SUFFIX):
+                        self._say(entry.name, "is skipped: it is no regular file")
+
+    def _read(self, name: str) -> bytes:
+        """Return a file's content. NotKept if it is not a file of this user, DamagedFile if it is too large."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._path / name, flags)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise NotKept(f"it cannot be read: {error.strerror}") from None
+        try:
+            facts = os.fstat(descriptor)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+                raise NotKept("it is not a regular file of this user that no other user can write")
+            if facts.st_size > self._max_bytes:
+                raise DamagedFile(f"{facts.st_size} bytes")
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(self._max_bytes)
+        finally:
+            os.close(descriptor)
+
+    def _say(self, name: str, text: str) -> None:
+        if name not in self._said and len(self._said) < self.config.max_requests:
+            self._said.add(name)
+            log.warning("the file %s of kept requests %s", self._path / name, text)
+
 
 LOOK_S = 1.0
 """Interval between two looks into the folder."""
@@ -406,3 +561,40 @@ def _logprobs_of(generation: Generation) -> list[bytes]:
     """Return the logprobs of all its tokens; empty if they are not requested."""
     kept = generation.kept_logprobs
     return [] if kept is None else kept + generation.logprobs
+
+
+class KeptRoute:
+    def __init__(
+        self, kept: KeptRequests, routes: GenerationRoutes, tenant_of: Callable[[Scope], str], clock: Clock
+    ) -> None:
+        self._kept = kept
+        self._routes = routes
+        self._tenant_of = tenant_of
+        self._clock = clock
+
+    async def answer(self, exchange: Exchange, scope: Scope, name: str) -> None:
+        """Send the answer of a kept request. `name`: id of the request or of its answer."""
+        running = RunningAnswer(self._tenant_of(scope), self._clock.monotonic())
+        running.numbers = EventNumbers(events_read(scope))
+        each = await self._kept.find(name, running.tenant)
+        if exchange.is_client_gone:
+            return
+        record, job = each.record, each.job
+        reader = self._kept.reader(each, running.wakeup.set)
+        running.choices = [self._routes.choice_of(job, reader, job.prompts[0])]
+        running.wakeup.set()
+
+        def on_gone() -> None:
+            reader.error = RequestCancelled("the reader has left")
+            running.wakeup.set()
+
+        exchange.call_when_gone(on_gone)
+        form = self._routes.format_of(record.route, job, record.request_id, record.created_s)
+        has_all = False
+        try:
+            await self._routes.write_answer(exchange, job, running, form)
+            has_all = reader.error is None and not exchange.is_client_gone
+        except ChituError as error:
+            exchange.fail(error)
+        finally:
+            self._kept.leave(each, reader, has_all)

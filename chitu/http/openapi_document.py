@@ -12,10 +12,10 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from chitu.http.bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from chitu.http.proof import Proof
-from chitu.http.request_bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from chitu.http.request_fields import NO_EFFECT, REFUSED, fields_of
-from chitu.http.responses.body import ResponsesBody
+from chitu.http.responses import ResponsesBody
 from chitu.protocol.snapshot import ClusterSnapshot
 
 

@@ -1,7 +1,7 @@
 """Every field of the request bodies of the API's routes, and whether it is served, refused or without effect. Pure.
 
 This is the only such list. `body_decoder.py` accepts, refuses or drops fields by it, the OpenAPI document reads it, and
-`script/api_reference.py` generates docs/api.md from it. Types and bounds of served fields are in `request_bodies.py`.
+`script/api_reference.py` generates docs/api.md from it. Types and bounds of served fields are in `bodies.py`.
 A test checks that the two files agree, and that they cover the fields of OpenAI's own client.
 """
 

@@ -2,6 +2,17 @@
 
 Called by `jobs.py`, as part of `BodyWork`, once per request. Ranges are checked as the body is decoded, except those
 that depend on the model or on other fields. Every error names its field.
+
+Bound on the answer that a body may ask for: prompts times choices times tokens times candidates. Pure.
+
+Called by `jobs.py`, as part of `BodyWork`, for each prompt once its tokens are counted, so before anything is computed.
+The sizes are those of usual tokens. A stream is counted like a whole answer: if its client reads slowly, all of it
+waits here.
+
+The `Grammar` of an answer from the body fields that constrain its text. Pure; called by `jobs.py`, once per request.
+
+`response_format` is OpenAI's, `structured_outputs` and `guided_*` are vLLM's. They express the same, so a request may
+give only one of them. Every error names its field. Compilation checks the grammar's text (`grammars/compiler.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +22,8 @@ import random
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.request_bodies import ChatBody, CompletionBody, GenerationBody
-from chitu.protocol import MAX_LOGPROBS, Grammar, SamplingParams
+from chitu.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs, cut_character
+from chitu.protocol import MAX_GRAMMAR_CHARS, MAX_LOGPROBS, Grammar, GrammarKind, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions; a chat's default is the rest of the context."""
@@ -228,3 +239,168 @@ def with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
     if index == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK)
+
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest answer, in bytes of JSON."""
+ENTRY_BYTES = 72
+"""One token, or one candidate for it, in a list of logprobs."""
+TEXT_BYTES = 4
+"""A generated token in the text."""
+ID_BYTES = 8
+"""A generated token in `token_ids`."""
+
+
+class AnswerSize:
+    """Size of one request's answer, as far as its prompts are added."""
+
+    def __init__(self, body: GenerationBody, options: OutputOptions, num_prompts: int) -> None:
+        self._body = body
+        self._options = options
+        self._num_prompts = num_prompts
+        self._copies = 1 if isinstance(body, ChatBody) else options.num_returned or options.n
+        """How often the answer has what belongs to a prompt."""
+        self._repeats_logprobs = options.echo and options.logprobs is not None
+        counts = (options.prompt_logprobs, options.logprobs if self._repeats_logprobs else None)
+        self._prompt_token_bytes = sum([ENTRY_BYTES * (1 + count) for count in counts if count is not None])
+        # `best_of` ranks by logprobs, even if the client does not want them.
+        candidates = 0 if options.logprobs is None and options.num_returned else options.logprobs
+        self._token_bytes = (
+            TEXT_BYTES
+            + (ID_BYTES if options.return_token_ids else 0)
+            + (ENTRY_BYTES * (1 + candidates) if candidates is not None else 0)
+        )
+        self._of_prompts = self._of_tokens = 0
+        self._most_tokens = self._num_prompt_tokens = 0
+
+    def most_tokens(self, num_tokens: int) -> int:
+        """Return how many tokens each choice may have after a prompt of `num_tokens`; at least one."""
+        left = MAX_ANSWER_BYTES - self._copies * num_tokens * self._prompt_token_bytes
+        return max(1, left // (self._options.n * self._token_bytes))
+
+    def add(self, num_tokens: int, max_tokens: int, echo: str) -> None:
+        """Add a prompt, its choices of up to `max_tokens`, and its text `echo` that they repeat. Raise InvalidRequest,
+        which names what makes the answer large, if it may become too large."""
+        echoed = len(msgspec.json.encode(echo)) if echo else 0
+        self._of_prompts += self._copies * (num_tokens * self._prompt_token_bytes + echoed)
+        self._of_tokens += self._options.n * max_tokens * self._token_bytes
+        self._num_prompt_tokens += num_tokens
+        self._most_tokens = max(self._most_tokens, max_tokens)
+        num_bytes = self._of_prompts + self._of_tokens
+        if num_bytes > MAX_ANSWER_BYTES:
+            factors = self._factors()
+            told = ", ".join([f"{count:,} {what} ({name})" for name, count, what in factors])
+            raise InvalidRequest(
+                f"the answer may have {num_bytes:,} bytes or more, and at most {MAX_ANSWER_BYTES:,} are given: it "
+                f"multiplies {told}; ask for less of one of these",
+                factors[0][0],
+            )
+
+    def _factors(self) -> list[tuple[str, int, str]]:
+        """Return the fields that make the answer large, each with its number and what it counts."""
+        body, options, factors = self._body, self._options, []
+        of_prompts = self._of_prompts > self._of_tokens
+        choices = self._copies if of_prompts else options.n
+        if choices > 1:
+            name = "best_of" if options.num_returned and choices == options.n else "n"
+            factors.append((name, choices, "choices"))
+        if self._num_prompts > 1:
+            factors.append(("prompt", self._num_prompts, "prompts"))
+        if of_prompts and options.prompt_logprobs is not None:
+            factors.append(("prompt_logprobs", options.prompt_logprobs, "candidates"))
+        if options.logprobs is not None and (self._repeats_logprobs or not of_prompts):
+            name = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+            factors.append((name, options.logprobs, "candidates"))
+        if of_prompts:
+            name = "messages" if isinstance(body, ChatBody) else "echo" if options.echo else "prompt"
+            factors.append((name, self._num_prompt_tokens, "prompt tokens"))
+        else:
+            name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+            factors.append((name, self._most_tokens, "tokens of an answer"))
+        return factors
+
+
+def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -> tuple[Grammar, str] | None:
+    """Return the grammar of the answer and the name of its field; None if the answer is free. `calls`: grammar and
+    field of tool calls. Raise InvalidRequest for two grammars, and for one that cannot be served."""
+    found = [] if calls is None else [calls]
+    if body.response_format is not None:
+        found += _of_format(body.response_format)
+    if body.structured_outputs is not None:
+        found += _of_outputs(body.structured_outputs, "structured_outputs.")
+        if not found:
+            raise InvalidRequest(
+                "structured_outputs must have one of json, json_object, regex, choice and grammar",
+                "structured_outputs",
+            )
+    guided = (body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+    if guided != _NOT_GUIDED:
+        json, regex, choice, grammar = guided
+        found += _of_outputs(StructuredOutputs(json=json, regex=regex, choice=choice, grammar=grammar), "guided_")
+    if not found:
+        return None
+    param = found[0][1]
+    if len(found) > 1:
+        raise InvalidRequest(f"{found[1][1]} and {param} both say what the answer looks like; give one", found[1][1])
+    if body.ignore_eos:
+        raise InvalidRequest(f"ignore_eos does not go with {param}, which says where the answer ends", "ignore_eos")
+    return found[0]
+
+
+_NOT_GUIDED = (msgspec.UNSET, None, None, None)
+
+
+def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:
+    param = "response_format.json_schema" if wanted.json_schema is not None else "response_format.schema"
+    if wanted.json_schema is None and _is_left_out(wanted.schema):
+        if wanted.type == "json_schema":
+            raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
+        return [_grammar("json_object", "", "response_format")] if wanted.type == "json_object" else []
+    if wanted.type == "text":
+        raise InvalidRequest(f"{param} says what JSON looks like, but the type is 'text'; it is json_schema", param)
+    if wanted.json_schema is None:
+        return [_grammar("json_schema", _schema(wanted.schema, param), param)]
+    if not _is_left_out(wanted.schema):
+        raise InvalidRequest("response_format.schema and response_format.json_schema are the same; give one", param)
+    param = f"{param}.schema"
+    return [_grammar("json_schema", _schema(wanted.json_schema.schema, param), param)]
+
+
+def _of_outputs(outputs: StructuredOutputs, name: str) -> list[tuple[Grammar, str]]:
+    found = []
+    if not _is_left_out(outputs.json):
+        found.append(_grammar("json_schema", _schema(outputs.json, f"{name}json"), f"{name}json"))
+    if outputs.json_object:
+        found.append(_grammar("json_object", "", f"{name}json_object"))
+    if outputs.regex is not None:
+        found.append(_grammar("regex", outputs.regex, f"{name}regex"))
+    if outputs.choice is not None:
+        found.append(_grammar("choice", msgspec.json.encode(outputs.choice).decode(), f"{name}choice"))
+    if outputs.grammar is not None:
+        found.append(_grammar("lark", outputs.grammar, f"{name}grammar"))
+    return found
+
+
+def _grammar(kind: GrammarKind, text: str, param: str) -> tuple[Grammar, str]:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"{param}: {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param)
+    return Grammar(kind, text), param
+
+
+def _is_left_out(value: msgspec.Raw | msgspec.UnsetType) -> bool:
+    return value is msgspec.UNSET or bytes(value) == b"null"
+
+
+def _schema(value: msgspec.Raw | msgspec.UnsetType, param: str) -> str:
+    """Return the schema as JSON. It is given as an object, or as a text that holds one."""
+    if _is_left_out(value):
+        raise InvalidRequest(f"{param} is required", param)
+    assert value is not msgspec.UNSET
+    given = bytes(value)
+    try:
+        text = msgspec.json.decode(given, type=str) if given[:1] == b'"' else given.decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise cut_character(given, param) or InvalidRequest(f"{param} is not valid JSON: {error}", param) from error
+    if not text.lstrip().startswith("{"):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object, or a text that holds one", param)
+    return text

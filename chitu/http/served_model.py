@@ -12,8 +12,8 @@ from typing import Any
 
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
+from chitu.http.bodies import MAX_TOKENS, ChatBody
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
-from chitu.http.request_bodies import MAX_TOKENS, ChatBody
 from chitu.http.token_logprobs import (
     ChatLogprobs,
     ChoiceLogprobs,

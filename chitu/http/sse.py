@@ -1,4 +1,9 @@
-"""Response bodies and server-sent events of the two generation routes, as bytes. Pure.
+"""Answers of the routes that are not hot whose size grows with the cluster: made and written in pieces, between which
+the loop is free. Loop thread.
+
+Numbers of the events of a stream, so that a client can resume after any event. Pure.
+
+Response bodies and server-sent events of the two generation routes, as bytes. Pure.
 
 A stream's constant parts are formatted once; an event is then a join of a few bytes objects and one JSON string. No
 dict is built per token.
@@ -7,17 +12,85 @@ dict is built per token.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
+from fastapi.responses import Response, StreamingResponse
 
-from chitu.errors import ChituError
+from chitu.errors import ChituError, InvalidRequest
 from chitu.http.messages.delta import CallDelta, MessageDelta
 from chitu.http.proof import Proof
 from chitu.http.token_logprobs import PromptLogprobs
-from chitu.net.http import error_body
+from chitu.net.http import Scope, error_body, header, query_value
+
+WRITE_BYTES = 64 << 10
+"""Pieces are joined until they have as many bytes. A shorter answer is written at once, with its length."""
+
+
+async def joined(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the bytes of the pieces, each of which is taken in a turn of the loop of its own."""
+    held = bytearray()
+    for piece in pieces:
+        held += piece
+        if len(held) >= WRITE_BYTES:
+            yield bytes(held)
+            held.clear()
+        await asyncio.sleep(0)
+    yield bytes(held)
+
+
+async def in_pieces(pieces: Iterator[bytes], headers: Mapping[str, str]) -> Response:
+    """Return the answer. Its pieces behind the first `WRITE_BYTES` are taken while it is written."""
+    parts = joined(pieces)
+    first = await anext(parts)
+    if len(first) < WRITE_BYTES:
+        return Response(first, headers=headers)
+
+    async def all_parts() -> AsyncIterator[bytes]:
+        yield first
+        async for part in parts:
+            yield part
+
+    return StreamingResponse(all_parts(), headers=headers)
+
+
+BLANK = b"\n\n"
+
+
+class EventNumbers:
+    """Writes `id:` (1, 2, ...) ahead of each event, and drops the first `behind` events."""
+
+    def __init__(self, behind: int = 0) -> None:
+        self._behind = behind
+        self._count = 0
+
+    def apply(self, events: bytes) -> bytes:
+        """Return the events with their numbers. `events` are whole; their JSON has no blank line."""
+        numbered: list[bytes] = []
+        for event in events.split(BLANK):
+            if event:
+                self._count += 1
+                if self._count > self._behind:
+                    numbered.append(b"id: %d\n%b\n\n" % (self._count, event))
+        return b"".join(numbered)
+
+
+def events_read(scope: Scope) -> int:
+    """Return how many events the client has: the query `starting_after`, else the header Last-Event-ID. Raise
+    InvalidRequest if it is not a number."""
+    name, given = "starting_after", query_value(scope, "starting_after")
+    if given is None:
+        last = header(scope, b"last-event-id")
+        if not last:
+            return 0
+        name, given = "Last-Event-ID", last.decode("latin-1")
+    if not (given.isascii() and given.isdigit() and len(given) < 10):
+        raise InvalidRequest(f"{name}: {given[:40]!r} is not an event number", name)
+    return int(given)
+
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode

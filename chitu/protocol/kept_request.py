@@ -1,6 +1,6 @@
 """A request that outlives its router: the file from which the next router continues it. Pure.
 
-Written at the end of a router and read by the next one (`http/kept_folder.py`). Like a receipt, it has no KV: the ids
+Written at the end of a router and read by the next one (`http/kept_requests.py`). Like a receipt, it has no KV: the ids
 of the prompt, the resolved sampling with the drawn seed, and the tokens so far determine the rest. The body determines
 what kind of answer they are made into.
 

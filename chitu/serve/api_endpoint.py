@@ -24,19 +24,14 @@ from chitu.config.schema import Topology
 from chitu.config.topology import with_router, with_router_ports
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
-from chitu.http.admin_routes import add_admin_routes
 from chitu.http.app import RouterApp
 from chitu.http.body_reader import BodyReader
-from chitu.http.cluster_snapshot import SnapshotSource
-from chitu.http.cluster_source import ClusterSource
-from chitu.http.control_routes import make_control_app
+from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource
+from chitu.http.control_routes import add_admin_routes, add_trace_route, make_control_app
 from chitu.http.generate import GenerationRoutes
-from chitu.http.kept_folder import KeptFolder
-from chitu.http.kept_requests import KeptRequests
-from chitu.http.kept_route import KeptRoute
+from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
 from chitu.http.served_model import ServedModel
 from chitu.http.span_export import SpanExport
-from chitu.http.trace_route import add_trace_route
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import Scope

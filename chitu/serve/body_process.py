@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, Internal
-from chitu.http.body_work import BodyTask, BodyWork, JudgeGrammar
+from chitu.http.body_reader import BodyTask, BodyWork, JudgeGrammar
 from chitu.http.served_model import ServedModel
 from chitu.launch.process import die_with_parent
 from chitu.net.http import ClientGone

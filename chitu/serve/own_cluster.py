@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from chitu.errors import LastInstance, UnknownInstance
-from chitu.http.cluster_source import Draining, Loads, RouterRecord, WorkerReport, report_of
+from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WorkerReport, report_of
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo
 from chitu.router.metrics import RouterMetrics, add_up

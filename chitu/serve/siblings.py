@@ -15,7 +15,7 @@ import msgspec
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, Internal, from_code
 from chitu.http.access import process_token
-from chitu.http.cluster_source import WorkerReport
+from chitu.http.cluster_snapshot import WorkerReport
 from chitu.net.curve import ClusterSecrets
 from chitu.protocol import ApiProcess, ClusterView
 

@@ -17,7 +17,7 @@ import openai
 import pytest
 from nursery import forked_router
 
-from chitu.http.request_bodies import LARGE_BODY_BYTES
+from chitu.http.bodies import LARGE_BODY_BYTES
 from chitu.launch.make_model import make_model
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.tokenizer import Tokenizer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chitu.http.running_answers import RunningAnswer, RunningAnswers
+from chitu.http.choice import RunningAnswer, RunningAnswers
 from chitu.http.sse import ChatFormat
 
 

@@ -32,7 +32,7 @@ from chitu.client.trace import (
     trace_lines,
 )
 from chitu.errors import ConfigError, DecodeLost, Internal
-from chitu.http import sse
+from chitu.http.sse import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
 from chitu.protocol import LoadReport, PrefillTimes, StageTimes
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
 
@@ -62,17 +62,17 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(texts: list[str], end: 
     assert [event for part in parts_of(stream, cuts) for event in parser.feed(part)] == texts
 
 
-def streamed(form: sse.AnswerFormat, texts: list[str]) -> bytes:
+def streamed(form: AnswerFormat, texts: list[str]) -> bytes:
     """Return a response as the router writes it."""
     deltas = [form.delta(0, text, None) for text in texts]
-    end = [form.last(0, "!", "stop", None), form.usage(sse.UsageCount(7, 3, 0)), sse.DONE]
+    end = [form.last(0, "!", "stop", None), form.usage(UsageCount(7, 3, 0)), DONE]
     return b"".join([form.opening(0), *deltas, *end])
 
 
-@pytest.mark.parametrize("form", [sse.ChatFormat, sse.CompletionFormat])
+@pytest.mark.parametrize("form", [ChatFormat, CompletionFormat])
 @given(texts=st.lists(st.text(st.characters(codec="utf-8"))), cuts=st.lists(st.integers(0, 10_000)))
 def test_an_answer_is_what_the_router_streamed(
-    form: type[sse.ChatFormat | sse.CompletionFormat], texts: list[str], cuts: list[int]
+    form: type[ChatFormat | CompletionFormat], texts: list[str], cuts: list[int]
 ) -> None:
     answer = Answer("r")
     reader = AnswerReader(answer)
@@ -83,7 +83,7 @@ def test_an_answer_is_what_the_router_streamed(
 
 
 def test_an_error_in_the_middle_keeps_what_came() -> None:
-    form = sse.ChatFormat("r", 0, "m", True)
+    form = ChatFormat("r", 0, "m", True)
     answer = Answer("r")
     piece = AnswerReader(answer).feed(form.delta(0, "half an", None) + form.error(DecodeLost("D0 is gone")))
     assert piece == answer.text == "half an"

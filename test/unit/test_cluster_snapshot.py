@@ -13,8 +13,14 @@ from router_world import pair, two_pairs
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import TooManyRequests
-from chitu.http.cluster_snapshot import PIECE_INSTANCES, SnapshotSource, transport_in_use
-from chitu.http.cluster_source import RouterRecord, WorkerReport, report_of
+from chitu.http.cluster_snapshot import (
+    PIECE_INSTANCES,
+    RouterRecord,
+    SnapshotSource,
+    WorkerReport,
+    report_of,
+    transport_in_use,
+)
 from chitu.http.web_routes import MAX_WATCHERS, Watchers
 from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, TransferSums, encode
 from chitu.protocol.snapshot import ClusterSnapshot

@@ -11,9 +11,9 @@ import pytest
 from test_jobs import World, copy_of_tiny
 
 from chitu.errors import InvalidRequest
+from chitu.http.bodies import MAX_CHOICE_CHARS, MAX_CHOICES
 from chitu.http.body_decoder import completion_decoder
-from chitu.http.grammar_fields import grammar_of
-from chitu.http.request_bodies import MAX_CHOICE_CHARS, MAX_CHOICES
+from chitu.http.sampling_fields import grammar_of
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCalls
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}}

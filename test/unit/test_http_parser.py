@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from chitu.http.limits import HTTPLimits
-from chitu.http.parser import RequestParser
+from chitu.http.connection import HTTPLimits, RequestParser
 
 
 def test_trailers_do_not_count_against_the_next_head() -> None:

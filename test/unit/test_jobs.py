@@ -15,13 +15,12 @@ import pytest
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
-from chitu.http.answer_size import ENTRY_BYTES, MAX_ANSWER_BYTES
-from chitu.http.body_reader import BodyReader
-from chitu.http.body_work import BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS
+from chitu.http.body_reader import BodyReader, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
 from chitu.http.generate import GenerationRoutes
 from chitu.http.jobs import ClusterFacts, Job
-from chitu.http.request_bodies import LARGE_BODY_BYTES, MAX_TOKENS
+from chitu.http.sampling_fields import ENTRY_BYTES, MAX_ANSWER_BYTES
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
 from chitu.net.link import MAX_KEPT_BYTES

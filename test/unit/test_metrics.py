@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
-from chitu.http.metric_families import PART_SAMPLES
-from chitu.http.metrics_text import MetricsReport, render_metrics, render_pieces
+from chitu.http.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
 from chitu.protocol import Finish, LoadReport, PrefillTimes, RequestFailed, SamplingParams, StageTimes, pack_i32
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fastapi.responses import StreamingResponse
 
-from chitu.http.pieces import WRITE_BYTES, in_pieces, joined
+from chitu.http.sse import WRITE_BYTES, in_pieces, joined
 
 
 def test_the_loop_is_free_between_two_pieces_and_small_ones_are_written_together() -> None:

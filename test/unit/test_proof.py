@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router_world import World, pair, two_pairs
 
 from chitu.http.proof import HEADERS, ChoiceSums, Moments, Proof, ProofSums, headers_of, proof_of, stages_of
-from chitu.http.responses.events import ResponsesFormat
+from chitu.http.responses import ResponsesFormat
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch, TransferSums
 from chitu.protocol.snapshot import RequestSnapshot

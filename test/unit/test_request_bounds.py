@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from chitu.errors import InvalidRequest
-from chitu.http.body_decoder import chat_decoder, completion_decoder, detokenize_decoder, tokenize_decoder
-from chitu.http.request_bodies import (
+from chitu.http.bodies import (
     LARGE_BODY_BYTES,
     MAX_FIELD_BYTES,
     MAX_ID_CHARS,
@@ -31,8 +30,10 @@ from chitu.http.request_bodies import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     MAX_WORD_CHARS,
+    chat_messages,
+    completion_prompts,
 )
-from chitu.http.request_checks import chat_messages, completion_prompts
+from chitu.http.body_decoder import chat_decoder, completion_decoder, detokenize_decoder, tokenize_decoder
 from chitu.http.sampling_fields import output_options, sampling_params
 from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from chitu.tokenizer import StopScanner

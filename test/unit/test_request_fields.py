@@ -20,6 +20,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
 from chitu.errors import InvalidRequest
+from chitu.http.bodies import LARGE_BODY_BYTES, chat_messages, completion_prompts, offered_tools
 from chitu.http.body_decoder import (
     BodyDecoder,
     abort_decoder,
@@ -30,10 +31,7 @@ from chitu.http.body_decoder import (
     tokenize_decoder,
     warning_header,
 )
-from chitu.http.grammar_fields import grammar_of
 from chitu.http.openapi_document import BODIES, openapi_document
-from chitu.http.request_bodies import LARGE_BODY_BYTES
-from chitu.http.request_checks import chat_messages, completion_prompts, offered_tools
 from chitu.http.request_fields import (
     ABORT,
     CHAT,
@@ -49,7 +47,8 @@ from chitu.http.request_fields import (
     Field,
     fields_of,
 )
-from chitu.http.responses.request import chat_body
+from chitu.http.responses import chat_body
+from chitu.http.sampling_fields import grammar_of
 
 ROOT = Path(__file__).resolve().parents[2]
 USER = {"role": "user", "content": "a"}

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import InvalidRequest, RequestCancelled
+from chitu.http.bodies import chat_messages
 from chitu.http.body_decoder import responses_decoder
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
-from chitu.http.request_checks import chat_messages
-from chitu.http.responses.events import ResponsesFormat
-from chitu.http.responses.request import chat_body, echo_of, error_for_responses
+from chitu.http.responses import ResponsesFormat, chat_body, echo_of, error_for_responses
 from chitu.http.sse import FinishedChoice, UsageCount
 
 USAGE = UsageCount(3, 4, 1)

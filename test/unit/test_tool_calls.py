@@ -16,18 +16,26 @@ from hypothesis import strategies as st
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
+from chitu.http.bodies import ChatBody, chat_messages, chosen_tools, reasoning_variables
 from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder, Delta
-from chitu.http.messages.call_grammar import grammar_of_calls
+from chitu.http.messages.call_formats import (
+    HermesParser,
+    LlamaParser,
+    MistralParser,
+    NamedMistralParser,
+    grammar_of_calls,
+)
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
 from chitu.http.messages.delta import MessageDelta, joined
-from chitu.http.messages.hermes import HermesParser
-from chitu.http.messages.llama import LlamaParser
-from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
-from chitu.http.messages.mistral import MistralParser, NamedMistralParser
-from chitu.http.messages.reasoning import MARKS, MAX_SPACE_CHARS, ReasoningMarks
-from chitu.http.request_bodies import ChatBody
-from chitu.http.request_checks import chat_messages, chosen_tools, reasoning_variables
+from chitu.http.messages.message_parser import (
+    MARKS,
+    MAX_SPACE_CHARS,
+    MessageFormat,
+    MessagePlan,
+    ReasoningMarks,
+    takes_several_calls,
+)
 from chitu.http.sampling_fields import OutputOptions
 from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
 from chitu.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ import pytest
 
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
-from chitu.http.trace_route import records_of
+from chitu.http.control_routes import records_of
 from chitu.net.threads import ServiceThread
 from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
 from chitu.protocol.cluster import stats_codec

@@ -1,0 +1,141 @@
+"""Tool calls of Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or
+several. Hermes 2 Pro writes the arguments first. Pure.
+
+Tool calls of Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`,
+optionally after `<|python_tag|>`. Any other object is content, as soon as its keys tell. Pure.
+
+Tool calls of Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call
+`[TOOL_CALLS]name{...}`, with `[CALL_ID]...` and `[ARGS]` after the name in some versions. The parser reads all forms of
+any version; an enforced call has the form that the model's template writes. Pure.
+
+Grammars of tool calls: of an answer that must be a call (`tool_choice`: `required`, or a function), and of calls
+that the model may make if a tool is `strict`. Pure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import msgspec
+
+from chitu.errors import InvalidRequest
+from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallParser, json_text
+from chitu.http.messages.delta import CallDelta
+from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
+
+
+class HermesParser(CallParser):
+    marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>")
+    needed: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
+    trigger: ClassVar[str] = "<tool_call>"
+    separator: ClassVar[str | None] = "\n"
+    end_mark: ClassVar[str] = "</tool_call>"
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f'<tool_call>\n{{"name": {json_text(name)}, "arguments": ', "}\n</tool_call>"
+
+
+class LlamaParser(CallParser):
+    marks: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
+    trigger: ClassVar[str] = "{"
+    separator: ClassVar[str | None] = "; "
+    is_leading: ClassVar[bool] = True
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f'{{"name": {json_text(name)}, "parameters": ', "}"
+
+
+MARK = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+_NAMED = re.compile(
+    r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?"
+    r"(?:(?:\[ARGS\]\s*(?:null|None|\[\])?)?\s*(?=\[TOOL_CALLS\]|\Z)|"
+    r"(?:\[ARGS\])?\s*(?=\{)|\[ARGS\]\s*(```\w*\s*)?(?=[{\"]))"
+)
+"""A name, and what precedes its arguments: an object, after `[ARGS]` also a text or a code fence; or no arguments."""
+_NAME_BEGUN = re.compile(r"\s*[^\s\[{\"`]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*\Z")
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+
+
+class MistralParser(CallParser):
+    marks: ClassVar[tuple[str, ...]] = (MARK,)
+    needed: ClassVar[tuple[str, ...]] = (MARK,)
+    trigger: ClassVar[str] = MARK
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f'{MARK} [{{"name": {json_text(name)}, "arguments": ', "}]"
+
+    def finish(self, is_whole: bool = True) -> list[str | CallDelta]:
+        named = _NAMED.match(self._held) if is_whole and self._state == self._in_head else None
+        if named is None or named.end() < len(self._held) or named[1] not in self._names:
+            return super().finish(is_whole)
+        self._pieces, self._held = [], ""
+        self._emit(Call(named[1], "{}"))
+        return self._pieces
+
+    def _in_head(self, text: str) -> str:
+        head = text[: MAX_HEAD_CHARS + 1]
+        named = _NAMED.match(head)
+        if named is not None and named.end() < len(head):
+            self._name = named[1]
+            if self._name not in self._names:
+                return self._refuse(text)
+            before, rest = text[: named.end()], text[named.end() :]
+            if rest.startswith(("{", '"')):
+                self._closers += (FENCE,) if named[2] else ()
+                return self._read_object(before, rest)
+            self._emit(Call(self._name, "{}"))
+            return rest
+        if (named is not None or _NAME_BEGUN.match(head)) and len(text) <= MAX_HEAD_CHARS:
+            self._held = text
+            return ""
+        return super()._in_head(text)
+
+    def _make_id(self) -> str:
+        return os.urandom(5).hex()[:9]  # the templates accept only ids of 9 letters and digits
+
+
+class NamedMistralParser(MistralParser):
+    separator: ClassVar[str | None] = ""
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return (f"{MARK}{name}{ARGS}", "") if _PLAIN_NAME.fullmatch(name) else super().written(name)
+
+
+def grammar_of_calls(
+    parser: type[CallParser],
+    tools: Sequence[dict[str, Any]],
+    params: Sequence[str],
+    is_parallel: bool,
+    is_required: bool,
+) -> Grammar:
+    """Return the grammar of calls of `tools` (as the chat template takes them) in the format that the parser reads.
+    `params`: names of the fields of their parameters.
+    `is_parallel` permits several calls if the format does. Unless `is_required`, calls are optional, in free text.
+    Raise InvalidRequest for parameters that are not an object, or too long a schema."""
+    calls = []
+    for tool, param in zip(tools, params, strict=True):
+        function = tool["function"]
+        schema = {"type": "object", **(function.get("parameters") or {})}
+        if schema["type"] != "object":
+            name = function["name"]
+            param = f"{param}.type"
+            raise InvalidRequest(f"{param} must be 'object', since calls of {name!r} are enforced", param)
+        begin, end = parser.written(function["name"])
+        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end))
+    several = is_parallel and (parser.separator is not None or not is_required)
+    is_leading = parser.is_leading and not is_required
+    record = ToolCalls(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading)
+    text = msgspec.json.encode(record).decode()
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(
+            f"tools: {len(text)} characters of JSON; a call can be enforced of at most {MAX_GRAMMAR_CHARS}", "tools"
+        )
+    return Grammar("tool_calls", text)
