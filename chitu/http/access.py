@@ -17,7 +17,7 @@ from hashlib import blake2b
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
-from chitu.http.connection import PROBE_PATHS
+from chitu.http.limits import PROBE_PATHS
 from chitu.net.bearer import bearer, is_bearer
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import Scope, header

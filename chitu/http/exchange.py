@@ -17,7 +17,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from chitu.errors import Capacity, ChituError, PayloadTooLarge, UnsupportedEncoding
-from chitu.http.connection import FREE_BODY_BYTES, BodyBudget
+from chitu.http.limits import FREE_BODY_BYTES, BodyBudget
 from chitu.net.http import ClientGone, Headers, Message, Scope, error_body, error_headers, header
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from chitu.errors import ConfigError
-from chitu.http.connection import App, Connection, HTTPLimits, Serving, within_descriptors
+from chitu.http.connection import App, Connection, Serving
+from chitu.http.limits import HTTPLimits, within_descriptors
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import listening_host, with_router, with_router_ports
 from chitu.config.topology_checks import warn_of_faults, warn_of_open_api, warn_without_key
 from chitu.errors import ChituError
-from chitu.http.connection import HTTPLimits
+from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, listen_together
 from chitu.launch.progress import ProgressWriter

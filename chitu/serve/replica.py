@@ -27,7 +27,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import router_ports, with_router_ports
 from chitu.errors import BadFrame, ChituError
 from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WorkerReport, report_of
-from chitu.http.connection import HTTPLimits
+from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, Listener, listen
 from chitu.launch.progress import ProgressWriter

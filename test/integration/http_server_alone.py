@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from chitu.errors import ChituError
-from chitu.http.connection import HTTPLimits
 from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.limits import HTTPLimits
 from chitu.http.server import HTTPServer, listen
 from chitu.net.http import Receive, Scope, Send
 

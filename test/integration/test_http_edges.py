@@ -12,8 +12,8 @@ import pytest
 import uvloop
 from http_server_alone import PATIENT, WAIT_S, Client, Echo, get, serving, until
 
-from chitu.http.connection import FREE_BODY_BYTES, LINGER_BYTES, PROBE_CONNECTIONS, HTTPLimits
 from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.limits import FREE_BODY_BYTES, LINGER_BYTES, PROBE_CONNECTIONS, HTTPLimits
 from chitu.net.http import Receive, Scope, Send
 
 UPGRADE = b"POST /%s HTTP/1.1\r\nhost: h\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n%s\r\n\r\n"

@@ -9,8 +9,8 @@ import time
 import pytest
 from http_server_alone import MAX_BODY, PATIENT, WAIT_S, Client, Echo, get, serving, until
 
-from chitu.http.connection import HTTPLimits
 from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.limits import HTTPLimits
 from chitu.net.http import Receive, Scope, Send
 
 

@@ -14,7 +14,7 @@ from nursery import forked_router
 
 from chitu.client.client import RouterClient
 from chitu.config.schema import RouterConfig
-from chitu.http.connection import HTTPLimits
+from chitu.http.limits import HTTPLimits
 from chitu.launch.make_model import make_model
 from chitu.testing.router_process import RouterUnderTest
 

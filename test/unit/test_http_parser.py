@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from chitu.http.connection import HTTPLimits, RequestParser
+from chitu.http.connection import RequestParser
+from chitu.http.limits import HTTPLimits
 
 
 def test_trailers_do_not_count_against_the_next_head() -> None:
