@@ -3,7 +3,7 @@
 The states of a request on its instance, as the step thread sees it, with their events and transitions.
 
 Pure table, which only `instance/sequences.py` walks; docs/protocol.md shows it. Invariants (checked over the
-table by `test/unit/test_sequences.py`): a request ends once, from every state; it is LEAVING once, and then no peer
+table by `test/unit/test_scheduling.py`): a request ends once, from every state; it is LEAVING once, and then no peer
 touches what it held.
 
 One request on one instance, in the step thread.

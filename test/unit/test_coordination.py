@@ -10,8 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity
+from chitu.errors import BadFrame, Capacity, Internal
+from chitu.instance.comm import SilenceWatch
+from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.net.view_feed import KEPT_DEAD
 from chitu.pd_coordination import LINGER_S, CoordinationEvents, PDCoordination
 from chitu.protocol import (
@@ -26,6 +29,7 @@ from chitu.protocol import (
     KVLayout,
     Leave,
     LoadReport,
+    RequestFailed,
 )
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
@@ -407,3 +411,69 @@ def test_any_number_of_changes_is_one_number_of_the_view() -> None:
     assert (change.version, change.after, len(change.joined)) == (1, 0, 49)
     assert len(world.core.view.instances) == 49 and not world.core.has_change
     assert world.core.next_change().version == 1
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A router that has gone silent, a step thread that hangs: what an instance does about either.
+
+
+DEADLINES = DeadlineConfig(heartbeat_interval_s=0.5, router_s=1.5, step_s=2.0)
+
+
+def test_silence_counts_the_turns_in_which_nothing_came_and_starts_anew_with_every_sign() -> None:
+    silence = Silence(0.5)
+    assert [silence.seconds(count) for count in (0, 0, 0, 1, 1)] == [0.0, 0.5, 1.0, 0.0, 0.5]
+
+
+def test_each_silence_of_the_router_is_told_once_when_it_is_long_enough() -> None:
+    watch = SilenceWatch(DEADLINES)
+    views = [1, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+    assert [watch.look(count, turn) for turn, count in enumerate(views)] == [0, 0, 0, 1.5, 0, 0, 0, 0, 0, 1.5]
+
+
+def test_a_cluster_has_ended_after_twenty_such_silences_in_a_row() -> None:
+    watch = SilenceWatch(DEADLINES)
+    abandoned = []
+    for turn in range(62):
+        watch.look(1, turn)
+        abandoned.append(watch.is_abandoned)
+    assert abandoned == [False] * 60 + [True] * 2
+    watch.look(2, 62)
+    assert not watch.is_abandoned
+
+
+def test_a_step_that_does_not_end_ends_the_process_and_a_slow_one_does_not() -> None:
+    watch = SilenceWatch(DEADLINES)
+    for turns, view in enumerate(range(20)):
+        watch.look(view, turns // 4)  # each step takes 1.5 s
+    with pytest.raises(Internal, match=r"the step thread has stood still for 2.0 s \(deadlines.step_s\)"):
+        for view in range(20, 30):
+            watch.look(view, 99)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# P reports a failure at once and with its next heartbeats, since the router does not acknowledge the report.
+
+
+def failed(number: int) -> RequestFailed:
+    return RequestFailed(Role.PREFILL, 0, 7, number.to_bytes(16, "little"), "capacity", "for a test")
+
+
+def test_a_failure_is_told_at_once_and_with_each_of_the_next_heartbeats() -> None:
+    told: list[RequestFailed] = []
+    reports = FailureReports(told.append)
+    reports.add(failed(1))
+    assert told == [failed(1)]
+    assert reports.repeats() == [failed(1)]
+    reports.add(failed(2))
+    rest = [reports.repeats() for _ in range(REPEATS + 1)]
+    assert rest == [[failed(1), failed(2)]] * (REPEATS - 1) + [[failed(2)], []]
+
+
+def test_a_flood_of_failures_is_told_once_and_takes_no_more_memory() -> None:
+    told: list[RequestFailed] = []
+    reports = FailureReports(told.append)
+    for number in range(KEPT + 5):
+        reports.add(failed(number))
+    assert len(told) == KEPT + 5
+    assert reports.repeats() == [failed(number) for number in range(5, KEPT + 5)]

@@ -5,12 +5,27 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.http.choice import ChoiceDecoder, Delta
+from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
+from chitu.http.bodies import chat_messages
+from chitu.http.body_decoder import responses_decoder
+from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
+from chitu.http.messages.delta import CallDelta, MessageDelta, joined
+from chitu.http.responses import ResponsesFormat, chat_body, echo_of, error_for_responses
 from chitu.http.sampling_fields import OutputOptions
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
+from chitu.http.token_logprobs import (
+    LOWEST,
+    ChatLogprobs,
+    ChoiceLogprobs,
+    CompletionLogprobs,
+    chat_texts,
+    completion_texts,
+)
+from chitu.protocol import pack_logprobs, prompt_lines, unpack_logprobs
 from chitu.tokenizer import StopScanner
 
 EOS = 256
@@ -94,3 +109,287 @@ def test_events_are_json_whatever_the_text(text: str) -> None:
         counts: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
         counts["prompt_tokens_details"] = {"cached_tokens": 0}
         assert body["usage"] == {**counts, "completion_tokens_details": {"reasoning_tokens": 0}}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logprobs in OpenAI's formats: they come with the tokens whose text goes out, byte for byte, for any cut.
+
+
+def bytes_of(token: int) -> bytes | None:
+    """Return the bytes of a token: one byte, the text of eos, or None for ids beyond eos, which no tokenizer has."""
+    return bytes([token]) if token < EOS else b"<eos>" if token == EOS else None
+
+
+def packed(tokens: list[int]) -> list[bytes]:
+    """Pack a logprob of each token, which encodes its place, with one more candidate."""
+    return [pack_logprobs(-1.0 - place, [(65, -0.25), (token, -1.0 - place)]) for place, token in enumerate(tokens)]
+
+
+def completion() -> CompletionLogprobs:
+    return CompletionLogprobs(completion_texts(bytes_of), ByteDetokenizer())
+
+
+def chat() -> ChatLogprobs:
+    return ChatLogprobs(chat_texts(bytes_of))
+
+
+@given(
+    st.text("abcö😀", max_size=20),
+    st.lists(st.text("abcö", min_size=1, max_size=3), max_size=2),
+    st.lists(st.integers(1, 5), min_size=40, max_size=40),
+    st.booleans(),
+)
+def test_a_stream_has_the_logprobs_of_its_text_and_all_of_them(
+    text: str, stops: list[str], cuts: list[int], is_chat: bool
+) -> None:
+    tokens, shown = [*text.encode(), EOS], decoder(tuple(stops), False)
+    logprobs: ChoiceLogprobs = chat() if is_chat else completion()
+    events: list[dict[str, Any]] = []
+    pieces, at = [], 0
+    for cut in cuts * 4:
+        part = tokens[at : at + cut]
+        logprobs.push(part, packed(tokens)[at : at + cut])
+        at += cut
+        for delta in shown.feed(part, "stop" if at >= len(tokens) else None):
+            pieces.append(delta.text)
+            events.append(json.loads(logprobs.of(len(delta.token_ids))))
+        if shown.finish_reason is not None:
+            break
+    num_tokens = shown.num_tokens
+    expected = [-1.0 - place for place in range(num_tokens)]
+    if is_chat:
+        entries = [entry for event in events for entry in event["content"]]
+        assert [entry["logprob"] for entry in entries] == expected
+        whole = b"".join(bytes(entry["bytes"]) for entry in entries[:num_tokens])
+        assert whole == (text.encode() + b"<eos>")[: len(whole)]
+        assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+        return
+    assert [number for event in events for number in event["token_logprobs"]] == expected
+    offsets = [offset for event in events for offset in event["text_offset"]]
+    encoded = text.encode()
+    assert offsets == [len(encoded[:place].decode(errors="ignore")) for place in range(num_tokens)]
+    if not stops:
+        assert "".join(pieces) == text and num_tokens == len(tokens)
+
+
+def test_a_part_of_a_character_is_shown_as_bytes_and_what_no_tokenizer_has_by_its_id() -> None:
+    tokens = [*"é".encode(), EOS, EOS + 1]
+    one, other = completion(), chat()
+    for form in (one, other):
+        form.push(tokens, packed(tokens))
+        form.show(len(tokens))
+    plain = json.loads(one.take())
+    assert plain["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "<eos>", "token_id:257"]
+    assert plain["top_logprobs"][0] == {"A": -0.25, "bytes:\\xc3": -1.0}
+    content = json.loads(other.take())["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in content] == [
+        *[("\\xc3", [0xC3]), ("\\xa9", [0xA9])],
+        *[("<eos>", list(b"<eos>")), ("token_id:257", None)],
+    ]
+    assert json.loads(other.take()) == {"content": [], "refusal": None}, "it is taken once"
+
+
+def test_the_token_itself_is_among_the_candidates_of_a_completion_once() -> None:
+    form = completion()
+    form.push([67, 66], [pack_logprobs(-3.0, [(65, -0.5), (66, -1.0)]), pack_logprobs(-1.0, [(65, -0.5), (66, -1.0)])])
+    form.push([68], [pack_logprobs(float("-inf"))])
+    form.show(3)
+    assert json.loads(form.take())["top_logprobs"] == [
+        {"A": -0.5, "B": -1.0, "C": -3.0},
+        {"A": -0.5, "B": -1.0},
+        {"D": LOWEST},
+    ]
+
+
+def test_tokens_without_their_logprobs_are_an_error_and_no_shifted_answer() -> None:
+    form = chat()
+    form.push([65, 66], packed([65]))
+    with pytest.raises(Internal):
+        form.show(2)
+    with pytest.raises(BadFrame):
+        unpack_logprobs(bytes(8))
+
+
+def test_the_lines_of_a_prompt_are_as_many_as_its_tokens_but_one() -> None:
+    assert prompt_lines(1, b"") == [None]
+    lines = packed([5, 6, 7])
+    assert prompt_lines(4, b"".join(lines)) == [None, *lines]
+    for num_tokens, data in ((4, b"".join(lines)[:-1]), (1, lines[0])):
+        with pytest.raises(BadFrame):
+            prompt_lines(num_tokens, data)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `/v1/responses` as a chat and back: turns from input, whole events, and errors that name its own fields.
+
+
+USAGE = UsageCount(3, 4, 1)
+
+
+def messages(given: Any, **more: Any) -> list[dict[str, Any]]:
+    body = responses_decoder.decode(json.dumps({"input": given, **more}).encode())
+    return chat_messages(chat_body(body).messages)
+
+
+def test_items_of_one_turn_of_the_model_become_one_message() -> None:
+    call = {"type": "function_call", "name": "f", "arguments": '{"a": 1}'}
+    turns = [
+        {"role": "user", "content": "2+2?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Well.", "annotations": []}],
+        },
+        {**call, "call_id": "c1"},
+        {**call, "call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "4"}]},
+        {"type": "function_call_output", "call_id": "c2", "output": "5"},
+        {"role": "assistant", "content": "4 or 5."},
+        {"role": "assistant", "content": "Or 6."},
+        {"type": "reasoning", "summary": []},
+        {"role": "user", "content": [{"type": "input_text", "text": "So?"}]},
+    ]
+    of_template = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    assert messages(turns, instructions="Be brief.") == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "2+2?"},
+        {
+            "role": "assistant",
+            "content": "Well.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [{"id": "c1", **of_template}, {"id": "c2", **of_template}],
+        },
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        {"role": "tool", "content": "5", "tool_call_id": "c2"},
+        {"role": "assistant", "content": "4 or 5."},
+        {"role": "assistant", "content": "Or 6."},
+        {"role": "user", "content": "So?"},
+    ]
+
+
+def test_wrong_items_are_errors_of_their_place() -> None:
+    for item, param in (
+        ({"role": "user"}, "input[0]"),
+        ({"content": "a"}, "input[0]"),
+        ({"type": "function_call", "name": "f"}, "input[0]"),
+        ({"type": "function_call_output", "call_id": "c"}, "input[0]"),
+        ({"type": "web_search_call"}, "input[0].type"),
+        ({"role": "user", "content": [{"type": "input_file"}]}, "input[0].content[0]"),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            messages([item])
+        assert raised.value.param == param
+
+
+def test_a_hosted_tool_is_refused_by_its_type() -> None:
+    for tool in ({"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "x" * 500}):
+        for fields, param in (({"tools": [tool]}, "tools[0].type"), ({"tool_choice": tool}, "tool_choice.type")):
+            with pytest.raises(InvalidRequest) as raised:
+                messages("a", **fields)
+            assert raised.value.param == param
+            assert raised.value.message == f"{param}: " + f"'{tool['type']}'"[:100] + " is not supported"
+
+
+def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
+    for name, own in (
+        ("messages", "input"),
+        ("messages[3].content", "input"),
+        ("tools[1].function.name", "tools[1].name"),
+        ("max_completion_tokens", "max_output_tokens"),
+        ("reasoning_effort", "reasoning.effort"),
+        ("tool_choice", "tool_choice"),
+        (None, None),
+    ):
+        error = error_for_responses(InvalidRequest(f"{name} is wrong", name))
+        assert (error.param, error.message) == (own, f"{own} is wrong")
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    found = []
+    for event in data.decode().split("\n\n")[:-1]:
+        name, line = event.split("\n")
+        found.append(json.loads(line.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def form() -> ResponsesFormat:
+    return ResponsesFormat("id", 1, "m", echo_of(responses_decoder.decode(b'{"input": "a"}')))
+
+
+PARTS = st.lists(
+    st.one_of(
+        st.text("ab", max_size=3),
+        st.builds(lambda text: MessageDelta(reasoning=text), st.text("ab", min_size=1, max_size=3)),
+        st.builds(lambda text: MessageDelta(calls=(CallDelta(0, text, "c0", "f"),)), st.text("ab", max_size=3)),
+    ),
+    max_size=8,
+)
+
+
+@given(PARTS, st.sampled_from(["stop", "tool_calls", "length"]))
+def test_the_events_of_any_message_add_up_to_its_answer(parts: list[str | MessageDelta], reason: str) -> None:
+    placed: list[str | MessageDelta] = []
+    for part in parts:
+        if isinstance(part, MessageDelta) and part.calls:
+            number = sum(isinstance(p, MessageDelta) and bool(p.calls) for p in placed)
+            placed.append(MessageDelta(calls=(part.calls[0]._replace(place=number, id=f"c{number}"),)))
+        else:
+            placed.append(part)
+    streamed = form()
+    data = streamed.opening(0) + b"".join(streamed.delta(0, part, None) for part in placed)
+    data += streamed.last(0, "", reason, None) + streamed.usage(USAGE) + streamed.done
+    events = events_of(data)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    items: dict[int, dict[str, Any]] = {}
+    texts: dict[int, str] = {}
+    for event in events:
+        at = event.get("output_index", -1)
+        if event["type"] == "response.output_item.added":
+            assert at == len(items) and event["item"]["status"] == "in_progress"
+            items[at], texts[at] = event["item"], ""
+        elif event["type"].endswith(".delta"):
+            assert event["item_id"] == items[at]["id"]
+            texts[at] += event["delta"]
+        elif event["type"] == "response.output_item.done":
+            items[at] = event["item"]
+            whole = items[at].get("arguments", "".join(part["text"] for part in items[at].get("content", ())))
+            assert whole == texts[at]
+    last = events[-1]["response"]
+    status = "incomplete" if reason == "length" else "completed"
+    assert events[-1]["type"] == f"response.{status}" and last["status"] == status
+    assert last["output"] == list(items.values()) and last["usage"]["total_tokens"] == 7
+    if status == "completed":
+        assert all(item["status"] == "completed" for item in items.values())
+    # Not streamed: the same content, with one item of each kind unless the kinds alternate.
+    answer = json.loads(b"".join(form().full([FinishedChoice(joined(placed), reason, None)], USAGE)))
+    assert answer["status"] == status and answer["usage"] == last["usage"]
+    assert set(answer) == set(last)
+
+
+def test_an_error_in_the_middle_is_the_last_event() -> None:
+    broken = form()
+    broken.opening(0)
+    broken.delta(0, "ab", None)
+    *_, closing, event = events_of(broken.error(RequestCancelled("aborted")))
+    assert closing["item"]["content"][0]["text"] == "ab" and closing["item"]["status"] == "incomplete"
+    assert event["type"] == "response.failed" and event["response"]["status"] == "failed"
+    assert event["response"]["error"] == {"code": "cancelled", "message": "aborted"}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Who may abort a request: only its tenant, by the id of the request or of the answer.
+
+
+def test_a_request_is_aborted_once_and_by_its_tenant_alone() -> None:
+    running = RunningAnswers(lambda generation: None)
+    answer = RunningAnswer("own", 0.0)
+    running.add("r1", answer)
+    answer_id = str(ChatFormat("r1", 0, "m", False)._head["id"])
+    assert [running.abort(name, who) for name, who in (("r1", "other"), ("r2", "own"))] == [0, 0]
+    assert not answer.is_aborted
+    assert [running.abort(name, "own") for name in (answer_id, "r1")] == [1, 0]
+    assert answer.is_aborted
+    running.remove("r1", answer)
+    assert (running.abort("r1", "own"), len(running)) == (0, 0)

@@ -1,5 +1,6 @@
 """The page account with a prefix cache: whichever requests come and go, a prompt begins with pages that hold its own
-tokens, and every page has one owner."""
+tokens, and every page has one owner.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.errors import Capacity
+from chitu.errors import Capacity, Internal
+from chitu.kv_cache.page_allocator import PageAllocator
 from chitu.kv_cache.page_keys import PageKeys
 from chitu.protocol import pack_i32
 
@@ -231,3 +233,128 @@ def test_what_a_room_computed_before_a_flush_is_not_found_behind_it() -> None:
     assert pool.cache.pages_wanted(pool.cache.page_keys(""), pack_i32([1] * 6)) == 3
     pool.end(0)
     assert pool.cache.allocator.num_free == NUM_PAGES
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A page never has two owners, and neighbouring pages are kept together.
+
+
+def test_a_reservation_is_one_run_where_a_run_is_free() -> None:
+    allocator = PageAllocator(16)
+    assert allocator.reserve(4) == [0, 1, 2, 3]
+    assert allocator.reserve(2) == [4, 5]
+    allocator.release([1, 2])
+    assert allocator.reserve(2) == [1, 2], "the shortest run that fits is taken first"
+
+
+def test_a_table_grows_into_its_neighbour_when_that_is_free() -> None:
+    allocator = PageAllocator(16)
+    first = allocator.reserve(2)
+    allocator.reserve(1)
+    assert allocator.reserve(1, after=2) == [3]
+    assert allocator.reserve(1, after=first[-1]) != [2], "page 2 is taken"
+
+
+def test_scattered_pages_serve_when_no_run_is_long_enough() -> None:
+    allocator = PageAllocator(8)
+    pages = allocator.reserve(8)
+    allocator.release(pages[::2])
+    assert sorted(allocator.reserve(4)) == pages[::2]
+
+
+def test_too_many_pages_raise_capacity_and_take_nothing() -> None:
+    allocator = PageAllocator(4)
+    allocator.reserve(3)
+    with pytest.raises(Capacity, match="2 pages wanted, 1 of 4"):
+        allocator.reserve(2)
+    assert allocator.num_free == 1
+
+
+def test_quarantined_pages_are_not_given_out_until_released() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.reserve(4)
+    allocator.quarantine(pages[:2])
+    assert (allocator.num_used, allocator.num_quarantined, allocator.num_free) == (2, 2, 0)
+    allocator.release(pages)
+    assert allocator.num_free == 4
+
+
+@pytest.mark.parametrize("mistake", ["release twice", "release one page twice in a call", "quarantine a free page"])
+def test_mistakes_are_loud(mistake: str) -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.reserve(2)
+    with pytest.raises(Internal):
+        if mistake == "release one page twice in a call":
+            allocator.release([pages[0], pages[0]])
+        else:
+            allocator.release(pages)
+            (allocator.release if mistake == "release twice" else allocator.quarantine)(pages)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "quarantine"]), st.integers(1, 9)), max_size=60))
+def test_no_page_is_ever_in_two_hands(actions: list[tuple[str, int]]) -> None:
+    allocator = PageAllocator(24)
+    held: list[list[int]] = []
+    quarantined: list[list[int]] = []
+    for action, number in actions:
+        if action == "reserve" and number <= allocator.num_free:
+            pages = allocator.reserve(number, after=held[-1][-1] if held else -1)
+            assert len(set(pages)) == number
+            assert not set(pages) & {page for other in held + quarantined for page in other}
+            held.append(pages)
+        elif action == "release" and held:
+            allocator.release(held.pop(number % len(held)))
+        elif action == "quarantine" and held:
+            quarantined.append(held.pop(number % len(held)))
+            allocator.quarantine(quarantined[-1])
+        in_use = sum(map(len, held))
+        set_aside = sum(map(len, quarantined))
+        assert (allocator.num_used, allocator.num_quarantined) == (in_use, set_aside)
+        assert allocator.num_free == 24 - in_use - set_aside
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The page tables of an instance.
+
+
+ROOM, OTHER = b"a" * 16, b"b" * 16
+
+
+def test_a_table_grows_only_when_its_pages_are_full() -> None:
+    cache = PagedKVCacheManager(8, page_size=4)
+    assert len(cache.reserve(ROOM, 5)) == 2
+    assert cache.reserve(ROOM, 8) == []
+    assert len(cache.reserve(ROOM, 9)) == 1
+    assert len(cache.get_page_indices(ROOM)) == 3
+
+
+def test_a_reservation_that_does_not_fit_takes_nothing() -> None:
+    cache = PagedKVCacheManager(2, page_size=4)
+    cache.reserve(ROOM, 4)
+    with pytest.raises(Capacity):
+        cache.reserve(OTHER, 8)
+    assert cache.allocator.num_free == 1
+    assert not cache.get_page_indices(OTHER)
+    cache.remove_task(OTHER)
+
+
+def test_transferred_pages_become_the_rooms_own_once() -> None:
+    cache = PagedKVCacheManager(8, page_size=4)
+    pages = cache.reserve_for_transfer(ROOM, 6)
+    with pytest.raises(Internal, match="pages other than"):
+        cache.insert_kv_cache_from_transfer(ROOM, [pages[1], pages[0]], 6)
+    cache.insert_kv_cache_from_transfer(ROOM, pages, 6)
+    with pytest.raises(Internal, match="expects none"):
+        cache.insert_kv_cache_from_transfer(ROOM, pages, 6)
+
+
+def test_quarantined_pages_come_back_with_remove_task_and_twice_is_harmless() -> None:
+    cache = PagedKVCacheManager(8, page_size=4)
+    cache.reserve_for_transfer(ROOM, 6)
+    cache.quarantine(ROOM)
+    assert (cache.allocator.num_free, cache.allocator.num_quarantined) == (6, 2)
+    with pytest.raises(Internal, match="1 page tables left"):
+        cache.check_idle()
+    cache.remove_task(ROOM)
+    cache.remove_task(ROOM)
+    cache.check_idle()

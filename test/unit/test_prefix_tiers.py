@@ -6,21 +6,24 @@ The test runs the jobs of the thread `tiers` one at a time, between the steps, a
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from scheduler_world import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
-from tiered_instances import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, TieredPair
+from tiered_instances import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, TieredPair, names_of, prompt_bytes
 
+from chitu.config.schema import CacheConfig, StoreConfig
 from chitu.errors import ConfigError
 from chitu.instance.sequences import SequenceState
+from chitu.kv_cache.tiers.build import DECODE_HOST_BYTES, decode_cache
+from chitu.kv_cache.tiers.disk_pages import DiskPages
+from chitu.kv_cache.tiers.page_store import PageStore, StoreError
 from chitu.kv_cache.tiers.prefix_tiers import PIECE_PAGES
+from chitu.kv_cache.tiers.record import HEADER_BYTES
+from chitu.kv_cache.tiers.slow_tier import OFF_S
 from chitu.kv_cache.tiers.speed import MEMORY_S
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
-from chitu.protocol import (
-    CancelRequest,
-    PrefillRequest,
-    pack_i32,
-)
+from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, pack_i32
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -332,3 +335,271 @@ def test_what_comes_from_a_store_was_work_to_do_and_is_work_done() -> None:
     assert instance.scheduler.load.waiting_tokens == 33, "nobody knows yet what the store has"
     instance.run()
     assert instance.cached[room_of(2)] == instance.scheduler._prefill.loaded_tokens == 32
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Behind host memory: pages on disk outlive an instance; a store that is slow, broken, lost or wrong is a miss.
+
+
+FOREVER = 1 << 40
+
+
+def test_what_host_memory_lost_comes_back_from_disk_and_after_a_restart_too(tmp_path: Path) -> None:
+    prompt = prompt_of(1, 41)
+    disk = DiskPages(tmp_path, FOREVER)
+    instance = Stored({"disk": disk})
+    instance.ask(0, prompt)
+    instance.evict()
+    assert instance.ask(1, prompt) == 40
+    assert instance.slow["disk"].hit_pages == 10 and instance.tiers.hit_pages == 0
+    instance.check_empty()
+    disk.close()
+    disk = DiskPages(tmp_path, FOREVER)
+    again = Stored({"disk": disk})
+    assert again.ask(0, prompt) == 40
+    disk.close()
+    other = Stored({"disk": DiskPages(tmp_path, FOREVER)})
+    assert other.ask(0, prompt, "another salt") == 0
+
+
+def test_a_chain_is_put_together_from_all_tiers(tmp_path: Path) -> None:
+    """The first pages are in the pool, the rest in host memory, on disk and in a store."""
+    store, disk = MemoryStore(), DiskPages(tmp_path, FOREVER)
+    instance = Stored({"disk": disk, "store": store})
+    prompt = prompt_of(1, 41)
+    instance.ask(0, prompt)
+    names = instance.cache.page_keys("").upto(10, prompt_bytes(prompt))  # type: ignore[union-attr]
+    instance.evict()
+    for key in names[6:]:
+        disk.forget(key)
+    instance.ask(1, prompt[:9])  # pool and host memory have two pages
+    assert instance.ask(2, prompt) == 40
+    assert (instance.slow["disk"].hit_pages, instance.slow["store"].hit_pages) == (2 + 4, 4)
+
+
+@pytest.mark.parametrize("place", [0, 4, 9])
+def test_a_flipped_byte_is_a_miss_from_there_on_and_is_put_right(place: int) -> None:
+    store = MemoryStore()
+    instance = Stored({"store": store})
+    prompt = prompt_of(1, 41)
+    instance.ask(0, prompt)
+    instance.evict()
+    key = instance.cache.page_keys("").upto(10, prompt_bytes(prompt))[place]  # type: ignore[union-attr]
+    store.records[key][HEADER_BYTES + 5] ^= 0x10
+    assert instance.ask(1, prompt) == place * PAGE_SIZE
+    assert instance.slow["store"].bad_pages == 1
+    instance.evict()
+    assert instance.ask(2, prompt) == 40, "the page that was computed again was not put there"
+    instance.check_empty()
+
+
+def test_another_page_under_its_key_is_a_miss() -> None:
+    store = MemoryStore()
+    instance = Stored({"store": store})
+    prompt = prompt_of(1, 41)
+    instance.ask(0, prompt)
+    instance.evict()
+    first, second = instance.cache.page_keys("").upto(2, prompt_bytes(prompt))  # type: ignore[union-attr]
+    store.records[first] = bytearray(store.records[second])
+    assert instance.ask(1, prompt) == 0
+
+
+@pytest.mark.parametrize("error", [StoreError("no route"), OSError(28, "No space left on device")])
+def test_a_store_that_fails_is_left_out_for_a_while(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+    instance = Stored({"store": store})
+    prompt = prompt_of(1, 41)
+    instance.ask(0, prompt)
+    instance.evict()
+    store.error = error
+    assert instance.ask(1, prompt) == 0
+    assert "goes without store" in caplog.text
+    calls = store.calls
+    instance.evict()
+    assert instance.ask(2, prompt) == 0 and store.calls == calls
+    store.error = None
+    instance.clock.advance(OFF_S)
+    instance.evict()
+    assert instance.ask(3, prompt) == 40
+    instance.check_empty()
+
+
+def test_a_call_that_hangs_costs_its_deadline_once_and_what_comes_late_is_dropped() -> None:
+    """The scheduler steps in the middle of the call, as it does while another thread is in it."""
+    store = MemoryStore()
+    instance = Stored({"store": store})
+    prompt, other = prompt_of(1, 41), prompt_of(2, 21)
+    instance.ask(0, prompt)
+    instance.evict()
+    store.before_get = lambda: hang()
+    seen = []
+
+    def hang() -> None:
+        instance.step()
+        assert room_of(1) not in instance.tokens
+        instance.clock.advance(TIMEOUT_S + 0.1)
+        for index, tokens in ((1, prompt), (2, other)):  # the second does not even call the store
+            if index == 2:
+                instance.submit(index, tokens)
+            while room_of(index) not in instance.finishes:
+                instance.step()
+            instance.check(index, tokens)
+            seen.append(instance.cached.get(room_of(index), 0))
+
+    instance.submit(1, prompt)
+    instance.run()
+    assert seen == [0, 0]
+    assert not instance.copies.restored
+    assert not instance.slow["store"].may_have(b"")
+    instance.clock.advance(OFF_S)
+    assert instance.slow["store"].may_have(b"")
+    instance.check_empty()
+
+
+def test_a_slow_store_is_not_asked_while_computing_is_faster() -> None:
+    store = MemoryStore()
+    instance = Stored({"store": store})
+    prompt = prompt_of(1, 41)
+    instance.ask(0, prompt)
+    instance.evict()
+    store.before_get = lambda: instance.clock.advance(TIMEOUT_S / 2)
+    assert instance.ask(1, prompt) == 40  # its speed was not known yet
+    instance.tiers.note_prefill(10**9, 1.0)
+    instance.evict()
+    assert instance.ask(2, prompt) == 0
+
+
+def test_a_flush_clears_the_disk_and_what_was_to_be_put_there(tmp_path: Path) -> None:
+    instance = Stored({"disk": DiskPages(tmp_path, FOREVER)})
+    prompt = prompt_of(1, 41)
+    instance.submit(0, prompt)
+    while not instance.scheduler.is_idle:
+        instance.step()
+        instance.tiers._thread.run_one()  # to host memory, and no further
+    assert len(instance.host) and not list(tmp_path.iterdir())
+    instance.scheduler.flush_cache()
+    instance.step()
+    instance.pump()
+    assert not list(tmp_path.iterdir())
+    instance.ask(1, prompt)
+    assert len(list(tmp_path.iterdir())) == 10
+    instance.scheduler.flush_cache()
+    instance.step()
+    instance.pump()
+    assert not list(tmp_path.iterdir())
+    assert instance.ask(2, prompt) == 0
+
+
+def test_random_requests_over_all_tiers_have_the_right_tokens(tmp_path: Path) -> None:
+    """Each tier holds a part, records change, calls fail, and instances are replaced."""
+    hits = {"disk": 0, "store": 0}
+    for seed in range(5):
+        rng = random.Random(seed)
+        store = MemoryStore()
+        for _ in range(2):
+            disk = DiskPages(tmp_path / str(seed), 20 * (HEADER_BYTES + 256))
+            instance = Stored({"disk": disk, "store": store}, num_pages=24, host_pages=rng.choice((4, 16)))
+            prompts = [prompt_of(rng.randrange(3), rng.randrange(1, 60)) for _ in range(12)]
+            waiting = list(enumerate(prompts))
+            for _turn in range(3000):
+                if waiting and rng.random() < 0.3:
+                    instance.submit(*waiting.pop(0))
+                if store.records and rng.random() < 0.1:
+                    record = store.records[rng.choice(sorted(store.records))]
+                    record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
+                store.error = StoreError("away") if rng.random() < 0.02 else None
+                if rng.random() < 0.1:
+                    instance.clock.advance(TIMEOUT_S)
+                if rng.random() < 0.02:
+                    instance.scheduler.flush_cache()
+                for _ in range(rng.randrange(4)):
+                    instance.tiers.run_one()
+                instance.step()
+                if not waiting and instance.scheduler.is_idle:
+                    break
+            store.error = None
+            instance.run()
+            for index, prompt in enumerate(prompts):
+                instance.check(index, prompt)
+            instance.check_empty()
+            assert disk.num_bytes == sum(path.stat().st_size for path in (tmp_path / str(seed)).iterdir())
+            assert disk.num_bytes <= 20 * (HEADER_BYTES + 256)
+            disk.close()
+            for name, tier in instance.slow.items():
+                hits[name] += tier.hit_pages
+    assert min(hits.values()) > 5, hits
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The way back: P gets what D computed through a store, so a turn computes only what is new.
+
+
+def pair_over(prefill: PageStore, decode: PageStore) -> tuple[TieredPair, Stored]:
+    pair = TieredPair(
+        lambda wire: Stored({"store": prefill}, num_pages=64, sender=wire),
+        lambda wire: Stored({"store": decode}, num_pages=64, receiver=wire),
+    )
+    assert isinstance(pair.decode, Stored)
+    return pair, pair.decode
+
+
+def test_p_computes_what_is_new_in_a_turn_and_takes_the_answers_from_d() -> None:
+    store = MemoryStore()
+    pair, decode = pair_over(store, store)
+    prompt, known = prompt_of(1, 22), 0
+    for turn in range(4):
+        assert pair.ask(turn, prompt, max_tokens=13) == known // PAGE_SIZE * PAGE_SIZE
+        known = len(prompt) + 12  # the newest token has no K and V yet
+        prompt = [*prompt, *decode.tokens[room_of(turn)], *range(5)]
+    assert sorted(store.records) == sorted(names_of(decode, prompt[:known]))
+    assert decode.copies.extracted and not decode.copies.restored
+    pair.prefill.check_empty()
+    decode.check_empty()
+
+
+def test_d_hands_on_what_p_lacks_and_nothing_else() -> None:
+    """The page in which the prompt ends is the first one handed on. A request that keeps out of the cache leaves none,
+    and pages of a salt serve that salt only."""
+    theirs, ours = MemoryStore(), MemoryStore()
+    pair, decode = pair_over(theirs, ours)
+    prompt = prompt_of(1, 22)
+    pair.ask(0, prompt, max_tokens=13, salt=None)
+    assert not theirs.records and not ours.records
+    pair.ask(1, prompt, max_tokens=13, salt="mine")
+    tokens = prompt + decode.tokens[room_of(1)][:12]
+    names = names_of(decode, tokens, "mine")
+    assert sorted(theirs.records) == sorted(names[:5]) and sorted(ours.records) == sorted(names[5:8])
+    pair.ask(2, tokens[:25], max_tokens=1, salt="mine")
+    assert len(ours.records) == 3
+
+
+def test_d_leaves_nothing_of_a_request_that_is_cancelled() -> None:
+    store = MemoryStore()
+    pair, decode = pair_over(MemoryStore(), store)
+    room, tokens = room_of(0), prompt_bytes(prompt_of(1, 22))
+    sampling = SamplingParams(60, temperature=0.0)
+    decode.scheduler.submit(DecodeRequest(room, "r", tokens, sampling, 0, 1, cache_salt=""))
+    pair.prefill.scheduler.submit(PrefillRequest(room, "r", tokens, 0, 1, cache_salt=""))
+    while len(decode.tokens.get(room, [])) < 20:
+        pair.turn()
+    decode.scheduler.submit(CancelRequest(room))
+    decode.run()
+    assert not decode.copies.extracted and not store.records
+
+
+def test_d_takes_a_bounded_part_of_host_memory_and_gives_the_store_none() -> None:
+    for host_bytes in (1000, DECODE_HOST_BYTES, DECODE_HOST_BYTES + 1):
+        config = decode_cache(CacheConfig(host_bytes=host_bytes, store=StoreConfig(master="m:1", segment_bytes=7)))
+        assert config.host_bytes == min(host_bytes, DECODE_HOST_BYTES)
+        assert config.store == StoreConfig(master="m:1")
+
+
+def test_a_store_that_fails_costs_d_no_token_and_p_a_prefill() -> None:
+    ours = MemoryStore()
+    pair, decode = pair_over(MemoryStore(), ours)
+    ours.error = StoreError("away")
+    prompt = prompt_of(1, 22)
+    pair.ask(0, prompt, max_tokens=13)
+    longer = [*prompt, *decode.tokens[room_of(0)], 9]
+    assert pair.ask(1, longer, max_tokens=13) == 20  # of the prompt
+    decode.check_empty()

@@ -1,18 +1,160 @@
-"""The pure batch policies: which requests compute, which grow, which are retracted."""
+"""Which sequences a step computes: their states, budgets, ageing, and shares of tenants."""
 
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
 from collections.abc import Collection
+from contextlib import ExitStack
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.config.schema import SchedulerConfig
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import StepPlan
 from chitu.instance.decode import DecodeManager, GrowthReserve, may_admit, victims_for_growth
 from chitu.instance.prefill import select_chunks, speculation_to_undo
-from chitu.instance.sequences import Resources, Sequence, Sequences, SequenceState
-from chitu.protocol import SamplingParams, pack_i32
+from chitu.instance.requests import PRIORITY_SHARE
+from chitu.instance.sequences import (
+    AT_PEER_STATES,
+    OPEN_STATES,
+    SEQUENCE_TRANSITIONS,
+    Resources,
+    Sequence,
+    Sequences,
+    SequenceState,
+    queue_order,
+)
+from chitu.instance.sequences import SequenceEvent as E
+from chitu.instance.sequences import SequenceState as S
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
+from chitu.net.fair_share import NoPlace, Places, Turns
+from chitu.protocol import (
+    MAX_PRIORITY,
+    CancelRequest,
+    DecodeRequest,
+    PrefillRequest,
+    SamplingParams,
+    UnifiedRequest,
+    pack_i32,
+)
 from chitu.testing.clock import FakeClock
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The states of a request on its instance, checked as a graph; and its queue is always that of its state.
+
+
+ROADS: dict[S, tuple[E, ...]] = {
+    S.WAITING: (),
+    S.COMPUTING: (E.ADMIT,),
+    S.INFLIGHT: (E.ADMIT, E.COMPUTED),
+    S.TRANSFER: (E.ANNOUNCE,),
+    S.LOGITS: (E.ANNOUNCE, E.ROW_HERE),
+    S.STARTED: (E.ANNOUNCE, E.ROW_HERE, E.START),
+    S.LANDED: (E.ANNOUNCE, E.ROW_HERE, E.KV_HERE),
+    S.RUNNING: (E.ANNOUNCE, E.ROW_HERE, E.START, E.KV_HERE),
+    S.RETRACTED: (E.ADMIT, E.START, E.RETRACT),
+    S.FORK_WAITING: (),
+    S.FORK_HELD: (E.HOLD,),
+    S.CLOSING: (E.ANNOUNCE, E.END),
+    S.LEAVING: (E.ANNOUNCE, E.END, E.FREE),
+}
+
+
+def one(number: int, forks: int = 0) -> Sequence:
+    room = number.to_bytes(16, "big")
+    sequence = Sequence(room, f"r{number}", number, 0.0, pack_i32(range(6)), SamplingParams(4))
+    sequence.forks = [one(number * 100 + fork) for fork in range(1, forks + 1)]
+    for fork in sequence.forks:
+        fork.source = sequence
+    return sequence
+
+
+def in_state(state: S) -> tuple[Sequences, Sequence]:
+    sequences = Sequences(Resources(PagedKVCacheManager(8, 4), 4, make_aux(0)))
+    is_fork = state in (S.FORK_WAITING, S.FORK_HELD)
+    first = one(1, forks=int(is_fork))
+    sequences.add(first)
+    sequence = first.forks[0] if is_fork else first
+    for event in ROADS[state]:
+        assert sequences.take(sequence, event)
+    assert sequence.state is state
+    return sequences, sequence
+
+
+@pytest.mark.parametrize("event", E, ids=lambda event: event.name)
+@pytest.mark.parametrize("state", S, ids=lambda state: state.name)
+def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S, event: E) -> None:
+    sequences, sequence = in_state(state)
+    target = SEQUENCE_TRANSITIONS.get((state, event))
+    assert sequences.take(sequence, event) is (target is not None)
+    assert sequence.state is (target or state)
+    for each in S:
+        assert (sequence.room in sequences.of(each)) == (each is sequence.state)
+    assert sequences.get(sequence.room) is sequence
+    assert (sequences.find(sequence.room) is sequence) == (sequence.state in OPEN_STATES)
+
+
+def test_a_request_ends_once_from_every_state_and_is_freed_once() -> None:
+    after_end = {target for (_, event), target in SEQUENCE_TRANSITIONS.items() if event is E.END}
+    assert after_end == {S.CLOSING} and {s for s, event in SEQUENCE_TRANSITIONS if event is E.END} == OPEN_STATES
+    assert [pair for pair in SEQUENCE_TRANSITIONS if pair[0] is S.CLOSING] == [(S.CLOSING, E.FREE)]
+    assert not [pair for pair in SEQUENCE_TRANSITIONS if pair[0] is S.LEAVING]
+
+
+def test_p_may_write_from_the_announcement_until_its_kv_is_here() -> None:
+    entered = {target for (_, event), target in SEQUENCE_TRANSITIONS.items() if event is E.ANNOUNCE}
+    border = entered
+    while border:
+        border = {
+            target
+            for (state, event), target in SEQUENCE_TRANSITIONS.items()
+            if state in border and event not in (E.KV_HERE, E.END)
+        } - entered
+        entered |= border
+    assert entered == AT_PEER_STATES
+
+
+@pytest.mark.parametrize("state", [s for s in S if s in OPEN_STATES], ids=lambda state: state.name)
+def test_what_is_closed_and_freed_is_gone_and_holds_nothing(state: S) -> None:
+    sequences, sequence = in_state(state)
+    sequences.resources.slots.take(sequence)
+    sequences.resources.cache.reserve(sequence.room, 6)
+    assert sequences.close(sequence) and not sequences.close(sequence)
+    assert sequences.resources.slots.num_free == 4
+    assert sequences.take_dropped_keys() == ([sequence.offload_key] if state is S.RETRACTED else [])
+    sequences.free(sequence)
+    sequences.free(sequence)
+    assert sequence.room not in sequences and sequences.resources.cache.allocator.num_free == 8
+    assert not any(sequence.room in sequences.of(each) for each in S)
+
+
+def test_while_a_step_is_unread_what_is_freed_is_still_here() -> None:
+    sequences, sequence = in_state(S.RUNNING)
+    sequences.resources.launched()
+    sequences.close(sequence)
+    sequences.free(sequence)
+    assert sequence.state is S.LEAVING and sequence.room in sequences and not sequences.open
+    sequences.resources.read()
+    assert sequence.room not in sequences and not len(sequences)
+
+
+def test_forks_are_counted_one_by_one_and_a_prompt_with_forks_is_not_open_itself() -> None:
+    sequences = Sequences(Resources(PagedKVCacheManager(8, 4), 4, make_aux(0)))
+    source = one(1, forks=3)
+    sequences.add(source)
+    sequences.add(one(2))
+    assert sequences.num_choices(S.WAITING) == 4
+    assert sequences.open == [*source.forks, *sequences.queue(S.WAITING)[1:]]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The pure batch policies: which requests compute, which grow, which are retracted.
 
 
 def sequence(
@@ -137,3 +279,212 @@ def test_the_youngest_are_retracted_until_the_rest_can_step() -> None:
     assert victims_for_growth([a], {a}, free_pages=0, coming_back=held.__getitem__) == [a], (
         "alone and stuck: it waits in host memory"
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Priorities move requests by a bounded time, so that none waits for ever: on P, on D, and in retraction.
+
+
+QUEUE_S = DeadlineConfig().queue_s
+MOST_S = PRIORITY_SHARE * QUEUE_S
+STEP_S = 0.25
+CLIENTS = 12
+priorities = st.integers(-MAX_PRIORITY, MAX_PRIORITY) | st.integers(-3, 3)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e3), priorities, priorities)
+def test_nothing_overtakes_a_request_that_came_long_before_it(
+    arrival_s: float, later_s: float, first: int, second: int
+) -> None:
+    older = queue_order(arrival_s, 1, first, MOST_S)
+    newer = queue_order(arrival_s + 2 * MOST_S + later_s, 2, second, MOST_S)
+    assert older < newer
+
+
+@given(st.floats(0, 1e6), priorities, priorities)
+def test_of_requests_that_come_together_the_lowest_priority_is_first(arrival_s: float, one: int, other: int) -> None:
+    low, high = sorted((one, other))
+    first, second = queue_order(arrival_s, 1, low, MOST_S), queue_order(arrival_s, 2, high, MOST_S)
+    assert first < second
+    if abs(low) < 1000 > abs(high) and low < high:
+        assert queue_order(arrival_s, 2, low, MOST_S) < queue_order(arrival_s, 1, high, MOST_S)
+
+
+def test_a_priority_of_one_is_worth_half_of_the_longest_shift() -> None:
+    places = [queue_order(100.0, 0, priority, 8.0)[0] for priority in (-MAX_PRIORITY, -1, 0, 1, 3, MAX_PRIORITY)]
+    assert places == pytest.approx([92.0, 96.0, 100.0, 104.0, 106.0, 108.0])
+
+
+class Clients:
+    """`CLIENTS` that each send their next request when the last one is over, beside one that sends a single request
+    behind their first ones. A step takes `STEP_S`."""
+
+    def __init__(self, role: str) -> None:
+        config = SchedulerConfig(max_running_requests=4, max_batched_tokens=16, chunk_size=8, reserved_decode_tokens=4)
+        self.role, self.clock, self.wire = role, FakeClock(), Wire()
+        side: dict[str, Any] = {"prefill": {"sender": PSide(self.wire)}, "decode": {"receiver": DSide(self.wire)}}
+        self.instance = Instance(100, config=config, aux_slots=4, clock=self.clock, **side.get(role, {}))
+        self.began_s: dict[bytes, float] = {}
+        """When D announced a room, or P computed it; of a unified instance, the end of the request."""
+        self.count = 0
+
+    def send(self, priority: int) -> bytes:
+        self.count += 1
+        room, prompt, sampling = room_of(self.count), pack_i32(range(16)), SamplingParams(12, ignore_eos=True)
+        self.instance.scheduler.submit(
+            PrefillRequest(room, "r", prompt, 0, 1, priority=priority)
+            if self.role == "prefill"
+            else DecodeRequest(room, "r", prompt, sampling, 0, 1, priority=priority)
+            if self.role == "decode"
+            else UnifiedRequest(room, "r", prompt, sampling, priority=priority)
+        )
+        return room
+
+    def step(self) -> None:
+        self.clock.advance(STEP_S)
+        self.instance.scheduler.step()
+        wire, now_s = self.wire, self.clock.monotonic()
+        for room in {"prefill": wire.computed, "decode": wire.announced}.get(self.role, self.instance.finishes):
+            self.began_s.setdefault(room, now_s)
+        if self.role != "unified":  # its transfer, or its tokens, take three seconds
+            for room in [r for r, began_s in self.began_s.items() if began_s + 3.0 <= now_s and r not in wire.dead]:
+                wire.dead.add(room)
+                if self.role == "prefill":
+                    wire.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room))
+                else:
+                    self.instance.scheduler.submit(CancelRequest(room))
+
+    def wait_of_one(self, priority: int, of_others: int) -> float:
+        """Return how long the one request waits among those of the others."""
+        others = [self.send(of_others) for _ in range(CLIENTS)]
+        one, sent_s = self.send(priority), self.clock.monotonic()
+        while one not in self.began_s and one not in self.instance.failures:
+            assert self.clock.monotonic() - sent_s < 10 * QUEUE_S
+            self.step()
+            over = self.wire.dead if self.role != "unified" else self.instance.finishes
+            others = [self.send(of_others) if room in over else room for room in others]
+        failed = self.instance.failures.get(one) or self.instance.finishes.get(one)
+        assert getattr(failed, "code", "") == "", failed
+        return self.began_s[one] - sent_s
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "unified"])
+@pytest.mark.parametrize(
+    ("priority", "of_others"), [(0, -1), (0, -MAX_PRIORITY), (MAX_PRIORITY, 0), (MAX_PRIORITY, -5)]
+)
+def test_a_dozen_clients_ahead_of_another_do_not_starve_it(role: str, priority: int, of_others: int) -> None:
+    in_turn_s = Clients(role).wait_of_one(0, 0)
+    assert in_turn_s > 4.0, "there is a queue"
+    waited_s = Clients(role).wait_of_one(priority, of_others)
+    assert in_turn_s < waited_s <= in_turn_s + 2 * MOST_S + STEP_S * CLIENTS < QUEUE_S
+    assert Clients(role).wait_of_one(of_others, priority) < in_turn_s, "a priority is worth something"
+
+
+def test_the_youngest_is_retracted_first_unless_a_priority_decides_and_an_old_one_is_not_for_urgent_ones() -> None:
+    def running(number: int, arrival_s: float, priority: int) -> Sequence:
+        order = queue_order(arrival_s, number, priority, MOST_S)
+        return Sequence(room_of(number), "r", order, arrival_s, pack_i32([1]), SamplingParams(4))
+
+    old, young, urgent = running(1, 0.0, 0), running(2, 3 * MOST_S, 0), running(3, 3 * MOST_S, -MAX_PRIORITY)
+    for needy, available in ((3, 0), (3, 1), (3, 2)):
+        victims = victims_for_growth([old, young, urgent], {old, young, urgent}, available, lambda room: 1)
+        assert victims == [young, urgent, old][: {0: 2, 1: 1, 2: 1}[available]], needy
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Places and turns that clients share: nobody is locked out, nobody waits for all tasks of another.
+
+
+@given(st.lists(st.tuples(st.integers(0, 14), st.integers(1, 70)), max_size=30))
+def test_whatever_fifteen_clients_take_the_next_one_finds_a_place(takers: list[tuple[int, int]]) -> None:
+    places: Places[int] = Places(256)
+    with ExitStack() as held:
+        counts: Counter[int] = Counter()
+        for client in [client for client, count in takers for _ in range(count)]:
+            with contextlib.suppress(NoPlace):
+                held.enter_context(places.place(client))
+                counts[client] += 1
+        assert places.num_free == 256 - counts.total() > 0
+        assert max(counts.values(), default=0) <= 64, "a quarter"
+        with places.place(99):
+            pass
+    assert places.num_free == 256
+
+
+def test_one_client_has_a_quarter_of_the_places_and_gets_them_back() -> None:
+    places: Places[str] = Places(8)
+    for _ in range(2):
+        with places.place("a"), places.place("a"):
+            with pytest.raises(NoPlace), places.place("a"):
+                pass
+            with places.place("b"):
+                pass
+
+
+def test_clients_alternate_and_tasks_of_one_client_keep_their_order() -> None:
+    done: list[str] = []
+
+    async def main() -> None:
+        turns: Turns[str] = Turns(100)
+
+        async def task(name: str) -> None:
+            async with turns.turn(name[0]):
+                await asyncio.sleep(0)
+                done.append(name)
+
+        names = ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
+        await asyncio.gather(*map(task, names))
+
+    asyncio.run(main())
+    assert done == ["a1", "a2", "b1", "c1", "a3", "b2", "a4"]
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=12), st.integers(0, 3))
+def test_a_task_that_is_cancelled_leaves_its_turn_to_the_next(tasks: list[tuple[str, bool]], num_steps: int) -> None:
+    """Whenever tasks are cancelled, every other task gets its turn, one at a time."""
+    done: list[int] = []
+
+    async def main() -> None:
+        turns: Turns[str] = Turns(100)
+        num_in_turn = 0
+
+        async def run(index: int, client: str) -> None:
+            nonlocal num_in_turn
+            async with turns.turn(client):
+                num_in_turn += 1
+                assert num_in_turn == 1
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    num_in_turn -= 1
+                done.append(index)
+
+        running = [asyncio.ensure_future(run(index, client)) for index, (client, _) in enumerate(tasks)]
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        for task, (_, is_unwanted) in zip(running, tasks, strict=True):
+            if is_unwanted:
+                task.cancel()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results)
+        async with turns.turn("d"):  # free again
+            pass
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+    wanted = {index for index, (_, is_unwanted) in enumerate(tasks) if not is_unwanted}
+    assert wanted <= set(done)
+
+
+def test_a_client_that_has_its_share_of_waiting_tasks_is_refused() -> None:
+    async def main() -> None:
+        turns: Turns[str] = Turns(8)
+
+        async def task(client: str) -> str:
+            async with turns.turn(client):
+                await asyncio.sleep(0)
+                return client
+
+        found = await asyncio.gather(*map(task, "aaab"), return_exceptions=True)
+        assert found[:2] == ["a", "a"] and isinstance(found[2], NoPlace) and found[3] == "b"
+
+    asyncio.run(main())

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from fastapi.responses import StreamingResponse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from chitu.errors import ConfigError, InvalidRequest, MissingDependency
+from chitu.http.sse import WRITE_BYTES, in_pieces, joined
 from chitu.launch.tiny_tokenizer import train_tokenizer
-from chitu.tokenizer import Tokenizer
+from chitu.tokenizer import StopScanner, Tokenizer, words
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.core import CONVERSION_PROBES, require_same_ids
 from chitu.tokenizer.detokenizer import ByteLevelDetokenizer, PieceDetokenizer, WholeTextDetokenizer
+from chitu.tokenizer.words import WordEncoder
 
 TEXTS = [
     "plain words, and more words.",
@@ -320,3 +324,292 @@ def test_a_sentencepiece_model_alone_names_the_package_that_converts_it(
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(MissingDependency, match=r"tokenizer\.model needs: pip install sentencepiece"):
         Tokenizer.load(tmp_path)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stop strings: what is held back, what ends the text, and that the cuts between deltas do not matter.
+
+
+def feed(stops: list[str], deltas: list[str], include_stop: bool = False) -> tuple[list[str], bool]:
+    """Return what was emitted at each push and at the end, and whether a stop string was hit."""
+    scanner = StopScanner(stops, include_stop)
+    out = []
+    for delta in deltas:
+        text, hit = scanner.push(delta)
+        out.append(text)
+        if hit:
+            return out, True
+    return [*out, scanner.finish()], False
+
+
+def test_text_before_the_stop_is_emitted_and_the_stop_is_not() -> None:
+    assert feed(["END"], ["one END two"]) == (["one "], True)
+
+
+def test_include_stop_ends_the_text_after_the_stop() -> None:
+    assert feed(["END"], ["one END two"], include_stop=True) == (["one END"], True)
+
+
+def test_a_stop_split_over_deltas_is_found_and_its_start_never_emitted() -> None:
+    assert feed(["END"], ["one E", "N", "D two"]) == (["one ", "", ""], True)
+
+
+def test_text_that_only_began_like_a_stop_is_emitted_as_soon_as_it_differs() -> None:
+    assert feed(["END"], ["one E", "N", "d two"]) == (["one ", "", "ENd two", ""], False)
+
+
+def test_only_the_longest_possible_start_is_held_back() -> None:
+    assert feed(["aab"], ["xaaa"]) == (["xa", "aa"], False)
+
+
+def test_the_stop_that_begins_earliest_wins() -> None:
+    assert feed(["two", "one"], ["zero one two"]) == (["zero "], True)
+
+
+def test_of_two_overlapping_stops_the_one_complete_first_wins() -> None:
+    assert feed(["abcd", "bc"], ["abcd"]) == (["a"], True)
+    assert feed(["abcd", "bc"], list("abcd")) == (["", "", "a"], True)
+
+
+def test_of_two_stops_complete_at_once_the_longer_wins() -> None:
+    assert feed(["c", "abc"], ["xabc"]) == (["x"], True)
+
+
+def test_a_token_that_is_not_in_the_text_is_found_in_a_stop_string_and_nowhere_else() -> None:
+    for include, shown in ((False, ["a", "", "b", ""]), (True, ["a", "", "b", "\n<e><ee>"])):
+        scanner = StopScanner(["never", "\n<e><ee>", "<ee>x"], include, {"<e>": 5, "<ee>": 6})
+        e, ee = scanner.marks[5], scanner.marks[6]
+        assert [scanner.push(text) for text in ("a" + e, "\n" + ee, "b\n" + e)] == [
+            ("a", False),
+            ("\n", False),
+            ("b", False),
+        ]
+        assert scanner.push(ee) == (shown[3], True)
+    scanner = StopScanner(["<e>", "e>b"], False, {"<e>": 5})
+    assert scanner.push("a<e") == ("a", False) and scanner.push(">") == ("", True)  # spelled by other tokens
+    scanner = StopScanner(["e>b", "<e>c"], False, {"<e>": 5})
+    assert scanner.push(scanner.marks[5] + "b") == ("b", False) and not scanner.finish()
+
+
+def test_after_a_hit_nothing_comes_out_any_more() -> None:
+    scanner = StopScanner(["."])
+    assert scanner.push("a.b") == ("a", True)
+    assert scanner.push("c") == ("", True)
+    assert scanner.finish() == ""
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        StopScanner(["a", ""])
+
+
+def first_hit(stops: list[str], text: str) -> tuple[int, int] | None:
+    """Return (end, start) of the hit, found by looking at every prefix of the text in turn."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return end, min(starts)
+    return None
+
+
+alphabet = st.text("ab🙂", max_size=12)
+
+
+@given(
+    st.lists(st.text("ab🙂", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(alphabet, max_size=8),
+    st.booleans(),
+)
+def test_the_text_is_that_of_the_first_hit_however_it_is_cut(
+    stops: list[str], deltas: list[str], include_stop: bool
+) -> None:
+    text = "".join(deltas)
+    hit = first_hit(stops, text)
+    expected = text if hit is None else text[: hit[0] if include_stop else hit[1]]
+    out, stopped = feed(stops, deltas, include_stop)
+    assert ("".join(out), stopped) == (expected, hit is not None)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4), st.lists(st.text("ab", max_size=3)))
+def test_what_is_held_back_could_always_become_a_stop(stops: list[str], deltas: list[str]) -> None:
+    scanner = StopScanner(stops)
+    emitted = text = ""
+    for delta in deltas:
+        out, hit = scanner.push(delta)
+        if hit:
+            return
+        emitted += out
+        text += delta
+        held = text[len(emitted) :]
+        assert text.startswith(emitted)
+        assert not held or any(stop.startswith(held) and len(held) < len(stop) for stop in stops)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Long answers of the routes that are not hot: the loop is free between two pieces of them.
+
+
+def test_the_loop_is_free_between_two_pieces_and_small_ones_are_written_together() -> None:
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def pieces() -> Iterator[bytes]:
+        before = -1
+        for number in range(100):
+            assert turns > before, "nothing else ran since the last piece"
+            before = turns
+            yield bytes([number]) * (WRITE_BYTES // 10)
+
+    async def run() -> list[bytes]:
+        counting = asyncio.create_task(count_turns())
+        parts = [part async for part in joined(pieces())]
+        counting.cancel()
+        return parts
+
+    parts = asyncio.run(run())
+    assert b"".join(parts) == b"".join(bytes([number]) * (WRITE_BYTES // 10) for number in range(100))
+    assert len(parts) < 15
+
+
+def test_a_short_answer_has_a_length_and_a_long_one_is_not_made_before_it_is_written() -> None:
+    taken = 0
+
+    def pieces(count: int) -> Iterator[bytes]:
+        nonlocal taken
+        for number in range(count):
+            taken = number
+            yield b"x" * 1000
+
+    short = asyncio.run(in_pieces(pieces(10), {"content-type": "text/plain"}))
+    assert short.body == b"x" * 10_000
+    assert short.headers["content-length"] == "10000"
+    long = asyncio.run(in_pieces(pieces(1000), {"content-type": "text/plain"}))
+    assert isinstance(long, StreamingResponse) and "content-length" not in long.headers
+    assert taken < 100
+
+    async def rest() -> int:
+        return sum([len(part) async for part in (await in_pieces(pieces(1000), {})).body_iterator])  # type: ignore[attr-defined]
+
+    assert asyncio.run(rest()) == 1_000_000
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Encoding word by word gives exactly the library's ids, and is used only if it can.
+
+
+QWEN = train_tokenizer(2000).to_str()
+LLAMA_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+ASCII = st.characters(max_codepoint=127)
+PARTS = st.sampled_from(
+    ["the", " and", "'s", "'LL", "12", "3456", "  ", "\r\n", "\t", "<|im_start|>", "<|im_end|>", "<|", "<odd>", "\x1c"]
+)
+ODD_TEXTS = st.lists(st.one_of(PARTS, ASCII), max_size=30).map("".join)
+
+
+def qwen() -> Backend:
+    return Backend.from_str(QWEN)
+
+
+def llama3() -> Backend:
+    backend = qwen()
+    split = pre_tokenizers.Split(Regex(LLAMA_SPLIT), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.normalizer = None
+    return backend
+
+
+def gpt2() -> Backend:
+    backend = qwen()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return backend
+
+
+@pytest.mark.parametrize("make", [qwen, llama3, gpt2])
+def test_ids_are_the_librarys(make: Callable[[], Backend]) -> None:
+    backend = make()
+    backend.add_tokens([AddedToken("<odd>", lstrip=True)])
+    encoder = WordEncoder.of(backend)
+    assert encoder is not None
+
+    @settings(max_examples=400, deadline=None)
+    @given(ODD_TEXTS, st.booleans())
+    def check(text: str, add_special_tokens: bool) -> None:
+        assert encoder is not None
+        ids = encoder.encode(text, add_special_tokens)
+        if "<odd>" in text:
+            assert ids is None
+        else:
+            assert ids == backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    check()
+
+
+def test_what_is_not_ascii_or_too_long_is_the_librarys() -> None:
+    encoder = WordEncoder.of(qwen())
+    assert encoder is not None
+    assert encoder.encode("caf\u00e9", True) is None
+    assert encoder.encode("a" * (words.MAX_TEXT_CHARS + 1), True) is None
+    assert encoder.encode("a" * words.MAX_TEXT_CHARS, True) is not None
+
+
+def test_ids_stay_right_when_the_table_is_full() -> None:
+    backend = qwen()
+    encoder = WordEncoder.of(backend)
+    assert encoder is not None
+    per_text = 4000
+    for first in range(0, words.MAX_PIECES + 2 * per_text, per_text):
+        pieces = [
+            f" {chr(97 + n % 26)}{chr(97 + n // 26 % 26)}{chr(97 + n // 676 % 26)}{chr(97 + n // 17576)}"
+            for n in range(first, first + per_text)
+        ]
+        ids = encoder.encode("".join(pieces), False)
+    assert ids == backend.encode("".join(pieces), add_special_tokens=False).ids
+    assert 0 < encoder.num_words <= words.MAX_PIECES
+
+
+def other_split() -> Backend:
+    backend = qwen()
+    split = pre_tokenizers.Split(Regex(r"\p{L}+|\s+"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return backend
+
+
+def prefix_space() -> Backend:
+    backend = qwen()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    return backend
+
+
+def lower_case() -> Backend:
+    backend = qwen()
+    backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    return backend
+
+
+def word_level() -> Backend:
+    backend = Backend(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return backend
+
+
+def no_letters() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return backend
+
+
+@pytest.mark.parametrize("make", [other_split, prefix_space, lower_case, word_level, no_letters])
+def test_any_other_tokenizer_is_left_to_the_library(make: Callable[[], Backend]) -> None:
+    assert WordEncoder.of(make()) is None

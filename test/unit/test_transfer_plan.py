@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import struct
+import threading
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,12 +14,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
-from chitu.kv_transfer.layout import check_compatible, check_rank_memory, rank_memory
+from chitu.errors import BadFrame, IncompatibleLayout, Integrity, TransferFailed
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_transfer.bootstrap import BootstrapServer
+from chitu.kv_transfer.layout import MetadataBuffers, check_compatible, check_rank_memory, rank_memory
 from chitu.kv_transfer.shard_writer import join, layer_regions, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk, TransferQueue
+from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
 from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
-from chitu.protocol import KVLayout, RankMemory, TransportSession
+from chitu.net.curve import derive
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
+from chitu.protocol.states import (
+    RECEIVER_AWAITS,
+    RECEIVER_DEADLINES,
+    RECEIVER_TRANSITIONS,
+    Deadline,
+    ReceiverEvent,
+    ReceiverState,
+)
+from chitu.testing.clock import FakeClock
+from chitu.types import Role, new_room
 
 LAYOUT = KVLayout("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)
 
@@ -222,3 +241,335 @@ def test_a_latent_cache_and_one_of_keys_and_values_do_not_fit_each_other():
         check_compatible(latent, msgspec.structs.replace(latent, regions_per_layer=2))
     for tp_size in (1, 2, 3, 8):  # every rank holds the whole latent
         check_compatible(latent, msgspec.structs.replace(latent, tp_size=tp_size))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The table of rooms: one writer, absorbing ends, tombstones; and the queue in front of the transfer threads.
+
+
+ROOM, OTHER = b"r" * 16, b"o" * 16
+LIMITS_S = {Deadline.BOOTSTRAP: 5.0, Deadline.TRANSFER: 7.0}
+
+
+def make_table(max_tombstones: int = 10) -> TransferTable[ReceiverState, ReceiverEvent, str]:
+    return TransferTable(RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S, max_tombstones)
+
+
+def test_an_event_moves_a_room_and_one_without_a_transition_is_absorbed() -> None:
+    table = make_table()
+    assert table.apply(ROOM, ReceiverEvent.SENT, 0.0, "x") is None
+    created = table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "x")
+    assert created is not None and created[0] is None and created[1].data == "x"
+    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is None
+    assert table.apply(ROOM, ReceiverEvent.SUCCESS, 0.0) is None
+    assert table.get(ROOM) is created[1] and created[1].state is ReceiverState.BOOTSTRAPPING
+
+
+def test_a_room_that_ended_is_never_created_again_until_its_tombstone_is_pushed_out() -> None:
+    table = make_table(max_tombstones=1)
+    table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "x")
+    table.bury(ROOM, Tombstone("cancelled", "why"))
+    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is None
+    assert table.tombstone(ROOM) == Tombstone("cancelled", "why")
+    table.bury(OTHER, Tombstone("", ""))
+    assert table.tombstone(ROOM) is None
+    assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is not None
+
+
+def test_each_state_sets_its_deadline_and_one_that_shares_it_lets_it_run_on() -> None:
+    clock = FakeClock(100.0)
+    table: TransferTable[ReceiverState, ReceiverEvent, str] = TransferTable(
+        RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S
+    )
+    applied = table.apply(ROOM, ReceiverEvent.ANNOUNCE, clock.monotonic(), "x")
+    assert applied is not None
+    entry = applied[1]
+    assert table.expired(104.9) == [] and table.expired(105.0) == [ROOM]
+    clock.advance(4.0)
+    table.apply(ROOM, ReceiverEvent.SENT, clock.monotonic())
+    assert table.expired(110.9) == [] and table.expired(111.0) == [ROOM]
+    clock.advance(4.5)
+    table.apply(ROOM, ReceiverEvent.ROW_SENT, clock.monotonic())
+    table.apply(ROOM, ReceiverEvent.LOGITS, clock.monotonic())
+    assert entry.since_s == 108.5 and table.expired(111.0) == [ROOM], "logits do not buy time for the rest"
+    clock.advance(2.5)
+    text = table.overdue_text(entry, "D1", "P0", RECEIVER_AWAITS, clock.monotonic())
+    assert text == "D1 waited 2.5 s in LOGITS for P0's last KV (7.0 s since the announcement)"
+    table.apply(ROOM, ReceiverEvent.DEADLINE, clock.monotonic())
+    assert entry.state is ReceiverState.QUARANTINED
+    assert entry.deadline_s == NEVER_S and table.expired(1e9) == []
+
+
+def chunk(layer: int, pages: int = 2) -> TransferKVChunk:
+    return TransferKVChunk(layer, layer + 1, 0, pages)
+
+
+def test_aux_rows_leave_first_then_rooms_in_order_with_waiting_layers_as_one_batch() -> None:
+    done: list[TransferJob] = []
+    queue = TransferQueue(done.append, max_batch_units=100)
+    queue.put_chunk(ROOM, chunk(0))
+    queue.put_chunk(OTHER, chunk(0))
+    queue.put_chunk(ROOM, chunk(1))
+    queue.put_aux(OTHER)
+    while queue.run_one():
+        pass
+    assert done == [
+        TransferJob(OTHER, True, ()),
+        TransferJob(ROOM, False, (chunk(0), chunk(1))),
+        TransferJob(OTHER, False, (chunk(0),)),
+    ]
+
+
+def test_a_batch_is_bounded_and_a_single_larger_chunk_still_leaves() -> None:
+    done: list[TransferJob] = []
+    queue = TransferQueue(done.append, max_batch_units=4)
+    for layer in range(3):
+        queue.put_chunk(ROOM, chunk(layer))
+    queue.put_chunk(ROOM, chunk(3, pages=9))
+    while queue.run_one():
+        pass
+    assert [len(batch.chunks) for batch in done] == [2, 1, 1]
+
+
+def test_dropped_work_is_gone_and_drop_tells_whether_a_thread_holds_the_room() -> None:
+    held: list[bool] = []
+    queue = TransferQueue(lambda batch: held.append(queue.drop(batch.room)), max_batch_units=1)
+    queue.put_chunk(ROOM, chunk(0))
+    queue.put_chunk(ROOM, chunk(1))
+    assert queue.run_one()
+    assert held == [True]
+    assert not queue.run_one() and len(queue) == 0
+    assert queue.drop(ROOM) is False
+
+
+def test_no_two_threads_ever_hold_the_same_room_and_its_chunks_keep_their_order() -> None:
+    lock, inside, seen = threading.Lock(), set(), []
+    finished = threading.Event()
+
+    def work(batch: TransferJob) -> None:
+        with lock:
+            assert batch.room not in inside
+            inside.add(batch.room)
+        with lock:
+            inside.discard(batch.room)
+            seen.extend((batch.room, c.first_layer) for c in batch.chunks)
+            if len(seen) == 400:
+                finished.set()
+
+    queue = TransferQueue(work, max_batch_units=1)
+    queue.start(3, lambda name, target: threading.Thread(name=name, target=target, daemon=True))
+    for layer in range(200):
+        queue.put_chunk(ROOM, chunk(layer))
+        queue.put_chunk(OTHER, chunk(layer))
+    assert finished.wait(20)
+    queue.close()
+    for room in (ROOM, OTHER):
+        assert [layer for who, layer in seen if who == room] == list(range(200))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Aux slots: counts, and rows that verify only if they are whole and belong to the room.
+
+
+VOCAB = 10
+ROW_BYTES = aux_row_bytes(VOCAB)
+
+
+def new_buffers(num_slots: int = 3) -> MetadataBuffers:
+    return MetadataBuffers(np.zeros((num_slots, ROW_BYTES), np.uint8), 4 * VOCAB)
+
+
+def test_slots_are_counted_and_run_out() -> None:
+    buffers = new_buffers()
+    slots = [buffers.allocate() for _ in range(3)]
+    assert sorted(slot for slot in slots if slot is not None) == [0, 1, 2]
+    assert (buffers.num_slots, buffers.num_free, buffers.allocate()) == (3, 0, None)
+    buffers.free(1)
+    assert (buffers.num_free, buffers.allocate()) == (1, 1)
+
+
+def test_freeing_twice_or_a_slot_out_of_range_is_an_error() -> None:
+    buffers = new_buffers()
+    slot = buffers.allocate()
+    assert slot is not None
+    buffers.free(slot)
+    with pytest.raises(ValueError, match="free already"):
+        buffers.free(slot)
+    for wrong in (-1, 3):
+        with pytest.raises(ValueError, match="aux slot"):
+            buffers.free(wrong)
+    assert buffers.num_free == 3
+
+
+def test_a_sealed_row_verifies_after_it_was_copied_elsewhere() -> None:
+    source_rows, target_rows = (np.zeros((3, ROW_BYTES), np.uint8) for _ in range(2))
+    source, target, room = MetadataBuffers(source_rows, 4 * VOCAB), MetadataBuffers(target_rows, 4 * VOCAB), new_room()
+    slot = source.allocate()
+    assert slot is not None
+    source.get(slot)[:] = np.arange(VOCAB)
+    source.seal(slot, room)
+    target_rows[2] = source_rows[slot]
+    target.verify(2, room)
+    np.testing.assert_array_equal(target.get(2), np.arange(VOCAB, dtype=np.float32))
+    with pytest.raises(Integrity, match="belongs to room"):
+        target.verify(2, new_room())
+
+
+@pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB - 1])
+def test_any_changed_byte_that_matters_is_found(byte: int) -> None:
+    rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
+    buffers = MetadataBuffers(rows, 4 * VOCAB)
+    buffers.seal(0, room)
+    buffers.verify(0, room)
+    rows[0, byte] ^= 0x40
+    with pytest.raises(Integrity):
+        buffers.verify(0, room)
+
+
+def test_a_stale_row_never_verifies_once_its_slot_is_allocated_again() -> None:
+    buffers, room = new_buffers(1), new_room()
+    assert buffers.allocate() == 0
+    buffers.seal(0, room)
+    buffers.free(0)
+    assert buffers.allocate() == 0
+    with pytest.raises(Integrity, match="no row was written"):
+        buffers.verify(0, room)
+
+
+def test_the_header_is_as_documented() -> None:
+    rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
+    MetadataBuffers(rows, 4 * VOCAB).seal(0, room, 48)
+    magic, version, _, length, row_room, cached_tokens = struct.unpack_from("<8sIIQ16sI", rows[0].tobytes())
+    assert (magic, version, length, row_room, cached_tokens) == (b"chituAUX", 2, 4 * VOCAB, room, 48)
+    assert not rows[0, 44:AUX_HEADER_BYTES].any()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        np.zeros((3, ROW_BYTES), np.int8),
+        np.zeros((3, 2 * ROW_BYTES), np.uint8)[:, ::2],
+        np.zeros(ROW_BYTES, np.uint8),
+        np.zeros((3, AUX_HEADER_BYTES), np.uint8),
+    ],
+)
+def test_rows_of_a_wrong_kind_are_refused(rows: np.ndarray) -> None:
+    with pytest.raises(ValueError):
+        MetadataBuffers(rows, 4 * VOCAB)
+
+
+def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -> None:
+    """The fields are magic, version, checksum, length, room and cached tokens (44 bytes) and the logits; reserved bytes
+    and padding carry nothing."""
+    rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
+    buffers = MetadataBuffers(rows, 4 * VOCAB)
+    buffers.get(0)[:] = np.random.default_rng(1).normal(size=VOCAB)
+    buffers.seal(0, room, 1 << 20)
+    fields = {*range(44), *range(AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB)}
+    for byte in range(ROW_BYTES):
+        for bit in range(8):
+            rows[0, byte] ^= 1 << bit
+            if byte in fields:
+                with pytest.raises(Integrity):
+                    buffers.verify(0, room)
+            else:
+                buffers.verify(0, room)
+            rows[0, byte] ^= 1 << bit
+    assert buffers.verify(0, room) == 1 << 20
+
+
+def test_slots_that_are_used_again_and_again_never_pass_an_earlier_rooms_row_off_as_the_next_ones() -> None:
+    """Tries whole rows of earlier rooms, their logits under a new header, and a new row that arrived in part."""
+    source_rows, target_rows = (np.zeros((2, ROW_BYTES), np.uint8) for _ in range(2))
+    source, target = MetadataBuffers(source_rows, 4 * VOCAB), MetadataBuffers(target_rows, 4 * VOCAB)
+    earlier: list[tuple[bytes, np.ndarray]] = []
+    for turn in range(7):  # uses both slots more than three times
+        src, dst, room = source.allocate(), target.allocate(), new_room()
+        assert src is not None and dst is not None
+        for _, row in earlier:  # a late write, before the new row arrives
+            target_rows[dst] = row
+            with pytest.raises(Integrity, match="belongs to room"):
+                target.verify(dst, room)
+        source.get(src)[:] = np.arange(VOCAB) + turn
+        source.seal(src, room)
+        row = source_rows[src].copy()
+        for _, old in earlier:
+            target_rows[dst, :AUX_HEADER_BYTES] = row[:AUX_HEADER_BYTES]
+            target_rows[dst, AUX_HEADER_BYTES:] = old[AUX_HEADER_BYTES:]
+            with pytest.raises(Integrity, match="checksum"):
+                target.verify(dst, room)
+        target_rows[dst] = row
+        target.verify(dst, room)
+        earlier.append((room, row))
+        source.free(src)
+        target.free(dst)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The bootstrap directory: the P of the cluster view, over HTTP.
+
+
+SERVED_LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100, tp_size=2)
+
+
+def member(role: Role, rank: int, incarnation: int = 1) -> InstanceInfo:
+    return InstanceInfo(role, rank, incarnation, "127.0.0.1", 29620, 5000 + rank, SERVED_LAYOUT, 512)
+
+
+NO_RANKS = ("7", "x", "", "-1", "1e3", "%ff", "9" * 5000, "2&engine_rank=z")
+VIEW = ClusterView(7, 1, (member(Role.DECODE, 0), member(Role.PREFILL, 10), member(Role.PREFILL, 2, 9)))
+
+
+def call(server: BootstrapServer, method: str, target: str, authorization: str = "") -> tuple[int, Any]:
+    """Send one request through the ASGI application."""
+    path, _, query = target.partition("?")
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("a body is of no interest")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"authorization", authorization.encode())] if authorization else []
+    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
+    asyncio.run(server.app(scope, receive, send))
+    return sent[0]["status"], msgspec.json.decode(sent[1]["body"])
+
+
+def test_every_prefill_of_the_newest_view_is_listed_and_found_by_rank() -> None:
+    views = [VIEW]
+    server = BootstrapServer(lambda: views[-1])
+    status, found = call(server, "GET", "/route?engine_rank=2")
+    entry = RouteEntry(Role.PREFILL, 2, "127.0.0.1", 5002, 2, 9, SERVED_LAYOUT)
+    assert status == 200 and msgspec.convert(found, RouteEntry) == entry
+    status, listed = call(server, "GET", "/route")
+    assert status == 200 and [item["engine_rank"] for item in listed] == [2, 10]
+    views.append(msgspec.structs.replace(VIEW, instances=VIEW.instances[:2]))
+    assert [item["engine_rank"] for item in call(server, "GET", "/route")[1]] == [10]
+    assert call(server, "GET", "/route?engine_rank=2")[0] == 404
+    assert call(server, "GET", "/health") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "status"),
+    [
+        ("PUT", "/route", 405),
+        ("DELETE", "/route", 405),
+        ("POST", "/health", 405),
+        ("GET", "/elsewhere", 404),
+        *(("GET", f"/route?engine_rank={rank}", 404) for rank in NO_RANKS),
+    ],
+)
+def test_wrong_requests_get_their_status_and_a_message(method: str, target: str, status: int) -> None:
+    found, answer = call(BootstrapServer(lambda: VIEW), method, target)
+    assert found == status and 0 < len(answer["error"]["message"]) < 200
+
+
+def test_only_health_is_open_where_the_cluster_has_a_key() -> None:
+    secrets = derive("a key of the cluster")
+    server = BootstrapServer(lambda: VIEW, secrets)
+    assert call(server, "GET", "/health")[0] == 200
+    for wrong in ("", "Bearer wrong", f"Basic {secrets.token}"):
+        assert call(server, "GET", "/route", wrong)[0] == call(server, "PUT", "/route", wrong)[0] == 401
+    assert len(call(server, "GET", "/route", f"Bearer {secrets.token}")[1]) == 2
