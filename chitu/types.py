@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import uuid
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, NewType, Protocol
 
 Room = NewType("Room", bytes)
@@ -81,3 +81,8 @@ def room_text(room: bytes) -> str:
 def instance_name(role: Role, engine_rank: int) -> str:
     """Return the name of an instance: `P0`, `D2`, `U0`."""
     return f"{role[0].upper()}{engine_rank}"
+
+
+def waited_text(who: str, waited_s: float, state: Enum, what: str) -> str:
+    """Return the text of a deadline's error: `P0 waited 10.0 s in REQUESTED for D1's announcement`."""
+    return f"{who} waited {waited_s:.1f} s in {state.name} for {what}"

@@ -1,4 +1,4 @@
-"""Draw the diagrams in docs/protocol.md from the tables in `chitu/protocol/`; a test fails if they are out of date.
+"""Draw the diagrams in docs/protocol.md from their tables; a test fails if they are out of date.
 
 Call `python script/state_diagrams.py`.
 """
@@ -10,16 +10,17 @@ from enum import Enum
 from pathlib import Path
 
 from chitu.instance.sequences import SEQUENCE_TRANSITIONS
-from chitu.protocol import states
+from chitu.kv_transfer.receiver import RECEIVER_TRANSITIONS, REGISTRATION_TRANSITIONS
+from chitu.kv_transfer.sender import SENDER_TRANSITIONS
 from chitu.router.request import GENERATION_TRANSITIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- drawn by script/state_diagrams.py -->\n"
 END = "<!-- end -->\n"
 TABLES = {
-    "A room on P": states.SENDER_TRANSITIONS,
-    "A room on D": states.RECEIVER_TRANSITIONS,
-    "D's registration with a P": states.REGISTRATION_TRANSITIONS,
+    "A room on P": SENDER_TRANSITIONS,
+    "A room on D": RECEIVER_TRANSITIONS,
+    "D's registration with a P": REGISTRATION_TRANSITIONS,
     "A request on its instance": SEQUENCE_TRANSITIONS,
     "A request on the router": GENERATION_TRANSITIONS,
 }

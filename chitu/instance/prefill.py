@@ -27,7 +27,8 @@ from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceEvent, Sequences, SequenceState
 from chitu.kv_cache.tiers.page_load import PageLoad
-from chitu.kv_transfer.transfer_table import KVChunk, TransferEvent, TransferEventKind
+from chitu.kv_transfer.chunks import KVChunk
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 
 
 class Chunk(NamedTuple):

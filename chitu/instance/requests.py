@@ -73,8 +73,7 @@ from chitu.protocol import (
     SamplingParams,
     UnifiedRequest,
 )
-from chitu.protocol.states import waited_text
-from chitu.types import Role
+from chitu.types import Role, waited_text
 
 logger = logging.getLogger(__name__)
 

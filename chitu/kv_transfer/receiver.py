@@ -1,29 +1,25 @@
-"""Events and effects of D's machine, and its record of a room.
+"""D's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
-`DecodeReceiver` makes the events and carries out the effects, in their order. Records only: no code.
-
-D's registrations with P: where each P is, and whether it accepted our registration. Pure: the machine's other table.
-
-Owned by `ReceiverMachine`. Invariants: one incarnation is kept per rank, the one that a view had last; the registration
-is repeated until P replies, and not repeated to an incarnation that refused it. P answers each registration at once, so
-the registration also serves to probe a P that rooms wait for: a P that does not answer is silent until a frame of it
-comes. Methods return what is to be sent.
-
-D's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
-
-`DecodeReceiver` owns it and guards it with its lock. It contains no thread, socket, lock, clock or logger. It reads
-only the stored state of `PeerView`; its owner probes pids. `_take` is the only way to move a room, by
+Here are its states, its tables, its events, effects and records. `DecodeReceiver` owns the machine, guards it with its
+lock, makes the events and carries out the effects in their order. The machine contains no thread, socket, lock, clock
+or logger, and reads only the stored state of `PeerView`. `_apply` is the only way to move a room, by
 `RECEIVER_TRANSITIONS`, and `_enter` does what each state requires on entry; a (state, event) pair that the table does
 not have changes nothing. Invariants: LOGITS_READY, SUCCESS, FAILED and RELEASED come once per room; a room that was
 announced to P is RELEASED only when its writer is known to have stopped (QUARANTINED has no deadline and repeats
 AbortTransfer).
+
+`PrefillDirectory` has D's registrations with P: one incarnation per rank, the one that a view had last. A registration
+is repeated until P replies, and not repeated to an incarnation that refused it. P answers each at once, so it also
+serves to probe a P that rooms wait for: a P that does not answer is silent until a frame of it comes.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from enum import Enum, auto
+from typing import Final, NamedTuple, Union
 
 from chitu import log
 from chitu.errors import (
@@ -42,6 +38,7 @@ from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.transfer_table import (
     NEVER_S,
     Aborted,
+    Deadline,
     DropEvents,
     Entry,
     Send,
@@ -50,6 +47,7 @@ from chitu.kv_transfer.transfer_table import (
     TransferEvent,
     TransferTable,
     ViewChanged,
+    edges,
 )
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import (
@@ -65,24 +63,137 @@ from chitu.protocol import (
     TransferSums,
     TransportMessage,
 )
-from chitu.protocol.states import (
-    RECEIVER_AWAITS,
-    RECEIVER_DEADLINES,
-    RECEIVER_TRANSITIONS,
-    REGISTRATION_TRANSITIONS,
-    Deadline,
-    KVPoll,
-    ReceiverEvent,
-    ReceiverState,
-    RegistrationEvent,
-    RegistrationState,
-)
+from chitu.protocol.peer import KVPoll
 from chitu.types import REGISTRATION_ROOM, Role, instance_name, room_text
+
+
+class ReceiverState(Enum):
+    BOOTSTRAPPING = auto()
+    """Announced by the scheduler; P does not have D's registration yet, so it was not sent the pages."""
+    WAITING = auto()
+    """TransferInfo was sent (and is repeated until P's first sign)."""
+    CHECKING = auto()
+    """P reported that the aux row is here; D verifies it."""
+    LOGITS = auto()
+    """The aux row is here and verified; KV is in flight."""
+    WRITTEN = auto()
+    """P reported Success: it writes nothing here any more, whatever becomes of the room. D verifies the aux row
+    first."""
+    VERIFYING = auto()
+    """As WRITTEN, and the aux row is verified; D verifies the KV (`verify_kv`)."""
+    SUCCEEDED = auto()
+    """All bytes are here; the pages belong to the request again."""
+    QUARANTINED = auto()
+    """Failed; P may still write. AbortTransfer is repeated until P acknowledges that it stopped, or is known dead."""
+    RELEASED = auto()
+    """Failed, and P cannot write the pages any more."""
+
+
+class ReceiverEvent(Enum):
+    ANNOUNCE = auto()
+    SENT = auto()
+    """P acknowledged D's registration, and TransferInfo is sent."""
+    ROW_SENT = auto()
+    """P sent AuxReady."""
+    LOGITS = auto()
+    """The aux row is correct."""
+    SUCCESS = auto()
+    """P wrote its last byte, as many as were announced."""
+    VERIFIED = auto()
+    """The KV is correct."""
+    ABORT = auto()
+    """D's own scheduler gave the room up."""
+    PEER_FAILED = auto()
+    """P gave the room up and may still write, or it refused the registration."""
+    STOPPED = auto()
+    """P has stopped for good and D does not have all: AbortAck, a settled Failed, Success with other bytes."""
+    PEER_LOST = auto()
+    """P's incarnation left the cluster view or was replaced."""
+    CORRUPT = auto()
+    """The aux row or verified KV is not what P computed."""
+    DEADLINE = auto()
+    WRITER_DEAD = auto()
+    """The writer's process is dead and none of D's own transports writes for it."""
+
+
+S = ReceiverState
+E = ReceiverEvent
+
+RECEIVER_OWN_FAILURES: Final = frozenset({E.ABORT, E.CORRUPT, E.DEADLINE})
+"""Failures that can end a room after P's Success: P cannot take back what it has written."""
+RECEIVER_FAILURES: Final = RECEIVER_OWN_FAILURES | {E.PEER_FAILED, E.PEER_LOST}
+_WRITTEN_TO: Final = (S.WAITING, S.CHECKING, S.LOGITS)
+
+RECEIVER_TRANSITIONS: Final[Mapping[tuple[ReceiverState | None, ReceiverEvent], ReceiverState]] = {
+    (None, E.ANNOUNCE): S.BOOTSTRAPPING,
+    (S.BOOTSTRAPPING, E.SENT): S.WAITING,
+    (S.WAITING, E.ROW_SENT): S.CHECKING,
+    (S.CHECKING, E.LOGITS): S.LOGITS,
+    **edges((S.WAITING, S.CHECKING), (E.SUCCESS,), S.WRITTEN),
+    (S.WRITTEN, E.LOGITS): S.VERIFYING,
+    (S.LOGITS, E.SUCCESS): S.VERIFYING,
+    (S.VERIFYING, E.VERIFIED): S.SUCCEEDED,
+    **edges((S.BOOTSTRAPPING,), RECEIVER_FAILURES, S.RELEASED),
+    **edges(_WRITTEN_TO, RECEIVER_FAILURES, S.QUARANTINED),
+    **edges(_WRITTEN_TO, (E.STOPPED,), S.RELEASED),
+    **edges((S.WRITTEN, S.VERIFYING), RECEIVER_OWN_FAILURES, S.RELEASED),
+    **edges(
+        (S.QUARANTINED,),
+        (E.STOPPED, E.SUCCESS, E.WRITER_DEAD),
+        S.RELEASED,
+    ),
+}
+"""(state, event) -> next state; a pair that is not here is absorbed. `None`: the room is unknown."""
+
+RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
+    S.BOOTSTRAPPING: Deadline.BOOTSTRAP,
+    S.WAITING: Deadline.TRANSFER,
+    S.CHECKING: Deadline.TRANSFER,
+    S.LOGITS: Deadline.TRANSFER,
+    S.WRITTEN: Deadline.TRANSFER,
+    S.VERIFYING: Deadline.TRANSFER,
+    S.SUCCEEDED: Deadline.TERMINAL,
+    S.QUARANTINED: Deadline.HANDSHAKE,
+    S.RELEASED: Deadline.TERMINAL,
+}
+
+RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
+    S.BOOTSTRAPPING: "{peer} to take its registration",
+    S.WAITING: "{peer}'s logits",
+    S.CHECKING: "its own look at {peer}'s logits",
+    S.LOGITS: "{peer}'s last KV",
+    S.WRITTEN: "its own look at {peer}'s logits",
+    S.VERIFYING: "its own look at {peer}'s KV",
+}
+
+
+class RegistrationState(Enum):
+    """State of D's registration with an incarnation of P."""
+
+    ASKED = auto()
+    """The registration was sent, and is repeated until P replies."""
+    ACCEPTED = auto()
+    REFUSED = auto()
+    """P refused for good: it will not change its answer within this incarnation."""
+
+
+class RegistrationEvent(Enum):
+    ACCEPT = auto()
+    REFUSE = auto()
+    LOST = auto()
+    """P left the view, or has another address now: it may have forgotten D."""
+
+
+REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEvent], RegistrationState]] = {
+    (RegistrationState.ASKED, RegistrationEvent.ACCEPT): RegistrationState.ACCEPTED,
+    (RegistrationState.ASKED, RegistrationEvent.REFUSE): RegistrationState.REFUSED,
+    (RegistrationState.ACCEPTED, RegistrationEvent.LOST): RegistrationState.ASKED,
+}
 
 
 @dataclass(slots=True)
 class ReceiveRoom:
-    """D's record of a room. Nothing here decides: the room's state does (`protocol/states.py`)."""
+    """D's record of a room. Nothing here decides: the room's state does."""
 
     request_id: str
     info: TransferInfo
@@ -194,7 +305,7 @@ class PrefillPeer:
     unanswered: int = 0
     """Number of registrations sent since its last frame."""
 
-    def take(self, event: RegistrationEvent) -> bool:
+    def apply(self, event: RegistrationEvent) -> bool:
         """Apply an event. Return False if it is absorbed."""
         before, self.state = self.state, REGISTRATION_TRANSITIONS.get((self.state, event), self.state)
         return self.state is not before
@@ -240,7 +351,7 @@ class PrefillDirectory:
 
     # ----------------------------------------------------------------------------------------------------- registration
 
-    def take_view(self, now_s: float) -> list[Effect]:
+    def on_view(self, now_s: float) -> list[Effect]:
         """Register with each P that is new in the view, and again with each that returns after it was lost."""
         found: list[Effect] = []
         for instance in self._view.present():
@@ -249,7 +360,7 @@ class PrefillDirectory:
                 found += self._found(instance.engine_rank, instance.incarnation, *address, now_s)
         for rank, peer in self._peers.items():
             if self._view.is_lost(rank, peer.incarnation):
-                peer.take(RegistrationEvent.LOST)
+                peer.apply(RegistrationEvent.LOST)
                 peer.repeat_due_s, peer.unanswered = 0.0, 0
         return found
 
@@ -260,7 +371,7 @@ class PrefillDirectory:
             peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
         elif (peer.host, peer.port) != (host, port):
             peer.host, peer.port = host, port
-            peer.take(RegistrationEvent.LOST)
+            peer.apply(RegistrationEvent.LOST)
         return self._register(peer, now_s) if peer.state is RegistrationState.ASKED else []
 
     def tick(self, now_s: float) -> list[Effect]:
@@ -285,9 +396,9 @@ class PrefillDirectory:
     def on_reply(self, peer: PrefillPeer, message: RegisterReply) -> list[Effect]:
         """Take P's answer to the registration, perhaps not its first."""
         rank, text = message.engine_rank, message.message
-        if not message.code and peer.take(RegistrationEvent.ACCEPT):
+        if not message.code and peer.apply(RegistrationEvent.ACCEPT):
             return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
-        if message.code and peer.take(RegistrationEvent.REFUSE):
+        if message.code and peer.apply(RegistrationEvent.REFUSE):
             peer.refusal = from_code(message.code, text)
             return [Line(logging.ERROR, "P%d refused this instance: %s", (rank, text), "")]
         return []
@@ -343,12 +454,12 @@ class ReceiverMachine:
             case PagesChecked(room, error, sums):
                 self._pages_checked(room, error, sums)
             case ViewChanged():
-                self._effects += self.prefills.take_view(now_s)
+                self._effects += self.prefills.on_view(now_s)
                 self._fail_lost()
             case WriterDead(incarnation):
                 for room, entry in self.table.items():
                     if entry.data.prefill_incarnation == incarnation:
-                        self._take(room, ReceiverEvent.WRITER_DEAD)
+                        self._apply(room, E.WRITER_DEAD)
             case Tick():
                 self._tick()
         return self._effects
@@ -360,12 +471,12 @@ class ReceiverMachine:
         return {
             (entry.data.prefill_rank, entry.data.prefill_incarnation)
             for _, entry in self.table.items()
-            if entry.state is ReceiverState.QUARANTINED
+            if entry.state is S.QUARANTINED
         }
 
     # ------------------------------------------------------------------------------------------------ state transitions
 
-    def _take(
+    def _apply(
         self,
         room: bytes,
         event: ReceiverEvent,
@@ -380,29 +491,27 @@ class ReceiverMachine:
         record = entry.data
         if error is not None and record.error is None:
             record.error = error
-            if event is not ReceiverEvent.ABORT:
+            if event is not E.ABORT:
                 self._tell(Kind.FAILED, room, error)
         self._enter(room, record, before, entry.state)
         return True
 
     def _enter(self, room: bytes, record: ReceiveRoom, before: ReceiverState | None, state: ReceiverState) -> None:
         """Do what the room's new state requires on entry."""
-        if state is ReceiverState.WAITING:
+        if state is S.WAITING:
             self._send_repeated(room, record, record.info)
-        elif state is ReceiverState.CHECKING or (
-            state is ReceiverState.WRITTEN and before is not ReceiverState.CHECKING
-        ):
+        elif state is S.CHECKING or (state is S.WRITTEN and before is not S.CHECKING):
             self._effects.append(CheckRow(room, record.aux_slot))
-        elif state in (ReceiverState.LOGITS, ReceiverState.VERIFYING):
-            if before is not ReceiverState.LOGITS:
+        elif state in (S.LOGITS, S.VERIFYING):
+            if before is not S.LOGITS:
                 self._effects.append(TransferEvent(Kind.LOGITS_READY, room, cached_tokens=record.cached_tokens))
-            if state is ReceiverState.VERIFYING:
+            if state is S.VERIFYING:
                 self._verify(room, record)
-        elif state is ReceiverState.SUCCEEDED:
+        elif state is S.SUCCEEDED:
             self._succeed(room, record)
-        elif state is ReceiverState.QUARANTINED:
+        elif state is S.QUARANTINED:
             self._send_abort(room, record)
-        elif state is ReceiverState.RELEASED:
+        elif state is S.RELEASED:
             assert record.error is not None
             self._tell(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(record.error.code, record.error.message))
@@ -413,7 +522,7 @@ class ReceiverMachine:
         if self._verifies_kv or (is_summed and record.status.kv_sums is not None):
             self._effects.append(CheckPages(room, record.info, record.status))
         else:
-            self._take(room, ReceiverEvent.VERIFIED)
+            self._apply(room, E.VERIFIED)
 
     def _succeed(self, room: bytes, record: ReceiveRoom) -> None:
         assert record.status is not None
@@ -439,10 +548,10 @@ class ReceiverMachine:
             self._tell(Kind.FAILED, room, error)
             self._tell(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(error.code, error.message))
-        elif not self._take(room, ReceiverEvent.ANNOUNCE, new=record):
+        elif not self._apply(room, E.ANNOUNCE, new=record):
             raise ValueError(f"room {room_text(room)} was announced already")
         elif self._view.is_lost(record.prefill_rank, record.prefill_incarnation):
-            self._take(room, ReceiverEvent.PEER_LOST, PrefillLost(f"P{record.prefill_rank} is gone"))
+            self._apply(room, E.PEER_LOST, PrefillLost(f"P{record.prefill_rank} is gone"))
         else:
             self._offer(room, record)
 
@@ -450,7 +559,7 @@ class ReceiverMachine:
         self._effects.append(DropEvents(room))
         tombstone = self.table.tombstone(room)
         if self.table.get(room) is not None:
-            self._take(room, ReceiverEvent.ABORT, error)
+            self._apply(room, E.ABORT, error)
         elif tombstone is None:
             self._tell(Kind.RELEASED, room)
         elif not tombstone.code:  # it succeeded: report RELEASED once, not at every call
@@ -461,10 +570,10 @@ class ReceiverMachine:
         """Send a room's TransferInfo if P accepted our registration; fail the room if P refused it."""
         peer = self.prefills.peer(record.prefill_rank, record.prefill_incarnation)
         if peer is not None and peer.state is RegistrationState.REFUSED:
-            self._take(room, ReceiverEvent.PEER_FAILED, peer.refusal)
+            self._apply(room, E.PEER_FAILED, peer.refusal)
         elif peer is not None and peer.state is RegistrationState.ACCEPTED:
             record.host, record.port = peer.host, peer.port
-            self._take(room, ReceiverEvent.SENT)
+            self._apply(room, E.SENT)
 
     # ------------------------------------------------------------------------------------------------------ frames of P
 
@@ -496,25 +605,25 @@ class ReceiverMachine:
         if entry is None:
             return
         record = entry.data
-        if record.prefill_incarnation != message.incarnation or entry.state is ReceiverState.BOOTSTRAPPING:
+        if record.prefill_incarnation != message.incarnation or entry.state is S.BOOTSTRAPPING:
             self.stale_frames += 1
         elif isinstance(message, AuxReady):
-            self._take(room, ReceiverEvent.ROW_SENT)
+            self._apply(room, E.ROW_SENT)
         elif isinstance(message, AbortAck):
             # P stopped for good, so a room that still waits has failed; its Failed status was lost or is late.
-            self._take(room, ReceiverEvent.STOPPED, TransferFailed("P stopped writing"))
+            self._apply(room, E.STOPPED, TransferFailed("P stopped writing"))
         elif isinstance(message, AbortTransfer):
             self._effects.append(Send(record.host, record.port, room, AbortAck(self._incarnation)))
-            self._take(room, ReceiverEvent.PEER_FAILED, from_code(message.code, message.message))
+            self._apply(room, E.PEER_FAILED, from_code(message.code, message.message))
         elif message.poll == KVPoll.Failed:
-            event = ReceiverEvent.STOPPED if message.settled else ReceiverEvent.PEER_FAILED
-            self._take(room, event, from_code(message.code, message.message))
+            event = E.STOPPED if message.settled else E.PEER_FAILED
+            self._apply(room, event, from_code(message.code, message.message))
         elif (moved_bytes := sum(message.bytes_per_rank)) != record.expected_bytes:
             text = f"P moved {moved_bytes} bytes, {record.expected_bytes} were expected"
-            self._take(room, ReceiverEvent.STOPPED, Integrity(text))
+            self._apply(room, E.STOPPED, Integrity(text))
         else:
             record.status = record.status or message  # a later one is a repeat
-            self._take(room, ReceiverEvent.SUCCESS)
+            self._apply(room, E.SUCCESS)
 
     def _on_reply(self, message: RegisterReply) -> None:
         """Take P's answer to the registration: announce the rooms that wait for it, or fail them."""
@@ -524,7 +633,7 @@ class ReceiverMachine:
             return
         self._effects += self.prefills.on_reply(peer, message)
         for room, entry in self.table.items():
-            if entry.state is ReceiverState.BOOTSTRAPPING:
+            if entry.state is S.BOOTSTRAPPING:
                 self._offer(room, entry.data)
 
     def _on_transport_message(self, message: TransportMessage) -> None:
@@ -539,18 +648,18 @@ class ReceiverMachine:
     def _row_checked(self, room: bytes, error: ChituError | None, cached_tokens: int) -> None:
         entry = self.table.get(room)
         if error is not None:
-            self._take(room, ReceiverEvent.CORRUPT, error)
+            self._apply(room, E.CORRUPT, error)
         elif entry is not None:
             entry.data.cached_tokens = cached_tokens
-            self._take(room, ReceiverEvent.LOGITS)
+            self._apply(room, E.LOGITS)
 
     def _pages_checked(self, room: bytes, error: ChituError | None, sums: TransferSums | None) -> None:
         entry = self.table.get(room)
         if error is None:
             if entry is not None:
                 entry.data.sums = sums
-            self._take(room, ReceiverEvent.VERIFIED)
-        elif entry is not None and self._take(room, ReceiverEvent.CORRUPT, error):
+            self._apply(room, E.VERIFIED)
+        elif entry is not None and self._apply(room, E.CORRUPT, error):
             record = entry.data
             values = (self._name, record.prefill_rank, record.request_id, error.message)
             text = "%s refuses what P%d sent of %s: %s"
@@ -572,16 +681,16 @@ class ReceiverMachine:
         assert entry is not None
         peer = instance_name(Role.PREFILL, entry.data.prefill_rank)
         text = self.table.overdue_text(entry, self._name, peer, RECEIVER_AWAITS, self._now_s)
-        error = BootstrapTimeout(text) if entry.state is ReceiverState.BOOTSTRAPPING else TransferTimeout(text)
-        self._take(room, ReceiverEvent.DEADLINE, error)
+        error = BootstrapTimeout(text) if entry.state is S.BOOTSTRAPPING else TransferTimeout(text)
+        self._apply(room, E.DEADLINE, error)
 
     def _repeat(self, room: bytes, entry: ReceiveEntry) -> None:
         """Repeat what P has not answered. Unless the room is quarantined, also probe P with the registration."""
         record = entry.data
-        if entry.state is ReceiverState.QUARANTINED:
+        if entry.state is S.QUARANTINED:
             self._send_abort(room, record)
             return
-        if entry.state is ReceiverState.WAITING:
+        if entry.state is S.WAITING:
             self._send_repeated(room, record, record.info)
         record.repeat_due_s = self._now_s + self._retry_interval_s
         self._effects += self.prefills.ask(record.prefill_rank, record.prefill_incarnation, self._now_s)
@@ -591,7 +700,7 @@ class ReceiverMachine:
         for room, entry in self.table.items():
             rank = entry.data.prefill_rank
             if self._view.is_lost(rank, entry.data.prefill_incarnation):
-                self._take(room, ReceiverEvent.PEER_LOST, PrefillLost(f"P{rank} is gone"))
+                self._apply(room, E.PEER_LOST, PrefillLost(f"P{rank} is gone"))
 
     # --------------------------------------------------------------------------------------------------------- outgoing
 

@@ -41,6 +41,7 @@ from chitu.kv_transfer.receiver import (
     Received,
     ReceiverMachine,
     ReceiveRoom,
+    ReceiverState,
     RowChecked,
     WriterDead,
 )
@@ -58,7 +59,6 @@ from chitu.protocol import (
     peer_codec,
     unpack_i32,
 )
-from chitu.protocol.states import ReceiverState
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)

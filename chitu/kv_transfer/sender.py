@@ -1,37 +1,37 @@
-"""Events and effects of P's machine, and its record of a room.
+"""P's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
-`PrefillSender` makes the events and carries out the effects, in their order. Records only: no code except sums.
-
-P's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
-
-`PrefillSender` owns it and guards it with its lock. It contains no thread, socket, lock, clock or logger. It reads only
-the stored state of `PeerView`; its owner probes pids. `_take` is the only way to move a room, by `SENDER_TRANSITIONS`,
-and `_enter` does what each state requires on entry; a (state, event) pair that the table does not have changes nothing.
-Invariants: a room goes on only if the router's request and D's announcement name the same D and the same prompt length,
-and every page and slot that D names was checked against its registered memory; a TransferInfo that is not accepted is
-answered with a Failed status, and so is each repeat of it; FAILED, SUCCESS and RELEASED come once per room; RELEASED
-comes only when no write of the room waits, runs or can still land; Success follows the last byte; a write that failed
-and may still land suspends its D until a settle succeeded, and only one room of a D is SETTLING at a time.
+Here are its states, its table, every rule about states, its events, effects and records. `PrefillSender` owns the
+machine, guards it with its lock, makes the events and carries out the effects in their order. The machine contains no
+thread, socket, lock, clock or logger, and reads only the stored state of `PeerView`. `_apply` is the only way to move a
+room, by `SENDER_TRANSITIONS`, and `_enter` does what each state requires on entry; a (state, event) pair that the table
+does not have changes nothing. Invariants: a room goes on only if the router's request and D's announcement name the
+same D and the same prompt length, and every page and slot that D names was checked against its registered memory; a
+TransferInfo that is not accepted is answered with a Failed status, and so is each repeat of it; FAILED, SUCCESS and
+RELEASED come once per room; RELEASED comes only when no write of the room waits, runs or can still land; Success
+follows the last byte; a write that failed and may still land suspends its D until a settle succeeded, and only one room
+of a D is SETTLING at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from itertools import zip_longest
-from typing import NamedTuple, Union
+from typing import Final, NamedTuple, Union
 
 from chitu import log
 from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, TransferTimeout, from_code
 from chitu.kv_transfer.checksums import RoomSums
+from chitu.kv_transfer.chunks import ComputedPrompt, TransferJob
 from chitu.kv_transfer.parts import KVManagerConfig, Line
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.registration import DecodePeer, check_announcement
-from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk
 from chitu.kv_transfer.transfer_table import (
     NEVER_S,
     Aborted,
+    Deadline,
     DropEvents,
     Entry,
     Send,
@@ -40,6 +40,7 @@ from chitu.kv_transfer.transfer_table import (
     TransferEvent,
     TransferTable,
     ViewChanged,
+    edges,
 )
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.transport import WriteError
@@ -53,38 +54,178 @@ from chitu.protocol import (
     TransferStatus,
     Wire,
 )
-from chitu.protocol.states import (
-    SENDER_AWAITS,
-    SENDER_DEADLINES,
-    SENDER_NO_STATUS_OWED,
-    SENDER_TRANSITIONS,
-    Deadline,
-    KVPoll,
-    SenderState,
-)
-from chitu.protocol.states import SenderEvent as E
+from chitu.protocol.peer import KVPoll
 from chitu.types import Role, instance_name, room_text
 
 
-@dataclass(slots=True)
-class ComputedPrompt:
-    """What P has computed of a room. `ChunkFeed` writes it; the machine only passes it on."""
+class SenderState(Enum):
+    __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
 
-    num_tokens: int
-    pages: Sequence[int] = ()
-    cached_tokens: int = 0
-    """Start of its first chunk: KV before it was in the pages already."""
-    next_page: int = 0
-    """First page that finished steps have not handed out (of all layers)."""
-    backlog: list[TransferKVChunk] = field(default_factory=list)
-    """Chunks that were computed before the room was let go."""
-    aux_slot: int = -1
-    prompt_logprobs: bytes | None = None
-    """Logprobs of the whole prompt, for D; None if they were not requested."""
-    started_s: float = 0.0
-    """Time at which its first chunk began to compute."""
-    computed_s: float = 0.0
-    """Time at which its logits row was complete."""
+    REQUESTED = auto()
+    """The router's half is here, D's TransferInfo is not. The prompt may be computed meanwhile."""
+    ANNOUNCED = auto()
+    """TransferInfo is here, the router's half is not."""
+    WAITING = auto()
+    """Both halves are here, and no byte was written yet."""
+    TRANSFERRING = auto()
+    """Some bytes were written; no thread writes now."""
+    WRITING = auto()
+    """A transfer thread is inside a write."""
+    SUCCEEDED = auto()
+    """Every byte landed. The Success status is repeated until D acknowledges it."""
+    STOPPING = auto()
+    """Failed while a transfer thread is inside a write: pages stay allocated on both sides until it returns."""
+    UNSETTLED = auto()
+    """Failed, and a write of it that failed may still land. The transport is asked repeatedly to settle it."""
+    SETTLING = auto()
+    """As UNSETTLED, and a transfer thread settles it now, or will. Rooms of one D are settled one at a time."""
+    RELEASED = auto()
+    """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
+    FORGOTTEN = auto()
+    """D knows the outcome, has given up itself, or is gone. Also a room that failed before its first byte: D has
+    received nothing, so it repeats TransferInfo, and the tombstone answers."""
+
+
+class SenderEvent(Enum):
+    __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
+
+    ADD_REQUEST = auto()
+    ANNOUNCE = auto()
+    WRITE_BEGAN = auto()
+    WRITE_ENDED = auto()
+    """A write landed, and it was not the last one."""
+    LANDED = auto()
+    """The last byte is in D's memory."""
+    ABORT = auto()
+    """P's own scheduler gave the room up."""
+    PEER_ABORT = auto()
+    """D gave the room up (AbortTransfer)."""
+    PEER_LOST = auto()
+    """D's incarnation left the cluster view or was replaced."""
+    WRITE_FAILED = auto()
+    """A write failed and can no longer land, or D takes no writes."""
+    WRITE_UNSETTLED = auto()
+    """A write failed and may still land."""
+    REFUSED = auto()
+    """The two halves contradict each other (prompt length, page list)."""
+    DEADLINE = auto()
+    SETTLE_BEGAN = auto()
+    SETTLE_FAILED = auto()
+    """An attempt to settle is over; the write may still land."""
+    SETTLED = auto()
+    """The write that failed cannot land any more."""
+    ACKNOWLEDGED = auto()
+    """D knows how the room ended."""
+
+
+S = SenderState
+E = SenderEvent
+
+SENDER_FAILURES: Final = frozenset(
+    {
+        E.ABORT,
+        E.PEER_ABORT,
+        E.PEER_LOST,
+        E.WRITE_FAILED,
+        E.REFUSED,
+        E.DEADLINE,
+    }
+)
+
+SENDER_NO_STATUS_OWED: Final = frozenset({E.PEER_ABORT, E.PEER_LOST})
+"""After these P owes D no status."""
+
+SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
+    (None, E.ADD_REQUEST): S.REQUESTED,
+    (None, E.ANNOUNCE): S.ANNOUNCED,
+    (S.REQUESTED, E.ANNOUNCE): S.WAITING,
+    (S.ANNOUNCED, E.ADD_REQUEST): S.WAITING,
+    **edges((S.WAITING, S.TRANSFERRING), (E.WRITE_BEGAN,), S.WRITING),
+    (S.WRITING, E.WRITE_ENDED): S.TRANSFERRING,
+    (S.WRITING, E.LANDED): S.SUCCEEDED,
+    **edges((S.REQUESTED, S.ANNOUNCED, S.WAITING), SENDER_FAILURES, S.FORGOTTEN),
+    **edges((S.TRANSFERRING,), SENDER_FAILURES - SENDER_NO_STATUS_OWED, S.RELEASED),
+    **edges(
+        (S.TRANSFERRING, S.SUCCEEDED, S.RELEASED),
+        SENDER_NO_STATUS_OWED,
+        S.FORGOTTEN,
+    ),
+    **edges((S.WRITING,), SENDER_FAILURES - {E.WRITE_FAILED}, S.STOPPING),
+    (S.WRITING, E.WRITE_FAILED): S.RELEASED,
+    **edges(
+        (S.STOPPING,),
+        (E.WRITE_ENDED, E.LANDED, E.WRITE_FAILED),
+        S.RELEASED,
+    ),
+    **edges((S.WRITING, S.STOPPING), (E.WRITE_UNSETTLED,), S.UNSETTLED),
+    (S.UNSETTLED, E.SETTLE_BEGAN): S.SETTLING,
+    (S.SETTLING, E.SETTLE_FAILED): S.UNSETTLED,
+    **edges((S.UNSETTLED, S.SETTLING), (E.SETTLED,), S.RELEASED),
+    **edges(
+        (S.SUCCEEDED, S.RELEASED),
+        (E.ACKNOWLEDGED, E.DEADLINE),
+        S.FORGOTTEN,
+    ),
+}
+"""(state, event) -> next state; a pair that is not here is absorbed. `None`: the room is unknown."""
+
+SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
+    S.REQUESTED: Deadline.BOOTSTRAP,
+    S.ANNOUNCED: Deadline.TRANSFER,
+    S.WAITING: Deadline.TRANSFER,
+    S.TRANSFERRING: Deadline.TRANSFER,
+    S.WRITING: Deadline.TRANSFER,
+    S.SUCCEEDED: Deadline.REPEAT,
+    S.STOPPING: Deadline.HANDSHAKE,
+    S.UNSETTLED: Deadline.HANDSHAKE,
+    S.SETTLING: Deadline.HANDSHAKE,
+    S.RELEASED: Deadline.REPEAT,
+    S.FORGOTTEN: Deadline.TERMINAL,
+}
+
+SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
+    S.REQUESTED: "{peer}'s announcement",
+    S.ANNOUNCED: "the router's half of what {peer} announced",
+    S.WAITING: "its own computing and the first byte to reach {peer}",
+    S.TRANSFERRING: "the last byte to reach {peer}",
+    S.WRITING: "a write to {peer}",
+    S.SUCCEEDED: "{peer}'s acknowledgement",
+    S.RELEASED: "{peer}'s acknowledgement",
+}
+"""What a room waits for in each state that a clock ends."""
+
+OPEN_STATES = frozenset(
+    {
+        S.REQUESTED,
+        S.ANNOUNCED,
+        S.WAITING,
+        S.TRANSFERRING,
+        S.WRITING,
+    }
+)
+"""States in which a room has neither failed nor succeeded."""
+WRITABLE_STATES = frozenset(
+    {
+        S.WAITING,
+        S.TRANSFERRING,
+        S.WRITING,
+        S.STOPPING,
+        S.UNSETTLED,
+        S.SETTLING,
+    }
+)
+"""States in which a write to D's pages may run, may start or may still land."""
+_TO_WRITE = frozenset({S.WAITING, S.TRANSFERRING})
+"""States in which a write may begin."""
+_QUIET = frozenset({S.WRITING, S.TRANSFERRING})
+"""States that require nothing on entry."""
+_ACKNOWLEDGED = frozenset({(S.SUCCEEDED, KVPoll.Success), (S.RELEASED, KVPoll.Failed)})
+"""Status that D acknowledges in each state."""
+REPEAT_BYTES = 1 << 20
+"""Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
+not queue up behind each other on a slow link."""
+_REPORTED_AT_ONCE = frozenset({S.STOPPING, S.UNSETTLED, S.FORGOTTEN})
+"""States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
 
 
 class Destination(NamedTuple):
@@ -231,39 +372,6 @@ Effect = Union[Send, TransferEvent, DropEvents, Line, TrackChunks, StartSending,
 
 SendEntry = Entry[SenderState, SendRoom]
 
-OPEN_STATES = frozenset(
-    {
-        SenderState.REQUESTED,
-        SenderState.ANNOUNCED,
-        SenderState.WAITING,
-        SenderState.TRANSFERRING,
-        SenderState.WRITING,
-    }
-)
-"""States in which a room has neither failed nor succeeded."""
-WRITABLE_STATES = frozenset(
-    {
-        SenderState.WAITING,
-        SenderState.TRANSFERRING,
-        SenderState.WRITING,
-        SenderState.STOPPING,
-        SenderState.UNSETTLED,
-        SenderState.SETTLING,
-    }
-)
-"""States in which a write to D's pages may run, may start or may still land."""
-_TO_WRITE = frozenset({SenderState.WAITING, SenderState.TRANSFERRING})
-"""States in which a write may begin."""
-_QUIET = frozenset({SenderState.WRITING, SenderState.TRANSFERRING})
-"""States that require nothing on entry."""
-_ACKNOWLEDGED = frozenset({(SenderState.SUCCEEDED, KVPoll.Success), (SenderState.RELEASED, KVPoll.Failed)})
-"""Status that D acknowledges in each state."""
-REPEAT_BYTES = 1 << 20
-"""Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
-not queue up behind each other on a slow link."""
-_REPORTED_AT_ONCE = frozenset({SenderState.STOPPING, SenderState.UNSETTLED, SenderState.FORGOTTEN})
-"""States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
-
 
 class SenderMachine:
     def __init__(self, config: KVManagerConfig, view: PeerView) -> None:
@@ -303,12 +411,12 @@ class SenderMachine:
                 self._peer_abort(room, message, peer)
             case Aborted(room, error):
                 self._effects.append(DropEvents(room))
-                self._take(room, E.ABORT, error)
+                self._apply(room, E.ABORT, error)
             case SettleResult():
                 self._settle_tried(event)
             case DecodeDead(peer):
                 for room in tuple(peer.unsettled):
-                    self._take(room, E.SETTLED)
+                    self._apply(room, E.SETTLED)
             case ViewChanged():
                 self._fail_lost()
             case Tick():
@@ -317,7 +425,7 @@ class SenderMachine:
 
     # ------------------------------------------------------------------------------------------------ state transitions
 
-    def _take(self, room: bytes, event: E, error: ChituError | None = None, new: SendRoom | None = None) -> bool:
+    def _apply(self, room: bytes, event: E, error: ChituError | None = None, new: SendRoom | None = None) -> bool:
         """Apply an event to a room: the only way to change it. `error`: why it ends. Return False if it is absorbed."""
         applied = self.table.apply(room, event, self._now_s, new)
         if applied is None:
@@ -329,12 +437,12 @@ class SenderMachine:
         if before in OPEN_STATES and state not in OPEN_STATES:
             record.error = error
             self._effects.append(Stop(room))
-            if error is not None and event is not E.ABORT and before is not SenderState.ANNOUNCED:
+            if error is not None and event is not E.ABORT and before is not S.ANNOUNCED:
                 self._effects.append(TransferEvent(Kind.FAILED, room, error))
         if record.destination is not None:
             self._enter(room, entry, record.destination, before, event)
-        if state is SenderState.FORGOTTEN:
-            if before in OPEN_STATES and before is not SenderState.ANNOUNCED:
+        if state is S.FORGOTTEN:
+            if before in OPEN_STATES and before is not S.ANNOUNCED:
                 self._effects.append(TransferEvent(Kind.RELEASED, room))
             code, message = (record.error.code, record.error.message) if record.error is not None else ("", "")
             self.table.bury(room, Tombstone(code, message))
@@ -345,23 +453,23 @@ class SenderMachine:
     ) -> None:
         """Do what the new state of an announced room requires on entry."""
         state, record, peer = entry.state, entry.data, destination.peer
-        if state is SenderState.WAITING:
+        if state is S.WAITING:
             self._effects.append(TransferEvent(Kind.ANNOUNCED, room))
             self._effects.append(StartSending(room, destination.first_page))
-        elif state is SenderState.SUCCEEDED:
+        elif state is S.SUCCEEDED:
             record.landed_s = self._now_s
             self._log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
             self._effects.append(TransferEvent(Kind.SUCCESS, room, kv_bytes=sum(record.bytes_per_rank)))
             self._send_status(room, entry, peer)
-        elif state is SenderState.UNSETTLED:
+        elif state is S.UNSETTLED:
             if not peer.is_suspended:
                 self._log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
             peer.unsettled.add(room)
-        elif state is SenderState.RELEASED:
+        elif state is S.RELEASED:
             peer.unsettled.discard(room)
             self._effects.append(TransferEvent(Kind.RELEASED, room))
             if self._view.is_lost(record.decode_rank, record.decode_incarnation):
-                self._take(room, E.PEER_LOST)
+                self._apply(room, E.PEER_LOST)
             else:
                 self._send_status(room, entry, peer)
         if before in OPEN_STATES and state in _REPORTED_AT_ONCE and event not in SENDER_NO_STATUS_OWED:
@@ -371,15 +479,15 @@ class SenderMachine:
 
     def _request(self, event: Requested) -> None:
         room, entry = event.room, self.table.get(event.room)
-        if entry is not None and entry.state is not SenderState.ANNOUNCED:
+        if entry is not None and entry.state is not S.ANNOUNCED:
             self._log(logging.WARNING, "room %s was added twice", room_text(room))
             return
         if entry is not None and entry.data.destination is not None:
             info = entry.data.destination.info
             if info.incarnation != event.decode_incarnation:
-                self._take(room, E.REFUSED, BadFrame("the room was announced by another D than its own"))
+                self._apply(room, E.REFUSED, BadFrame("the room was announced by another D than its own"))
             elif info.num_tokens != event.num_tokens:
-                self._take(room, E.REFUSED, _other_length(info.num_tokens, event.num_tokens))
+                self._apply(room, E.REFUSED, _other_length(info.num_tokens, event.num_tokens))
         tombstone = self.table.tombstone(room)
         if tombstone is not None:
             # D gave up before the router's request came, or the room is used twice: the step thread must not wait.
@@ -395,9 +503,9 @@ class SenderMachine:
         )
         record.decode_rank, record.decode_incarnation = event.decode_rank, event.decode_incarnation
         self._effects.append(TrackChunks(room, record.computed))
-        self._take(room, E.ADD_REQUEST, new=record)
+        self._apply(room, E.ADD_REQUEST, new=record)
         if self._view.is_lost(record.decode_rank, record.decode_incarnation):
-            self._take(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
+            self._apply(room, E.PEER_LOST, DecodeLost(f"D{record.decode_rank} is gone"))
 
     # ------------------------------------------------------------------------------------------------------ frames of D
 
@@ -424,7 +532,7 @@ class SenderMachine:
             self._require_unclaimed(info, peer, pages)
         except ChituError as error:
             self._refuse(room, peer, error)
-            self._take(room, E.REFUSED, error)
+            self._apply(room, E.REFUSED, error)
             return
         peer.aux_rooms[info.dst_aux_index] = room
         peer.page_rooms.update(dict.fromkeys(pages[info.prefix_pages :], room))
@@ -432,7 +540,7 @@ class SenderMachine:
         record.destination = Destination(info, peer, pages, first_page)
         record.decode_rank, record.decode_incarnation = peer.info.engine_rank, info.incarnation
         record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + 1
-        self._take(room, E.ANNOUNCE, new=record)
+        self._apply(room, E.ANNOUNCE, new=record)
 
     def _announced_again(self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: Destination) -> None:
         """Ignore an identical TransferInfo, which is D's repeat; refuse a different one, whichever D sent it."""
@@ -461,7 +569,7 @@ class SenderMachine:
         if entry.data.destination is None or entry.data.decode_incarnation != message.incarnation:
             self.stale_frames += 1
         elif (entry.state, message.poll) in _ACKNOWLEDGED:
-            self._take(room, E.ACKNOWLEDGED)
+            self._apply(room, E.ACKNOWLEDGED)
 
     def _peer_abort(self, room: bytes, message: AbortTransfer, peer: DecodePeer) -> None:
         """Stop a room that D gave up. D gets AbortAck once nothing writes to its pages."""
@@ -470,7 +578,7 @@ class SenderMachine:
             if self.table.tombstone(room) is None:
                 self.table.bury(room, Tombstone(message.code, message.message))
         elif entry.data.decode_incarnation == message.incarnation:  # else it is not the D that this room is written to
-            self._take(room, E.PEER_ABORT, from_code(message.code, message.message))
+            self._apply(room, E.PEER_ABORT, from_code(message.code, message.message))
             if self.table.get(room) is not None:
                 return
         self._send(room, peer, AbortAck(self._config.incarnation))
@@ -483,11 +591,11 @@ class SenderMachine:
             return
         destination, peer = entry.data.destination, entry.data.destination.peer
         if job.is_settle:
-            if entry.state is SenderState.SETTLING:
+            if entry.state is S.SETTLING:
                 self._effects.append(SettleWrites(job.room, peer, tuple(peer.unsettled)))
         elif peer.is_suspended and entry.state in _TO_WRITE:
-            self._take(job.room, E.WRITE_FAILED, TransferFailed(f"{peer.name} does not take writes"))
-        elif self._take(job.room, E.WRITE_BEGAN):
+            self._apply(job.room, E.WRITE_FAILED, TransferFailed(f"{peer.name} does not take writes"))
+        elif self._apply(job.room, E.WRITE_BEGAN):
             self._effects.append(Write(job, entry.data, destination))
 
     def _written(self, event: Written) -> None:
@@ -503,27 +611,27 @@ class SenderMachine:
         record.bytes_per_rank = tuple(before + now for before, now in totals)
         self.bytes_moved += sum(event.bytes_per_rank)
         record.units_left -= job.num_units
-        if job.is_aux and entry.state is SenderState.WRITING:  # else the room failed meanwhile
+        if job.is_aux and entry.state is S.WRITING:  # else the room failed meanwhile
             self._log(logging.INFO, log.FINISHED_AUX, record.request_id, request_id=record.request_id)
             self._send(room, destination.peer, AuxReady(self._config.incarnation))
-        self._take(room, E.WRITE_ENDED if record.units_left else E.LANDED)
+        self._apply(room, E.WRITE_ENDED if record.units_left else E.LANDED)
 
     def _write_failed(self, room: bytes, request_id: str, failure: ChituError) -> None:
         may_land = isinstance(failure, WriteError) and not failure.settled
         text = "transfer of %s failed: %s"
         self._log(logging.WARNING, text, request_id, failure.message, request_id=request_id)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
-        self._take(room, E.WRITE_UNSETTLED if may_land else E.WRITE_FAILED, error)
+        self._apply(room, E.WRITE_UNSETTLED if may_land else E.WRITE_FAILED, error)
 
     def _settle_tried(self, event: SettleResult) -> None:
         room, peer, rooms = event.settle
         if event.error is not None:
             self._log(logging.WARNING, "settling writes to %s: %s", peer.name, event.error.message)
         if not event.is_settled:
-            self._take(room, E.SETTLE_FAILED)
+            self._apply(room, E.SETTLE_FAILED)
             return
         for settled in rooms:
-            self._take(settled, E.SETTLED)
+            self._apply(settled, E.SETTLED)
         if not peer.is_suspended:
             self._log(logging.INFO, "%s takes writes again", peer.name)
 
@@ -537,7 +645,7 @@ class SenderMachine:
             if entry.data.destination is None:
                 continue
             peer = entry.data.destination.peer
-            if entry.state is SenderState.UNSETTLED and peer.settle_due_s <= self._now_s:
+            if entry.state is S.UNSETTLED and peer.settle_due_s <= self._now_s:
                 self._ask_to_settle(room, peer)
             if entry.data.repeat_due_s <= self._now_s:
                 self._send_status(room, entry, peer)
@@ -548,15 +656,15 @@ class SenderMachine:
             return
         peer = instance_name(Role.DECODE, entry.data.decode_rank)
         text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS, self._now_s)
-        error = BootstrapTimeout(text) if entry.state is SenderState.REQUESTED else TransferTimeout(text)
-        self._take(room, E.DEADLINE, error)
+        error = BootstrapTimeout(text) if entry.state is S.REQUESTED else TransferTimeout(text)
+        self._apply(room, E.DEADLINE, error)
 
     def _ask_to_settle(self, room: bytes, peer: DecodePeer) -> None:
         """Queue a settle attempt, unless another room of this D is being settled."""
         entries = (self.table.get(other) for other in peer.unsettled)
-        if not any(entry is not None and entry.state is SenderState.SETTLING for entry in entries):
+        if not any(entry is not None and entry.state is S.SETTLING for entry in entries):
             peer.settle_due_s = self._now_s + self._config.deadlines.retry_interval_s
-            self._take(room, E.SETTLE_BEGAN)
+            self._apply(room, E.SETTLE_BEGAN)
             self._effects.append(QueueSettle(room))
 
     def _fail_lost(self) -> None:
@@ -564,7 +672,7 @@ class SenderMachine:
         for room, entry in self.table.items():
             rank, incarnation = entry.data.decode_rank, entry.data.decode_incarnation
             if self._view.is_lost(rank, incarnation):
-                self._take(room, E.PEER_LOST, DecodeLost(f"D{rank} is gone"))
+                self._apply(room, E.PEER_LOST, DecodeLost(f"D{rank} is gone"))
 
     # --------------------------------------------------------------------------------------------------------- outgoing
 
@@ -574,7 +682,7 @@ class SenderMachine:
         num_intervals = 1 + len(logprobs or b"") // REPEAT_BYTES
         record.repeat_due_s = self._now_s + num_intervals * self._config.deadlines.retry_interval_s
         if record.error is not None:
-            self._refuse(room, peer, record.error, entry.state in (SenderState.RELEASED, SenderState.FORGOTTEN))
+            self._refuse(room, peer, record.error, entry.state in (S.RELEASED, S.FORGOTTEN))
             return
         status = TransferStatus(
             self._config.incarnation,

@@ -1,28 +1,28 @@
-"""Events of the transfer layer for the step thread, and what the machines of both sides share.
+"""What the machines of both sides share: events for the step thread, deadlines, and the table room -> state.
 
-`KVManager` picks one role object at construction: `PrefillSender` or `DecodeReceiver`. The step thread calls its
-methods and drains `poll()`; the comm thread feeds `on_frame`, `on_view` and `tick`; transfer threads do the writes.
+`TransferTable.apply(room, event)` is the only writer of a room's state; the tables of `sender.py` and `receiver.py`
+decide. A role calls it under its lock. Invariants: an event that the state has no transition for changes nothing (so
+terminal states absorb late frames); no state is entered without its deadline, which runs on if the state before had the
+same one; a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones
+are bounded: the oldest is evicted first, long after the last frame of its room could arrive.
 
-Room -> state, for either role. `apply(room, event)` is the only writer; the tables of `protocol/states.py` decide.
-
-Owned by `PrefillSender` or `DecodeReceiver`, which call it under their lock from the step, comm and transfer threads.
-Invariants: an event that the state has no transition for changes nothing (so terminal states absorb late frames); no
-state is entered without its deadline, which runs on if the state before had the same one; a room that ended leaves a
-tombstone, and only `apply` on a room without one can create an entry. Tombstones are bounded: the oldest is evicted
-first, long after the last frame of its room could arrive.
+Invariants of the tables (`test/unit/test_states.py` checks them): a room that succeeded never fails, and the other way
+round; from every state a terminal one can be reached; every state that is not terminal has a deadline by the clock or
+waits for an event that the protocol repeats until it comes; a state with a deadline has a text for what it waits for,
+which its error quotes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from chitu.errors import ChituError
 from chitu.protocol import NO_TIMES, PrefillTimes, TransferSums, Wire
-from chitu.protocol.states import Deadline, waited_text
+from chitu.types import waited_text
 
 
 class TransferEventKind(Enum):
@@ -90,16 +90,6 @@ class Send(NamedTuple):
     message: Wire
 
 
-@dataclass(slots=True, frozen=True)
-class KVChunk:
-    """Tokens `[start, end)` of a room are computed in this step; `pages` is the room's whole page list so far."""
-
-    room: bytes
-    pages: Sequence[int]
-    start: int
-    end: int
-
-
 Wake = Callable[[], None]
 """Function that wakes the step thread after an event was queued. Any thread, never blocks."""
 
@@ -110,6 +100,32 @@ T = TypeVar("T")
 
 MAX_TOMBSTONES = 100_000
 NEVER_S = float("inf")
+
+
+class Deadline(Enum):
+    """What ends a stay in a state if nothing else does. It runs from the first of the neighbouring states that have the
+    same one: a later state of the same room does not extend it."""
+
+    BOOTSTRAP = auto()
+    """P: `queue_s + bootstrap_s` (D may wait that long for pages before it announces). D: `bootstrap_s`."""
+    TRANSFER = auto()
+    """`transfer_s` from TransferInfo, on either side."""
+    REPEAT = auto()
+    """`transfer_s` of repeating a status without an acknowledgement; then the room is forgotten."""
+    HANDSHAKE = auto()
+    """No clock: time alone must never free memory that a peer may touch. Left when the writer has stopped."""
+    TERMINAL = auto()
+    """Nothing more to wait for; the entry is dropped and only its tombstone is kept."""
+
+
+NO_CLOCK: Final = frozenset({Deadline.HANDSHAKE, Deadline.TERMINAL})
+"""Deadlines that no clock ends."""
+
+
+def edges(sources: Iterable[S], events: Iterable[E], target: S) -> dict[tuple[S | None, E], S]:
+    """Return rows of a table: each of these events leads from each of these states to `target`."""
+    causes = tuple(events)
+    return {(source, event): target for source in sources for event in causes}
 
 
 @dataclass(slots=True)

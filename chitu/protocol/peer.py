@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Union
 
 from chitu.protocol.cluster import KVLayout
 from chitu.protocol.requests import NO_TIMES, PrefillTimes
 from chitu.protocol.wire import Codec, Wire, encode
+
+
+class KVPoll(IntEnum):
+    """State of a room's transfer. Ranks are merged with MIN, so Failed is lowest; terminal states absorb all events."""
+
+    Failed = 0
+    Bootstrapping = 1
+    WaitingForInput = 2
+    Transferring = 3
+    Success = 4
 
 
 class TransportSession(Wire, frozen=True):

@@ -53,10 +53,9 @@ from chitu.errors import (
 )
 from chitu.protocol import Finish, Fork, SamplingParams, StageTimes, TraceLevel
 from chitu.protocol.snapshot import RequestSnapshot, RequestState
-from chitu.protocol.states import waited_text
 from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.retry import MAX_DEATHS, Failure, FailureHistory, failure_of, may_retry
-from chitu.types import room_text
+from chitu.types import room_text, waited_text
 
 
 class GenerationState(Enum):

@@ -34,9 +34,11 @@ from chitu.errors import ChituError
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
+from chitu.kv_transfer.chunks import TransferJob
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
-from chitu.kv_transfer.transfer_queue import TransferJob
+from chitu.kv_transfer.receiver import ReceiverState
+from chitu.kv_transfer.sender import SenderState
 from chitu.kv_transfer.transfer_table import TransferEvent
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import StagedTransport
@@ -45,7 +47,6 @@ from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
-from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
 from chitu.testing.fake_transport import FakeFabric, FakeTransport

@@ -22,12 +22,13 @@ from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums
+from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
-from chitu.kv_transfer.transfer_table import KVChunk, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEventKind
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.transports.segments import Gatherer, HostCopier, Scatterer, SentGroup, StagingArea, area_of
 from chitu.kv_transfer.transports.staged import StagedFrom, StagedTransport, StagingEnd, TransferWay

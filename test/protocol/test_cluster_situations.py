@@ -15,6 +15,7 @@ from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
 from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_transfer.receiver import ReceiverState
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,
@@ -27,7 +28,6 @@ from chitu.protocol import (
     encode,
     peer_codec,
 )
-from chitu.protocol.states import ReceiverState
 from chitu.protocol.wire import Wire
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role

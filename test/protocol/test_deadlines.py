@@ -18,18 +18,12 @@ from pd_world import Pair
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.instance.sequences import OPEN_STATES, SequenceState
-from chitu.kv_transfer.receiver import Received
-from chitu.kv_transfer.sender import JobTaken, SettleWrites, Write
+from chitu.kv_transfer.receiver import RECEIVER_DEADLINES, Received, ReceiverState
+from chitu.kv_transfer.sender import SENDER_DEADLINES, JobTaken, SenderState, SettleWrites, Write
+from chitu.kv_transfer.transfer_table import Deadline
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
-from chitu.protocol.states import (
-    RECEIVER_DEADLINES,
-    SENDER_DEADLINES,
-    Deadline,
-    KVPoll,
-    ReceiverState,
-    SenderState,
-)
+from chitu.protocol.peer import KVPoll
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 

@@ -9,13 +9,15 @@ from pd_world import Frame, Pair, World, busy_segments
 
 from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, TransferFailed
+from chitu.kv_transfer.receiver import ReceiverState
+from chitu.kv_transfer.sender import SenderState
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.segments import Group, Scattered, decode, encode
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import TransportMessage, peer_codec
 from chitu.protocol import encode as encode_frame
-from chitu.protocol.states import KVPoll, ReceiverState, SenderState
+from chitu.protocol.peer import KVPoll
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 

@@ -14,9 +14,10 @@ from chitu.errors import (
 )
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.sender import SenderState
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
-from chitu.protocol.states import KVPoll, SenderState
+from chitu.protocol.peer import KVPoll
 from chitu.types import Role
 
 

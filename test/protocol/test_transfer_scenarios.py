@@ -18,9 +18,10 @@ from chitu.errors import (
     TransferTimeout,
 )
 from chitu.kv_transfer.checksums import VerifyKV
+from chitu.kv_transfer.receiver import ReceiverState
+from chitu.kv_transfer.sender import SenderState
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import TransferWay
-from chitu.protocol.states import ReceiverState, SenderState
 from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import new_room
 

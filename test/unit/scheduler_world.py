@@ -19,8 +19,9 @@ from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.grammars import GrammarStore
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
+from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.transfer_table import KVChunk, TransferEvent, TransferEventKind
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.net.threads import ServiceThread
 from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
 from chitu.protocol import (

@@ -47,7 +47,7 @@ NAMES = [
     ("chitu.kv_transfer.kv_manager", "KVManager"),
     ("chitu.kv_transfer.layout", "MetadataBuffers.allocate"),
     ("chitu.kv_transfer.layout", "MetadataBuffers.free"),
-    ("chitu.protocol.states", "KVPoll"),
+    ("chitu.protocol.peer", "KVPoll"),
     ("chitu.types", "_to_uuid"),
     ("chitu.protocol", "KVArgsRegisterInfo"),
     ("chitu.protocol", "TransferInfo"),

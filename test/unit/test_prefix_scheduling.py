@@ -15,7 +15,7 @@ from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
 from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.page_keys import PageKeys
-from chitu.kv_transfer.transfer_table import KVChunk
+from chitu.kv_transfer.chunks import KVChunk
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 

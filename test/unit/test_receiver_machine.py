@@ -10,6 +10,9 @@ from chitu.errors import Integrity, TransferFailed
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver import (
+    RECEIVER_DEADLINES,
+    RECEIVER_TRANSITIONS,
+    REGISTRATION_TRANSITIONS,
     Announced,
     CheckPages,
     CheckRow,
@@ -18,12 +21,16 @@ from chitu.kv_transfer.receiver import (
     PagesChecked,
     PrefillPeer,
     Received,
+    ReceiverEvent,
     ReceiverMachine,
     ReceiveRoom,
+    ReceiverState,
+    RegistrationEvent,
+    RegistrationState,
     RowChecked,
     WriterDead,
 )
-from chitu.kv_transfer.transfer_table import Aborted, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.transfer_table import Aborted, Deadline, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import (
     AbortAck,
@@ -38,17 +45,7 @@ from chitu.protocol import (
     TransferInfo,
     TransferStatus,
 )
-from chitu.protocol.states import (
-    RECEIVER_DEADLINES,
-    RECEIVER_TRANSITIONS,
-    REGISTRATION_TRANSITIONS,
-    Deadline,
-    KVPoll,
-    ReceiverEvent,
-    ReceiverState,
-    RegistrationEvent,
-    RegistrationState,
-)
+from chitu.protocol.peer import KVPoll
 from chitu.types import REGISTRATION_ROOM, Role
 
 ROOM = b"r" * 16
@@ -219,4 +216,4 @@ def test_without_verify_kv_the_row_and_success_are_all(road: tuple[str, ...]) ->
 def test_a_registration_moves_by_its_table_alone(state: RegistrationState, event: RegistrationEvent) -> None:
     peer = PrefillPeer(P, "p", 2, state)
     target = REGISTRATION_TRANSITIONS.get((state, event))
-    assert peer.take(event) is (target is not None) and peer.state is (target or state)
+    assert peer.apply(event) is (target is not None) and peer.state is (target or state)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import pytest
 
 from chitu.errors import TransferFailed
+from chitu.kv_transfer.chunks import TransferJob, TransferKVChunk
 from chitu.kv_transfer.parts import KVManagerConfig
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.registration import DecodePeer
 from chitu.kv_transfer.sender import (
     OPEN_STATES,
     REPEAT_BYTES,
+    SENDER_DEADLINES,
+    SENDER_NO_STATUS_OWED,
+    SENDER_TRANSITIONS,
     DecodeDead,
     Effect,
     Event,
@@ -25,8 +29,9 @@ from chitu.kv_transfer.sender import (
     Write,
     Written,
 )
-from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk
-from chitu.kv_transfer.transfer_table import Aborted, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.sender import SenderEvent as E
+from chitu.kv_transfer.sender import SenderState as S
+from chitu.kv_transfer.transfer_table import Aborted, Deadline, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import (
@@ -42,9 +47,7 @@ from chitu.protocol import (
     TransferStatus,
     pack_i32,
 )
-from chitu.protocol.states import SENDER_DEADLINES, SENDER_NO_STATUS_OWED, SENDER_TRANSITIONS, Deadline, KVPoll
-from chitu.protocol.states import SenderEvent as E
-from chitu.protocol.states import SenderState as S
+from chitu.protocol.peer import KVPoll
 from chitu.types import Role
 
 ROOM, OTHER_ROOM = b"r" * 16, b"s" * 16

@@ -12,32 +12,34 @@ import pytest
 
 import chitu
 from chitu.instance.sequences import OPEN_STATES, SEQUENCE_AWAITS
-from chitu.protocol import states
-from chitu.protocol.states import Deadline, KVPoll
+from chitu.kv_transfer import receiver, sender
+from chitu.kv_transfer.transfer_table import NO_CLOCK, Deadline
+from chitu.protocol.peer import KVPoll
 from chitu.router.request import GENERATION_AWAITS, RUNNING, GenerationState
+from chitu.types import waited_text
 
 ROLES = {
     "sender": (
-        states.SenderState,
-        states.SENDER_TRANSITIONS,
-        states.SENDER_DEADLINES,
+        sender.SenderState,
+        sender.SENDER_TRANSITIONS,
+        sender.SENDER_DEADLINES,
         {
-            states.SenderState.STOPPING,
-            states.SenderState.UNSETTLED,
-            states.SenderState.SETTLING,
-            states.SenderState.RELEASED,
+            sender.SenderState.STOPPING,
+            sender.SenderState.UNSETTLED,
+            sender.SenderState.SETTLING,
+            sender.SenderState.RELEASED,
         },
-        states.SENDER_FAILURES,
+        sender.SENDER_FAILURES,
     ),
     "receiver": (
-        states.ReceiverState,
-        states.RECEIVER_TRANSITIONS,
-        states.RECEIVER_DEADLINES,
+        receiver.ReceiverState,
+        receiver.RECEIVER_TRANSITIONS,
+        receiver.RECEIVER_DEADLINES,
         {
-            states.ReceiverState.QUARANTINED,
-            states.ReceiverState.RELEASED,
+            receiver.ReceiverState.QUARANTINED,
+            receiver.ReceiverState.RELEASED,
         },
-        states.RECEIVER_FAILURES,
+        receiver.RECEIVER_FAILURES,
     ),
 }
 both_roles = pytest.mark.parametrize("role", ROLES)
@@ -90,7 +92,7 @@ def test_a_room_that_failed_never_succeeds_and_one_that_succeeded_never_fails(ro
 @both_roles
 def test_no_event_leads_back_but_the_end_of_a_threads_visit(role: str) -> None:
     _, transitions, *_ = ROLES[role]
-    back = {states.SenderEvent.WRITE_ENDED, states.SenderEvent.SETTLE_FAILED}
+    back = {sender.SenderEvent.WRITE_ENDED, sender.SenderEvent.SETTLE_FAILED}
     forward = {pair: target for pair, target in transitions.items() if pair[1] not in back}
     for source, target in {(source, target) for (source, _), target in forward.items()}:
         assert source is None or source not in reachable(forward, target), (source, target)
@@ -102,9 +104,9 @@ def test_every_open_state_that_has_a_deadline_fails_by_it_and_by_every_other_fai
     all_states, transitions, deadlines, failed, failures = ROLES[role]
     for state in all_states:
         if deadlines[state] in (Deadline.BOOTSTRAP, Deadline.TRANSFER):
-            is_written = state in (states.ReceiverState.WRITTEN, states.ReceiverState.VERIFYING)
-            for failure in states.RECEIVER_OWN_FAILURES if is_written else failures:
-                assert transitions[state, failure] in failed | {states.SenderState.FORGOTTEN}
+            is_written = state in (receiver.ReceiverState.WRITTEN, receiver.ReceiverState.VERIFYING)
+            for failure in receiver.RECEIVER_OWN_FAILURES if is_written else failures:
+                assert transitions[state, failure] in failed | {sender.SenderState.FORGOTTEN}
 
 
 @both_roles
@@ -120,8 +122,8 @@ def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role:
 @pytest.mark.parametrize(
     ("deadlines", "awaits"),
     [
-        (states.SENDER_DEADLINES, states.SENDER_AWAITS),
-        (states.RECEIVER_DEADLINES, states.RECEIVER_AWAITS),
+        (sender.SENDER_DEADLINES, sender.SENDER_AWAITS),
+        (receiver.RECEIVER_DEADLINES, receiver.RECEIVER_AWAITS),
     ],
     ids=["sender", "receiver"],
 )
@@ -129,7 +131,7 @@ def test_every_state_has_a_deadline_and_what_a_clock_ends_has_words(
     deadlines: dict[Enum, Deadline], awaits: dict[Enum, str]
 ) -> None:
     assert set(deadlines) == set(type(next(iter(deadlines))))
-    assert set(awaits) == {state for state, deadline in deadlines.items() if deadline not in states.NO_CLOCK}
+    assert set(awaits) == {state for state, deadline in deadlines.items() if deadline not in NO_CLOCK}
 
 
 def test_what_a_request_waits_for_has_words_unless_a_peer_may_touch_its_pages_or_it_is_over() -> None:
@@ -138,10 +140,10 @@ def test_what_a_request_waits_for_has_words_unless_a_peer_may_touch_its_pages_or
 
 
 def test_the_words_of_a_deadline_name_who_state_seconds_and_peer() -> None:
-    what = states.SENDER_AWAITS[states.SenderState.REQUESTED].format(peer="D1")
-    text = states.waited_text("P0", 10.04, states.SenderState.REQUESTED, what)
+    what = sender.SENDER_AWAITS[sender.SenderState.REQUESTED].format(peer="D1")
+    text = waited_text("P0", 10.04, sender.SenderState.REQUESTED, what)
     assert text == "P0 waited 10.0 s in REQUESTED for D1's announcement"
-    for awaits in (states.SENDER_AWAITS, states.RECEIVER_AWAITS, GENERATION_AWAITS):
+    for awaits in (sender.SENDER_AWAITS, receiver.RECEIVER_AWAITS, GENERATION_AWAITS):
         assert all("{peer}" in text for text in awaits.values())
 
 

@@ -17,22 +17,21 @@ from hypothesis import strategies as st
 from chitu.errors import BadFrame, IncompatibleLayout, Integrity, TransferFailed
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
 from chitu.kv_transfer.bootstrap import BootstrapServer
+from chitu.kv_transfer.chunks import TransferJob, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.layout import MetadataBuffers, check_compatible, check_rank_memory, rank_memory
+from chitu.kv_transfer.receiver import (
+    RECEIVER_AWAITS,
+    RECEIVER_DEADLINES,
+    RECEIVER_TRANSITIONS,
+    ReceiverEvent,
+    ReceiverState,
+)
 from chitu.kv_transfer.shard_writer import join, layer_regions, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transfer_queue import TransferJob, TransferKVChunk, TransferQueue
-from chitu.kv_transfer.transfer_table import NEVER_S, Tombstone, TransferTable
+from chitu.kv_transfer.transfer_table import NEVER_S, Deadline, Tombstone, TransferTable
 from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.net.curve import derive
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
-from chitu.protocol.states import (
-    RECEIVER_AWAITS,
-    RECEIVER_DEADLINES,
-    RECEIVER_TRANSITIONS,
-    Deadline,
-    ReceiverEvent,
-    ReceiverState,
-)
 from chitu.testing.clock import FakeClock
 from chitu.types import Role, new_room
 
