@@ -230,7 +230,7 @@ class PDSchedulerService:
             self._engine.kv.close()
         if step.is_alive():
             # A forward pass that exceeds its grace period still uses the model: do not finalize the interpreter.
-            logger.warning("shutting down without waiting for the step that still computes")
+            logger.warning("shutting down without waiting for the running step")
             logging.shutdown()
             os._exit(self._exit_code)
         self._engine.close()
@@ -248,7 +248,7 @@ class PDSchedulerService:
         the instance (each request has its own deadlines). A silent peer delays the end by `transfer_s`."""
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
-        logger.info("draining, because %s", "of a signal" if self._signalled.is_set() else "an operator asked for it")
+        logger.info("draining, because %s", "of a signal" if self._signalled.is_set() else "requested by an operator")
         identity = self._identity
         self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
         clock = RealClock()
@@ -384,7 +384,7 @@ class PDSchedulerService:
             elif not is_away and clock.monotonic() >= sent_s + self._deadlines.lease_s:
                 is_away = True
                 logger.warning(
-                    "no heartbeat reaches the router at %s:%d: it is away, it hangs, or this is not its address",
+                    "no heartbeat reaches the router at %s:%d: it is down, it hangs, or the address is wrong",
                     *address,
                 )
         socket.close(linger_ms=0)

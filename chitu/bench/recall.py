@@ -181,7 +181,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY_MODEL_DIR, help="checkpoint folder (default: chitu-tiny)")
     parser.add_argument("--prompts", type=int, default=500)
-    parser.add_argument("--tokens", type=int, default=2048, help="most tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=2048, help="maximum number of tokens of a prompt")
     parser.add_argument("--zero-page", type=int, default=5, help=f"the broken page of {PAGE_SIZE} tokens")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--seed", type=int, default=0)

@@ -18,7 +18,7 @@ BENCHMARKS = {
     "transfer": "transports against memcpy",
     "ttft": "time to first token, 1P1D over unified",
     "gpu": "kernels, steps, transfers and 1P1D on a GPU, against its best rates",
-    "soak": "a long load with injected failures: are all answers right and all resources flat?",
+    "soak": "a long load with injected failures; checks all answers and looks for leaks",
     "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }
 
@@ -58,13 +58,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command = commands.add_parser("explain", help="show where a running cluster's requests spend their time")
     either = command.add_mutually_exclusive_group()
     either.add_argument(
-        "source", nargs="?", metavar="FILE", help="what --save wrote, in place of a router (or its URL)"
+        "source", nargs="?", metavar="FILE", help="a file written by --save, in place of a router (or its URL)"
     )
     _add_router(command, either)
     command.add_argument(
         "--seconds", type=_positive(float), default=10.0, metavar="S", help="seconds to watch (default: 10)"
     )
-    command.add_argument("--save", metavar="FILE", help="file for what was observed, to explain it again")
+    command.add_argument("--save", metavar="FILE", help="file for the observations, to explain them again")
     command.add_argument("--json", action="store_true", help="print the explanation as one JSON object")
 
     command = commands.add_parser("trace", help="show a traced request (X-Chitu-Trace: 1) as a time line")
@@ -88,18 +88,20 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--log-dir", help="folder of the log (default: a new temporary one); -: stdout, in JSON")
 
-    command = commands.add_parser("drain", help="let an instance finish what it runs, leave the cluster and end")
+    command = commands.add_parser("drain", help="let an instance finish its requests, leave the cluster and end")
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("instance", nargs="?", metavar="NAME", help="P0, D1, U0")
     which.add_argument(
-        "--self", action="store_true", help="what the launcher on this machine or in this container runs"
+        "--self", action="store_true", help="all instances of the launcher on this machine or in this container"
     )
     _add_router(command)
     command.set_defaults(url=None)
     command.add_argument("--force", action="store_true", help="even if nothing can be served without it")
-    command.add_argument("--no-wait", action="store_true", help="return at once, not when it has left")
+    command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it has left")
 
-    command = commands.add_parser("verify", help="check that a running cluster answers like one undivided engine")
+    command = commands.add_parser(
+        "verify", help="compare a running cluster with one engine and name the faulty instance"
+    )
     either = command.add_mutually_exclusive_group()
     either.add_argument("source", nargs="?", metavar="URL", help="the same as --url URL")
     _add_router(command, either)
@@ -108,7 +110,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--device", default="cpu", help="device of the reference that is started (default: cpu)")
     command.add_argument("--no-transformers", action="store_true", help="do not use transformers as second reference")
     command.add_argument(
-        "--rounds", type=_positive(int), default=8, metavar="N", help="most prompts until every pair was hit"
+        "--rounds", type=_positive(int), default=8, metavar="N", help="maximum number of prompts to reach every pair"
     )
     command.add_argument(
         "--concurrency", type=_positive(int), default=2, metavar="N", help="requests at once (default: 2)"
@@ -128,7 +130,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     _add_router(command)
 
-    command = commands.add_parser("replay", help="check that an engine reproduces the tokens of saved answers")
+    command = commands.add_parser("replay", help="recompute saved answers on one engine and compare the tokens")
     command.add_argument(
         "files", nargs="+", metavar="FILE", help="answers with return_receipt, receipts, snapshots (-: stdin)"
     )
@@ -156,7 +158,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         "--cpus-per-gpu", type=_positive(int), metavar="N", help="CPU threads of each rank of an instance"
     )
     command.add_argument(
-        "--ready-timeout", type=_positive(float), metavar="S", help="seconds to be ready in (default: 600)"
+        "--ready-timeout", type=_positive(float), metavar="S", help="seconds until all must be ready (default: 600)"
     )
     command.add_argument("--log-dir", help="folder of the logs (default: a new temporary one); -: stdout, in JSON")
     command.add_argument("--on-failure", metavar="COMMAND", help="command to run once if a process of this node dies")
@@ -177,7 +179,7 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="; ".join(map(": ".join, BENCHMARKS.items())))
     command.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments (NAME --help)")
 
-    command = commands.add_parser("doctor", help="find what keeps this machine, or all nodes together, from serving")
+    command = commands.add_parser("doctor", help="check this machine, or all nodes together, and suggest fixes")
     _add_topology(command)
     command.add_argument("--hosts", metavar="A,B", help="machines in place of the topology's hosts, the router's first")
     command.add_argument("--node-index", type=int, metavar="K", help="index of this host; run it on all at once")

@@ -209,7 +209,7 @@ def _outlier(finished: Sequence[_Spans], total_s: float) -> tuple[str, str, str]
     kinds: tuple[tuple[str, Callable[[_Spans], str | None], Callable[[_Spans], tuple[float, float]], str, str], ...] = (
         ("prefill_instance", lambda s: s.record.prefill, _compute_of, "a prompt token", "Compare its host and device"),
         ("decode_instance", lambda s: s.record.decode, _decode_of, "a token", "Compare its host and device"),
-        ("transfer_pair", _pair_of, _transfer_of, "a byte of KV", "Look at the network between the two"),
+        ("transfer_pair", _pair_of, _transfer_of, "a byte of KV", "Check the network between the two"),
     )
     found = []
     for code, name_of, work_of, what, advice in kinds:
@@ -268,20 +268,20 @@ def _waiting(
     if stage.name == TRANSFER:
         moved, spent_s = (sum(column) for column in zip(*map(_bytes_and_s, finished), strict=True))
         rate = f"{moved / spent_s / 1e9:.3g} GB/s" if spent_s else "-"
-        says = f"KV is long on its way by {snapshots[-1].transport}: {share}, at {rate} a request."
+        says = f"KV transfer over {snapshots[-1].transport} takes {share}, at {rate} a request."
         return "transfer", says, "Compare with `chitu bench transfer`; RDMA, more transfer_threads, or fp8 pages."
     if stage.name == FIRST_STEP:
         return _few_slots(snapshots, f"Requests whose logits are there wait for a step of D: {share}")
     if stage.name == ROUTER:
         says = f"Messages and the router take {share}."
-        return "router", says, "If the router's core is busy, set router.workers; else look at the network to it."
+        return "router", says, "If the router's core is busy, set router.workers; else check the network to it."
     loads = [load for snapshot in snapshots for load in _loads(snapshot, "D", "U")]
     if any(load.pages_free + load.pages_cached <= FULL * load.pages_total for load in loads):
         return _small_pool(snapshots, f"Requests wait for pages of D: {share}")
     if any(not load.aux_free and load.aux_total for load in loads):
         says = f"Requests wait for room for a row of logits on D: {share}."
         return "logits_slots", says, "Raise cache.num_aux_slots (unset: twice scheduler.max_running_requests)."
-    return _few_slots(snapshots, f"Requests wait to be let in by D, which has pages: {share}")
+    return _few_slots(snapshots, f"D has free pages but no free request slot: {share}")
 
 
 def _is_held_by_decoding(snapshots: Sequence[ClusterSnapshot]) -> bool:
@@ -316,16 +316,16 @@ def _working(
             return "prefill_queue", says, MORE_PREFILL
         computed_s, tokens = (sum(column) for column in zip(*map(_compute_of, finished), strict=True))
         pace = f", {_ms(computed_s / tokens)} a prompt token" if tokens else ""
-        says = f"Nothing waits long; most of the time P computes: {stages[COMPUTE].share:.0%}{pace}."
+        says = f"No stage waits long; most of the time P computes: {stages[COMPUTE].share:.0%}{pace}."
         return (
             "prefill_compute",
             says,
-            "Faster P, or tensor parallelism for them; more of them do not shorten a prompt.",
+            "Use faster GPUs or tensor parallelism for P; more P do not shorten a prompt.",
         )
     decoded_s, tokens = (sum(column) for column in zip(*map(_decode_of, finished), strict=True))
     running = max((_sum(snapshot, lambda load: load.running, "D", "U") for snapshot in snapshots), default=0)
     pace = f", {_ms(decoded_s / tokens)} a token with up to {running} requests at once" if tokens else ""
-    says = f"Nothing waits long; most of the time D makes tokens: {stages[DECODE].share:.0%}{pace}."
+    says = f"No stage waits long; most of the time D generates tokens: {stages[DECODE].share:.0%}{pace}."
     return "decode", says, "If that is too slow, add a D, so that each has fewer requests at once."
 
 

@@ -57,7 +57,7 @@ def _read(path: Path) -> list[ClusterSnapshot]:
     except FileNotFoundError:
         raise ConfigError(f"{os.fspath(path)!r} is neither a file nor a URL such as http://127.0.0.1:21003") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{os.fspath(path)!r} is not what `chitu explain --save` writes: {error}") from error
+        raise ConfigError(f"{os.fspath(path)!r} is no file of `chitu explain --save`: {error}") from error
     if not snapshots:
         raise ConfigError(f"{os.fspath(path)!r} is empty")
     return snapshots

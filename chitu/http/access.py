@@ -70,7 +70,7 @@ class Access:
             return  # parsing the client's address costs as much as parsing the request's JSON
         wait_s = self._limiter.take(self.client(scope))
         if wait_s:
-            raise RateLimited("too many requests a second (router.admission.requests_per_s); come back later", wait_s)
+            raise RateLimited("too many requests a second (router.admission.requests_per_s); try again later", wait_s)
 
     def cache_salt(self, scope: Scope) -> str:
         """Return the prefix of the request's own `cache_salt`, which differs between tenants. Empty if no key is
@@ -105,7 +105,7 @@ class Access:
         elif self._api_keys:
             _require(authorization, [*self._api_keys, *self._token], *API_KEY)
         else:
-            _require_local(scope, "without cluster_key or api_keys, admin calls are taken from this machine")
+            _require_local(scope, "without cluster_key or api_keys, admin calls are accepted from this machine")
 
     def client(self, scope: Scope) -> bytes:
         """Return whose share of the router a request takes: that of its API key if keys are required, else of its

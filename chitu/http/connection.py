@@ -540,7 +540,7 @@ class Connection(asyncio.Protocol):
 
     def _not_read(self) -> None:
         log.warning(
-            "closed the connection of %s: it read nothing of its answer for %g s",
+            "closed the connection of %s: the client read nothing of its answer for %g s",
             self._addresses[0],
             self._limits.write_s,
         )

@@ -312,7 +312,7 @@ def _add_health_routes(app: FastAPI, router: PDRequestRouter, cluster: ClusterSo
         among several changes nothing."""
         record = await cluster.record()
         candidates = router.candidates
-        reason = "the router has got a signal to end" if record.is_ending else candidates.why_unusable()
+        reason = "the router received a signal to end" if record.is_ending else candidates.why_unusable()
         body = {
             "status": "ending" if record.is_ending else "unavailable" if reason else "ok",
             "reason": reason,

@@ -128,7 +128,7 @@ class KeptFolder:
                 else:
                     if record.expires_s < now_s:
                         os.unlink(entry.path)
-                        log.warning("kept request %s is dropped: no router took it up in time", record.request_id)
+                        log.warning("kept request %s expired: no router continued it in time", record.request_id)
                     elif (record.model_hash, record.dtype) != (model_hash, dtype):
                         theirs, ours = f"{record.model_hash} {record.dtype}", f"{model_hash} {dtype}"
                         self._say(name, f"({record.request_id}) is skipped: it needs the model {theirs}, not {ours}")
@@ -303,11 +303,11 @@ class KeptRequests:
             )
         except (OSError, NotKept, TimeoutError) as error:
             reason = str(error) or "the folder does not answer"
-            log.error("request %s is lost with this router: it could not be kept: %s", ident, reason)
+            log.error("request %s could not be kept and is lost: %s", ident, reason)
             return NoInstance(f"the server is shutting down, and could not keep this request: {reason}")
         log.info("request %s is kept after %d tokens", ident, len(record.token_ids))
         return RequestKept(
-            f"the server is shutting down, and kept this request: the next one goes on with it; read its answer with "
+            f"the server is shutting down, and kept this request: the next one continues it; read its answer with "
             f"GET /v1/requests/{ident} (its rest, of a stream, with the header Last-Event-ID)"
         )
 
@@ -428,7 +428,9 @@ class KeptRequests:
         # What depends on limits and chance stays as it was; the rest of the sampling must equal the body's.
         job.samplings = [msgspec.structs.replace(job.samplings[0], max_tokens=sampling.max_tokens, seed=sampling.seed)]
         if ReceiptSampling(**msgspec.structs.asdict(job.samplings[0])) != sampling:
-            raise InvalidRequest("sampling: this router reads other parameters from the request's body")
+            raise InvalidRequest(
+                "sampling: the body of the kept request has different sampling parameters on this router"
+            )
         job.prompts[0].token_ids, job.prompts[0].num_tokens = pack_i32(ids), len(ids)
         if job.cache_salt is not None:
             job.cache_salt = record.tenant + job.cache_salt
@@ -509,7 +511,7 @@ class KeptRequests:
             self._taken.remove(each)
             self._running.remove(each.record.request_id, each.answer)
             if not each.is_read:
-                log.warning("kept request %s is dropped: no client read its answer in time", each.record.request_id)
+                log.warning("kept request %s expired: no client read its answer in time", each.record.request_id)
             each.error = each.error or UnknownRequest(f"request {each.record.request_id!r} is too old")
             self._tell(each)
 

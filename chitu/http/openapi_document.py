@@ -181,7 +181,7 @@ class AbortReply(msgspec.Struct):
 MEANINGS = {
     400: "The request is wrong; `param` names the field",
     401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
-    403: "Operator's calls are not taken from there",
+    403: "Operator's calls are not accepted from this address",
     404: "There is no such model, instance, request, trace or path",
     408: "The request did not come in time",
     409: "Without this instance nothing could be served; see `force`",
@@ -250,7 +250,7 @@ KEPT_REQUEST: dict[str, Any] = {
         {
             "name": "starting_after",
             "in": "query",
-            "description": "Number of the last event that the client has; the header Last-Event-ID says the same",
+            "description": "Number of the last event that the client has; the same as the header Last-Event-ID",
             "schema": {"type": "integer", "minimum": 0},
         },
     ],

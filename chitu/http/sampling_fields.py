@@ -214,7 +214,7 @@ def require_a_token(sampling: SamplingParams, eos_ids: frozenset[int]) -> None:
         forbidden.update(sampling.stop_token_ids, () if sampling.ignore_eos else eos_ids)
     if forbidden.issuperset(sampling.allowed_token_ids):
         raise InvalidRequest(
-            "allowed_token_ids: bad_words, and the ends that min_tokens holds back, leave none of them",
+            "allowed_token_ids: no token remains after bad_words and the stop tokens that min_tokens suppresses",
             "allowed_token_ids",
         )
 
@@ -341,9 +341,11 @@ def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -
         return None
     param = found[0][1]
     if len(found) > 1:
-        raise InvalidRequest(f"{found[1][1]} and {param} both say what the answer looks like; give one", found[1][1])
+        raise InvalidRequest(f"{found[1][1]} and {param} both define the format of the answer; give one", found[1][1])
     if body.ignore_eos:
-        raise InvalidRequest(f"ignore_eos does not go with {param}, which says where the answer ends", "ignore_eos")
+        raise InvalidRequest(
+            f"ignore_eos cannot be combined with {param}, which determines where the answer ends", "ignore_eos"
+        )
     return found[0]
 
 
@@ -357,7 +359,7 @@ def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:
             raise InvalidRequest("response_format.json_schema is required", "response_format.json_schema")
         return [_grammar("json_object", "", "response_format")] if wanted.type == "json_object" else []
     if wanted.type == "text":
-        raise InvalidRequest(f"{param} says what JSON looks like, but the type is 'text'; it is json_schema", param)
+        raise InvalidRequest(f"{param} defines a JSON schema, but the type is 'text'; use json_schema", param)
     if wanted.json_schema is None:
         return [_grammar("json_schema", _schema(wanted.schema, param), param)]
     if not _is_left_out(wanted.schema):

@@ -199,7 +199,7 @@ class ServedModel:
             calls = None
         elif calls is None or "tools" not in self.tokenizer.template_variables:
             raise InvalidRequest(
-                "tools: the model's chat template has none, or calls them in a way that is not known here (known: "
+                "tools: the model's chat template has none, or calls them in an unknown format (known: "
                 "Hermes and Qwen, Llama 3, Mistral)",
                 "tools",
             )

@@ -53,7 +53,7 @@ def listen_together(host: str, port: int, key: str, count: int) -> list[socket.s
     port = int(alone.getsockname()[1])
     alone.close()
     if not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError(f"dp_config.router.workers is {count}: this system has no SO_REUSEPORT; 1 can be had")
+        raise ConfigError(f"dp_config.router.workers is {count}: this system has no SO_REUSEPORT; set it to 1")
     return [listen(host, port, key, is_shared=True) for _ in range(count)]
 
 

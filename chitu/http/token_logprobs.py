@@ -100,7 +100,7 @@ class ChoiceLogprobs(abc.ABC):
     def show(self, num_tokens: int) -> None:
         """Let the next tokens out. Raise Internal if their logprobs were not received."""
         if num_tokens > len(self._waiting):
-            raise Internal("an instance sent tokens without the logprobs that were asked for")
+            raise Internal("an instance sent tokens without the requested logprobs")
         self._sum += sum(self._waiting[:num_tokens])
         del self._waiting[:num_tokens]
         self._count += num_tokens

@@ -98,7 +98,7 @@ class Watchers:
                 pass
         except NoPlace:
             free = self._places.num_free
-            raise TooManyRequests(f"you watch the cluster already: {free} more streams are left for others") from None
+            raise TooManyRequests(f"too many event streams of one client: {free} are reserved for others") from None
 
     async def events(self, client: bytes, tenant: str | None) -> AsyncIterator[bytes]:
         with suppress(NoPlace), self._places.place(client):

@@ -67,7 +67,7 @@ class SilenceWatch:
         step of `step_s`, which ends the process. Called every `heartbeat_interval_s`."""
         step_s = self._step.seconds(step_turns)
         if step_s >= self._deadlines.step_s:
-            raise Internal(f"the step thread has stood still for {step_s:.1f} s (deadlines.step_s)")
+            raise Internal(f"the step thread has made no progress for {step_s:.1f} s (deadlines.step_s)")
         was_s, self.silence_s = self.silence_s, self._router.seconds(num_views)
         return self.silence_s if was_s < self._deadlines.router_s <= self.silence_s else 0.0
 

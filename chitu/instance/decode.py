@@ -41,7 +41,7 @@ class GrowthReserve:
     """
 
     def __init__(self, page_size: int, reserved_decode_tokens: int, num_shared: int = 0) -> None:
-        """Start empty. `num_shared`: how often a page is held by a further request, which must not count it again."""
+        """Start empty. `num_shared`: extra references to shared pages, subtracted so that each counts once."""
         self._page_size = page_size
         self._reserved_decode_tokens = reserved_decode_tokens
         self._soon = 0

@@ -202,7 +202,7 @@ class RequestEnds:
         then receives these errors."""
         lost = PrefillLost if self._is_prefill else DecodeLost
         for sequence in self._sequences.open:
-            self.fail(sequence, lost(self._waited(sequence, silence_s, "a sign of the router")))
+            self.fail(sequence, lost(self._waited(sequence, silence_s, "a message of the router")))
 
     # ----------------------------------------------------------------------------------------------- ends by the clock
 
@@ -302,10 +302,10 @@ class RequestArrivals:
         if len(set(rooms)) < len(rooms) or any(
             room in self._uncompiled or room in self._sequences for room in rooms
         ):  # not refused: the router knows rooms only, and would end the first request
-            logger.warning("request %s came twice", message.request_id, extra=log.about(message.request_id))
+            logger.warning("duplicate request %s", message.request_id, extra=log.about(message.request_id))
         elif message.router_worker in self._gone_workers:
             logger.warning(
-                "request %s came from an API process that is gone",
+                "ignored request %s: its API process is gone",
                 message.request_id,
                 extra=log.about(message.request_id),
             )
@@ -318,7 +318,7 @@ class RequestArrivals:
         try:
             if self._parts.tokens.expect(message.router_worker, message.reply_port, message.link):
                 return True
-            logger.warning("ignored request %s: it came by a link that was replaced", message.request_id, extra=about)
+            logger.warning("ignored request %s: its link was replaced", message.request_id, extra=about)
         except ChituError as error:
             logger.warning(
                 *("request %s: cannot send tokens to its sender: %s", message.request_id, error.message), extra=about
@@ -365,7 +365,7 @@ class RequestArrivals:
         """Make the request a sequence that waits, or refuse it, which is reported to the router."""
         sequence, role, sender = self._sequence(message), _ROLES[type(message)], self._parts.sender
         if self._parts.role is not role:
-            self._ends.refuse(sequence, InvalidRequest(f"this instance takes no {role.value} requests"))
+            self._ends.refuse(sequence, InvalidRequest(f"this instance serves no {role.value} requests"))
         elif refusal := self._refusal(sequence):
             self._ends.refuse(sequence, refusal)
         elif isinstance(message, DecodeRequest):
@@ -449,7 +449,7 @@ class RequestArrivals:
                 f"{choices} forks behind {sequence.num_continued} tokens; at most {MAX_FORKS} behind 0"
             )
         if total > self._max_model_len:
-            return InvalidRequest(f"{total} tokens wanted, the context holds {self._max_model_len}")
+            return InvalidRequest(f"{total} tokens requested, but the context is {self._max_model_len}")
         cache = self._parts.cache
         if cache.pages_for(total) > cache.num_pages:
             return Capacity(f"{total} tokens need {cache.pages_for(total)} pages, this instance has {cache.num_pages}")
@@ -464,7 +464,7 @@ class RequestArrivals:
                 )
         num_waiting = self._sequences.num_choices(SequenceState.WAITING)
         if num_waiting and num_waiting + choices > self._parts.config.max_waiting_requests:
-            return Capacity(f"{num_waiting} requests wait here already (scheduler.max_waiting_requests)")
+            return Capacity(f"{num_waiting} requests are queued already (scheduler.max_waiting_requests)")
         return None
 
 

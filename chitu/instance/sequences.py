@@ -149,14 +149,14 @@ SEQUENCE_TRANSITIONS: Final[Mapping[tuple[SequenceState, SequenceEvent], Sequenc
 
 SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
     _S.WAITING: "pages or a slot",
-    _S.COMPUTING: "the end of its prompt",
+    _S.COMPUTING: "the end of its prefill",
     _S.INFLIGHT: "its KV to reach the other side",
     _S.TRANSFER: "its logits",
     _S.LOGITS: "its first token",
     _S.STARTED: "its KV",
     _S.LANDED: "its first token",
     _S.RUNNING: "its last token",
-    _S.RETRACTED: "pages to come back to",
+    _S.RETRACTED: "free pages to resume",
     _S.FORK_WAITING: "pages for its prompt",
     _S.FORK_HELD: "its prompt",
 }

@@ -105,7 +105,7 @@ class StepFaults:
                 self._in_a_row.add((sequence.source or sequence).room)
             for each in (sequence, *sequence.choices):
                 each.keys = None
-            text = f"{self._name} computed logits for this request that are not finite (NaN or infinite)"
+            text = f"{self._name} computed logits of this request that are not finite (NaN or infinite)"
             logger.error(
                 "request %s: logits behind %d tokens are not finite: damaged weights, an overflow, or a broken device",
                 *(sequence.request_id, sequence.kv_len),
@@ -176,7 +176,7 @@ class StepFaults:
                 self._require_sound(sequence, error)
         for sequence, its_error in outcome.raised:
             logger.error(
-                "request %s raises the error by itself",
+                "request %s alone raises the error",
                 sequence.request_id,
                 exc_info=its_error,
                 extra=about(sequence.request_id),

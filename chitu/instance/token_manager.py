@@ -192,7 +192,7 @@ class TokenManager:
 
     def _drop(self, messages: list[Sent[int]]) -> None:
         count = sum(sent.about for sent in messages)
-        logger.error("the router does not take tokens: dropped %d messages with %d tokens", len(messages), count)
+        logger.error("the router accepts no tokens: dropped %d messages with %d tokens", len(messages), count)
         self.tokens_dropped += count
 
 

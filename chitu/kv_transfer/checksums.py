@@ -124,9 +124,7 @@ def read_sums(message: KVSums | None, verify_kv: VerifyKV, first: int, end: int,
     needed = range(first, end) if verify_kv == "all" else {first, end - 1} if first < end else ()
     is_sane = not len(positions) or (positions[0] >= first and positions[-1] < end and (np.diff(positions) > 0).all())
     if not is_sane or not set(needed) <= set(positions.tolist()):
-        raise Integrity(
-            f"KV checksums of {len(positions)} pages do not cover pages {first} to {end - 1} as they should"
-        )
+        raise Integrity(f"KV checksums of {len(positions)} pages do not cover pages {first} to {end - 1}")
     sums = np.frombuffer(message.sums, dtype="<i8").astype(np.int64).reshape(num_rows, len(positions))
     return RoomSums(positions, sums, message.transport)
 
@@ -145,6 +143,6 @@ def compare(expected: RoomSums, found: Int64s, copies: int) -> None:
     if len(wrong):
         names = ", ".join(str(position) for position in wrong[:5].tolist()) + (", ..." if len(wrong) > 5 else "")
         raise Integrity(
-            f"KV of {len(wrong)} of {len(expected.positions)} verified pages (pages {names} of the prompt)"
-            f" is not what P wrote by {expected.transport or 'an unnamed transport'}"
+            f"checksum mismatch in {len(wrong)} of {len(expected.positions)} verified KV pages"
+            f" (pages {names} of the prompt), written over {expected.transport or 'an unnamed transport'}"
         )

@@ -54,7 +54,7 @@ class _Peer:
     instance: InstanceInfo | None = None
     """None if it sent us a message but no view has contained it so far."""
     last_view: tuple[int, int] = (0, -1)
-    """Last view that contained it: place of that view's router in the order of routers, version."""
+    """(router order, view version) of the last view that listed this peer."""
     is_present: bool = False
     was_alive_here: bool = False
     has_ended: bool = False
@@ -125,8 +125,8 @@ class PeerView:
         """Return whether `instance`, of the present view, was started after `former`, which had its rank before."""
         if former.instance is None:
             return False
-        # A router gives a rank to no process that it knows to be older. One that was in no view before is younger, and
-        # reports later in which view it was new. On one machine (not rebooted since) the start times since boot tell.
+        # The router never reassigns a rank to an older process, so an incarnation that no earlier view listed is newer;
+        # it later reports the first view that did. On one machine (not rebooted since) the start times decide.
         is_here = instance.pid_namespace != "" and instance.pid_namespace == former.instance.pid_namespace
         is_younger = is_here and instance.start_ticks > former.instance.start_ticks
         first_view = instance.first_view if instance.returns else (self._router_incarnation, self._version)

@@ -253,7 +253,7 @@ class Lane:
             try:
                 socket.send(frame)
             except zmq.Again:  # the follower is dead, and so is the instance in a moment; its answer will be missing
-                logger.warning("TP rank %d does not take commands: its socket is full", tp_rank)
+                logger.warning("cannot send commands to TP rank %d: its socket is full", tp_rank)
 
 
 def _attempt(call: Callable[[], T]) -> T | ChituError:

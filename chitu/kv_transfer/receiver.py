@@ -158,12 +158,12 @@ RECEIVER_DEADLINES: Final[Mapping[ReceiverState, Deadline]] = {
 }
 
 RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
-    S.BOOTSTRAPPING: "{peer} to take its registration",
+    S.BOOTSTRAPPING: "{peer} to accept its registration",
     S.WAITING: "{peer}'s logits",
-    S.CHECKING: "its own look at {peer}'s logits",
+    S.CHECKING: "its check of {peer}'s logits row",
     S.LOGITS: "{peer}'s last KV",
-    S.WRITTEN: "its own look at {peer}'s logits",
-    S.VERIFYING: "its own look at {peer}'s KV",
+    S.WRITTEN: "its check of {peer}'s logits row",
+    S.VERIFYING: "its check of {peer}'s KV",
 }
 
 
@@ -662,7 +662,7 @@ class ReceiverMachine:
         elif entry is not None and self._apply(room, E.CORRUPT, error):
             record = entry.data
             values = (self._name, record.prefill_rank, record.request_id, error.message)
-            text = "%s refuses what P%d sent of %s: %s"
+            text = "%s rejects the data of P%d for %s: %s"
             self._effects.append(Line(logging.ERROR, text, values, record.request_id))
 
     # --------------------------------------------------------------------------------------------------- timers; lost P

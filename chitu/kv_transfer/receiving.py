@@ -128,7 +128,9 @@ class DecodeReceiver:
         if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
         if not 0 <= prefix_pages <= min(len(pages), num_tokens // self._config.layout.page_size):
-            raise ValueError(f"{prefix_pages} of {len(pages)} pages are a prefix of {num_tokens} tokens")
+            raise ValueError(
+                f"{prefix_pages} prefix pages do not fit {len(pages)} pages of a prompt of {num_tokens} tokens"
+            )
         info = TransferInfo(
             incarnation=self._config.incarnation,
             dst_kv_indices=pack_i32(pages),

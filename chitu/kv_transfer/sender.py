@@ -185,8 +185,8 @@ SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
 
 SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
     S.REQUESTED: "{peer}'s announcement",
-    S.ANNOUNCED: "the router's half of what {peer} announced",
-    S.WAITING: "its own computing and the first byte to reach {peer}",
+    S.ANNOUNCED: "the router's half of the request that {peer} announced",
+    S.WAITING: "its computation and the first byte to {peer}",
     S.TRANSFERRING: "the last byte to reach {peer}",
     S.WRITING: "a write to {peer}",
     S.SUCCEEDED: "{peer}'s acknowledgement",
@@ -463,7 +463,7 @@ class SenderMachine:
             self._send_status(room, entry, peer)
         elif state is S.UNSETTLED:
             if not peer.is_suspended:
-                self._log(logging.WARNING, "%s is not written to until its writes have settled", peer.name)
+                self._log(logging.WARNING, "suspending writes to %s until outstanding writes are fenced", peer.name)
             peer.unsettled.add(room)
         elif state is S.RELEASED:
             peer.unsettled.discard(room)
@@ -519,7 +519,7 @@ class SenderMachine:
             self._announced_again(room, info, peer, record.destination)
             return
         if entry is not None and record.decode_incarnation != info.incarnation:
-            self._refuse(room, peer, BadFrame("the router gave this room to another D"))
+            self._refuse(room, peer, BadFrame("the router assigned this room to another D"))
             return
         try:
             if self._view.is_lost(peer.info.engine_rank, info.incarnation):
@@ -594,7 +594,7 @@ class SenderMachine:
             if entry.state is S.SETTLING:
                 self._effects.append(SettleWrites(job.room, peer, tuple(peer.unsettled)))
         elif peer.is_suspended and entry.state in _TO_WRITE:
-            self._apply(job.room, E.WRITE_FAILED, TransferFailed(f"{peer.name} does not take writes"))
+            self._apply(job.room, E.WRITE_FAILED, TransferFailed(f"writes to {peer.name} are suspended"))
         elif self._apply(job.room, E.WRITE_BEGAN):
             self._effects.append(Write(job, entry.data, destination))
 
@@ -633,7 +633,7 @@ class SenderMachine:
         for settled in rooms:
             self._apply(settled, E.SETTLED)
         if not peer.is_suspended:
-            self._log(logging.INFO, "%s takes writes again", peer.name)
+            self._log(logging.INFO, "resumed writes to %s", peer.name)
 
     # --------------------------------------------------------------------------------------------------- timers; lost D
 

@@ -229,7 +229,7 @@ class PageWriter:
 
 def _writer_to(peer: DecodePeer) -> DecodeWriter:
     if peer.writer is None:
-        raise TransferFailed(f"{peer.name} does not take writes")
+        raise TransferFailed(f"writes to {peer.name} are suspended")
     return peer.writer
 
 

@@ -151,9 +151,9 @@ def rdma(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
     if needed_library(topology) != "mooncake" or pd.mooncake_protocol == "tcp":
         yield Finding(Level.OK, "RDMA", f"{says}; not needed")
     elif not reason:
-        yield Finding(Level.OK, "RDMA", f"{says}; Mooncake takes it")
+        yield Finding(Level.OK, "RDMA", f"{says}; Mooncake uses it")
     elif pd.mooncake_protocol == "rdma":
-        yield Finding(Level.ERROR, "RDMA", f"RDMA is asked for, but {reason}", f"{_rdma_cure(facts)}, or {KEY}=tcp")
+        yield Finding(Level.ERROR, "RDMA", f"RDMA is configured, but {reason}", f"{_rdma_cure(facts)}, or {KEY}=tcp")
     elif facts.rdma.devices:
         yield Finding(Level.WARNING, "RDMA", f"KV goes over TCP: {reason}", _rdma_cure(facts))
     else:
@@ -246,8 +246,8 @@ def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Fin
         yield Finding(Level.ERROR, "devices", f"P and D need the same kind of device, and have {says}", cure)
     elif len(protocols) > 1 and needed_library(topology) == "mooncake":
         says = "; ".join(f"{protocol} on {', '.join(hosts)}" for protocol, hosts in protocols.items())
-        cure = f"mend RDMA where it is missing, or {KEY}=tcp"
-        yield Finding(Level.ERROR, "RDMA", f"Mooncake would take {says}, which do not reach each other", cure)
+        cure = f"fix RDMA on the nodes without it, or {KEY}=tcp"
+        yield Finding(Level.ERROR, "RDMA", f"Mooncake would use {says}, which do not reach each other", cure)
 
 
 def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
@@ -255,7 +255,7 @@ def same_model(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
     if len(set(hashes.values())) > 1:
         says = ", ".join(f"{host} has {value[:8]}" for host, value in hashes.items())
         cure = "put the same checkpoint at this path on all of them"
-        yield Finding(Level.ERROR, "model", f"the nodes have different models at one path: {says}", cure)
+        yield Finding(Level.ERROR, "model", f"the nodes have different models at the same path: {says}", cure)
     elif hashes:
         yield Finding(Level.OK, "model", f"the same on {len(hashes)} nodes")
 

@@ -153,7 +153,7 @@ def grown(
     Raise ConfigError if that instance already runs.
     """
     if not 0 <= rank < MAX_SOCKETS:  # a topology lists every rank below, and the router has a socket for each instance
-        raise ConfigError(f"the rank {rank} is not within 0 and {MAX_SOCKETS - 1}")
+        raise ConfigError(f"the rank {rank} is not from 0 to {MAX_SOCKETS - 1}")
     if any(item.name == instance_name(role, rank) and item.status != "down" for item in known):
         raise ConfigError(f"{instance_name(role, rank)} is in the cluster: drain it first, or give another --rank")
     places = {(item.role, int(item.name[1:])): item.host for item in known} | {(str(role), rank): host}
@@ -194,7 +194,7 @@ def own_address(router: RouterConfig) -> str:
         hint = ""
         if is_loopback(host):
             hint = (
-                "; the cluster takes instances of its own machine alone: start it by `chitu node`, with addresses that "
-                "others can reach"
+                "; the cluster accepts only instances on its own machine: start it by `chitu node`, with addresses "
+                "that others can reach"
             )
         raise ConfigError(f"the router's coordination port, {host}:{port}, cannot be reached: {error}{hint}") from error

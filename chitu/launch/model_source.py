@@ -88,7 +88,7 @@ def _why_no_hub() -> str:
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to ask the hub"
+        return "HF_HUB_OFFLINE is set"
     url = urllib.parse.urlsplit(ENDPOINT)
     if url.scheme in urllib.request.getproxies():
         return ""  # the proxy resolves names; they need not resolve here

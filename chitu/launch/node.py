@@ -229,7 +229,7 @@ class Node:
         """Report dead instances to the router at once, before their leases expire, with the pids that are gone. Only
         this report tells that none of their processes can still write."""
         dead = {member.name for member in self.supervisor.dead()}
-        reason, namespace = "its launcher saw its process end", pid_namespace()
+        reason, namespace = "its launcher detected the end of its process", pid_namespace()
         leaves = []
         for i in instances(self.topology):
             if i.name in dead and i.name in self._joined:
@@ -292,7 +292,7 @@ def run_node(config: str, overrides: Sequence[str], options: NodeOptions) -> int
                     raise StartFailed(f"{node.label} ends because {dead[0].name} ended")
                 if options.only is not None and node.supervisor.member(options.only).has_left:
                     return 0
-            display.tell(f"{node.label} ends: running requests finish first")
+            display.tell(f"{node.label} is stopping: waiting for running requests to finish")
             return 0
         except RankTaken:
             if stop.is_set():

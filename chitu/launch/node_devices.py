@@ -74,7 +74,7 @@ def look() -> NodeDevices:
     environment = device_environment()
     found = choose(present, how, environment)
     if failure and VISIBLE not in environment and not found.problem:
-        return replace(found, problem=f"{failure}: mend the driver, or serve on CPUs with {VISIBLE}= (empty)")
+        return replace(found, problem=f"{failure}: fix the driver, or serve on CPUs with {VISIBLE}= (empty)")
     return with_torch(found, *torch_build())
 
 
@@ -97,7 +97,7 @@ def choose(present: Sequence[Device], how: str, environment: Mapping[str, str]) 
             return NodeDevices(tuple(present), f"{how}; {SLURM_COUNT}={count}", True)
         source = f"{how}; {SLURM_COUNT}={count}"
         return NodeDevices(
-            (), source, True, f"Slurm gave {count} of {len(present)} GPUs and does not say which: set {VISIBLE}"
+            (), source, True, f"Slurm gave {count} of {len(present)} GPUs without their indices: set {VISIBLE}"
         )
     in_job = "SLURM_JOB_ID" in environment
     if present:
@@ -115,7 +115,7 @@ def _chosen_by_cuda(present: Sequence[Device], how: str, visible: str) -> NodeDe
 def _picked(present: Sequence[Device], tokens: Sequence[str], how: str, by: str) -> NodeDevices:
     source = f"{how}; {by}"
     if not present:
-        return NodeDevices((), source, True, f"{by} gives GPUs, but {how}: unset it, or mend the driver")
+        return NodeDevices((), source, True, f"{by} gives GPUs, but {how}: unset it, or fix the driver")
     devices = []
     for token in tokens:
         matches = [device for device in present if _names(token, device)]

@@ -57,7 +57,7 @@ def replay_receipts(options: ReplayOptions, saved: Sequence[Saved], say: Callabl
         cluster = client.cluster()
         layout = layout_of(cluster)
         if layout is None:
-            raise Impossible(f"nothing serves at {client.url}")
+            raise Impossible(f"{client.url} cannot serve")
         prober = Prober(client, cluster.model, 1, options.timeout_s)
         say(f"replaying {len(saved)} receipts at {client.url}")
         with ThreadPoolExecutor(options.concurrency) as pool:

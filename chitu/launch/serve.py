@@ -91,7 +91,7 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
                 if not cluster.alive(ROUTER) and not options.restart:
                     return 1
                 stop.wait(POLL_S)
-            display.tell("ending: running requests finish first")
+            display.tell("stopping: waiting for running requests to finish")
             return 0
         except StartFailed as error:
             if stop.is_set():
@@ -107,7 +107,7 @@ def serve(placement: Placement, options: ServeOptions, on_ready: Callable[[Local
 
 def _with_default_model(topology: Topology, say: Callable[[str], None]) -> Topology:
     """Return the topology with the embedded model."""
-    say(f"no model given (--model PATH): {TINY_MODEL_NAME} answers, which knows lists of facts and little else")
+    say(f"no model given (--model PATH): {TINY_MODEL_NAME} answers, which only knows lists of facts")
     name = topology.model.served_name or TINY_MODEL_NAME
     model = msgspec.structs.replace(topology.model, path=str(TINY_MODEL_DIR), served_name=name)
     return msgspec.structs.replace(topology, model=model)

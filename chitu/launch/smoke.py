@@ -72,7 +72,7 @@ def _ask(client: RouterClient, path: str, model: str, body: dict[str, Any]) -> A
 def _tell_trace(client: RouterClient, answer: Answer) -> None:
     request = find_request(client.cluster(), answer.request_id)
     if request is None:
-        raise Internal(f"the router does not remember the request {answer.request_id}")
+        raise Internal(f"the router has no record of the request {answer.request_id}")
     for name, line in zip(("served by", ""), trace_lines(request), strict=False):
         _tell(name, line)
 

@@ -311,7 +311,7 @@ class Supervisor:
         self._was_clean = False
         reason = child.describe_end(code)
         if code == 0 and member.was_ready and member.name != ROUTER:
-            reason = f"exit code 0 after a signal; `chitu drain {member.name}` has it stay out"
+            reason = f"exit code 0 after a signal; `chitu drain {member.name}` keeps it out"
         life_s = now_s - child.started_s
         report = f"{member.name} ended ({reason}) after {life_s:.1f} s"
         if child.log is not None:

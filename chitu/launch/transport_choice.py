@@ -57,7 +57,7 @@ def why_not_sent(topology: Topology, protocol: str, has_cuda_build: bool) -> tup
     if pd.transfer != "direct" and any(item.config.tp_size > 1 for item in _paired(topology)):
         because = "of instances with tp_size above 1"
     if not has_cuda_build:
-        return f"KV of GPUs {because} is sent from GPU memory, which this build of Mooncake cannot: it has no CUDA", ""
+        return f"KV of GPUs {because} is sent from GPU memory, but this build of Mooncake has no CUDA", ""
     if protocol == "rdma":
         return "", ""
     return "", f"KV of GPUs {because} goes over TCP piece by piece from GPU memory, which is slow"

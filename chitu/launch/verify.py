@@ -57,7 +57,7 @@ def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:
     layout, max_model_len = layout_of(before), before.max_model_len
     if layout is None or max_model_len is None:
         names = ", ".join(instance.name for instance in before.instances)
-        raise Impossible(f"nothing serves at {client.url}: {names or 'no instance'} is down")
+        raise Impossible(f"{client.url} cannot serve: {names or 'no instance'} is down")
     if options.model is None:
         options = replace(options, model=_served_folder(options.url))
     prober = Prober(client, before.model, options.max_tokens, options.timeout_s)

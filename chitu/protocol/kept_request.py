@@ -59,7 +59,7 @@ def unpack(data: bytes) -> KeptRequest:
     """Return the record. Raises DamagedFile."""
     digest, _, rest = data.partition(b"\n")
     if hashlib.sha256(rest).hexdigest().encode() != digest:
-        raise DamagedFile("its digest is not that of its content")
+        raise DamagedFile("checksum mismatch: the file was modified or truncated")
     try:
         record = msgspec.json.decode(rest, type=KeptRequest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -14,7 +14,7 @@ MAX_STOP_TOKEN_IDS = 1024
 
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
-"""Most sequences of tokens; one word of a client is two of them, with and without a space before it."""
+"""Maximum number of token sequences. Each word of a client needs two: with and without a leading space."""
 MAX_BAD_WORD_TOKENS = 16
 MAX_PRIORITY = (1 << 31) - 1
 """Largest priority; the smallest is its negative. The lowest goes first; 0 is the default."""

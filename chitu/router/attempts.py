@@ -391,7 +391,7 @@ class Attempts:
             counters.continuations += 1
             counters.recomputed_tokens += record.prompt_tokens + num_emitted
         log.warning(
-            "request %s: attempt %d on %s failed after %d tokens (%s: %s), next one follows",
+            "request %s: attempt %d on %s failed after %d tokens (%s: %s), retrying",
             *(request_id, attempt.number, attempt.pair, num_emitted, error.code, error.message),
             extra=about(request_id),
         )

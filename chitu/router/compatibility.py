@@ -75,7 +75,7 @@ def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:
         return (
             f"{_two(new, other)}: {new.name} has its pages in {MEMORY.get(new.device, new.device)}, "
             f"{other.name} in {MEMORY.get(other.device, other.device)}, and P and D need the same kind of device: "
-            "let `chitu doctor` say why a node has none, or have all on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
+            "`chitu doctor` reports why a node has none, or have all on CPUs with CUDA_VISIBLE_DEVICES= (empty)"
         )
     if mismatches:
         return f"{_two(new, other)} ({'; '.join(mismatches)}){_layouts(new, other)}: start both with the same topology"
@@ -98,7 +98,7 @@ def _words(info: InstanceInfo) -> str:
 def _cure(new: InstanceInfo, other: InstanceInfo) -> str:
     have = [any(way.startswith("mooncake") for way in info.ways) for info in (new, other)]
     if all(have):
-        return f"set {PD}.mooncake_protocol=tcp on all nodes, or mend RDMA where it is missing (`chitu doctor`)"
+        return f"set {PD}.mooncake_protocol=tcp on all nodes, or fix RDMA on the nodes without it (`chitu doctor`)"
     if any(have):
         without = (new, other)[have.index(False)]
         return f"install Mooncake on {without.host}, too (`chitu doctor`)"

@@ -144,9 +144,9 @@ def cross_check(
         says = f"{says}; {wrong[0].name} differs from D, too: its weights or kernels are wrong"
         return CheckResult("wrong", wrong[0], says)
     if not wrong and rows_apart(*again) <= noise.limit:
-        return CheckResult("passing", first.prefill, f"{says}; {one} computed it right when it was asked again")
+        return CheckResult("passing", first.prefill, f"{says}; {one} was right when it computed the prompt again")
     whose = "both differ" if wrong else "neither differs"
-    return CheckResult("unclear", says=f"{says}; D cannot tell which is wrong: {whose} from it")
+    return CheckResult("unclear", says=f"{says}; D cannot decide which is wrong: {whose} from it")
 
 
 def damage_in(moved: TransferSums | None, pair: str) -> str:
@@ -158,7 +158,7 @@ def damage_in(moved: TransferSums | None, pair: str) -> str:
     num_pages = num_sums // moved.layers
     page, layer = min((n % num_pages, n // num_pages) for n in unlike)
     where = f"page {moved.first_page + page}" + (f", layer {layer}" if moved.layers > 1 else "")
-    return f"{pair}: K and V are not on D what P wrote: first in {where}"
+    return f"{pair}: K and V differ between P and D: first in {where}"
 
 
 def _sum_at(sums: bytes, index: int) -> bytes:

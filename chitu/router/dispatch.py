@@ -263,5 +263,5 @@ class Dispatcher:
 
 
 def _missed(half: Sent[Dispatched], name: str, now_s: float) -> Missed:
-    text = f"{name} lives, but did not get what it was sent {now_s - half.sent_s:.2f} s ago"
+    text = f"{name} is alive, but did not receive a message sent {now_s - half.sent_s:.2f} s ago"
     return Missed(half.about.room, RequestLost(text))

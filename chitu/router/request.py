@@ -629,7 +629,7 @@ class GenerationMachine:
     def _lost(self, generation: Generation, attempt: Attempt, event: InstanceLost) -> None:
         key, name, dead = event.key, event.key.name, event.key if event.has_died else None
         if attempt.decode == key:
-            error = DecodeLost(f"{name} is gone ({event.reason}) and took this request with it")
+            error = DecodeLost(f"{name} is gone ({event.reason}); this request was lost with it")
             self._failed(generation, attempt, error, key, dead)
         elif attempt.prefill == key:
             lost = PrefillLost(f"{name} is gone ({event.reason})")

@@ -132,5 +132,5 @@ def _require_same_prefix_space(backend: Backend, folder: Path, config: Mapping[s
         if has is not None and has is not wanted:
             raise ConfigError(
                 f"{folder / 'tokenizer_config.json'}: add_prefix_space is {str(wanted).lower()}, but tokenizer.json "
-                f"({kind}) says otherwise; make them agree"
+                f"({kind}) differs; make them agree"
             )

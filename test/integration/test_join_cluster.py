@@ -155,5 +155,5 @@ def test_a_cluster_on_a_loopback_address_says_that_other_machines_cannot_join(mo
             cluster.wait_ready()
         url = f"http://{network.address('first')}:{cluster.ports['port']}"
         process = start(stack, network.argv("second", [*CHITU, "join", "unified", "--url", url]), tmp_path)
-        process.wait_line("its own machine alone")
+        process.wait_line("only instances on its own machine")
         assert process.process.wait(10) == 2

@@ -32,7 +32,7 @@ deadline is 73."""
 FROZEN_S = 0.4
 LINKS = ("router>D0", "router>P0", "D0>P0", "P0>D0")
 AGAIN = re.compile(r"messages to (\w+) were lost or are late: (\d+) are sent again")
-STUCK = re.compile(r"\(request_lost: (\w+) lives, but did not get what it was sent ([\d.]+) s ago\)")
+STUCK = re.compile(r"\(request_lost: (\w+) is alive, but did not receive a message sent ([\d.]+) s ago\)")
 
 
 @pytest.fixture(scope="module")

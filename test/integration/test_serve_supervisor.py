@@ -181,7 +181,7 @@ def test_an_instance_that_was_drained_is_not_started_again_and_one_that_got_a_si
         first = started.pid("P0")
         started.kill("P0", signal.SIGTERM)
         started.wait_exit("P0", 60.0)
-        assert events[0].startswith("P0 ended (exit code 0 after a signal; `chitu drain P0` has it stay out)")
+        assert events[0].startswith("P0 ended (exit code 0 after a signal; `chitu drain P0` keeps it out)")
         assert "P0 starts again in 0.25 s" in events[0]
         started.wait_ready(60)
         assert started.pid("P0") != first
@@ -404,7 +404,7 @@ def test_all_logs_go_to_stdout_a_json_object_a_line(model: Path) -> None:
         served.wait_line(r"D0 ended \(killed by SIGKILL\)")
         served.wait_line("D0 is started again")
         assert served.signal_and_wait(signal.SIGTERM) == 0
-        served.wait_line("ending: running requests finish first")
+        served.wait_line("stopping: waiting for running requests to finish")
     lines = [json.loads(line) for line in served.lines]
     assert {"launcher", "router", "P0", "D0"} <= {line["process"] for line in lines}
     (raw,) = [line["message"] for line in lines if line["message"].startswith("xxxxx")]

@@ -68,5 +68,5 @@ def test_a_request_that_makes_the_model_raise_fails_alone(tmp_path: Path, monkey
             return all(name in loads and is_whole(loads[name]) for name in ("P0", "D0"))
 
         wait_until(whole, 15.0, lambda: instance_loads(cluster.url))
-        assert all("raises the error by itself" in cluster.logs(name) for name in ("P0", "D0"))
-        assert "next one follows" not in cluster.logs("router"), "what fails everywhere is not tried again"
+        assert all("alone raises the error" in cluster.logs(name) for name in ("P0", "D0"))
+        assert "retrying" not in cluster.logs("router"), "what fails everywhere is not tried again"

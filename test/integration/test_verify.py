@@ -168,7 +168,7 @@ def test_a_page_of_zeros_is_found_though_every_token_is_right(
     world.flush()  # else a cached page may be the one that is harmed
     client = RouterClient(world.cluster.url)
     verdict = runpy.run_path(str(TOPOLOGY_CHECK))["probe"](Prober(client, client.model_name(), 4, 60.0), False, 2, 4)
-    said = [reason for reason in verdict.reasons if "K and V are not on D what P wrote" in reason]
+    said = [reason for reason in verdict.reasons if "K and V differ between P and D" in reason]
     assert said and all("over P0-" in reason and "first in page 2, layer 0" in reason for reason in said), verdict
 
     body = {"prompt": list(range(5, 105)), "max_tokens": 3, "temperature": 0, "cache_prompt": False, "logprobs": 0}
@@ -330,7 +330,7 @@ def test_verify_compute_finds_pages_that_were_damaged_on_their_way_and_accuses_n
             answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).json()["chitu"]
             assert "page_sums" not in answer["choices"][0]["attempts"][-1], "its reader did not ask for them"
             served |= set(answer["prefill"])
-        wait_until(lambda: "cross-check: P1-D0: K and V are not on D what P wrote" in logs(), 60, logs)
+        wait_until(lambda: "cross-check: P1-D0: K and V differ between P and D" in logs(), 60, logs)
         assert {instance.status for instance in RouterClient(url).cluster().instances} == {"up"}
 
 

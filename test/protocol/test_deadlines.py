@@ -177,19 +177,25 @@ REACH: dict[Enum, Callable[[Pair], None]] = {
 }
 WORDS: dict[Enum, tuple[type[ChituError], str]] = {
     SenderState.REQUESTED: (BootstrapTimeout, "P0 waited 2.0 s in REQUESTED for D0's announcement"),
-    SenderState.ANNOUNCED: (TransferTimeout, "P0 waited 3.0 s in ANNOUNCED for the router's half of what D0 announced"),
+    SenderState.ANNOUNCED: (
+        TransferTimeout,
+        "P0 waited 3.0 s in ANNOUNCED for the router's half of the request that D0 announced",
+    ),
     SenderState.WAITING: (
         TransferTimeout,
-        "P0 waited 3.0 s in WAITING for its own computing and the first byte to reach D0",
+        "P0 waited 3.0 s in WAITING for its computation and the first byte to D0",
     ),
     SenderState.TRANSFERRING: (TransferTimeout, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
     SenderState.WRITING: (TransferTimeout, "P0 waited 3.0 s in WRITING for a write to D0"),
-    ReceiverState.BOOTSTRAPPING: (BootstrapTimeout, "D0 waited 1.0 s in BOOTSTRAPPING for P0 to take its registration"),
+    ReceiverState.BOOTSTRAPPING: (
+        BootstrapTimeout,
+        "D0 waited 1.0 s in BOOTSTRAPPING for P0 to accept its registration",
+    ),
     ReceiverState.WAITING: (TransferTimeout, "D0 waited 3.0 s in WAITING for P0's logits"),
-    ReceiverState.CHECKING: (TransferTimeout, "D0 waited 3.0 s in CHECKING for its own look at P0's logits"),
+    ReceiverState.CHECKING: (TransferTimeout, "D0 waited 3.0 s in CHECKING for its check of P0's logits row"),
     ReceiverState.LOGITS: (TransferTimeout, "D0 waited 3.0 s in LOGITS for P0's last KV"),
-    ReceiverState.WRITTEN: (TransferTimeout, "D0 waited 3.0 s in WRITTEN for its own look at P0's logits"),
-    ReceiverState.VERIFYING: (TransferTimeout, "D0 waited 3.0 s in VERIFYING for its own look at P0's KV"),
+    ReceiverState.WRITTEN: (TransferTimeout, "D0 waited 3.0 s in WRITTEN for its check of P0's logits row"),
+    ReceiverState.VERIFYING: (TransferTimeout, "D0 waited 3.0 s in VERIFYING for its check of P0's KV"),
 }
 DEADLINE_OF: dict[Enum, Deadline] = dict((*SENDER_DEADLINES.items(), *RECEIVER_DEADLINES.items()))
 LIMITS_S = {Deadline.TRANSFER: DEADLINES.transfer_s, Deadline.REPEAT: DEADLINES.transfer_s}

@@ -70,7 +70,7 @@ def test_pages_that_are_not_what_p_wrote_are_an_integrity_failure_and_come_back(
     pair.pump()
     assert pair.seen(pair.d) == [Kind.LOGITS_READY, Kind.FAILED, Kind.RELEASED]
     assert isinstance(pair.error(pair.d), Integrity)
-    assert "D0 refuses what P0 sent" in caplog.text and "is not what P wrote by fake" in caplog.text
+    assert "D0 rejects the data of P0" in caplog.text and "written over fake" in caplog.text
     pair.world.settle_down()
     pair.world.check_all_returned()
 

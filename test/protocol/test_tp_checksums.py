@@ -105,7 +105,7 @@ def test_what_arrived_verifies_however_both_sides_divide_the_heads_and_any_flip_
     for rank, pool in enumerate(pair.d.ranks.pools):
         region, position, head = rank % (2 * NUM_LAYERS), rank % 3, rank % len(pool.heads)
         pool.kv[region, DST_PAGES[position], head, 5] ^= 1 << 30
-        with pytest.raises(Integrity, match=rf"1 of 3 verified pages \(pages {position} of"):
+        with pytest.raises(Integrity, match=rf"1 of 3 verified KV pages \(pages {position} of"):
             pair.verify()
         pool.kv[region, DST_PAGES[position], head, 5] ^= 1 << 30
     pair.verify()

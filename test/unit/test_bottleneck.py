@@ -142,7 +142,7 @@ def test_stages_add_up_and_there_is_always_a_word(spans: list[tuple[Any, ...]]) 
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(None, "neither a file nor a URL"), (b"", "is empty"), (b"{}\n", "is not what"), (b"\xff", "is not")],
+    [(None, "neither a file nor a URL"), (b"", "is empty"), (b"{}\n", "is no file of"), (b"\xff", "is no file of")],
 )
 def test_what_is_no_file_of_snapshots_is_one_sentence(tmp_path: Path, content: bytes | None, why: str) -> None:
     path = tmp_path / "seen"

@@ -446,7 +446,7 @@ def test_a_step_that_does_not_end_ends_the_process_and_a_slow_one_does_not() -> 
     watch = SilenceWatch(DEADLINES)
     for turns, view in enumerate(range(20)):
         watch.look(view, turns // 4)  # each step takes 1.5 s
-    with pytest.raises(Internal, match=r"the step thread has stood still for 2.0 s \(deadlines.step_s\)"):
+    with pytest.raises(Internal, match=r"the step thread has made no progress for 2.0 s \(deadlines.step_s\)"):
         for view in range(20, 30):
             watch.look(view, 99)
 

@@ -125,7 +125,7 @@ def test_pages_that_were_damaged_on_their_way_accuse_no_p() -> None:
     landed = sums[:32] + bytes(8) + sums[40:]
     assert damage_in(TransferSums(3, 2, sums, sums), "P0-D1") == "" == damage_in(None, "P0-D1")
     says = damage_in(TransferSums(3, 2, sums, landed), "P0-D1")
-    assert says == "P0-D1: K and V are not on D what P wrote: first in page 4, layer 1"
+    assert says == "P0-D1: K and V differ between P and D: first in page 4, layer 1"
     assert damage_in(TransferSums(3, 1, sums, landed), "P0-D1").endswith("first in page 7")
     steps = cross_check(PROMPT, Computed(P0, [5], [row(1.0)], says), SoundNoise("float32"))
     with pytest.raises(StopIteration) as end:

@@ -89,7 +89,7 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("no peermem, auto", {"rdma": ACTIVE}, (), Level.WARNING, "KV goes over TCP", "modprobe"),
     ("memlock", {"memlock_bytes": 64 << 10}, ASKED, Level.ERROR, "may be pinned", "ulimit -l unlimited"),
     ("memlock, auto", {"memlock_bytes": 64 << 10}, (), Level.ERROR, "may be pinned", "ulimit -l unlimited"),
-    ("no CUDA in Mooncake", {"libraries": WITHOUT_CUDA}, (), Level.ERROR, "it has no CUDA", "mooncake-cuda13"),
+    ("no CUDA in Mooncake", {"libraries": WITHOUT_CUDA}, (), Level.ERROR, "has no CUDA", "mooncake-cuda13"),
     ("no Mooncake, auto", {"libraries": WITHOUT_MOONCAKE}, (), Level.ERROR, "extra mooncake is not", ".[mooncake]"),
     (
         "no Mooncake for it",
@@ -164,7 +164,7 @@ def test_the_wheels_with_cuda_need_more_libraries(monkeypatch: pytest.MonkeyPatc
     ("change", "level", "says"),
     [
         ({"unreachable": (f"{A}:29800: timed out",)}, Level.ERROR, f"{B} does not reach {A}:29800: timed out"),
-        ({"model": ModelFacts("/models/m", hash="b" * 32)}, Level.ERROR, "different models at one path"),
+        ({"model": ModelFacts("/models/m", hash="b" * 32)}, Level.ERROR, "different models at the same path"),
         ({"clock_ahead_s": -70.0}, Level.WARNING, f"clock of {B} is 70.0 s behind"),
         ({"libraries": {**VERSIONS, "torch": "2.13.0"}}, Level.WARNING, "versions differ"),
         ({"host": "10.0.0.9"}, Level.ERROR, f"the node {B} has not reported"),

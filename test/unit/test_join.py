@@ -100,5 +100,5 @@ def test_what_cannot_be_added_is_refused() -> None:
     topology, members = load_topology(None), known(P0="127.0.0.1", D0="127.0.0.1")
     assert len(instances(grown(topology, members, Role.DECODE, 5000, "127.0.0.1"))) == 5002
     for rank in (-1, MAX_SOCKETS):
-        with pytest.raises(ConfigError, match=f"the rank {rank} is not within"):
+        with pytest.raises(ConfigError, match=f"the rank {rank} is not from 0 to"):
             grown(topology, members, Role.DECODE, rank, "127.0.0.1")

@@ -308,7 +308,7 @@ def test_sums_survive_the_wire_and_name_the_pages_that_differ() -> None:
     assert (read.positions.tolist(), read.sums.tolist(), read.transport) == ([0, 2, 5], [[-1, 1 << 62, 7]], "shm")
     compare(read, room.sums, 1)
     compare(read, 2 * room.sums, 2)
-    with pytest.raises(Integrity, match=r"1 of 3 verified pages \(pages 2 .* by shm"):
+    with pytest.raises(Integrity, match=r"1 of 3 verified KV pages \(pages 2 .* over shm"):
         compare(read, room.sums ^ np.array([0, 1, 0]), 1)
 
 

@@ -205,7 +205,7 @@ def test_one_attempt_means_none_more_after_a_cut() -> None:
 
 def test_an_instance_that_no_connection_reaches_is_not_cut_off_by_chance() -> None:
     """Its attempts count, since each of them lasts a lease."""
-    error = RequestLost("D0 lives, but did not get what it was sent")
+    error = RequestLost("D0 is alive, but did not receive a message")
     assert not Failure(error, frozenset()).is_cut and Failure(TokensLost("given up"), frozenset()).is_cut
 
 

@@ -393,7 +393,7 @@ def test_rdma_on_one_node_alone_is_named_with_both_sides_and_the_cure() -> None:
     assert why_incompatible(decode(SHM, TCP), prefill(f"{SHM}-elsewhere", RDMA)) == (
         "D0 on 10.0.0.2 does not fit P0 on 10.0.0.1: no transport reaches from one to the other. D0 has shm, mooncake "
         "over tcp; P0 has shm, mooncake over rdma: set dp_config.router.pd_disaggregation.mooncake_protocol=tcp on all "
-        "nodes, or mend RDMA where it is missing (`chitu doctor`)"
+        "nodes, or fix RDMA on the nodes without it (`chitu doctor`)"
     )
 
 

@@ -353,7 +353,7 @@ def test_a_step_in_flight_that_hangs_is_seen_by_the_watchdog() -> None:
     scheduler.submit(unified(1, 4, SamplingParams(9)))
     for _ in range(3):
         assert scheduler.step()
-    with pytest.raises(Internal, match=r"the step thread has stood still for .*step_s"):
+    with pytest.raises(Internal, match=r"the step thread has made no progress for .*step_s"):
         scheduler.step()
 
 

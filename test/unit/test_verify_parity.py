@@ -210,7 +210,7 @@ def test_a_transfer_that_d_refused_is_of_its_pair_though_the_answer_is_right() -
     tried = msgspec.structs.replace(right, served=msgspec.structs.replace(right.served, refused=(("P0", "D0"),)))
     for verdict in (report([right, tried]), report([right], refused=[("P0", "D0")])):
         assert (verdict.verdict, verdict.guilty, verdict.pairs[0].refused) == ("wrong", ["P0-D0"], 1)
-        assert "D refused 1 transfers" in verdict.reasons[0]
+        assert "D rejected 1 transfers" in verdict.reasons[0]
     assert report([right], refused=[("P1", "D1")]).guilty == ["P1-D1"], "a pair that never answered"
 
 

@@ -157,14 +157,14 @@ def test_damage_between_p_and_d_is_said_with_its_request_though_all_tokens_are_e
     sound = asked(0, "P0-D0", "s", moved=right)
     assert reasons(cluster, [*requests, sound]) == []
     (reason,) = reasons(cluster, [*requests, sound, asked(0, "P0-D0", "hurt", moved=wrong)])
-    assert reason.startswith("request hurt over P0-D0: K and V are not on D what P wrote")
+    assert reason.startswith("request hurt over P0-D0: K and V differ between P and D")
     assert "page 1, layer 1, in that layer alone" in reason
 
 
 def test_a_transfer_that_d_refused_is_said_whether_another_attempt_answered_or_none() -> None:
     cluster, requests = all_pairs(1, 1)
     again = asked(0, "P0-D0", "again", refused=(("P0", "D0"),))
-    said = ["P0-D0: D refused 1 transfers: what arrived is not what P sent (integrity)"]
+    said = ["P0-D0: D rejected 1 transfers: the data was damaged (integrity)"]
     assert reasons(cluster, [*requests, again]) == said
     failed = CheckedRequest(0, "lost", error="integrity: a row")
     record = RequestSnapshot("room", "lost", "P0", "D0", "failed", 9, 0, 0.0, None, 1.0, 0, None, "integrity")

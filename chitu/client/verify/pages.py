@@ -48,9 +48,9 @@ class Place(msgspec.Struct, frozen=True):
             where += f", layer {self.layer}, {others}"
         if self.cause == "unlike":
             return f"K and V first differ in {where}"
-        count = f"{self.num_pages} pages of K and V are" if self.num_pages > 1 else "K and V are"
-        when = "when they had landed" if self.cause == "transfer" else "at the end, though they had landed right"
-        return f"{count} not on D what P wrote, {when}: first in {where}"
+        count = f"{self.num_pages} pages of K and V" if self.num_pages > 1 else "K and V"
+        when = "when they had landed" if self.cause == "transfer" else "at the end, although they had landed correctly"
+        return f"{count} differ between P and D, {when}: first in {where}"
 
 
 def by_layer(sums: str, num_layers: int) -> list[list[str]]:

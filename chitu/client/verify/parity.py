@@ -81,7 +81,7 @@ def compare(
     if drawn is not None and tuple(drawn) != asked.tokens:
         pairs = enumerate(zip(asked.tokens, drawn, strict=False))
         place = next((place for place, (one, other) in pairs if one != other), min(len(drawn), len(asked.tokens)))
-        says = f"token {place} is not the one that the same seed draws in one engine"
+        says = f"token {place} is not the draw of one engine with the same seed"
         if difference <= DRAW_NOISE:
             return Judgement("wrong", place, says, difference)
         tie = (place, says)
@@ -168,5 +168,5 @@ def unlike_texts(asked: Sequence[CheckedRequest]) -> list[str]:
         first = texts.setdefault(one.tokens, one)
         if first.text != one.text:
             names = f"{first.request_id} and {one.request_id}"
-            reasons.append(f"requests {names} have the same tokens and other text: {first.text!r}, {one.text!r}")
+            reasons.append(f"requests {names} have the same tokens but different text: {first.text!r}, {one.text!r}")
     return reasons

@@ -192,7 +192,7 @@ def fields_of(receipt: Receipt) -> dict[str, Any]:
     if grammar is None:
         return fields
     if grammar.kind == "tool_calls" or grammar.reasoning is not None:
-        what = "of tool calls" if grammar.kind == "tool_calls" else "that begins behind a reasoning"
+        what = "of tool calls" if grammar.kind == "tool_calls" else "after a reasoning"
         raise Impossible(f"sampling.grammar: one {what} cannot be requested again")
     if grammar.kind == "json_object":
         fields["response_format"] = {"type": "json_object"}
@@ -220,7 +220,7 @@ def judge(
         return Replayed(receipt.request_id, "same")
     if place < 0 and len(tokens) != len(replayed):
         place = min(len(tokens), len(replayed))
-        says = f"it has {len(tokens)} tokens, and the engine gives {len(replayed)}, equal as far as both go"
+        says = f"it has {len(tokens)} tokens, and the engine gives {len(replayed)}, equal up to the shorter one"
         return Replayed(receipt.request_id, "different", says, place)
     if place < 0 or _is_plain(receipt):
         prompt = receipt.prompt_token_ids
@@ -238,7 +238,7 @@ def judge(
     says += f"; the likeliest is {score.top} ({score.top_logprob:.4f})"
     if receipt.dtype == dtype == "float32":
         return Replayed(receipt.request_id, "different", says, place)
-    return Replayed(receipt.request_id, "unjudged", f"{says}; rounding alone may do that", place)
+    return Replayed(receipt.request_id, "unjudged", f"{says}; rounding alone may cause that", place)
 
 
 def _is_plain(receipt: Receipt) -> bool:

@@ -160,7 +160,7 @@ def report_of(
         guilty = sorted(map(pair_name, damaged))
     unsound = [
         f"the engine's own answers differ from {name} by {each.mean:.2g} in the mean and {each.noise:.2g} at most: the"
-        " model, or what computes it, is another one"
+        " model or its computation differs"
         for name, each in rounding.items()
         if is_unsound(each.noise, each.mean, dtype)
     ]
@@ -169,7 +169,7 @@ def report_of(
         found.sort(key=lambda one: one.damage is None)
     reasons = unsound + [_reason(pair, one) for pair, found in wrong.items() for one in found[:1]]
     reasons += [
-        f"{pair_name(pair)}: D refused {count} transfers: what arrived is not what P sent (integrity)"
+        f"{pair_name(pair)}: D rejected {count} transfers: the data was damaged (integrity)"
         for pair, count in refusals.items()
     ]
     reasons += [

@@ -188,7 +188,7 @@ def _damage_reasons(
             yield f"request {one.request_id} over {pair_name(one.pair)}: {damage.says}"
     counts = Counter([*refused, *(pair for one in done if one.served is not None for pair in one.served.refused)])
     for pair, count in counts.items():
-        yield f"{pair_name(pair)}: D refused {count} transfers: what arrived is not what P sent (integrity)"
+        yield f"{pair_name(pair)}: D rejected {count} transfers: the data was damaged (integrity)"
 
 
 def _pair_report(

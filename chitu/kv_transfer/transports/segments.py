@@ -476,7 +476,7 @@ class Scatterer:
     def _scatter(self, job: ScatterJob) -> None:
         with self._lock:
             is_wanted = job.incarnation not in self._fenced
-        error = "" if is_wanted else "it is taken for dead"
+        error = "" if is_wanted else "it counts as dead"
         try:
             if is_wanted:
                 self._copier.copy(job.copies)

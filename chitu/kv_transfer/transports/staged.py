@@ -195,7 +195,9 @@ class StagedTransport:
             segments = TargetSegments(base, segment_bytes, group_bytes, deque(mine))
         if segments is None and not reaches_pages(inner):
             self.inner.disconnect(inner)
-            raise TransferFailed(f"{self.name}: {session.session_id} takes only staged writes, and granted no segment")
+            raise TransferFailed(
+                f"{self.name}: {session.session_id} accepts only staged writes, but granted no segment"
+            )
         must_stage = segments is not None and (self.end.way == "staged" or not reaches_pages(inner))
         if segments is not None:
             what = "all writes" if must_stage else f"writes of {self._threshold.pieces} pieces or more"
