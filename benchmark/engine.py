@@ -22,8 +22,8 @@ import torch
 
 from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.schema import SchedulerConfig
+from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
-from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.kv_cache.pool import KVPool

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 
 from chitu.errors import Capacity, Internal
 from chitu.kv_cache.page_allocator import PageAllocator
-from chitu.kv_cache.page_keys import PageKeys
-from chitu.kv_cache.prefix_index import PrefixIndex
+from chitu.kv_cache.prefix_index import PageKeys, PrefixIndex
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class _Room:
 
 class PagedKVCacheManager:
     """The page tables of all rooms. `page_size` is in tokens. `fingerprint` enters the key of every page
-    (`page_keys.py`); if it is None, nothing is cached."""
+    (`prefix_index.py`); if it is None, nothing is cached."""
 
     def __init__(self, num_pages: int, page_size: int, fingerprint: bytes | None = None) -> None:
         self.page_size = page_size

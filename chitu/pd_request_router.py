@@ -50,7 +50,7 @@ from chitu.router.policies import Candidates, InstanceKey, instance_key
 from chitu.router.request import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.router.selector import PairSelector
-from chitu.tracing.router_trace import RouterTrace
+from chitu.tracing.trace_files import RouterTrace
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
-from chitu.config.overlap import overlaps_steps
+from chitu.config.devices import overlaps_steps
 from chitu.config.schema import InstanceConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import Executor

@@ -31,7 +31,7 @@ if ! "$PYTHON" -c 'import chitu.serve.api_server, chitu.serve.scheduler, chitu.b
 fi
 "$PYTHON" -m chitu.cli doctor 2>&1 | tee "$OUT/doctor.log" || true
 if [ "${CHITU_GPU_TWIN:-}" != 1 ] && "$PYTHON" -c 'import flashinfer' 2>/dev/null; then
-    timeout $((LIMIT / 2)) "$PYTHON" -m chitu.ops.flashinfer_library bfloat16 128 >"$OUT/flashinfer.log" 2>&1 &
+    timeout $((LIMIT / 2)) "$PYTHON" -m chitu.ops.flashinfer_prefill bfloat16 128 >"$OUT/flashinfer.log" 2>&1 &
 fi
 timeout -k 5 $((LIMIT / 2)) "$PYTHON" -m pytest test/gpu -q --durations=10 2>&1 | tee "$OUT/test.log" || status=1
 left=$((LIMIT - SECONDS - 15))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.engine.loader import load_model
+from chitu.engine.build import load_model
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import read_model_spec
 from chitu.ops.interface import Batch, Span, tiles_of

@@ -3,16 +3,24 @@
 A launcher replaces `auto` once it has inspected its node (`launch/device_shares.py`); no process computes with `auto`.
 A launcher shows a process only its own GPUs, which count from 0 there: `on_visible_devices` maps the node's names,
 which the topology has, to those of the process.
+
+Rule whether an instance launches a step before it has read the previous one (`scheduler.overlap`, ADR 6). Pure.
+
+Default number of prompt tokens in a step, by the devices that compute prompts.
+
+512 tokens keep a CPU busy for long. A GPU spends more on the steps of 512 tokens than on their arithmetic, and its
+libraries are fastest with whole prompts. On P only other prompts wait for a step; on a unified instance running streams
+do. Only `load.py` calls this, so every reader of the configuration sees the numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from chitu.config.key_paths import is_number
-from chitu.config.schema import AUTO_DEVICES, InstanceConfig
+from chitu.config.schema import AUTO_DEVICES, InstanceConfig, SchedulerConfig, Topology
 
 CPU = "cpu"
 GPU_ELSEWHERE = "cuda:other"
@@ -58,3 +66,33 @@ def on_visible_devices(config: InstanceConfig, shown: Sequence[str]) -> Instance
         return config
     local = tuple(f"cuda:{shown.index(name)}" if is_gpu(name) else name for name in config.devices)
     return msgspec.structs.replace(config, devices=local)
+
+
+def overlaps_steps(scheduler: SchedulerConfig, instance: InstanceConfig) -> bool:
+    """Return whether steps overlap. `auto` means on devices that compute asynchronously, which is CUDA. Never with
+    several TP ranks, whatever the key is: the order for a step carries the tokens of the previous one to the
+    followers."""
+    if instance.tp_size > 1 or scheduler.overlap == "off":
+        return False
+    return scheduler.overlap == "on" or is_gpu(instance.devices[0])
+
+
+PREFILL_TOKENS = 8192
+UNIFIED_TOKENS = 2048
+"""Step size of unified instances: the largest prefill that is recorded (`engine/step_graphs.py`)."""
+
+
+def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:
+    """Return the topology with `max_batched_tokens` and `chunk_size` for GPUs, except those that are `given`."""
+    router = topology.dp_config.router
+    computing = (*router.prefill_schedulers, *router.unified_schedulers)
+    if not computing or not all(is_gpu(device) for instance in computing for device in instance.devices):
+        return topology
+    tokens = UNIFIED_TOKENS if router.unified_schedulers else PREFILL_TOKENS
+    scheduler = topology.scheduler
+    batched = scheduler.max_batched_tokens if "max_batched_tokens" in given else tokens
+    chunk = scheduler.chunk_size if "chunk_size" in given else min(tokens, batched)
+    if "max_batched_tokens" not in given:
+        batched = max(batched, chunk)
+    sizes: SchedulerConfig = msgspec.structs.replace(scheduler, max_batched_tokens=batched, chunk_size=chunk)
+    return msgspec.structs.replace(topology, scheduler=sizes)

@@ -1,6 +1,6 @@
 """The schema by key path (`dp_config.router.port`): which keys exist, which one was meant, what a value must be.
 
-Pure; used by `load.py` and `overrides.py`. Every error of a topology becomes one sentence here that names the key and
+Pure; used by `load.py` and `load.py`. Every error of a topology becomes one sentence here that names the key and
 the nearest valid one.
 """
 

@@ -1,4 +1,12 @@
-"""Reads a `Topology` from a YAML file, dotted overrides and the environment.
+"""YAML of topologies: with the booleans and floats of YAML 1.2, no duplicate keys. Pure; used by `load.py` and
+`load.py`.
+
+Overrides of a topology from the command line: puts one `a.b.0.c=value` into the plain YAML data. Pure.
+
+Called by `load_topology` for each, before it checks keys, types and ranges of the whole. ConfigError names the part of
+the path that does not exist.
+
+Reads a `Topology` from a YAML file, dotted overrides and the environment.
 
 Owns reading: no other module reads environment variables. Called once at the start of every process, before any thread
 or model. Every problem is a `ConfigError` of one sentence that names the key and the nearest valid one. `topology.py`
@@ -9,12 +17,14 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import msgspec.inspect as inspection
 import yaml
 
 from chitu.config.cluster_key import (
@@ -27,13 +37,139 @@ from chitu.config.cluster_key import (
     with_api_keys,
     with_cluster_key,
 )
-from chitu.config.key_paths import ROOT, explain, field_types, nearest, refuse_unknown_keys, with_switches
-from chitu.config.overrides import apply_override
+from chitu.config.devices import with_step_sizes
+from chitu.config.key_paths import (
+    ROOT,
+    explain,
+    field_types,
+    member_of,
+    nearest,
+    refuse_unknown_keys,
+    unknown_key,
+    with_switches,
+)
 from chitu.config.schema import Topology
-from chitu.config.step_sizes import with_step_sizes
 from chitu.config.topology import SECTIONS
-from chitu.config.yaml_text import Dumper, one_line, read_yaml
 from chitu.errors import ConfigError
+
+
+class Loader(yaml.SafeLoader):
+    """SafeLoader with the booleans of YAML 1.2 (so that `off` stays a string) and its floats (so that `1e9` is one). It
+    refuses duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = str(key_node.value)  # the base class refuses a key that is no string
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        """Return the scalar. Refuse `"\\0"` and lone surrogates, which no path, name or message can have."""
+        value = super().construct_scalar(node)
+        if isinstance(value, str) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the text {value!a} has a character that no text can have", node.start_mark
+            )
+        return value
+
+
+class Dumper(yaml.SafeDumper):
+    """SafeDumper without short booleans, so that `off` is written as a plain string and read back as one."""
+
+
+_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+$")
+for _class in (Loader, Dumper):
+    _class.yaml_implicit_resolvers = {
+        first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _class.add_implicit_resolver("tag:yaml.org,2002:bool", _BOOLEAN, list("tTfF"))
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+
+
+def read_yaml(text: str) -> Any:
+    """Return the value of YAML text. Raise yaml.YAMLError if it is invalid."""
+    try:
+        return yaml.load(text, Loader=Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:  # from a constructor of a date or a number
+        raise yaml.YAMLError(f"it has an invalid value ({error})") from error
+
+
+def one_line(error: yaml.YAMLError) -> str:
+    """Return the error and its line as one sentence."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {problem}" if mark is not None else problem
+
+
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Put one `a.b.0.c=value` into the plain YAML data; the value is parsed as YAML."""
+    path, equals, text = override.partition("=")
+    path = path.strip()
+    if not equals or not path:
+        raise ConfigError(f"the override {override!r} must look like key.path=value")
+    try:
+        value = "-" if text == "-" else read_yaml(text)  # YAML's list with one empty entry, which no key takes
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of the override {override!r} is no valid YAML: {one_line(error)}") from error
+    parts = path.split(".")
+    node: Any = data
+    kind: inspection.Type | None = ROOT
+    for depth, part in enumerate(parts):
+        where = ".".join(parts[: depth + 1])
+        below = member_of(kind, part)
+        if below is None:
+            if isinstance(kind, inspection.VarTupleType):
+                raise ConfigError(f"override {where!r}: {part!r} must be an index into a list")
+            assert kind is not None
+            raise unknown_key("".join(f"{p}." for p in parts[:depth]), part, kind)
+        if depth == len(parts) - 1:
+            _put(node, part, value, where)
+        elif isinstance(below, inspection.StructType | inspection.VarTupleType):
+            node = _step(node, part, below, where)
+        else:
+            raise ConfigError(f"override {path!r}: {where!r} is a value, it has no keys")
+        kind = below
+
+
+def _put(node: Any, part: str, value: Any, where: str) -> None:
+    if isinstance(node, list):
+        _check_index(node, int(part), where)
+        node[int(part) : int(part) + 1] = [value]
+    else:
+        node[part] = value
+
+
+def _step(node: Any, part: str, kind: inspection.Type, where: str) -> Any:
+    """Return the node one step down; make the section or list if the file leaves it out."""
+    empty: Any = [] if isinstance(kind, inspection.VarTupleType) else {}
+    if isinstance(node, list):
+        index = int(part)
+        _check_index(node, index, where)
+        if index == len(node):
+            node.append(empty)
+        child = node[index]
+    else:
+        child = node.setdefault(part, empty)
+        if child is None:
+            child = node[part] = empty
+    if not isinstance(child, type(empty)):
+        raise ConfigError(f"{where} must be a {'list' if empty == [] else 'section'}, not {child!r}")
+    return child
+
+
+def _check_index(node: list[Any], index: int, where: str) -> None:
+    if index > len(node):
+        raise ConfigError(f"override {where!r}: the list has {len(node)} entries, so the next index is {len(node)}")
+
 
 DEFAULT_TOPOLOGY = "pd_disagg_1p1d_local.yaml"
 PACKAGED_DIR = Path(__file__).parent

@@ -1,4 +1,11 @@
-"""Builds the parts of an instance that hold tensors, for one rank: group, weights, pool, runner.
+"""Chooses the operations of a rank that computes prompts, by `model.prefill_attention` and its part of the model, and
+the prompts that must warm them up before the first request.
+
+Called once by the main thread of a rank (`engine/build.py`), before weights are read.
+
+From a checkpoint folder to a model on a device. Called once by the builder of the service, before sockets open.
+
+Builds the parts of an instance that hold tensors, for one rank: group, weights, pool, runner.
 
 Called once by the main thread of each rank (`serve/scheduler.py`), after the ports are bound and before any request is
 served. With several ranks all of them run this together. They agree on the number of pages, which also makes fast ranks
@@ -8,21 +15,23 @@ wait for those that still read weights.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from chitu.config.devices import dtype_on
 from chitu.config.schema import Topology
 from chitu.config.staging import pool_bytes_of
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, find_instance, instances_on, threads_of
-from chitu.engine.kv_format import kv_dtype_of
-from chitu.engine.loader import load_model, resolve_dtype
 from chitu.engine.memory_budget import (
     DeviceMemory,
     available_cpu_bytes,
     device_pages,
+    kv_dtype_of,
     kv_layout,
     num_pages_asked,
     num_pages_for,
@@ -33,18 +42,106 @@ from chitu.engine.memory_budget import (
     too_large,
 )
 from chitu.engine.model_runner import ModelRunner
-from chitu.engine.parallel import RankGroup
-from chitu.engine.prefill_ops import prefill_ops, warmup_prompts
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
+from chitu.engine.tp_executor import RankGroup
 from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
-from chitu.models.config import model_hash, read_model_spec, weights_digest, weights_stamp
+from chitu.models.common import build_decoder
+from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
+from chitu.models.families import traits_of
+from chitu.models.layers import DecoderModel, Shard
+from chitu.models.weights import WeightSource
 from chitu.net.control_groups import usable_cores
+from chitu.ops.flashinfer_prefill import PrefillShape
+from chitu.ops.fp8_pages import E4M3
+from chitu.ops.interface import Ops
+from chitu.ops.select import select_ops, select_prefill_ops
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
+
+
+def prefill_ops(
+    topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, model_dtype: str, kv_dtype: str
+) -> Ops | None:
+    """Return the operations, with FlashInfer built and tried if it is wanted, which may take minutes. Return None if
+    `select_ops` decides: on D, with latent attention, on a CPU. Raises ConfigError if FlashInfer is required but fails.
+
+    `model_dtype`, `kv_dtype`: names of the dtypes of the model and of its pages.
+    """
+    wanted, tp_size = topology.model.prefill_attention, instance.config.tp_size
+    if instance.role is Role.DECODE:
+        return None
+    if spec.regions_per_layer == 1:
+        if wanted == "flashinfer":
+            raise ConfigError("model.prefill_attention is flashinfer, but latent attention uses its own kernel only")
+        return None
+    if device.type != "cuda" and wanted != "flashinfer":
+        return None
+    shape = PrefillShape(
+        num_heads=spec.num_heads // tp_size,
+        num_kv_heads=max(1, spec.num_kv_heads // tp_size),
+        head_dim=spec.head_dim,
+        page_size=topology.cache.page_size,
+        dtype=TORCH_DTYPES[model_dtype],
+        kv_dtype=TORCH_DTYPES.get(kv_dtype, E4M3),
+    )
+    return select_prefill_ops(device, shape, wanted)
+
+
+def warmup_prompts(
+    topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, longest_recorded: int
+) -> list[tuple[int, ...]]:
+    """Return prompt lengths for the warm-up of a GPU, a tuple for each step: every length that prompts are padded to
+    for torch's library, else one too long for a recording. `longest_recorded`: tokens of a step; 0 without recordings.
+    """
+    if device.type != "cuda" or instance.role is Role.DECODE:
+        return []
+    from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, padded_lengths  # Triton: only with a GPU
+
+    scheduler = topology.scheduler
+    longest = min(scheduler.chunk_size, scheduler.max_batched_tokens, spec.max_model_len)
+    lengths = [longest_recorded + 1]
+    if topology.model.prefill_attention == "auto" and spec.regions_per_layer != 1:
+        lengths = [min(length, longest) for length in padded_lengths(WHOLE_PROMPT_TOKENS, longest)]
+    # A prompt short enough for a recording reaches the library together with others, in a step too long to be recorded.
+    steps = [(n,) if n > longest_recorded else (n, longest_recorded + 1 - n) for n in lengths]
+    return [step for step in steps if sum(step) <= scheduler.max_batched_tokens and max(step) <= longest]
+
+
+def resolve_dtype(dtype: str, spec: ModelSpec, device: torch.device) -> str:
+    """Return the dtype by name. `auto` is float32 on a CPU and the checkpoint's own dtype elsewhere."""
+    resolved = dtype_on(device.type, dtype, spec.dtype)
+    if resolved not in TORCH_DTYPES:
+        raise ConfigError(f"model.dtype: {dtype!r} is not one of auto, {', '.join(TORCH_DTYPES)}")
+    return resolved
+
+
+def load_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Callable[[int, int], None] | None = None,
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    shard: Shard | None = None,
+) -> DecoderModel:
+    """Read the weights of a checkpoint folder, or with `shard` this rank's part of them.
+
+    Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
+    `read_model_spec`. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError
+    (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
+    """
+    spec = read_model_spec(path, max_model_len)
+    traits = traits_of(spec)
+    target = torch.device(device)
+    torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
+    chosen = ops if ops is not None else select_ops(target, torch_dtype)
+    with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress) as weights:
+        return build_decoder(spec, traits, weights, chosen, target, spec.max_model_len, shard)
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,8 @@
-"""How many KV pages an instance gets. Pure arithmetic over the memory that the host or the device reports.
+"""The dtype of K and V in the pages of a rank: `cache.kv_dtype`, checked against model and device.
+
+Called once by `build.py`, before weights are read.
+
+How many KV pages an instance gets. Pure arithmetic over the memory that the host or the device reports.
 
 On a CPU: a fraction of the free RAM, shared by the instances of the host. On a GPU: an instance has a fraction of the
 whole card, and its pages get what its weights and its steps leave of that. It is a fraction of the whole, not of the
@@ -16,6 +20,7 @@ from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
 from chitu.models.config import ModelSpec
 from chitu.net.control_groups import memory_left_bytes
+from chitu.ops.fp8_pages import ALIGNMENT_BYTES
 from chitu.protocol import (
     FP8_E4M3,
     ITEM_BYTES,
@@ -25,7 +30,32 @@ from chitu.protocol import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     KVLayout,
+    fp8_head_bytes,
 )
+
+MIN_CAPABILITY = (8, 9)
+"""Lowest compute capability with e4m3: Ada and Hopper are the first."""
+
+
+def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capability: tuple[int, int] | None) -> str:
+    """Return `KVLayout.dtype`. `capability`: of the GPU; None on a CPU. Raises ConfigError if e4m3 is asked for but
+    the GPU does not support it or a head's page is not aligned."""
+    if config.kv_dtype == "auto":
+        return model_dtype
+    nbytes = fp8_head_bytes(config.page_size, spec.head_dim)
+    if nbytes % ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"cache.kv_dtype: with {FP8_E4M3} a KV head's page of {config.page_size} tokens of {spec.head_dim} numbers "
+            f"and their scales has {nbytes} bytes, which is no multiple of {ALIGNMENT_BYTES}: set cache.page_size to a "
+            "multiple of 16"
+        )
+    if capability is not None and capability < MIN_CAPABILITY:
+        raise ConfigError(
+            f"cache.kv_dtype: {FP8_E4M3} needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; this one has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    return FP8_E4M3
+
 
 CPU_POOL_LIMIT_BYTES = 4 << 30
 """Largest pool that `memory_fraction` gives on a CPU. `cache.num_pages` may ask for more."""

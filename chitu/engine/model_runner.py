@@ -11,28 +11,27 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from chitu.engine.batch import SlotTable
+from chitu.engine.batch import SlotTable, upload
 from chitu.engine.executor import (
     Admit,
     CopyPage,
     ExecutorInfo,
     LayerCallback,
     PrefillChunk,
+    Shapes,
     StepHandle,
     StepPlan,
     StepResult,
+    run_warmup,
 )
 from chitu.engine.sampler import Sampler
 from chitu.engine.sampling_ops import is_finite, is_sound
 from chitu.engine.step_graphs import Recording, StepGraphs
-from chitu.engine.step_logprobs import ROWS_AT_ONCE, Lines, StepLogprobs, joined, logprob_lines
-from chitu.engine.step_tokens import Checks, Mark, StepTokens
-from chitu.engine.upload import upload
-from chitu.engine.warmup import Shapes, run_warmup
+from chitu.engine.step_tokens import ROWS_AT_ONCE, Checks, Lines, Mark, StepLogprobs, StepTokens, joined, logprob_lines
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
-from chitu.layers.decoder import DecoderModel
 from chitu.models.config import ModelSpec
+from chitu.models.layers import DecoderModel
 from chitu.types import Ready
 
 

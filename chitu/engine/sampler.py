@@ -7,7 +7,7 @@ far: a request gets the same tokens in any batch, before and after a retraction 
 resumes it), on D or on a unified instance.
 
 Invariants: plain greedy slots cost one argmax; a row pays only for what its own request asked for; nothing here waits
-for the device, unless a row has a grammar (`grammar_masks.py`). The scheduler decides whether a token ends its request.
+for the device, unless a row has a grammar. The scheduler decides whether a token ends its request.
 
 Kernels (`ops/kernels/sampling.py`) draw the rows on CUDA, `sampling_ops.py` elsewhere; both draw the same tokens.
 """
@@ -22,21 +22,26 @@ import torch
 from torch import Tensor
 
 from chitu.engine import sampling_ops
-from chitu.engine.grammar_masks import GrammarRows, GrammarState, PendingTokens
-from chitu.engine.restrictions import HISTORY, NONE, restriction_of, restrictions_of
+from chitu.engine.batch import upload
 from chitu.engine.sampling_layout import (
+    HISTORY,
     NO_ENTRIES,
+    NONE,
     BatchLayout,
+    GrammarRows,
+    GrammarState,
     LayoutSegment,
+    PendingTokens,
     SamplingSlot,
     edits_of,
     entries_of,
     place,
+    restriction_of,
+    restrictions_of,
     rows_at_once,
     segments_of,
     sources_of,
 )
-from chitu.engine.upload import upload
 from chitu.errors import Internal
 from chitu.grammars import GrammarStore
 from chitu.ops.sampling_numbers import LOG_MIN_P, POSITION, SEED, TOP_K, TOP_P, UNIT

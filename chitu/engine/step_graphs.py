@@ -19,7 +19,7 @@ import torch
 from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
 from chitu.engine.sampling_ops import is_sound, marked
-from chitu.layers.decoder import DecoderModel
+from chitu.models.layers import DecoderModel
 from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
 

@@ -18,10 +18,9 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import Forbidden, InvalidRequest, RateLimited, Unauthorized
 from chitu.http.limits import PROBE_PATHS
-from chitu.net.bearer import bearer, is_bearer
 from chitu.net.curve import ClusterSecrets
-from chitu.net.http import Scope, header
-from chitu.net.rate_limit import RateLimiter
+from chitu.net.fair_share import RateLimiter
+from chitu.net.http import Scope, bearer, header, is_bearer
 
 OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
 """Paths open to all, for probes and browsers, which have no key."""

@@ -26,7 +26,7 @@ from chitu.instance.decode import admit
 from chitu.instance.scheduler_parts import PDSchedulerParts
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceEvent, Sequences, SequenceState
-from chitu.kv_cache.tiers.page_load import PageLoad
+from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 

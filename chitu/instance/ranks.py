@@ -17,9 +17,8 @@ from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
 from chitu.engine.build import BuildProgress, RankEngine, build_rank
-from chitu.engine.follower import run_follower
-from chitu.engine.parallel import RankGroup
 from chitu.engine.process_watch import Lifeline, explaining
+from chitu.engine.tp_executor import RankGroup, run_follower
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of

@@ -42,8 +42,8 @@ from typing import Final
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.grammars import CompiledGrammar
-from chitu.kv_cache.page_keys import PageKeys
-from chitu.kv_cache.tiers.page_load import PageLoad
+from chitu.kv_cache.prefix_index import PageKeys
+from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.protocol import (
     NO_TIMES,

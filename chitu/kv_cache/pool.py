@@ -1,4 +1,8 @@
-"""The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then memory for
+"""Anonymous shared files (memfd): memory that processes of this host can map, and of which a `kill -9` leaves nothing.
+
+Called by whatever allocates the memory of a rank: its pool, its staging segments, its tiers.
+
+The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then memory for
 transports that need some.
 
 It is one allocation so that every transport registers it once and a range check takes two comparisons. On CPU it is an
@@ -13,17 +17,46 @@ dtype `fp8_e4m3` each head of a page stores its tokens' scales after its values 
 
 from __future__ import annotations
 
+import mmap
+import os
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.kv_cache.device_rows import DeviceRows
-from chitu.kv_cache.shared_memory import shared_memory
-from chitu.ops import fp8_pages
+from chitu.ops.fp8_pages import values_of
 from chitu.protocol import FP8_E4M3, KVLayout
+
+
+def shared_file(name: str, nbytes: int, purpose: str) -> int:
+    """Return a descriptor of a new zeroed file. Raise ConfigError if there is none."""
+    file = -1
+    try:
+        file = os.memfd_create(name, os.MFD_CLOEXEC)
+        os.ftruncate(file, nbytes)
+    except OSError as error:
+        if file >= 0:
+            os.close(file)
+        raise ConfigError(f"cannot allocate {nbytes} bytes for {purpose}: {error}") from error
+    return file
+
+
+def shared_memory(name: str, nbytes: int, purpose: str) -> mmap.mmap:
+    """Map a new zeroed file. The mapping has a descriptor of it; both end with the last view of the mapping. Raise
+    ConfigError if there is no memory."""
+    file = shared_file(name, nbytes, purpose)
+    try:
+        return mmap.mmap(file, nbytes)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot allocate {nbytes} bytes for {purpose}: {error}") from error
+    finally:
+        os.close(file)
+
 
 ALIGNMENT_BYTES = 4096
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,7 +106,7 @@ class KVPool:
         raw = [arena[r * region_bytes : r * region_bytes + used] for r in range(num_regions)]
         if layout.dtype == FP8_E4M3:
             self.regions = [region.view(num_pages + has_scratch, heads, -1) for region in raw]
-            pages = [fp8_pages.values_of(region, layout.page_size, layout.head_dim) for region in self.regions]
+            pages = [values_of(region, layout.page_size, layout.head_dim) for region in self.regions]
         else:
             shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
             self.regions = pages = [region.view(TORCH_DTYPES[layout.dtype]).view(shape) for region in raw]

@@ -14,9 +14,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from chitu.net.bearer import is_bearer
 from chitu.net.curve import ClusterSecrets
-from chitu.net.http import header
+from chitu.net.http import header, is_bearer
 from chitu.protocol import ClusterView, RouteEntry
 from chitu.types import Role
 

@@ -47,8 +47,7 @@ from chitu.kv_transfer.receiver import (
 )
 from chitu.kv_transfer.transfer_table import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.transports.local import TransportMessages
-from chitu.net.job_thread import JobThread
-from chitu.net.threads import ServiceThread
+from chitu.net.threads import JobThread, ServiceThread
 from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,

@@ -1,7 +1,7 @@
 """A topology as one node runs it: loaded, and loaded again with the devices of this node for its instances.
 
 Called once at the start by `chitu serve`, `chitu node`, `chitu plan`, and by a scheduler process without a launcher.
-The second load is needed because other settings depend on the devices (`config/step_sizes.py`).
+The second load is needed because other settings depend on the devices (`config/devices.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Builds a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage.
+"""Rotary position tables. Built once per model, on load; read by every layer.
+
+Builds a layer's mixture of experts from a checkpoint's tensors. Called by `common.py` while a model is loaded.
+
+Tensor parallelism: a rank has a part of every expert's inner dimension, as of a dense MLP's, and the whole router.
+
+Builds a layer of latent attention from a checkpoint's tensors. Called by `common.py` while a model is loaded.
+
+The weights are absorbed here: the projection from the latent is split, per head, into a part that multiplies q and a
+part that multiplies the result. Tensor parallelism: a rank has its heads of q, of both parts and of the output
+projection. Every rank computes the latent itself, since the cache of every rank holds it.
+
+Builds a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage.
 
 The families differ in three points (`Traits`): biases on q, k and v; a bias on the output projection; norms on the
 heads of q and k. They share everything else, tensor names included. A tensor-parallel rank takes its part of each
@@ -7,22 +19,195 @@ matrix.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_not
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.layers.decoder import AttentionLayer, DecoderLayer, DecoderModel, GatedMLP
-from chitu.layers.shard import Shard
+from chitu.models.checkpoint import UNUSED_SUFFIX
 from chitu.models.config import ModelSpec
-from chitu.models.experts import build_mixture
-from chitu.models.latent import build_latent
-from chitu.models.rotary import rotary_table
-from chitu.models.tensor_names import UNUSED_SUFFIX
-from chitu.models.traits import Traits
+from chitu.models.config_keys import ExpertSpec, LatentSpec, RopeSpec
+from chitu.models.families import Traits
+from chitu.models.layers import (
+    INNER_NORM_EPS,
+    AttentionLayer,
+    DecoderLayer,
+    DecoderModel,
+    GatedMLP,
+    LatentAttentionLayer,
+    MixtureMLP,
+    Shard,
+)
 from chitu.models.weights import Rows, WeightSource
-from chitu.ops.interface import HeadSpec, LinearWeight, Ops
+from chitu.ops.interface import HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
+from chitu.ops.routing import Router
+
+
+def rotary_table(head_dim: int, rope: RopeSpec, num_positions: int, device: torch.device) -> RotaryTable:
+    """Return cos and sin of every position below `num_positions`, times the attention factor."""
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), _inverse_frequencies(head_dim, rope))
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    return RotaryTable(cos.to(device).contiguous(), sin.to(device).contiguous())
+
+
+def _inverse_frequencies(head_dim: int, rope: RopeSpec) -> torch.Tensor:
+    """Return inverse frequencies, float32 `[head_dim / 2]`. `linear` divides positions by `factor`; `llama3` only for
+    long wavelengths; `yarn` with a ramp from `beta_slow` to `beta_fast` rotations within the original length.
+
+    Uses the same float32 operations as `transformers`, so that long positions agree to the bit.
+    """
+    powers = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim)
+    frequency = 1.0 / powers
+    if rope.type == "default":
+        return frequency
+    if rope.type == "linear":
+        return frequency / rope.factor
+    if rope.type == "llama3":
+        return _llama3(frequency, rope)
+    if rope.type == "yarn":
+        own = 1 - _ramp(head_dim, rope)
+        return 1.0 / (rope.factor * powers) * (1 - own) + frequency * own
+    raise UnsupportedModel(f"rope type {rope.type!r} is not supported")
+
+
+def _llama3(frequency: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    factor, low, high = rope.factor, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    low_wavelength = rope.original_max_position_embeddings / low
+    high_wavelength = rope.original_max_position_embeddings / high
+    scaled = torch.where(wavelength > low_wavelength, frequency / factor, frequency)
+    smooth = (rope.original_max_position_embeddings / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = (wavelength >= high_wavelength) & (wavelength <= low_wavelength)
+    return torch.where(medium, smoothed, scaled)
+
+
+def _ramp(head_dim: int, rope: RopeSpec) -> torch.Tensor:
+    """Return 0 for frequencies that stay unchanged, 1 for those that are divided by the factor."""
+
+    def index_of(rotations: float) -> float:
+        """Return the index of the frequency with this many rotations within the original length."""
+        length = rope.original_max_position_embeddings
+        return (head_dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
+    if rope.is_truncated:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    return torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+
+
+def build_mixture(
+    spec: ModelSpec, experts: ExpertSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
+) -> MixtureMLP:
+    """Build the mixture. `prefix`: of the layer's MLP. ConfigError if an expert cannot be split over `size` ranks."""
+    hidden = spec.hidden_size
+    bias_E = None
+    if experts.has_choice_bias:
+        bias_E = weights.take(f"{prefix}.gate.e_score_correction_bias", experts.num_experts, dtype=torch.float32)
+    router = Router(
+        weight_ED=weights.take(f"{prefix}.gate.weight", experts.num_experts, hidden, dtype=torch.float32),
+        rule=experts.rule,
+        choice_bias_E=bias_E,
+    )
+    names = [f"{prefix}.experts.{index}" for index in range(experts.num_experts)]
+    gate_up_EGD, down_EDI = _stacked(weights, names, experts.intermediate_size, hidden, rank, size)
+    shared = None
+    if experts.shared_intermediate_size:
+        shared_name = [f"{prefix}.shared_experts"]
+        gate_up, down = _stacked(weights, shared_name, experts.shared_intermediate_size, hidden, rank, size)
+        shared = GatedMLP(ops.prepare_gate_up(gate_up[0], None), ops.prepare(down[0], None))
+    return MixtureMLP(router, ops.prepare_experts(gate_up_EGD, down_EDI), shared)
+
+
+def _stacked(
+    weights: WeightSource, names: list[str], inner: int, hidden: int, rank: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return gate and up `[N, 2 I, D]` and down `[N, D, I]` of these MLPs. At most one MLP is in memory twice."""
+    if inner < size:
+        raise ConfigError(f"tp_size {size}: {inner} rows of an expert cannot be split over {size} ranks")
+    own = share_of(inner, size, rank)
+    for index, name in enumerate(names):
+        rows = [Rows(f"{name}.{part}_proj.weight", inner, own) for part in ("gate", "up")]
+        gate_up_GD = weights.take_rows(rows, hidden)
+        down_DI = weights.take(f"{name}.down_proj.weight", hidden, inner, columns=own)
+        if index == 0:
+            gate_up = gate_up_GD.new_empty(len(names), *gate_up_GD.shape)
+            down = down_DI.new_empty(len(names), *down_DI.shape)
+        gate_up[index], down[index] = gate_up_GD, down_DI
+    return gate_up, down
+
+
+def build_latent(
+    spec: ModelSpec, latent: LatentSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
+) -> LatentAttentionLayer:
+    """Build the layer. `prefix`: of the names of its attention tensors."""
+    own, hidden, has_bias = share_of(spec.num_heads, size, rank), spec.hidden_size, spec.attention_bias
+    head_dim, cache_dim = latent.nope_dim + latent.rope_dim, latent.kv_rank + latent.rope_dim
+    q_rows, q_total = range(own.start * head_dim, own.stop * head_dim), spec.num_heads * head_dim
+
+    def bias_of(name: str, length: int) -> torch.Tensor | None:
+        return weights.take(f"{prefix}.{name}.bias", length) if has_bias else None
+
+    query_norm_Q = query = None
+    if latent.q_rank is None:
+        first = _by_halves(weights.take(f"{prefix}.q_proj.weight", q_total, hidden, rows=q_rows), len(own), latent)
+        first_bias = first.new_zeros(first.shape[0]) if has_bias else None
+    else:
+        first = weights.take(f"{prefix}.q_a_proj.weight", latent.q_rank, hidden)
+        first_bias = bias_of("q_a_proj", latent.q_rank)
+        query_norm_Q = weights.take(f"{prefix}.q_a_layernorm.weight", latent.q_rank)
+        q_b = weights.take(f"{prefix}.q_b_proj.weight", q_total, latent.q_rank, rows=q_rows)
+        query = ops.prepare(_by_halves(q_b, len(own), latent), None)
+    kv_a = _by_halves(weights.take(f"{prefix}.kv_a_proj_with_mqa.weight", cache_dim, hidden), 1, latent)
+    kv_a_bias = bias_of("kv_a_proj_with_mqa", cache_dim)
+    bias = None
+    if first_bias is not None and kv_a_bias is not None:
+        bias = torch.cat([first_bias, _by_halves(kv_a_bias.unsqueeze(1), 1, latent).squeeze(1)])
+
+    rows = latent.nope_dim + latent.value_dim
+    kv_b = weights.take(
+        f"{prefix}.kv_b_proj.weight",
+        spec.num_heads * rows,
+        latent.kv_rank,
+        rows=range(own.start * rows, own.stop * rows),
+    )
+    key_HNL, value_HOL = kv_b.view(len(own), rows, -1).split_with_sizes((latent.nope_dim, latent.value_dim), dim=1)
+    columns = range(own.start * latent.value_dim, own.stop * latent.value_dim)
+    output = weights.take(f"{prefix}.o_proj.weight", hidden, spec.num_heads * latent.value_dim, columns=columns)
+    output_bias = bias_of("o_proj", hidden)
+    return LatentAttentionLayer(
+        heads=LatentHeads(
+            num_heads=len(own),
+            latent_dim=latent.kv_rank,
+            rope_dim=latent.rope_dim,
+            softmax_scale=latent.softmax_scale,
+            eps=INNER_NORM_EPS,
+            norm_L=weights.take(f"{prefix}.kv_a_layernorm.weight", latent.kv_rank),
+        ),
+        down=ops.prepare(torch.cat([first, kv_a]), bias),
+        query_norm_Q=query_norm_Q,
+        query=query,
+        key_HNL=key_HNL.contiguous(),
+        value_HLO=value_HOL.transpose(1, 2).contiguous(),
+        output=ops.prepare(output, output_bias if rank == MAIN_RANK else None),  # added once, not once per rank
+    )
+
+
+def _by_halves(rows_RI: torch.Tensor, num_heads: int, latent: LatentSpec) -> torch.Tensor:
+    """Reorder the last `rope_dim` rows of each head from interleaved pairs, as in the checkpoint, to two halves.
+
+    Scalar products of q and k stay the same, since both are reordered alike.
+    """
+    if not latent.is_interleaved:
+        return rows_RI
+    heads_HRI = rows_RI.view(num_heads, -1, rows_RI.shape[1])
+    rest, pairs = heads_HRI.split_with_sizes((heads_HRI.shape[1] - latent.rope_dim, latent.rope_dim), dim=1)
+    return torch.cat([rest, pairs[:, 0::2], pairs[:, 1::2]], dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,17 @@ from typing import Any
 
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import ARCHITECTURES, Key, value_of
-from chitu.models.expert_spec import ExpertSpec, read_expert_spec
-from chitu.models.latent_spec import LatentSpec, read_latent_spec
-from chitu.models.rope_spec import RopeSpec, read_rope
+from chitu.models.config_keys import (
+    ARCHITECTURES,
+    ExpertSpec,
+    Key,
+    LatentSpec,
+    RopeSpec,
+    read_expert_spec,
+    read_latent_spec,
+    read_rope,
+    value_of,
+)
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8

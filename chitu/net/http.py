@@ -1,18 +1,37 @@
-"""Small ASGI helpers for routes that bypass the web framework: find a header, describe an error.
+"""`Authorization: Bearer ...`, compared in constant time. Pure; used by the API port and by the bootstrap server.
+
+Small ASGI helpers for routes that bypass the web framework: find a header, describe an error.
 
 Used on the router's loop. The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations
 
+import hmac
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
 
 from chitu.errors import ChituError, InvalidRequest, PoisonRequest, ServiceError
+
+
+def bearer(authorization: bytes | None) -> bytes | None:
+    """Return the credential of the header; None if there is none."""
+    scheme, _, credential = (authorization or b"").partition(b" ")
+    return credential.strip() or None if scheme.lower() == b"bearer" else None
+
+
+def is_bearer(authorization: bytes | None, known: Iterable[bytes]) -> bool:
+    """Return whether the header has one of the `known` credentials. The time it takes reveals only how many there
+    are."""
+    given = bearer(authorization)
+    if given is None:
+        return False
+    return any([hmac.compare_digest(given, credential) for credential in known])
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -87,7 +87,7 @@ class HeadSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Heads of latent attention (`layers/latent.py`). A cache row has `latent_dim` normed numbers, then `rope_dim`
+    """Heads of latent attention (`models/layers.py`). A cache row has `latent_dim` normed numbers, then `rope_dim`
     rotated ones. The pages are `[P, 1, S, C]`: one KV head with C = latent_dim + rope_dim."""
 
     num_heads: int

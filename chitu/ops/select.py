@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from chitu.errors import ConfigError
-from chitu.ops.flashinfer_library import PrefillShape, open_flashinfer
+from chitu.ops.flashinfer_prefill import PrefillShape, open_flashinfer
 from chitu.ops.interface import Ops
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.torch_ops import TorchOps

@@ -6,7 +6,7 @@ are not square and go to a paged kernel, as do mixed steps and recorded steps, w
 
 cuDNN builds a plan for every new length, on the calling thread (42 to 400 ms in published measurements), and caches it
 for that thread. So a prompt is padded to one of few lengths, `padded_length`, and the warm-up runs each of them
-(`engine/warmup.py`). Causal rows do not attend to later rows, so padding changes nothing. Its K and V are zeros.
+(`engine/executor.py`). Causal rows do not attend to later rows, so padding changes nothing. Its K and V are zeros.
 
 `AttentionPlan` is that choice, made once a step and not once a layer. Called by `TritonOps` on the step thread.
 """

@@ -36,7 +36,7 @@ from chitu.protocol import (
 )
 from chitu.router.policies import InstanceKey
 from chitu.router.request import Attempt
-from chitu.tracing.router_trace import RouterTrace
+from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
 log = logging.getLogger(__name__)

@@ -45,8 +45,7 @@ from chitu.router.selector import make_selector
 from chitu.serve.body_processes import BodyProcesses
 from chitu.serve.lifetime import TICK_S, Ending
 from chitu.serve.siblings import Siblings
-from chitu.tracing.router_trace import RouterTrace, trace_folder
-from chitu.tracing.trace_files import TraceFiles
+from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
 from chitu.types import instance_name
 
 log = logging.getLogger(__name__)

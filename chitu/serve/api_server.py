@@ -43,7 +43,7 @@ from chitu.serve.membership import Membership
 from chitu.serve.own_cluster import OwnCluster
 from chitu.serve.replicas import ReplicaSet
 from chitu.serve.siblings import Siblings
-from chitu.tracing.router_trace import trace_folder
+from chitu.tracing.trace_files import trace_folder
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from chitu.launch.progress import ProgressWriter
 from chitu.types import Role
 
 if TYPE_CHECKING:
-    from chitu.engine.parallel import RankGroup
+    from chitu.engine.tp_executor import RankGroup
 
 
 class BuiltRank(Protocol):

@@ -36,9 +36,9 @@ from chitu.errors import ChituError, ConfigError
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
-from chitu.kv_cache.page_keys import lasting_fingerprint, layout_fingerprint
-from chitu.kv_cache.shared_memory import shared_file
-from chitu.kv_cache.tiers.build import build_tiers, decode_cache
+from chitu.kv_cache.pool import shared_file
+from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
+from chitu.kv_cache.tiers.prefix_tiers import build_tiers, decode_cache
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts

@@ -32,7 +32,7 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.kv_cache.aux_row import aux_row_bytes
-from chitu.kv_cache.shared_memory import shared_memory
+from chitu.kv_cache.pool import shared_memory
 from chitu.protocol import KVLayout
 from chitu.testing.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _FakeSlot, kv_of
 from chitu.types import Ready

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_errors import relative_error
 
-from chitu.ops.flashinfer_library import PrefillShape, open_flashinfer
+from chitu.ops.flashinfer_prefill import PrefillShape, open_flashinfer
 from chitu.ops.interface import Batch, HeadSpec, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import transformers
 
+from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
-from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording

@@ -20,7 +20,7 @@ from nursery import forked
 
 from chitu import __version__
 from chitu.config.load import load_topology
-from chitu.kv_cache.page_keys import PageKeys, lasting_fingerprint, layout_fingerprint
+from chitu.kv_cache.prefix_index import PageKeys, lasting_fingerprint, layout_fingerprint
 from chitu.launch.local import LocalCluster
 from chitu.protocol import pack_i32
 from chitu.testing.checksum_engine import checksum_layout

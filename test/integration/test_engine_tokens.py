@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_checkpoints import FAMILIES, Engine, expected_tokens, generate, make_prompt, write_checkpoint
 
-from chitu.engine.loader import load_model
+from chitu.engine.build import load_model
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.ops.torch_ops import TorchOps
 from chitu.testing.reference_ops import ReferenceOps

@@ -17,8 +17,16 @@ from hypothesis import strategies as st
 from ops_batch import NUM_PAGES, PAGE_SIZE, random_batch
 
 from chitu.errors import ConfigError, Internal
-from chitu.ops.flashinfer_library import PrefillShape, run_bounded, trial_error, try_library, why_not
-from chitu.ops.flashinfer_prefill import FlashInferPrefill, Limits, page_lists
+from chitu.ops.flashinfer_prefill import (
+    FlashInferPrefill,
+    Limits,
+    PrefillShape,
+    page_lists,
+    run_bounded,
+    trial_error,
+    try_library,
+    why_not,
+)
 from chitu.ops.interface import HeadSpec, Span
 from chitu.ops.select import select_prefill_ops
 from chitu.ops.torch_ops import TorchOps

@@ -16,7 +16,7 @@ import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
 
 from chitu.config.schema import CacheConfig
-from chitu.engine.kv_format import kv_dtype_of
+from chitu.engine.memory_budget import kv_dtype_of
 from chitu.errors import ConfigError, IncompatibleLayout
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import check_compatible

@@ -16,8 +16,8 @@ from test_overlap_engine import DECODES, NUM_SLOTS, POISON_SEED, FaultySampler, 
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from chitu.engine.grammar_masks import bits_of, forbidden
 from chitu.engine.sampler import Sampler
+from chitu.engine.sampling_layout import bits_of, forbidden
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.protocol import Grammar, Reasoning, SamplingParams
 from chitu.tokenizer import Tokenizer

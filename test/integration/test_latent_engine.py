@@ -8,8 +8,8 @@ import json
 import pytest
 from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, expected_tokens, generate, make_prompt, write_checkpoint
 
+from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Restore, StepPlan
-from chitu.engine.loader import load_model
 from chitu.errors import UnsupportedModel
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.models.config import read_model_spec

@@ -13,14 +13,14 @@ from chitu.engine.build import RankEngine
 from chitu.errors import ConfigError, Internal
 from chitu.launch.make_model import make_model
 from chitu.models.config import weight_files, weights_digest, weights_stamp
-from chitu.models.tensor_files import STAGING_BYTES, TensorFiles
+from chitu.models.weights import STAGING_BYTES, TensorFiles
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
 LOAD = """
 import sys
 import torch
-from chitu.engine.loader import load_model
+from chitu.engine.build import load_model
 from chitu.ops.torch_ops import TorchOps
 
 torch.zeros(1).float()

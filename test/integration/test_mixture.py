@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.expert_spec import read_expert_spec
+from chitu.models.config_keys import read_expert_spec
 from chitu.ops.interface import Ops, Routes
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.routing import Router, route, rows_by_expert

@@ -10,7 +10,7 @@ from engine_checkpoints import write_checkpoint
 
 from chitu.config.load import load_topology
 from chitu.config.topology import instances
-from chitu.engine.prefill_ops import prefill_ops, warmup_prompts
+from chitu.engine.build import prefill_ops, warmup_prompts
 from chitu.errors import ConfigError
 from chitu.models.config import read_model_spec
 from chitu.types import Role

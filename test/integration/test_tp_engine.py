@@ -22,12 +22,11 @@ from engine_checkpoints import (
     write_checkpoint,
 )
 
+from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Restore, StepPlan
-from chitu.engine.follower import run_follower
-from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import ProcessWatch
-from chitu.engine.tp_executor import TensorParallelExecutor, for_followers
+from chitu.engine.tp_executor import TensorParallelExecutor, for_followers, run_follower
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import read_model_spec

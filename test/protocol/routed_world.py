@@ -38,7 +38,7 @@ from chitu.router.policies import InstanceKey
 from chitu.router.request import GenerateRequest, Generation
 from chitu.router.selector import make_selector
 from chitu.testing.fake_executor import expected_tokens
-from chitu.tracing.router_trace import RouterTrace
+from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
 CONFIG = RouterConfig(

@@ -14,7 +14,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
 from chitu.instance.sequences import SequenceState
-from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.protocol import (
     AbortAck,

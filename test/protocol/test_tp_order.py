@@ -17,8 +17,7 @@ from chitu.engine.executor import DoneStep, LayerCallback, Offload, StepPlan, St
 
 pytest.importorskip("torch")  # the shells name the real model runner
 
-from chitu.engine.follower import run_follower
-from chitu.engine.tp_executor import TensorParallelExecutor
+from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 
 OLD, NEW = 7, 9
 

@@ -11,7 +11,7 @@ from shard_pools import Ranks, layout_of
 
 from chitu.errors import Internal
 from chitu.kv_cache.checksum import HostPageSums
-from chitu.kv_cache.shared_memory import shared_file
+from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
 from chitu.kv_transfer import ranks as fan_out_module
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TierMemory, TPPageCopies, TPPageSums

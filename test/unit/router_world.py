@@ -26,7 +26,7 @@ from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
 from chitu.router.selector import make_selector
 from chitu.testing.clock import FakeClock
-from chitu.tracing.router_trace import RouterTrace
+from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

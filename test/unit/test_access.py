@@ -12,8 +12,8 @@ from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, InvalidRequest, RateLimited, Unauthorized
 from chitu.http.access import SALT_BYTES, Access, process_token
 from chitu.net.curve import derive
+from chitu.net.fair_share import RateLimiter
 from chitu.net.http import error_headers
-from chitu.net.rate_limit import RateLimiter
 from chitu.protocol import MAX_PRIORITY
 from chitu.testing.clock import FakeClock
 

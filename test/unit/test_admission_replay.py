@@ -41,7 +41,7 @@ from chitu.router.request import GenerateRequest, Generation
 from chitu.router.selector import make_selector
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
-from chitu.tracing.router_trace import RouterTrace
+from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
 PAGE_SIZE = 16

@@ -19,10 +19,9 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.launch.make_model import FAMILIES, make_model
 from chitu.launch.node_facts import gather
 from chitu.launch.preflight import look_at_model, require_preflight
-from chitu.models.checkpoint import check_checkpoint, damaged_tensor, read_entries
+from chitu.models.checkpoint import check_checkpoint, damaged_tensor, read_entries, tensor_shapes
 from chitu.models.config import RopeSpec, model_hash, read_model_spec, weight_files, weights_digest
-from chitu.models.registry import traits_of
-from chitu.models.tensor_names import tensor_shapes
+from chitu.models.families import traits_of
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from chitu.client.client import RouterClient
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
+from chitu.config.devices import overlaps_steps
 from chitu.config.key_paths import known_keys
 from chitu.config.load import (
     dump_topology,
@@ -25,7 +26,6 @@ from chitu.config.load import (
     router_host,
     torchrun_rank,
 )
-from chitu.config.overlap import overlaps_steps
 from chitu.config.schema import DPConfig, InstanceConfig, RouterConfig, SchedulerConfig, Topology
 from chitu.config.topology import (
     api_host,

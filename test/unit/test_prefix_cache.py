@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Capacity, Internal
 from chitu.kv_cache.page_allocator import PageAllocator
-from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_cache.prefix_index import PageKeys
 from chitu.protocol import pack_i32
 
 NUM_PAGES, PAGE_SIZE = 10, 2

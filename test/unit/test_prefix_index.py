@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import Internal
-from chitu.kv_cache.page_keys import KEY_BYTES, PageKeys, lasting_fingerprint, layout_fingerprint
-from chitu.kv_cache.prefix_index import PROTECTED, PrefixIndex
+from chitu.kv_cache.prefix_index import (
+    KEY_BYTES,
+    PROTECTED,
+    PageKeys,
+    PrefixIndex,
+    lasting_fingerprint,
+    layout_fingerprint,
+)
 from chitu.protocol import KVLayout, pack_i32
 
 NUM_PAGES = 12

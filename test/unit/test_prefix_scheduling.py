@@ -14,7 +14,7 @@ from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, promp
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
 from chitu.instance.sequences import SequenceState
-from chitu.kv_cache.page_keys import PageKeys
+from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens

@@ -15,13 +15,9 @@ from tiered_instances import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, Tie
 from chitu.config.schema import CacheConfig, StoreConfig
 from chitu.errors import ConfigError
 from chitu.instance.sequences import SequenceState
-from chitu.kv_cache.tiers.build import DECODE_HOST_BYTES, decode_cache
 from chitu.kv_cache.tiers.disk_pages import DiskPages
-from chitu.kv_cache.tiers.page_store import PageStore, StoreError
-from chitu.kv_cache.tiers.prefix_tiers import PIECE_PAGES
-from chitu.kv_cache.tiers.record import HEADER_BYTES
-from chitu.kv_cache.tiers.slow_tier import OFF_S
-from chitu.kv_cache.tiers.speed import MEMORY_S
+from chitu.kv_cache.tiers.pages import HEADER_BYTES, MEMORY_S, PageStore, StoreError
+from chitu.kv_cache.tiers.prefix_tiers import DECODE_HOST_BYTES, OFF_S, PIECE_PAGES, decode_cache
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, pack_i32
 

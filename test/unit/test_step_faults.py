@@ -22,11 +22,12 @@ from chitu.engine.executor import (
     Offload,
     PrefillChunk,
     Restore,
+    Shapes,
     StepPlan,
     StepResult,
+    run_warmup,
 )
 from chitu.engine.step_tokens import Checks, StepTokens
-from chitu.engine.warmup import Shapes, run_warmup
 from chitu.errors import ConfigError, Internal
 from chitu.instance.step_faults import MAX_UNSOUND_IN_A_ROW
 from chitu.ops.sampling_numbers import NO_TOKEN

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import chitu
-from chitu.net.job_thread import JobThread
-from chitu.net.threads import ServiceThread
+from chitu.net.threads import JobThread, ServiceThread
 
 
 class FakeCuda:

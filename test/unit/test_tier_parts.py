@@ -10,11 +10,10 @@ from tiered_instances import Engine, Tiered
 
 from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
-from chitu.kv_cache.tiers.build import build_tiers
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, PageCopies, page_content_bytes
-from chitu.kv_cache.tiers.record import HEADER_BYTES, is_whole, seal
-from chitu.kv_cache.tiers.speed import MEMORY_S, MeasuredSpeed
+from chitu.kv_cache.tiers.pages import HEADER_BYTES, MEMORY_S, MeasuredSpeed, is_whole, seal
+from chitu.kv_cache.tiers.prefix_tiers import build_tiers
 from chitu.protocol import (
     FP8_E4M3,
     KVLayout,

@@ -27,8 +27,15 @@ from chitu.protocol.trace import (
     TraceRequest,
 )
 from chitu.testing.clock import FakeClock
-from chitu.tracing.router_trace import RouterTrace
-from chitu.tracing.trace_files import BLOCK_BYTES, MAX_FOUND_BYTES, MAX_WAITING_BYTES, TraceFiles, find_records, is_of
+from chitu.tracing.trace_files import (
+    BLOCK_BYTES,
+    MAX_FOUND_BYTES,
+    MAX_WAITING_BYTES,
+    RouterTrace,
+    TraceFiles,
+    find_records,
+    is_of,
+)
 from chitu.tracing.tracer import LINGER_S, MAX_FRAME_SHARE_BYTES, MAX_QUEUED, Tracer
 from chitu.types import Role
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
-from chitu.engine.warmup import MAX_PROMPTS_TOKENS, WARMUP_PROMPT_TOKENS, Shapes, run_warmup
+from chitu.engine.executor import (
+    MAX_PROMPTS_TOKENS,
+    WARMUP_PROMPT_TOKENS,
+    DoneStep,
+    ExecutorInfo,
+    LayerCallback,
+    Shapes,
+    StepPlan,
+    StepResult,
+    run_warmup,
+)
 
 
 class PlanReader:

@@ -17,10 +17,8 @@ from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_
 from chitu.engine.executor import ExecutorInfo
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
-from chitu.kv_cache.tiers.page_store import PageStore
-from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
-from chitu.kv_cache.tiers.record import HEADER_BYTES
-from chitu.kv_cache.tiers.slow_tier import SlowTier
+from chitu.kv_cache.tiers.pages import HEADER_BYTES, PageStore
+from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers, SlowTier
 from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from chitu.testing.fake_executor import expected_tokens

@@ -20,15 +20,15 @@ import torch
 from chitu.bench.gpu.card import PAGE_SIZE, Card, Row, at_least, at_most
 from chitu.bench.gpu.host_share import step_seconds
 from chitu.engine.batch import SlotTable
+from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
-from chitu.engine.loader import load_model
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.kv_cache.pool import KVPool
-from chitu.layers.decoder import DecoderModel
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weight_files
-from chitu.ops.flashinfer_library import PrefillShape, open_flashinfer
+from chitu.models.layers import DecoderModel
+from chitu.ops.flashinfer_prefill import PrefillShape, open_flashinfer
 from chitu.ops.interface import Ops
 from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
 from chitu.protocol import KVLayout, SamplingParams, pack_i32

@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from chitu import lock_files
 from chitu.errors import ConfigError
-from chitu.kv_cache.page_keys import KEY_BYTES
+from chitu.kv_cache.prefix_index import KEY_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from chitu.kv_cache.tiers.record import HEADER_BYTES
+from chitu.kv_cache.tiers.pages import HEADER_BYTES
 
 
 class HostPages:
-    """The slots in `memory`: as many records (`record.py`) of `page_bytes` bytes of content as fit; the rest of it is
+    """The slots in `memory`: as many records (`pages.py`) of `page_bytes` bytes of content as fit; the rest of it is
     unused."""
 
     def __init__(self, memory: memoryview, page_bytes: int) -> None:

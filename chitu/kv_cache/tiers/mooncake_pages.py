@@ -26,7 +26,7 @@ from typing import Any
 
 from chitu.config.schema import StoreConfig
 from chitu.errors import MissingDependency
-from chitu.kv_cache.tiers.page_store import StoreError
+from chitu.kv_cache.tiers.pages import StoreError
 
 logger = logging.getLogger(__name__)
 

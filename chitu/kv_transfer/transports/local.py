@@ -48,7 +48,7 @@ from chitu.kv_transfer.transports.segments import (
 from chitu.kv_transfer.transports.shm import PinnedShmTransport, ShmTransport
 from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd, staged_from
 from chitu.kv_transfer.transports.transport import MessagingTransport, SendFrame, Transport
-from chitu.net.job_thread import Spawn
+from chitu.net.threads import Spawn
 from chitu.protocol import KVLayout, TransportMessage, TransportSession, encode
 from chitu.types import REGISTRATION_ROOM, Role
 

@@ -37,13 +37,13 @@ import msgspec
 import numpy as np
 
 from chitu.errors import BadFrame, ChituError, TransferFailed
-from chitu.kv_cache.shared_memory import shared_memory
+from chitu.kv_cache.pool import shared_memory
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.transports.cuda_ipc import PinDriver
 from chitu.kv_transfer.transports.mapped import APART, as_array, first_outside
 from chitu.kv_transfer.transports.shm import CopyEngine, CopyFault
 from chitu.kv_transfer.transports.transport import CopyList, Int64s, LaunchedCopies, PeerHandle
-from chitu.net.job_thread import JobThread, Spawn
+from chitu.net.threads import JobThread, Spawn
 from chitu.protocol import TransportSession
 from chitu.types import Ready
 

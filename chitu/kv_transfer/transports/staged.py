@@ -52,7 +52,7 @@ from chitu.kv_transfer.transports.transport import (
     gathers,
     reaches_pages,
 )
-from chitu.net.job_thread import Spawn
+from chitu.net.threads import Spawn
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
 

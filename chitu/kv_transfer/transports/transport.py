@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chitu.errors import TransferFailed
-from chitu.net.job_thread import Spawn
+from chitu.net.threads import Spawn
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
 

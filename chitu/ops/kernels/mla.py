@@ -1,4 +1,4 @@
-"""Latent attention (`layers/latent.py`) on paged rows of a latent and a rotated key: append, query, attention.
+"""Latent attention (`models/layers.py`) on paged rows of a latent and a rotated key: append, query, attention.
 
 All heads attend to the same rows, which are both keys and values, so a program takes enough queries to fill a tensor
 core: the heads of one decoding row, or one head of a tile's rows. It reads each row of the cache once for all of them.
