@@ -64,6 +64,6 @@ fi
 
 list=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-$SLURM_NODELIST}}
 names=$(scontrol show hostnames "$list" 2>/dev/null) || names=$("$PYTHON" -m chitu.launch.slurm "$list")
-if [ -n "$gpu_topology" ] && "$PYTHON" -m chitu.launch.node_devices >/dev/null; then topology=$gpu_topology; fi
+if [ -n "$gpu_topology" ] && "$PYTHON" -m chitu.process.node_devices >/dev/null; then topology=$gpu_topology; fi
 run_node "$topology" "$(addresses_of $names)" "$SLURM_NODEID" "${node_arguments[@]}" \
     --on-failure "scancel --signal=TERM $SLURM_JOB_ID.$SLURM_STEP_ID"

@@ -91,7 +91,7 @@ def pytest_runtest_makereport(
 
 def _heal(cluster: object) -> None:
     from chitu.launch.local import LocalCluster
-    from chitu.launch.supervisor import StartFailed
+    from chitu.process.supervisor import StartFailed
 
     if not isinstance(cluster, LocalCluster):
         return

@@ -39,7 +39,7 @@ from typing import Any
 
 import pytest
 
-from chitu.launch.process import die_with_parent
+from chitu.process.child import die_with_parent
 
 SUBNET = "10.77.0"
 MTU = 1500

@@ -31,7 +31,7 @@ from typing import IO, Any
 import msgspec
 
 from chitu.launch.plan import Entries
-from chitu.launch.process import die_with_parent
+from chitu.process.child import die_with_parent
 from chitu.testing.router_process import RouterUnderTest
 
 CLONE_NEWNET = 0x40000000

@@ -31,7 +31,8 @@ from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.local import LocalCluster
-from chitu.launch.plan import ROUTER, Entries
+from chitu.launch.plan import Entries
+from chitu.process.child import ROUTER
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.fake_executor import expected_tokens
 from chitu.testing.steady_load import Ask, SteadyLoad, count_outcomes

@@ -107,9 +107,9 @@ def _as_yaml(text: str) -> str:
 def _serve(arguments: argparse.Namespace) -> int:
     from chitu.config.topology import instances, on_one_host
     from chitu.launch.local import LocalCluster
-    from chitu.launch.placement import on_cpus, place
     from chitu.launch.serve import ServeOptions, serve
     from chitu.launch.smoke import first_completion
+    from chitu.process.placement import on_cpus, place
 
     name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
@@ -283,11 +283,11 @@ def _plan(arguments: argparse.Namespace) -> int:
     from chitu.launch.addresses import address_problems
     from chitu.launch.node import node_command
     from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
-    from chitu.launch.placement import place_like_here
     from chitu.launch.plan import plan
     from chitu.launch.plan_text import plan_text
     from chitu.launch.preflight import look_at_model
     from chitu.net.control_groups import usable_cores
+    from chitu.process.placement import place_like_here
 
     name, overrides = _split(arguments)
     topology = load_topology(name, overrides)

@@ -1,6 +1,6 @@
 """Meaning of the names in an instance's `devices`. Pure.
 
-A launcher replaces `auto` once it has inspected its node (`launch/device_shares.py`); no process computes with `auto`.
+A launcher replaces `auto` once it has inspected its node (`process/placement.py`); no process computes with `auto`.
 A launcher shows a process only its own GPUs, which count from 0 there: `on_visible_devices` maps the node's names,
 which the topology has, to those of the process.
 

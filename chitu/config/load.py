@@ -292,13 +292,13 @@ def shown_devices() -> tuple[str, ...]:
 
 
 def device_environment() -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES and Slurm's variables on a job and its GPUs, if set (`launch/node_devices.py`)."""
+    """Return CUDA_VISIBLE_DEVICES and Slurm's variables on a job and its GPUs, if set (`process/node_devices.py`)."""
     names = ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_ID")
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
 
 def process_mark() -> str | None:
-    """Return `CHITU_PROCESS`: the process tree in a local cluster of this process (`launch/process.py`)."""
+    """Return `CHITU_PROCESS`: the process tree in a local cluster of this process (`process/child.py`)."""
     return os.environ.get("CHITU_PROCESS")
 
 
@@ -327,7 +327,7 @@ def router_host(topology: Topology) -> str:
 
 
 def progress_file() -> Path | None:
-    """Return the file for a scheduler process's start progress, one JSON object a line (`launch/progress.py`)."""
+    """Return the file for a scheduler process's start progress, one JSON object a line (`process/progress.py`)."""
     path = os.environ.get("CHITU_PROGRESS_FILE")
     return Path(path) if path else None
 

@@ -20,8 +20,8 @@ from typing import Any, TextIO
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
-from chitu.launch.progress import Progress
-from chitu.launch.stdout_log import StdoutLog
+from chitu.process.child import StdoutLog
+from chitu.process.progress import Progress
 from chitu.types import Role
 
 

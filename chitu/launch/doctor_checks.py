@@ -11,11 +11,8 @@ from chitu.config.schema import Topology
 from chitu.config.topology import Instance, host_names, instances_on, is_loopback
 from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import DeviceAssignment, assign_devices, describe
 from chitu.launch.finding import Finding, Level
-from chitu.launch.node_devices import VISIBLE
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
-from chitu.launch.placement import with_shares
 from chitu.launch.preflight import (
     MOONCAKE_WITH_CUDA,
     cure_of_missing,
@@ -24,9 +21,19 @@ from chitu.launch.preflight import (
     model_findings,
     port_findings,
 )
-from chitu.launch.transport_choice import KEY, PD, has_gpus, needed_library
 from chitu.models.config import ModelSpec
 from chitu.net.rdma_devices import choose_protocol, why_no_rdma
+from chitu.process.node_devices import VISIBLE
+from chitu.process.placement import (
+    KEY,
+    PD,
+    DeviceAssignment,
+    assign_devices,
+    describe,
+    has_gpus,
+    needed_library,
+    with_shares,
+)
 from chitu.types import Role
 
 PYTHONS = ((3, 11), (3, 14))

@@ -12,8 +12,8 @@ from chitu.client.client import RouterClient
 from chitu.config.load import api_key, cluster_key
 from chitu.config.topology import is_loopback
 from chitu.errors import ConfigError
-from chitu.launch.run_dir import cluster_key_at, running_launchers
 from chitu.net.curve import derive
+from chitu.process.run_dir import cluster_key_at, running_launchers
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 POLL_S = 0.2

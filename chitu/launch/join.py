@@ -30,8 +30,8 @@ from chitu.launch.display import tell
 from chitu.launch.drain import credential, known_key
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
-from chitu.launch.stdout_log import STDOUT
 from chitu.net.curve import MAX_SOCKETS
+from chitu.process.child import STDOUT
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role, instance_name
 

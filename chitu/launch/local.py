@@ -2,7 +2,7 @@
 
 `LocalCluster` is used by `chitu serve` (restart=True, driven by `poll`) and by integration tests. It has no thread of
 its own: everything happens inside its methods, in the caller's thread, which must outlive the cluster (children die
-with the thread that started them, see `process.py`).
+with the thread that started them, see `child.py`).
 
     with LocalCluster(load_topology("pd_disagg_1p1d_local", [f"model.path={model_dir}"])) as cluster:
         cluster.wait_ready()                      # router up, every instance warmed up, GET /health is 200
@@ -36,18 +36,16 @@ from chitu.config.schema import Topology
 from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host, probe_address, with_router
 from chitu.config.topology_checks import check, missing_roles
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import assign_devices
 from chitu.launch.health import ask_health
-from chitu.launch.log_files import make_log_dir, open_private
-from chitu.launch.node_devices import NodeDevices
 from chitu.launch.nodes import launch_problems
-from chitu.launch.placement import look_for, with_shares
-from chitu.launch.plan import ROUTER, Entries, ProcessSpec, instance_spec, port_overrides, router_spec
+from chitu.launch.plan import Entries, instance_spec, port_overrides, router_spec
 from chitu.launch.preflight import require_preflight
-from chitu.launch.run_dir import Launched
-from chitu.launch.stdout_log import STDOUT, StdoutLog
-from chitu.launch.supervisor import POLL_S, Member, StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
+from chitu.process.child import ROUTER, STDOUT, ProcessSpec, StdoutLog, make_log_dir, open_private
+from chitu.process.node_devices import NodeDevices
+from chitu.process.placement import assign_devices, look_for, with_shares
+from chitu.process.run_dir import Launched
+from chitu.process.supervisor import POLL_S, Member, StartFailed, Supervisor
 
 __all__ = ["LocalCluster", "StartFailed"]
 

@@ -25,22 +25,20 @@ from chitu.config.topology import api_host, api_url, host_names, instances, inst
 from chitu.config.topology_checks import check, missing_roles, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.addresses import with_own_address
-from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display, tell
 from chitu.launch.health import ask_health
 from chitu.launch.leave import send_leaves
-from chitu.launch.log_files import LogTaken, make_log_dir
 from chitu.launch.nodes import host_at, host_overrides, launch_problems, open_ports, specs_on, thread_overrides
-from chitu.launch.placement import place
-from chitu.launch.plan import ROUTER, Entries, ProcessSpec, plan
+from chitu.launch.plan import Entries, plan
 from chitu.launch.preflight import require_preflight
-from chitu.launch.progress import Progress
-from chitu.launch.run_dir import Launched
-from chitu.launch.stdout_log import STDOUT, StdoutLog
 from chitu.launch.stop_signals import SIGNALS, stop_on_signals
-from chitu.launch.supervisor import StartFailed, Supervisor
 from chitu.net.control_groups import usable_cores
 from chitu.net.process_deaths import pid_namespace
+from chitu.process.child import ROUTER, STDOUT, LogTaken, ProcessSpec, StdoutLog, make_log_dir
+from chitu.process.placement import describe, place
+from chitu.process.progress import Progress
+from chitu.process.run_dir import Launched
+from chitu.process.supervisor import StartFailed, Supervisor
 from chitu.protocol import Leave
 
 POLL_S = 0.1

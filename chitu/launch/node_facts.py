@@ -25,10 +25,10 @@ from chitu.config.load import pd_master_addr
 from chitu.config.schema import Topology
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ConfigError
-from chitu.launch.node_devices import NodeDevices, look, torch_build
 from chitu.launch.preflight import MOONCAKE_WITH_CUDA, Bind, ModelFacts, installed, look_at_model, look_at_ports
 from chitu.models.checkpoint import damaged_tensor
 from chitu.net.rdma_devices import Rdma, look_at_rdma
+from chitu.process.node_devices import NodeDevices, look, torch_build
 from chitu.tokenizer.core import Tokenizer
 
 LIBRARIES = {

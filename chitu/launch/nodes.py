@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, instances, router_ports, same_host
 from chitu.errors import ConfigError
-from chitu.launch.plan import ProcessSpec
+from chitu.process.child import ProcessSpec
 
 
 def split_hosts(text: str) -> list[str]:

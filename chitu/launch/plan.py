@@ -11,27 +11,13 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from chitu.config.schema import Topology
 from chitu.config.topology import Instance, instances, router_ports, threads_of
-from chitu.launch.device_shares import environment_of
-from chitu.launch.node_devices import NodeDevices
-
-ROUTER = "router"
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessSpec:
-    """One process to start. `env` has only the variables that override the inherited environment."""
-
-    name: str
-    """Name: `router`, `P0`, `D1`, `U0`."""
-    host: str
-    argv: tuple[str, ...]
-    env: dict[str, str] = field(default_factory=dict)
-    descriptors: tuple[int, ...] = ()
-    """File descriptors of the starter that the process inherits under the same numbers."""
+from chitu.process.child import ROUTER, ProcessSpec
+from chitu.process.node_devices import NodeDevices
+from chitu.process.placement import environment_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, instances, listening_host, router_ports
 from chitu.launch.nodes import specs_on
-from chitu.launch.plan import ROUTER, ProcessSpec
+from chitu.process.child import ROUTER, ProcessSpec
 
 
 def plan_text(

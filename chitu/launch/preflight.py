@@ -24,10 +24,10 @@ from chitu.config.topology import Instance, bound_ports, instances_on, is_loopba
 from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools, weight_problems
 from chitu.errors import ConfigError
 from chitu.launch.finding import Finding, Level
-from chitu.launch.plan import ROUTER
-from chitu.launch.transport_choice import KEY, PD, needed_library, why_not_sent
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
+from chitu.process.child import ROUTER
+from chitu.process.placement import KEY, PD, needed_library, why_not_sent
 from chitu.tokenizer.core import require_tokenizer
 from chitu.types import Role
 

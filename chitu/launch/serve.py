@@ -18,13 +18,12 @@ from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, instances, on_one_host
 from chitu.config.topology_checks import missing_roles, open_api
-from chitu.launch.device_shares import describe
 from chitu.launch.display import greeting, make_display
 from chitu.launch.local import LocalCluster, StartFailed
-from chitu.launch.placement import Placement
-from chitu.launch.plan import ROUTER, Entries
-from chitu.launch.stdout_log import STDOUT, StdoutLog
+from chitu.launch.plan import Entries
 from chitu.launch.stop_signals import stop_on_signals
+from chitu.process.child import ROUTER, STDOUT, StdoutLog
+from chitu.process.placement import Placement, describe
 
 POLL_S = 0.1
 

@@ -30,12 +30,12 @@ from chitu.errors import ChituError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, listen_together
-from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.aio import LINGER_MS
 from chitu.net.curve import derive, make_context
 from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
+from chitu.process.progress import ProgressWriter
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
 from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
 from chitu.serve.lifetime import Ending, keep_ticking

@@ -25,8 +25,8 @@ from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, Internal
 from chitu.http.body_reader import BodyTask, BodyWork, JudgeGrammar
 from chitu.http.served_model import ServedModel
-from chitu.launch.process import die_with_parent
 from chitu.net.http import ClientGone
+from chitu.process.child import die_with_parent
 
 HEAD = struct.Struct("<cIQ")
 """`TASK`, size of the task, size of `raw` (both in bytes)."""

@@ -23,8 +23,8 @@ from chitu.config.load import child_environment
 from chitu.config.schema import ModelConfig
 from chitu.errors import Capacity, Internal, PoisonRequest
 from chitu.http.body_reader import BODY_S, BodyTask, JudgeGrammar, too_costly
-from chitu.launch.process import MARK, describe_exit
 from chitu.net.fair_share import NoPlace, Turns
+from chitu.process.child import MARK, describe_exit
 from chitu.serve.body_process import ANSWER, HEAD, TASK, UNWANTED
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from chitu.engine.executor import Executor
 from chitu.grammars import GrammarStore
 from chitu.kv_transfer.transports.local import RankPool, open_transports, wrap_transports
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.launch.progress import ProgressWriter
+from chitu.process.progress import ProgressWriter
 from chitu.types import Role
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WorkerRep
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, Listener, listen
-from chitu.launch.progress import ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.aio import LINGER_MS, FrameReader
 from chitu.net.curve import derive, make_context
@@ -38,6 +37,7 @@ from chitu.net.sockets import connect
 from chitu.net.threads import end_process
 from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.pd_request_router import PDRequestRouter
+from chitu.process.progress import ProgressWriter
 from chitu.protocol import (
     STATS_TOPIC,
     VIEW_TOPIC,

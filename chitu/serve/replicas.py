@@ -25,9 +25,8 @@ from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology
 from chitu.config.schema import Topology
 from chitu.http.server import Listener, listen
-from chitu.launch.plan import ProcessSpec
-from chitu.launch.process import ChildProcess
-from chitu.launch.supervisor import StartFailed, Supervisor
+from chitu.process.child import ChildProcess, ProcessSpec
+from chitu.process.supervisor import StartFailed, Supervisor
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
 from chitu.router.metrics import RouterMetrics
 from chitu.serve.lifetime import Ending

@@ -44,14 +44,14 @@ from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.ranks import FanOut, TPPageCopies
 from chitu.kv_transfer.transports.local import RankPool
-from chitu.launch.placement import place
-from chitu.launch.process import die_with_torchrun
-from chitu.launch.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.log import setup_logging
 from chitu.net.curve import derive
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import Waker, end_process
 from chitu.pd_service import EngineParts, Identity, PDSchedulerService
+from chitu.process.child import die_with_torchrun
+from chitu.process.placement import place
+from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.protocol import RankMemory
 from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer

@@ -28,9 +28,9 @@ from chitu.kv_transfer.transports import local
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
 from chitu.launch.plan import Entries
-from chitu.launch.progress import ProgressWriter
 from chitu.models.config import read_model_spec
 from chitu.net.threads import end_process
+from chitu.process.progress import ProgressWriter
 from chitu.serve.factories import Factories
 from chitu.serve.scheduler import main
 from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from chitu.launch.progress import read_progress
+from chitu.process.progress import read_progress
 
 POLL_S = 0.03
 START_S = 120.0

@@ -15,8 +15,8 @@ from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, Scatt
 from chitu.kv_transfer.transports.shm import PinnedShmTransport
 from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.launch.progress import ProgressWriter
 from chitu.net.threads import end_process
+from chitu.process.progress import ProgressWriter
 from chitu.serve.factories import Factories
 from chitu.serve.scheduler import main
 from chitu.testing.checksum_engine import ChecksumPool

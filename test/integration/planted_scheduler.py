@@ -22,8 +22,8 @@ from chitu.config.topology import Instance, Topology
 from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyPeer, FaultyTransport
 from chitu.kv_transfer.transports.local import RankPool, wrap_transports
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
-from chitu.launch.progress import ProgressWriter
 from chitu.net.threads import end_process
+from chitu.process.progress import ProgressWriter
 from chitu.protocol import RankMemory, TransportSession
 from chitu.serve.factories import Factories, build_real_rank
 from chitu.serve.scheduler import main

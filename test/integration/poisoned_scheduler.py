@@ -10,8 +10,8 @@ from typing import Any
 
 from chitu.config.topology import Instance, Topology
 from chitu.engine.executor import Executor, ExecutorInfo, LayerCallback, StepHandle, StepPlan
-from chitu.launch.progress import ProgressWriter
 from chitu.net.threads import end_process
+from chitu.process.progress import ProgressWriter
 from chitu.protocol import unpack_i32
 from chitu.serve.factories import Factories, build_real_rank
 from chitu.serve.scheduler import main

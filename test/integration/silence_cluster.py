@@ -21,8 +21,9 @@ from nursery import popen
 from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
-from chitu.launch.plan import ROUTER, plan
-from chitu.launch.supervisor import Supervisor
+from chitu.launch.plan import plan
+from chitu.process.child import ROUTER
+from chitu.process.supervisor import Supervisor
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.router_process import wait_until
 from chitu.testing.steady_load import RIGHT, SteadyLoad

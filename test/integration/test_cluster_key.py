@@ -20,9 +20,9 @@ from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.launch.drain import credential
 from chitu.launch.local import LocalCluster
-from chitu.launch.process import processes_marked
-from chitu.launch.run_dir import RunDir
 from chitu.net.curve import ClusterSecrets, derive
+from chitu.process.child import processes_marked
+from chitu.process.run_dir import RunDir
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 KEY = "a-secret-that-must-stay-one-0123456789"

@@ -23,8 +23,7 @@ from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.launch.plan import ProcessSpec
-from chitu.launch.process import ChildProcess
+from chitu.process.child import ChildProcess, ProcessSpec
 from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)

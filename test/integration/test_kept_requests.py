@@ -22,7 +22,7 @@ from chitu.config.cluster_key import cluster_key_of, with_api_keys
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
-from chitu.launch.plan import ROUTER
+from chitu.process.child import ROUTER
 from chitu.protocol.kept_request import KeptRequest, pack, unpack
 from chitu.testing.router_process import wait_until
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from chitu.launch.plan import ProcessSpec
-from chitu.launch.process import ChildProcess
 from chitu.net.control_groups import _groups
+from chitu.process.child import ChildProcess, ProcessSpec
 from chitu.testing.router_process import wait_until
 
 MEMORY_BYTES, QUOTA_US = 1 << 30, 100_000

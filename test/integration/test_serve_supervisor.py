@@ -27,11 +27,10 @@ from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.launch.health import ask_health
 from chitu.launch.local import LocalCluster, StartFailed
-from chitu.launch.plan import ROUTER, Entries, ProcessSpec
-from chitu.launch.probes import MAX_CONNECTIONS
-from chitu.launch.process import ChildProcess, processes_marked
-from chitu.launch.progress import Progress, read_progress, write_progress
-from chitu.launch.supervisor import Supervisor
+from chitu.launch.plan import Entries
+from chitu.process.child import ROUTER, ChildProcess, ProcessSpec, processes_marked
+from chitu.process.progress import Progress, read_progress, write_progress
+from chitu.process.supervisor import MAX_CONNECTIONS, Supervisor
 from chitu.testing.router_process import wait_until
 
 STANDINS = Path(__file__).parent / "standins"
@@ -102,7 +101,7 @@ def serve_process(
 ) -> ServeProcess:
     code = (
         "import sys; from chitu.config.topology import instances; from chitu.launch.plan import Entries\n"
-        "from chitu.launch.placement import place; from chitu.launch.serve import ServeOptions, serve\n"
+        "from chitu.process.placement import place; from chitu.launch.serve import ServeOptions, serve\n"
         f"placement = place(None, ['model.path={model}', 'model.served_name='+sys.argv[1]], instances)\n"
         f"sys.exit(serve(placement, ServeOptions(port=0, log_dir={log_dir or str(model / 'logs')!r},"
         f" restart={restart}, entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
@@ -250,7 +249,7 @@ def supervisor_of(folder: Path, name: str, silent_start: int, events: list[str])
     """Return a supervisor of a process that reports `ready` at each start but one, when it reports no more than
     `warmup`."""
     code = (
-        "import signal; from chitu.launch.progress import ProgressWriter; progress = ProgressWriter()\n"
+        "import signal; from chitu.process.progress import ProgressWriter; progress = ProgressWriter()\n"
         "progress.state('warmup')\n"
         f"if {{start}} != {silent_start}: progress.ready()\n"
         "signal.pause()"
@@ -311,7 +310,7 @@ def test_a_process_that_cannot_report_is_left_alone(tmp_path: Path, monkeypatch:
     def fails(_path: Path, _record: Progress) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("chitu.launch.supervisor.write_progress", fails)
+    monkeypatch.setattr("chitu.process.supervisor.write_progress", fails)
     events: list[str] = []
     supervisor = supervisor_of(tmp_path, "D0", 1, events)
     try:
@@ -450,7 +449,8 @@ def test_nobody_outlives_a_supervisor_that_is_killed(temporary: Path, served: Se
     (left,) = temporary.iterdir()
     assert {path.name.split("_")[0].split("-")[0] for path in (left / "P0").iterdir()} >= {"torchelastic", "left"}
     code = (
-        f"import tempfile; tempfile.tempdir = {str(temporary)!r}; import chitu.launch.run_dir as r; r.RunDir().remove()"
+        f"import tempfile; tempfile.tempdir = {str(temporary)!r}\\n"
+        "import chitu.process.run_dir as r; r.RunDir().remove()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert list(temporary.iterdir()) == [], "the next launcher removes what the killed one left"

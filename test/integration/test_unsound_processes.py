@@ -16,7 +16,7 @@ from chitu.config.load import load_topology
 from chitu.config.topology import instances
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.launch.supervisor import StartFailed
+from chitu.process.supervisor import StartFailed
 from chitu.testing.router_process import wait_until
 
 BAD = 77

@@ -26,7 +26,7 @@ from chitu.config.load import dump_topology, load_topology
 from chitu.config.topology import find_instance, instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import instance_spec, port_overrides
-from chitu.launch.process import ChildProcess
+from chitu.process.child import ChildProcess
 from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from chitu.testing.router_process import wait_until
 from chitu.types import Role

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from chitu.launch.process import die_with_parent
+from chitu.process.child import die_with_parent
 from chitu.testing.router_process import wait_until
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "curl": "curl"}

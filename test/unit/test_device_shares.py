@@ -11,11 +11,18 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import find_instance, instances, instances_on
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import SHOWN, DeviceAssignment, assign_devices, describe, environment_of
-from chitu.launch.node_devices import Device, NodeDevices, with_torch
 from chitu.launch.nodes import host_overrides
-from chitu.launch.placement import place, with_shares
 from chitu.launch.plan import Entries, plan
+from chitu.process.node_devices import Device, NodeDevices, with_torch
+from chitu.process.placement import (
+    SHOWN,
+    DeviceAssignment,
+    assign_devices,
+    describe,
+    environment_of,
+    place,
+    with_shares,
+)
 from chitu.types import Role
 
 A, B = "10.0.0.1", "10.0.0.2"
@@ -92,7 +99,7 @@ def test_who_counts_the_gpus_numbers_them() -> None:
 
 def test_what_was_decided_makes_the_step_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, tokens in ((node(2), 8192), (NONE, 2048)):
-        monkeypatch.setattr("chitu.launch.placement.look", lambda found=found: found)
+        monkeypatch.setattr("chitu.process.placement.look", lambda found=found: found)
         placement = place(None, [], instances)
         assert placement.topology.scheduler.max_batched_tokens == tokens
         assert place(None, placement.overrides, instances).topology == placement.topology, "for every process the same"

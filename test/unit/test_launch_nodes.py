@@ -12,10 +12,10 @@ from chitu.cli import main
 from chitu.config.load import load_topology
 from chitu.config.topology import host_names
 from chitu.errors import ConfigError
-from chitu.launch.node_devices import Device, NodeDevices
 from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, split_hosts, thread_overrides
 from chitu.launch.plan import plan
 from chitu.launch.slurm import expand_nodelist
+from chitu.process.node_devices import Device, NodeDevices
 
 NAME = "pd_disagg_2p3d_multi_node"
 
@@ -117,7 +117,7 @@ def test_plan_shows_devices_where_the_hosts_can_be_like_this_one(
 ) -> None:
     def plan_on(count: int, name: str) -> tuple[int, str, str]:
         cards = NodeDevices(tuple(Device(str(k)) for k in range(count)), "fake", True)
-        monkeypatch.setattr("chitu.launch.placement.look", lambda: cards)
+        monkeypatch.setattr("chitu.process.placement.look", lambda: cards)
         hosts = [] if name.endswith("local") else ["--hosts", "10.0.0.1,10.0.0.2"]
         code = main(["plan", name, *hosts])
         return code, *capsys.readouterr()

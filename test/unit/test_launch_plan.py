@@ -7,7 +7,7 @@ from pathlib import Path
 from chitu.config.load import load_topology
 from chitu.config.topology import router_ports
 from chitu.launch.plan import Entries, plan, port_overrides
-from chitu.launch.progress import Progress, ProgressWriter, read_progress, write_progress
+from chitu.process.progress import Progress, ProgressWriter, read_progress, write_progress
 
 DEADLINES = "dp_config.router.pd_disaggregation.deadlines"
 

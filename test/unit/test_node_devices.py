@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chitu.launch.node_devices import (
+from chitu.process.node_devices import (
     Device,
     NodeDevices,
     choose,

@@ -17,10 +17,9 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances
 from chitu.config.topology_checks import check, problems
 from chitu.errors import ConfigError
-from chitu.launch.device_shares import assign_devices
-from chitu.launch.node_devices import Device, NodeDevices
 from chitu.launch.nodes import launch_problems
-from chitu.launch.placement import with_shares
+from chitu.process.node_devices import Device, NodeDevices
+from chitu.process.placement import assign_devices, with_shares
 
 PLAIN = msgspec.json.decode(msgspec.json.encode(load_topology("pd_disagg_1p1d_multi_node")))
 VALUES: list[Any] = [None, "", "x", 0, -1, 1, 1 << 62, 10**22, 1e300, float("nan"), float("inf"), True]

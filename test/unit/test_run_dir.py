@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from chitu.launch.run_dir import Launched, RunDir, cluster_key_at, running_launchers
+from chitu.process.run_dir import Launched, RunDir, cluster_key_at, running_launchers
 
 PORT, KEY = 21003, "a cluster key of some length"
 

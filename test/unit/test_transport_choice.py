@@ -11,9 +11,8 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances
 from chitu.errors import ConfigError
 from chitu.launch.nodes import host_overrides
-from chitu.launch.placement import place
-from chitu.launch.transport_choice import KEY, describe_transports, protocol_overrides, why_not_sent
 from chitu.net.rdma_devices import Rdma, has_efa, look_at_rdma, why_no_rdma
+from chitu.process.placement import KEY, describe_transports, place, protocol_overrides, why_not_sent
 
 PD = "dp_config.router.pd_disaggregation"
 NOTHING = Rdma()
@@ -137,7 +136,7 @@ def test_on_one_host_memory_is_shared_and_no_library_asked() -> None:
 
 
 def test_all_processes_of_a_node_are_told_the_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chitu.launch.placement.look_at_rdma", lambda: ACTIVE)
+    monkeypatch.setattr("chitu.process.placement.look_at_rdma", lambda: ACTIVE)
     overrides = [f"{PD}.transport=mooncake", "dp_config.router.prefill_schedulers.0.devices=cpu"]
     placement = place(None, overrides, instances)
     assert placement.topology.dp_config.router.pd_disaggregation.mooncake_protocol == "rdma"

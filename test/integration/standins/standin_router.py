@@ -14,7 +14,7 @@ import signal
 import sys
 
 from chitu.config.load import load_topology, progress_file
-from chitu.launch.progress import ProgressWriter
+from chitu.process.progress import ProgressWriter
 
 
 def say(*words: object) -> None:

@@ -14,8 +14,8 @@ import sys
 import tempfile
 
 from chitu.config.load import load_topology, router_host
-from chitu.launch.process import die_with_torchrun
-from chitu.launch.progress import DRAINED, ProgressWriter
+from chitu.process.child import die_with_torchrun
+from chitu.process.progress import DRAINED, ProgressWriter
 
 die_with_torchrun()
 parser = argparse.ArgumentParser()
