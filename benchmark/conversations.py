@@ -37,9 +37,11 @@ from chitu.clock import RealClock
 from chitu.config.load import load_topology
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.errors import ChituError, Internal
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import UnifiedRole
 from chitu.instance.token_manager import TokenManager
 from chitu.launch.local import LocalCluster
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
 from chitu.types import new_room
 
@@ -155,16 +157,14 @@ class StepLoop:
         self._executor = IdleExecutor(PROMPTS_AT_ONCE, MISS_TOKENS + 1)
         num_pages = POOL_PROMPTS * MISS_TOKENS // PAGE_SIZE
         self.cache = PagedKVCacheManager(num_pages, PAGE_SIZE, b"model" if is_cached else None)
-        parts = PDSchedulerParts(
-            config=SchedulerConfig(max_running_requests=PROMPTS_AT_ONCE),
-            deadlines=DeadlineConfig(),
-            executor=self._executor,
-            cache=self.cache,
-            tokens=TokenManager(1, lambda frame: True),
-            report_failure=_refuse,
-            clock=RealClock(),
+        core = InstanceCore(
+            SchedulerSettings(SchedulerConfig(max_running_requests=PROMPTS_AT_ONCE), DeadlineConfig()),
+            LoadedEngine(self._executor, self.cache),
+            TokenManager(1, lambda frame: True),
+            _refuse,
+            RealClock(),
         )
-        self._scheduler = PDScheduler(parts)
+        self._scheduler = PDScheduler(core, UnifiedRole(core))
 
     def cpu_s(self, prompts: list[bytes]) -> float:
         """Return the CPU seconds of one prompt, including its one output token."""

@@ -25,9 +25,11 @@ from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import ChituError, Internal
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import UnifiedRole
 from chitu.instance.token_manager import TokenManager
 from chitu.net.sockets import bind, connect
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
 from chitu.types import new_room
 
@@ -74,22 +76,18 @@ def measure(running: int, overlap: bool) -> tuple[float, float, float, int]:
     def refuse(room: bytes, error: ChituError) -> None:
         raise Internal(f"a unified scheduler reported a failure: {error}")
 
-    scheduler = PDScheduler(
-        PDSchedulerParts(
-            config=SchedulerConfig(
-                max_running_requests=running,
-                max_batched_tokens=PROMPT_TOKENS * running,
-                max_waiting_requests=running,
-            ),
-            deadlines=DeadlineConfig(),
-            executor=executor,
-            cache=PagedKVCacheManager(running * ((PROMPT_TOKENS + OUTPUT_TOKENS) // 16 + 1), 16),
-            tokens=TokenManager(1, send),
-            report_failure=refuse,
-            clock=RealClock(),
-            overlap=overlap,
-        )
+    config = SchedulerConfig(
+        max_running_requests=running, max_batched_tokens=PROMPT_TOKENS * running, max_waiting_requests=running
     )
+    cache = PagedKVCacheManager(running * ((PROMPT_TOKENS + OUTPUT_TOKENS) // 16 + 1), 16)
+    core = InstanceCore(
+        SchedulerSettings(config, DeadlineConfig(), overlap=overlap),
+        LoadedEngine(executor, cache),
+        TokenManager(1, send),
+        refuse,
+        RealClock(),
+    )
+    scheduler = PDScheduler(core, UnifiedRole(core))
     prompt = pack_i32(array("i", range(PROMPT_TOKENS)))
     for index in range(running):
         request = UnifiedRequest(new_room(), f"r{index}", prompt, SamplingParams(OUTPUT_TOKENS, ignore_eos=True))

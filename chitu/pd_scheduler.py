@@ -5,13 +5,12 @@ finishes one. Without it, a turn reads the step that it launched. At most one la
 
 Runs on the step thread. Any thread may call the methods under "any thread"; the step thread alone calls the rest. It
 owns no socket and no tensor: tokens leave by the `TokenManager`, P's failures by `report_failure`, computing is behind
-`Executor`, peers are behind the transfer roles. So a whole P or D runs in a test without a port or torch.
+`Executor`, peers are behind the role. So a whole P or D runs in a test without a port or torch.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,18 +18,14 @@ import msgspec
 
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
 from chitu.errors import Internal, InvalidRequest
-from chitu.instance.decode import DecodeManager
-from chitu.instance.early import SpeculativeAdmission
-from chitu.instance.load import InstanceLoad
-from chitu.instance.prefill import Chunk, PrefillManager
+from chitu.instance.core import InstanceCore
+from chitu.instance.prefill import Chunk
 from chitu.instance.requests import RequestArrivals, RequestEnds
-from chitu.instance.scheduler_parts import PDSchedulerParts as PDSchedulerParts
-from chitu.instance.scheduler_trace import SchedulerTrace
-from chitu.instance.sequences import OPEN_STATES, Inbox, Resources, Sequence, SequenceEvent, Sequences, SequenceState
-from chitu.instance.step_faults import Step, StepFaults
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
-from chitu.protocol import LoadReport, PrefillTimes, SchedulerMessage
-from chitu.types import Ready, Role
+from chitu.instance.roles import InstanceRole, Step
+from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceState
+from chitu.instance.step_faults import StepFaults
+from chitu.protocol import LoadReport, SchedulerMessage
+from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
 
@@ -51,30 +46,21 @@ class _LaunchedStep:
 class PDScheduler:
     """The requests of one instance, from arrival until their last page is free again."""
 
-    def __init__(self, parts: PDSchedulerParts) -> None:
-        self._parts = parts
-        self._executor = parts.executor
-        self._cache = parts.cache
-        self._tokens = parts.tokens
-        self._clock = parts.clock
-        self._resources = Resources(parts.cache, parts.executor.info.num_slots, parts.aux)
-        self._resources.sync_step = self._sync_step
-        self._trace = None if parts.tracer is None else SchedulerTrace(parts.tracer, parts.cache)
-        self._sequences = Sequences(self._resources)
-        if parts.tracer is not None:
-            self._sequences = Sequences(self._resources, parts.tracer.end)
-        self._decode = DecodeManager(parts.config, self._sequences, parts.clock, parts.receiver)
-        self._traced: Mapping[bytes, object] = {} if self._trace is None else self._trace.rooms
-        """Traced rooms; empty if nothing is traced."""
-        sender, open_admission = parts.sender, self._open_admission
-        if sender is not None:
-            open_admission = SpeculativeAdmission(self._sequences, sender).open
-        self._prefill = PrefillManager(parts, self._sequences, open_admission, self._decode.fork, self._trace)
-        self._ends = RequestEnds(parts, self._sequences, self._prefill, self._decode, self._trace)
-        self._faults = StepFaults(parts, self._sequences, self._decode, self._ends)
-        self._inbox = Inbox(parts.wake)
-        self._arrivals = RequestArrivals(parts, self._prefill, self._sequences, self._ends, self._inbox)
-        self._load = InstanceLoad(parts, self._sequences, self._prefill, self._decode)
+    def __init__(self, core: InstanceCore, role: InstanceRole) -> None:
+        self._core = core
+        self._role = role
+        self._load = role.load
+        self._executor = core.engine.executor
+        self._cache = core.engine.cache
+        self._tokens = core.tokens
+        self._clock = core.clock
+        self._inbox = core.inbox
+        self._sequences = core.sequences
+        self._resources = core.sequences.resources
+        self._trace = core.trace
+        self._ends = RequestEnds(core, role)
+        self._faults = StepFaults(core, role, self._ends)
+        self._arrivals = RequestArrivals(core, role, self._ends)
         self._pending: _LaunchedStep | None = None
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
@@ -120,16 +106,18 @@ class PDScheduler:
         """Run one turn. Return False if nothing was computed or read, so the caller may wait for the next event."""
         self.turns += 1
         steps_before = self._load.steps
-        for word in self._inbox.take():
-            self._arrivals.take(word)
+        for command in self._inbox.take():
+            self._arrivals.take(command)
         self._take_transfer_events()
         self._ends.expire()
-        self._faults.check_device()
+        if self._faults.must_check:
+            self._sync_step()
+            self._faults.check_device()
         step = self._schedule()
         is_launching = step.has_work
         if is_launching:
             self._launch(step)
-        if not (is_launching and self._parts.overlap):
+        if not (is_launching and self._core.settings.overlap):
             self._sync_step()
         self._tokens.flush(self._clock.monotonic())
         worked = is_launching or self._load.steps > steps_before
@@ -167,27 +155,14 @@ class PDScheduler:
 
     def _schedule(self) -> Step:
         plan = StepPlan()
-        first_tokens, decoding = self._decode.schedule(plan)
-        chunks = self._prefill.schedule(plan) if self._parts.role is not Role.DECODE else []
-        is_full = sum(chunk.length for chunk in chunks) >= self._parts.config.max_batched_tokens
+        step = self._role.schedule(plan)
+        while step is None:
+            self._sync_step()
+            step = self._role.schedule(plan)
+        is_full = sum(chunk.length for chunk in step.chunks) >= self._core.settings.config.max_batched_tokens
         self._load.note_backlog(self._clock.monotonic(), is_full)
         plan.release.extend(self._resources.slots.take_releases())
-        return Step(plan, first_tokens, chunks, decoding)
-
-    def _open_admission(self) -> Callable[[Sequence], bool]:
-        """Return a unified instance's admission check: like D's, with the prompts being computed counted in."""
-        if self._sequences.of(SequenceState.RETRACTED):
-            return lambda sequence: False
-        may_start = self._decode.open_admission(self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT))
-        aux = self._resources.aux
-
-        def may_start_here(sequence: Sequence) -> bool:
-            if sequence.forks and not aux.num_free:
-                return False
-            pages = self._cache.pages_for(sequence.prompt_len)
-            return may_start(sequence, pages, pages - self._cache.pages_wanted(sequence.keys, sequence.prompt))
-
-        return may_start_here
+        return step
 
     # ------------------------------------------------------------------------------------------------- launch and read
 
@@ -201,37 +176,37 @@ class PDScheduler:
         except Internal:
             raise
         except Exception as error:
+            self._sync_step()  # the step before was launched without an error
             step, handle = self._faults.repeat(step, error)
         chunks = step.chunks
-        ended = [chunk.sequence for chunk in chunks if chunk.is_last] if self._parts.sender is None else []
-        sampled = [sequence for sequence in ended if not sequence.forks]
-        sequences = [*step.first_tokens, *sampled, *step.decoding]
+        sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
         launched = _LaunchedStep(handle, chunks, [chunk.sequence.slot for chunk in chunks], slots, sequences)
-        self._decode.after_launch(step.first_tokens, step.decoding)
-        for sequence in self._prefill.after_launch(chunks):
-            sequence.launched += 1
-            self._sequences.take(sequence, SequenceEvent.START)
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step %d launched: %d prompt tokens in %d chunks, %d first tokens, %d decoding; %d of %d pages free",
-                *(self._load.steps, num_prompt_tokens, len(chunks), len(step.first_tokens), len(step.decoding)),
-                *(self._cache.allocator.num_free, self._cache.num_pages),
+                self._load.steps,
+                num_prompt_tokens,
+                len(chunks),
+                len(step.first_tokens),
+                len(step.decoding),
+                self._cache.allocator.num_free,
+                self._cache.num_pages,
             )
         self._sync_step()
         self._pending = launched
 
     def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback | None:
-        """Return P's layer callback, which tells the sender. As launching a long step takes time, it also reads the
-        step before once that is done, so its logits rows leave early."""
-        sender = self._parts.sender
-        if sender is None or before is None:
-            return None if sender is None else sender.feed.layer_done
+        """Return the role's layer callback. As launching a long step takes time, it also reads the step before once
+        that is done, so its logits rows leave early."""
+        layer_done = self._role.layer_done
+        if layer_done is None or before is None:
+            return layer_done
 
         def on_layer(layer: int, ready: Ready | None = None) -> None:
-            sender.feed.layer_done(layer, ready)
+            layer_done(layer, ready)
             if self._pending is before and before.handle.is_done():
                 self._sync_step()
 
@@ -249,11 +224,9 @@ class PDScheduler:
         self._load.steps += 1
         if not is_sound(result):
             self._end_unsound(step, result)
-        if self._parts.sender is not None and any(
-            chunk.is_last and chunk.sequence.state in OPEN_STATES for chunk in step.chunks
-        ):
+        if not self._role.samples and any(chunk.is_last and chunk.sequence.is_open for chunk in step.chunks):
             self._faults.note_sound()
-        self._prefill.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
+        self._role.after_read(step.chunks, step.chunk_slots, result.prompt_logprobs)
         logprobs, failures = result.logprobs, result.failures
         for place, (sequence, token) in enumerate(zip(step.sequences, result.tokens, strict=True)):
             if sequence.state not in OPEN_STATES:
@@ -276,7 +249,10 @@ class PDScheduler:
 
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:
-            self._note_first_token(sequence)
+            sequence.first_token_s = self._clock.monotonic()
+            if sequence.cached_tokens:
+                self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router_worker)
+            self._role.note_first_token(sequence)
             source = sequence.source or sequence
             if source.prompt_lines is not None:
                 self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router_worker)
@@ -284,47 +260,18 @@ class PDScheduler:
         sequence.emitted.append(token)
         self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
         reason = sequence.finish_reason(token)
-        if self._traced and self._trace is not None:
-            is_unified = self._parts.role is Role.UNIFIED
-            self._trace.note_token(sequence, token, reason, self._clock.monotonic(), is_unified=is_unified)
+        if self._trace.rooms:
+            self._trace.note_token(sequence, token, reason)
         if reason:
             self._faults.note_sound()
             self._ends.finish(sequence, reason)
 
-    def _note_first_token(self, sequence: Sequence) -> None:
-        now_s = sequence.first_token_s = self._clock.monotonic()
-        if sequence.cached_tokens:
-            self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router_worker)
-        if self._parts.role is Role.UNIFIED:
-            since_s = sequence.computing_since_s
-            sequence.prefill_times = PrefillTimes(since_s - sequence.arrival_s, now_s - since_s)
-
     # ------------------------------------------------------------------------------------------------------- transfers
 
     def _take_transfer_events(self) -> None:
-        if self._parts.sender is not None:
-            for event in self._parts.sender.poll():
-                self._take_transfer_event(event)
-                self._prefill.on_event(event)
-        if self._parts.receiver is not None:
-            for event in self._parts.receiver.poll():
-                self._take_transfer_event(event)
-                self._decode.on_event(event)
-
-    def _take_transfer_event(self, event: TransferEvent) -> None:
-        if event.error is not None:
-            self._ends.transfer_failed(event.room, event.error)
-        if self._traced and self._trace is not None and event.kind is TransferEventKind.SUCCESS:
-            self._note_success(self._trace, event)
-        self._load.bytes_moved += event.kv_bytes
-        self._load.bytes_saved += event.saved_bytes
-
-    def _note_success(self, trace: SchedulerTrace, event: TransferEvent) -> None:
-        """Record a SUCCESS if its room is traced, before the managers apply the event."""
-        sequence = self._sequences.find(event.room)
-        if sequence is None:
-            return
-        if self._parts.sender is not None:
-            trace.note_end(sequence, "sent")
-        else:
-            trace.note_restored(sequence, event, self._clock.monotonic())
+        for event in self._role.poll():
+            if event.error is not None:
+                self._ends.transfer_failed(event.room, event.error)
+            self._load.bytes_moved += event.kv_bytes
+            self._load.bytes_saved += event.saved_bytes
+            self._role.on_event(event)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -27,16 +27,20 @@ from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, RankTaken
 from chitu.grammars import GrammarStore
 from chitu.instance.comm import CommCallbacks, CommLoop, SilenceWatch
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.requests import FailureReports
+from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole, UnifiedRole
+from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
+from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
 from chitu.kv_transfer.kv_manager import KVManager
 from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     ClusterView,
     Drain,
@@ -81,11 +85,10 @@ class EngineParts:
     close: Callable[[], None]
     follower_pids: tuple[int, ...] = ()
     """Process ids of the other TP ranks."""
-    tiers: PrefixTiers | None = None
+    tiers: PrefixTiers | NoTiers = field(default_factory=NoTiers)
     grammars: GrammarStore | None = None
     finished_pages: FinishedPages | None = None
     tracer: Tracer | None = None
-    """Tracer of requests, if any. This field and the three above are described at `PDSchedulerParts`."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -142,28 +145,38 @@ class PDSchedulerService:
             patience_s=self._deadlines.lease_s,
         )
         kv = engine.kv
-        self._scheduler = PDScheduler(
-            PDSchedulerParts(
-                config=topology.scheduler,
-                deadlines=self._deadlines,
-                executor=engine.executor,
-                cache=engine.cache,
-                tokens=self._tokens,
-                report_failure=self._report_failure,
-                clock=RealClock(),
-                name=identity.name,
-                request_timeout_s=router.request_timeout_s,
-                aux=engine.aux,
-                sender=kv.sender if kv is not None else None,
-                receiver=kv.receiver if kv is not None else None,
-                tiers=engine.tiers,
-                grammars=engine.grammars,
-                finished_pages=engine.finished_pages,
-                tracer=engine.tracer,
-                wake=engine.wake.wake,
-                overlap=overlaps_steps(topology.scheduler, identity.instance),
-            )
+        settings = SchedulerSettings(
+            topology.scheduler,
+            self._deadlines,
+            identity.name,
+            router.request_timeout_s,
+            overlaps_steps(topology.scheduler, identity.instance),
         )
+        loaded = LoadedEngine(
+            engine.executor,
+            engine.cache,
+            engine.aux,
+            engine.tiers,
+            engine.grammars,
+            engine.finished_pages,
+        )
+        core = InstanceCore(
+            settings,
+            loaded,
+            self._tokens,
+            self._report_failure,
+            RealClock(),
+            engine.tracer,
+            Inbox(engine.wake.wake),
+        )
+        role: InstanceRole
+        if kv is None:
+            role = UnifiedRole(core)
+        elif isinstance(kv.side, PrefillSender):
+            role = PrefillRole(core, kv.side)
+        else:
+            role = DecodeRole(core, kv.side)
+        self._scheduler = PDScheduler(core, role)
         self._cache_flush = 0
         """Number of the last cache flush that a view requested."""
         self._info = InstanceInfo(
@@ -207,8 +220,7 @@ class PDSchedulerService:
             ServiceThread("comm", self._comm_loop),
             ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
         ]
-        if self._engine.tiers is not None:
-            self._engine.tiers.start(ServiceThread)
+        self._engine.tiers.start(ServiceThread)
         if self._engine.kv is not None:
             self._engine.kv.start()
         for thread in threads:
@@ -224,8 +236,7 @@ class PDSchedulerService:
         self._leave()
         for thread in threads:
             thread.join(timeout=2.0)
-        if self._engine.tiers is not None:  # its copies may need the lanes to other ranks
-            self._engine.tiers.close()
+        self._engine.tiers.close()  # its copies may need the lanes to other ranks
         if self._engine.kv is not None:
             self._engine.kv.close()
         if step.is_alive():

@@ -1,10 +1,8 @@
-"""Failures that only the instance itself can detect. Heartbeat thread.
-
-The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
+"""The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
 
 It owns the request port (PULL), the P<->D control port (PULL), the coordination DEALER, the view SUB, the stats PUSH
 and one PUSH per peer. Other threads pass it frames through a queue and an eventfd. It passes messages on by callbacks
-that return at once. A bad frame is counted and has no other effect.
+that return at once. A bad frame is counted and has no other effect. `SilenceWatch` is the heartbeat thread's.
 """
 
 from __future__ import annotations

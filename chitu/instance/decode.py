@@ -1,16 +1,12 @@
-"""Decode admission, growth and retraction: how running requests share the pages without deadlock.
+"""Decoding: admission, growth, retraction, first tokens and ends of the requests that an instance decodes.
 
-Pure policy: values in, values out. Used by D and by unified instances.
+`GrowthReserve`, `may_admit` and `victims_for_growth` are pure policy. `DecodeManager` applies it, in the roles of D and
+of unified instances: it moves sequences between states and writes the step plan. Step thread only.
 
-Why it cannot deadlock: a request that could not fit the pool alone is refused on arrival. Every running request can be
-retracted to host memory, the last in `Sequence.order` first, so the first always gets pages. A transfer ends within a
-deadline, and its pages then belong to a running (retractable) request. Retracted requests resume before anything new
-starts.
-
-The decode half of an instance: admission and announcement on D, first tokens, growth, retraction, ends.
-
-Owned by `PDScheduler`, step thread only. Policy is in `decode.py`. This class applies it: it moves sequences
-between states (`sequences.py`) and writes the step plan. A unified instance uses it without a receiver.
+Why running requests cannot deadlock over pages: a request that could not fit the pool alone is refused on arrival.
+Every running request can be retracted to host memory, the last in `Sequence.order` first, so the first always gets
+pages. A transfer ends within a deadline, and its pages then belong to a running (retractable) request. Retracted
+requests resume before anything new starts.
 
 A plan may be made before the tokens of the newest launched step are read. So it relies on what was launched
 (`Sequence.kv_len`, `.launched`), not on what was emitted. A sequence with one more token in flight takes its next step
@@ -21,16 +17,12 @@ surplus row writes to a page that it still holds, and the token of that row is d
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.clock import Clock
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, CopyPage, FirstToken, Offload, Restore, StepPlan
-from chitu.errors import ChituError
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, Sequences, SequenceState
-from chitu.kv_transfer.receiving import DecodeReceiver
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 
 
 class GrowthReserve:
@@ -117,35 +109,31 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
 
 
 class DecodeManager:
-    """The sequences that decode on an instance. `receiver` is D's; None on a unified instance."""
+    """The sequences that decode on an instance."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        sequences: Sequences,
-        clock: Clock,
-        receiver: DecodeReceiver | None = None,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, sequences: Sequences) -> None:
         self._config = config
         self._sequences = sequences
         self._resources = sequences.resources
         self._cache = self._resources.cache
         self._slots = self._resources.slots
-        self._clock = clock
-        self._receiver = receiver
         self._offload_keys = itertools.count()
         self.retractions = 0
-        self.admissions = 0
-        """Requests announced to P since the start."""
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence]]:
-        """Return (sequences whose first token the step samples, sequences that decode), in plan order."""
-        self._grow(plan)
+    def make_room(self, plan: StepPlan) -> bool:
+        """Give every running sequence the page for its next step, by retracting others if pages are short, and resume
+        retracted ones. Return False, with nothing done, if the step in flight has to be read before a sequence is
+        retracted: one that ended in it needs no page, and frees some."""
+        if not self._grow(plan):
+            return False
         plan.drop.extend(self._sequences.take_dropped_keys())
         self._resume(plan)
-        self._announce()
+        return True
+
+    def schedule(self, plan: StepPlan) -> tuple[list[Sequence], list[Sequence]]:
+        """Return (sequences whose first token the step samples, sequences that decode), in plan order."""
         first_tokens = self._sample_first_tokens(plan)
         decoding = [s for s in self._sequences.queue(SequenceState.RUNNING) if s.launched < s.max_new_tokens]
         plan.decode.extend([s.slot for s in decoding])
@@ -178,12 +166,11 @@ class DecodeManager:
 
         return may_start
 
-    def _grow(self, plan: StepPlan) -> None:
+    def _grow(self, plan: StepPlan) -> bool:
         needy = self._needy()
         if len(needy) > self._cache.num_available_pages:
-            self._resources.sync_step()  # a sequence that ended in it needs no page, and frees some
-            needy = self._needy()
-        if len(needy) > self._cache.num_available_pages:
+            if self._resources.num_unread:
+                return False
             available, coming_back = self._cache.num_available_pages, self._cache.pages_coming_back()
             running = self._sequences.queue(SequenceState.RUNNING)
             for victim in victims_for_growth(running, needy, available, coming_back):
@@ -193,11 +180,7 @@ class DecodeManager:
             pages = self._cache.reserve(sequence.room, sequence.kv_len + 1)
             sequence.capacity_tokens += len(pages) * self._cache.page_size
             plan.append.append(AppendPages(sequence.slot, tuple(pages)))
-
-    def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
-        """Drop these saved copies with the next plan, except those of retracted sequences."""
-        wanted = {sequence.offload_key for sequence in self._sequences.queue(SequenceState.RETRACTED)}
-        self._sequences.dropped_keys = [key for key in saved_keys if key not in wanted]
+        return True
 
     def _needy(self) -> set[Sequence]:
         """Return the running sequences whose next step writes beyond their pages."""
@@ -227,42 +210,6 @@ class DecodeManager:
             admit(sequence, self._cache, plan)
             plan.restore.append(Restore(sequence.slot, sequence.offload_key))
             self._sequences.take(sequence, SequenceEvent.RESUME)
-
-    def _announce(self) -> None:
-        """Reserve pages and announce them to P, strictly in order; nothing while a retracted request waits."""
-        waiting = self._sequences.queue(SequenceState.WAITING)
-        has_retracted = bool(self._sequences.of(SequenceState.RETRACTED))
-        if self._receiver is None or has_retracted or not waiting or not self._slots.num_free:
-            return
-        may_start = self.open_admission()
-        for sequence in sorted(waiting, key=lambda s: s.order):
-            if not sequence.needs_kv:
-                sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
-            num_pages = self._cache.pages_for(sequence.prompt_len)
-            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
-            if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared):
-                return
-            if not sequence.forks:
-                self._slots.take(sequence)
-            sequence.aux_slot = self._resources.take_aux()
-            known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
-            self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
-            self._sequences.hold_forks(sequence)
-            sequence.capacity_tokens = num_pages * self._cache.page_size
-            self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
-            sequence.announced_s = self._clock.monotonic()
-            self.admissions += len(sequence.choices)
-            self._receiver.announce(
-                sequence.room,
-                sequence.request_id,
-                self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
-                sequence.aux_slot,
-                sequence.prompt_len,
-                sequence.prefill_rank,
-                sequence.prefill_incarnation,
-                known // self._cache.page_size,
-                sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
-            )
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
         # A request for the logits row alone waits for Success, which follows at once with P's times and bytes. Prompt
@@ -305,8 +252,6 @@ class DecodeManager:
             if not source.forks and source.state is SequenceState.CLOSING:
                 self._sequences.free(source)
 
-    # --------------------------------------------------------------------------------------------------------- events
-
     def after_launch(self, first_tokens: list[Sequence], decoding: list[Sequence]) -> None:
         """Account for a launched step: one more token sampled for each sequence, and one more in the KV cache for those
         that decode. If its KV is here, a first token makes a sequence RUNNING: its next input is on the device."""
@@ -315,42 +260,9 @@ class DecodeManager:
             sequence.launched += 1
         for sequence in first_tokens:
             sequence.launched += 1
-            self._go_on(sequence, SequenceEvent.START)
+            self.go_on(sequence, SequenceEvent.START)
 
-    def on_event(self, event: TransferEvent) -> None:
-        """Apply a transfer event on D. The caller reports FAILED to the router."""
-        sequence = self._sequences.get(event.room)
-        if sequence is None:
-            return
-        if event.kind is TransferEventKind.LOGITS_READY:
-            sequence.cached_tokens = event.cached_tokens
-            self._sequences.take(sequence, SequenceEvent.ROW_HERE)
-        elif event.kind is TransferEventKind.SUCCESS:
-            self._landed(sequence, event)
-        elif event.kind is TransferEventKind.FAILED:
-            for fork in list(sequence.forks):
-                self._end_fork(fork)
-            self._sequences.close(sequence)
-            self._cache.quarantine(sequence.room)
-        elif event.kind is TransferEventKind.RELEASED:
-            self._sequences.close(sequence)
-            self._sequences.free(sequence)
-
-    def _landed(self, sequence: Sequence, event: TransferEvent) -> None:
-        sequence.kv_bytes, sequence.prefill_times = event.kv_bytes, event.times
-        sequence.kv_landed_s = self._clock.monotonic()
-        sequence.prompt_lines, sequence.transfer_sums = event.prompt_logprobs, event.sums
-        pages = self._cache.get_page_indices(sequence.room)
-        self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
-        self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)
-        if sequence.state is SequenceState.CLOSING:
-            self._sequences.free(sequence)
-        elif sequence.forks:
-            self.fork(sequence)
-        else:
-            self._go_on(sequence, SequenceEvent.KV_HERE)
-
-    def _go_on(self, sequence: Sequence, event: SequenceEvent) -> None:
+    def go_on(self, sequence: Sequence, event: SequenceEvent) -> None:
         """Apply an event. The sequence runs once its KV is here and its first token is launched."""
         self._sequences.take(sequence, event)
         if sequence.state is SequenceState.RUNNING:
@@ -374,19 +286,15 @@ class DecodeManager:
         if not waits_for_peer:
             self._sequences.free(sequence)
 
-    def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        """End a request early: tell P to stop, and quarantine the pages until it has. A prompt ends with the last fork
-        that waits for it; the caller ends it."""
+    def cancel(self, sequence: Sequence) -> None:
+        """End a request early, to which no peer writes. A prompt ends with the last fork that waits for it; the caller
+        ends it."""
         if sequence.source is not None and sequence in sequence.source.forks:
-            self._end_fork(sequence)
-        elif self._receiver is not None and sequence.state in AT_PEER_STATES:
-            self._sequences.close(sequence)
-            self._cache.quarantine(sequence.room)
-            self._receiver.abort(sequence.room, error)
+            self.end_fork(sequence)
         else:
             self._end(sequence)
 
-    def _end_fork(self, fork: Sequence) -> None:
+    def end_fork(self, fork: Sequence) -> None:
         """End a fork that has not started: no peer has access to its page."""
         self._sequences.close(fork)
         self._sequences.free(fork)

@@ -1,35 +1,49 @@
-"""P's admission. A request may be computed before D announces it. Such speculation gives way to announced requests.
+"""P's admission. A request may be computed before D announces it, and gives way to announced ones.
 
-Owned by `PDScheduler`, step thread only. The policy in `prefill.py` decides which request gives way, and explains why.
-This module carries it out.
+D may not have room for the pages of an early request yet. So announced requests come first, and take the pages of
+early ones if pages are short. Without that rule P's pages could all belong to requests whose D waits for another P in
+the same state: a deadlock across instances. Owned by `PrefillRole`, step thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from chitu.instance.prefill import speculation_to_undo
 from chitu.instance.sequences import Sequence, SequenceEvent, Sequences, SequenceState
 from chitu.kv_transfer.sending import PrefillSender
 
 
-class SpeculativeAdmission:
+def victims_for_announced(
+    holders: Iterable[Sequence], coming_back: Callable[[bytes], int], pages_wanted: int, aux_wanted: int
+) -> list[Sequence]:
+    """Return the unannounced holders of pages, youngest first, that must give way so that an announced request fits.
+    Return [] if none must, or if all together hold too little. `coming_back` is as in `victims_for_growth`."""
+    victims: list[Sequence] = []
+    for sequence in sorted((s for s in holders if not s.announced), key=lambda s: s.order, reverse=True):
+        if pages_wanted <= 0 and aux_wanted <= 0:
+            break
+        victims.append(sequence)
+        pages_wanted -= coming_back(sequence.room)
+        aux_wanted -= 1
+    return victims if pages_wanted <= 0 and aux_wanted <= 0 else []
+
+
+class EarlyAdmission:
     def __init__(self, sequences: Sequences, sender: PrefillSender) -> None:
         self._sequences = sequences
         self._resources = sequences.resources
         self._cache = self._resources.cache
         self._sender = sender
+        self.needs_read = False
+        """Whether the newest check failed because a step in flight may compute for requests that must give way."""
 
-    def open(self) -> Callable[[Sequence], bool]:
-        """Return the admission check of one turn: may a sequence start now? One that passes must start."""
-        return self._may_start
-
-    def _may_start(self, sequence: Sequence) -> bool:
-        """Return whether pages, an aux slot and an executor slot are free. An announced request may take those of
-        speculative ones."""
+    def may_start(self, sequence: Sequence) -> bool:
+        """Return whether pages, an aux slot and an executor slot are free; the sequence must start then. An announced
+        request may take those of early ones, but not before the step in flight is read."""
+        self.needs_read = False
         pages, aux = self._missing(sequence)
         if (pages > 0 or aux > 0) and sequence.announced:
-            self._undo_speculation(sequence)
+            self._make_way(sequence)
             pages, aux = self._missing(sequence)
         return pages <= 0 and aux <= 0 and self._resources.slots.num_free > 0
 
@@ -38,19 +52,16 @@ class SpeculativeAdmission:
         pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
         return pages, 1 - self._resources.aux.num_free
 
-    def _undo_speculation(self, wanting: Sequence) -> None:
-        if not self._speculators(wanting):
+    def _make_way(self, wanting: Sequence) -> None:
+        holders = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
+        victims = victims_for_announced(holders, self._cache.pages_coming_back(), *self._missing(wanting))
+        if victims and self._resources.num_unread:
+            self.needs_read = True
             return
-        self._resources.sync_step()  # a step in flight may compute for those that give way
-        for sequence in self._speculators(wanting):
+        for sequence in victims:
             if not self._sender.feed.reset(sequence.room):
                 continue  # it was announced just now, so it is urgent, too
             sequence.stop_load()
             self._resources.vacate(sequence)
             sequence.kv_len, sequence.prompt_lines = 0, None
             self._sequences.take(sequence, SequenceEvent.GIVE_WAY)
-
-    def _speculators(self, wanting: Sequence) -> list[Sequence]:
-        """Return the sequences that must give way so that `wanting` fits."""
-        holders = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
-        return speculation_to_undo(holders, self._cache.pages_coming_back(), *self._missing(wanting))

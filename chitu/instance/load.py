@@ -1,24 +1,20 @@
-"""How fast a queue moves while requests wait in it, from which the router predicts waits.
+"""The load that an instance reports: queues, pages, work done, and how fast its queue moves, which predicts waits.
 
-Owned by `PDScheduler`, step thread only. Pure: totals and times in, totals out. A rate over all time would not measure
-capacity, because an instance without a queue works only as fast as requests arrive. So only the time counts in which
-work waited that a step could not take, and only the work done in it.
-
-The load that an instance reports: queues, pages, work done, and how fast its queue moves.
-
-Owned by `PDScheduler`; `report` makes the snapshot that heartbeats carry. Step thread only, except `snapshot`, which
-any thread may read: it is replaced as a whole.
+Owned by the role, step thread only, except `snapshot`, which any thread may read: it is replaced as a whole. A rate
+over all time would not measure capacity, because an instance without a queue works only as fast as requests arrive. So
+`BacklogMeter` counts only the time in which work waited that a step could not take, and only the work done in it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
+from chitu.instance.core import InstanceCore
 from chitu.instance.decode import DecodeManager
 from chitu.instance.prefill import PrefillManager
-from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.sequences import Sequences
+from chitu.instance.sequences import Sequence
 from chitu.instance.sequences import SequenceState as S
 from chitu.protocol import LoadReport
-from chitu.types import Role
 
 
 class BacklogMeter:
@@ -39,22 +35,23 @@ class BacklogMeter:
         self._last_s, self._last_work, self._waits = now_s, total_work, waits
 
 
-class InstanceLoad:
-    def __init__(
-        self, parts: PDSchedulerParts, sequences: Sequences, prefill: PrefillManager, decode: DecodeManager
-    ) -> None:
-        self._parts = parts
-        self._sequences = sequences
-        self._prefill = prefill
-        self._decode = decode
-        now_s = parts.clock.monotonic()
+class InstanceLoad(ABC):
+    """The load of an instance. `report` makes the snapshot that heartbeats carry."""
+
+    reports_held_by_prefill = False
+    """Whether what waits here may wait for prompts, not for requests that decode."""
+
+    def __init__(self, core: InstanceCore) -> None:
+        self._engine = core.engine
+        self._tokens = core.tokens
+        self._sequences = core.sequences
+        now_s = core.clock.monotonic()
         self._backlog = BacklogMeter(now_s)
         self._decode_backlog = BacklogMeter(now_s)
         """Unified: of the requests that wait for decoding ones to end."""
         self._has_room = True
         """Whether a new prompt would compute in the next step."""
         self._is_held_by_prefill = False
-        """Whether what waits here (D, unified) waits for prompts, not for requests that decode."""
         self.steps = 0
         self.prompt_tokens = 0
         """Prompt tokens computed since the start."""
@@ -65,36 +62,34 @@ class InstanceLoad:
     def note_backlog(self, now_s: float, is_full: bool) -> None:
         """Update the backlog meters. Called once a turn, when the step is planned. The queue for steps moves by prompt
         tokens, that for what decoding holds by admissions. After a step that `is_full` more work waits."""
-        role, is_waiting = self._parts.role, bool(self._sequences.of(S.WAITING))
+        is_waiting = bool(self._sequences.of(S.WAITING))
         for_decode = is_waiting and self._is_held_by_decoding()
-        if role is Role.DECODE:
-            self._backlog.update(now_s, self._decode.admissions, is_waiting)
-        else:
-            work = self.prompt_tokens + self._prefill.loaded_tokens
-            self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
-            if role is Role.UNIFIED:
-                self._decode_backlog.update(now_s, self._prefill.admissions, for_decode)
+        self._update(now_s, is_full, is_waiting, for_decode)
         self._has_room = not (is_full or is_waiting)
-        self._is_held_by_prefill = is_waiting and not for_decode and role is not Role.PREFILL
+        self._is_held_by_prefill = is_waiting and not for_decode and self.reports_held_by_prefill
+
+    @abstractmethod
+    def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
+        """Update the meters of the role."""
 
     def _is_held_by_decoding(self) -> bool:
         """Return whether most of what requests hold here, while others wait for it, waits for decoding, not for
-        prompts that are computed or moved. On P that are computed prompts for which D has no room."""
+        prompts that are computed or moved."""
         of = self._sequences.of
-        if self._parts.role is Role.PREFILL:
-            computed = of(S.INFLIGHT).values()
-            return 2 * sum([sequence.announced for sequence in computed]) < len(computed)
         if of(S.RETRACTED):
             return True
         num_prompts = len(of(S.COMPUTING)) + len(of(S.TRANSFER))  # these on unified instances, those on D
         return num_prompts <= sum([len(of(state)) for state in (S.LOGITS, S.STARTED, S.LANDED, S.RUNNING)])
 
+    def _to_compute(self) -> list[Sequence]:
+        """Return the prompts that are to be computed here."""
+        return self._sequences.queue(S.WAITING, S.COMPUTING)
+
     def report(self) -> None:
         """Replace `snapshot` with the current load."""
-        parts, sequences = self._parts, self._sequences
-        cache, tokens, tiers = parts.cache, parts.tokens, parts.tiers
-        to_compute = sequences.queue(S.WAITING, S.COMPUTING) if parts.role is not Role.DECODE else []
-        hits = tiers.hit_tokens if tiers is not None else {}
+        engine, sequences, tokens = self._engine, self._sequences, self._tokens
+        cache, tiers = engine.cache, engine.tiers
+        to_compute, hits = self._to_compute(), tiers.hit_tokens
         waiting_tokens = sum([s.tokens_to_compute for s in to_compute])
         waiting = sequences.num_choices(S.WAITING)
         self.snapshot = LoadReport(
@@ -118,20 +113,96 @@ class InstanceLoad:
             host_tokens=hits.get("host", 0),
             disk_tokens=hits.get("disk", 0),
             store_tokens=hits.get("store", 0),
-            host_evictions=tiers.host_evictions if tiers is not None else 0,
-            bad_pages=tiers.bad_pages if tiers is not None else 0,
-            aux_total=parts.aux.num_slots,
-            aux_free=parts.aux.num_free,
+            host_evictions=tiers.host_evictions,
+            bad_pages=tiers.bad_pages,
+            aux_total=engine.aux.num_slots,
+            aux_free=engine.aux.num_free,
             steps=self.steps,
-            tokens=self.prompt_tokens if parts.role is Role.PREFILL else tokens.tokens_sent,
+            tokens=self._num_tokens,
             tokens_dropped=tokens.tokens_dropped,
             bytes_moved=self.bytes_moved,
             bytes_saved=self.bytes_saved,
             unsound=self.unsound,
-            retractions=self._decode.retractions,
+            retractions=self._num_retractions,
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,
             decode_backlog_s=self._decode_backlog.seconds,
             decode_backlog_work=self._decode_backlog.work,
-            cached_share=self._prefill.cached_share,
+            cached_share=self._cached_share,
         )
+
+    @property
+    def _num_tokens(self) -> int:
+        return self._tokens.tokens_sent
+
+    @property
+    def _num_retractions(self) -> int:
+        return 0
+
+    @property
+    def _cached_share(self) -> float:
+        return 0.0
+
+
+class PrefillLoad(InstanceLoad):
+    def __init__(self, core: InstanceCore, prefill: PrefillManager) -> None:
+        self._prefill = prefill
+        super().__init__(core)
+
+    def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
+        work = self.prompt_tokens + self._prefill.loaded_tokens
+        self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
+
+    def _is_held_by_decoding(self) -> bool:
+        """Return whether D has no room for most of the computed prompts."""
+        computed = self._sequences.of(S.INFLIGHT).values()
+        return 2 * sum([sequence.announced for sequence in computed]) < len(computed)
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.prompt_tokens
+
+    @property
+    def _cached_share(self) -> float:
+        return self._prefill.cached_share
+
+
+class DecodeLoad(InstanceLoad):
+    reports_held_by_prefill = True
+
+    def __init__(self, core: InstanceCore, decode: DecodeManager) -> None:
+        self._decode = decode
+        self.admissions = 0
+        """Requests announced to P since the start."""
+        super().__init__(core)
+
+    def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
+        self._backlog.update(now_s, self.admissions, is_waiting)
+
+    def _to_compute(self) -> list[Sequence]:
+        return []
+
+    @property
+    def _num_retractions(self) -> int:
+        return self._decode.retractions
+
+
+class UnifiedLoad(InstanceLoad):
+    reports_held_by_prefill = True
+
+    def __init__(self, core: InstanceCore, prefill: PrefillManager, decode: DecodeManager) -> None:
+        self._prefill, self._decode = prefill, decode
+        super().__init__(core)
+
+    def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
+        work = self.prompt_tokens + self._prefill.loaded_tokens
+        self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
+        self._decode_backlog.update(now_s, self._prefill.admissions, for_decode)
+
+    @property
+    def _num_retractions(self) -> int:
+        return self._decode.retractions
+
+    @property
+    def _cached_share(self) -> float:
+        return self._prefill.cached_share

@@ -1,20 +1,8 @@
-"""Every way in which a request ends on an instance: its last token, a failed transfer, a cancellation, a deadline, a
-router that is gone.
+"""Arrivals and ends of the requests of an instance, and their reports to the router.
 
-Owned by `PDScheduler`, step thread only. It reports the end to the router (by the token message, or on P by
-`report_failure`) and has the managers free what the request held.
-
-What arrives at an instance: requests become sequences, or are refused before they hold anything; cancellations and
-the loss of a router end requests.
-
-Owned by `PDScheduler`, step thread only; the `Inbox` carries the messages over from other threads.
-
-Failures that P reports to the router: at once, and again with the next heartbeats.
-
-Owned by `PDSchedulerService`. P has no token stream, so its failures go to the stats port. Messages there have no
-sequence numbers, and a connection that breaks loses those in flight. The router identifies failures by room, so a
-repeated report costs nothing; a lost one costs a deadline of 73 s. The step thread calls `add`, the heartbeat thread
-`repeats`.
+`RequestArrivals` makes requests sequences, or refuses them before they hold anything. `RequestEnds` has every way in
+which one ends: its last token, a failed transfer, a cancellation, a deadline, a router that is gone. Both are owned by
+`PDScheduler`, step thread only. An end is reported once: with the tokens, or on P by `FailureReports`.
 """
 
 from __future__ import annotations
@@ -33,28 +21,23 @@ from chitu import log
 from chitu.errors import (
     Capacity,
     ChituError,
-    DecodeLost,
     InvalidRequest,
-    PrefillLost,
     QueueTimeout,
     RequestCancelled,
     RequestTimeout,
 )
 from chitu.grammars import CompiledGrammar
-from chitu.instance.decode import DecodeManager
-from chitu.instance.prefill import PrefillManager
-from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.scheduler_trace import SchedulerTrace
+from chitu.instance.core import InstanceCore
+from chitu.instance.roles import InstanceRole
 from chitu.instance.sequences import (
     OPEN_STATES,
     SEQUENCE_AWAITS,
-    Inbox,
     Sequence,
-    Sequences,
     SequenceState,
     StepCommand,
     queue_order,
 )
+from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.log import about
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -78,63 +61,47 @@ from chitu.types import Role, waited_text
 logger = logging.getLogger(__name__)
 
 
-_PROMPT_STATES = frozenset({SequenceState.WAITING, SequenceState.COMPUTING, SequenceState.INFLIGHT})
-"""States of a prompt: the `PrefillManager` frees what it holds, if anything."""
-
-
 class RequestEnds:
-    def __init__(
-        self,
-        parts: PDSchedulerParts,
-        sequences: Sequences,
-        prefill: PrefillManager,
-        decode: DecodeManager,
-        trace: SchedulerTrace | None,
-    ) -> None:
-        self._parts = parts
-        self._is_prefill = parts.role is Role.PREFILL
-        self._finished_pages = parts.finished_pages
-        self._trace = trace
-        self._sequences = sequences
-        self._prefill = prefill
-        self._decode = decode
-        self._tokens = parts.tokens
-        self._report_failure = parts.report_failure
-        self._clock = parts.clock
+    def __init__(self, core: InstanceCore, role: InstanceRole) -> None:
+        self._settings = core.settings
+        self._role = role
+        self._finished_pages = core.engine.finished_pages
+        self._trace = core.trace
+        self._sequences = core.sequences
+        self._tokens = core.tokens
+        self._report_failure = core.report_failure
+        self._clock = core.clock
         self._next_expire_s = 0.0
 
     # -------------------------------------------------------------------------------------------- reports to the router
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a request whose newest token was the last one."""
-        self._tell(sequence, reason, None)
-        self._decode.finish(sequence)
+        self._report(sequence, reason, None)
+        self._role.finish(sequence)
 
     def refuse(self, sequence: Sequence, error: ChituError) -> None:
-        """End a request that holds nothing yet, with an error."""
+        """Report the error of a request that holds nothing, or whose pages the caller handles."""
         if sequence.sampling is None:  # P's half of it
             self._report_failure(sequence.room, error)
             self._note_end(sequence, "error", error)
             return
         for each in sequence.choices:
-            self._tell(each, "error", error)
+            self._report(each, "error", error)
 
     def transfer_failed(self, room: bytes, error: ChituError) -> None:
-        """Report a FAILED of the transfer layer to the router. The managers also get it, and handle the pages."""
-        if self._is_prefill:
-            failed = self._sequences.find(room)
-            if failed is not None:
-                self._note_end(failed, "error", error)
-                if not isinstance(error, RequestCancelled):
-                    self._report_failure(room, error)
-            return
+        """Report a FAILED of the transfer layer to the router. The role also gets it, and handles the pages."""
         sequence = self._sequences.find(room)
-        if sequence is not None:
+        if sequence is None:
+            return
+        if sequence.sampling is not None:
             logger.warning("request %s failed: %s", sequence.request_id, error, extra=about(sequence.request_id))
-            for each in sequence.choices:
-                self._tell(each, "error", error)
+        elif isinstance(error, RequestCancelled):
+            self._note_end(sequence, "error", error)
+            return
+        self.refuse(sequence, error)
 
-    def _tell(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
+    def _report(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
         self._tokens.finish(
             Finish(
                 sequence.room,
@@ -151,27 +118,20 @@ class RequestEnds:
         self._note_end(sequence, reason, error)
 
     def _note_end(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
-        if self._trace is not None and self._trace.rooms:
+        if self._trace.rooms:
             self._trace.note_end(sequence, reason, error)
 
     def fail(self, sequence: Sequence, error: ChituError) -> None:
         """End an open request with an error, and report it to the router."""
         logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
-        if self._is_prefill:
-            self._report_failure(sequence.room, error)
-            self._note_end(sequence, "error", error)
-            self._prefill.cancel(sequence, error)
-        else:
-            for each in sequence.choices:
-                self._tell(each, "error", error)
-                self._drop(each, error)
+        choices = sequence.choices
+        self.refuse(sequence, error)
+        for each in choices:
+            self._drop(each, error)
 
     def _drop(self, sequence: Sequence, error: ChituError) -> None:
         """End a sequence. If it is the last fork that waits for a prompt, end the prompt, too."""
-        if sequence.state in _PROMPT_STATES:
-            self._prefill.cancel(sequence, error)
-        else:
-            self._decode.cancel(sequence, error)
+        self._role.cancel(sequence, error)
         source = sequence.source
         if source is not None and not source.forks and source.state in OPEN_STATES:
             self._drop(source, error)
@@ -200,9 +160,8 @@ class RequestEnds:
     def end_without_router(self, silence_s: float) -> None:
         """End every request with an error. The router may come back (a suspended process, a broken connection), and
         then receives these errors."""
-        lost = PrefillLost if self._is_prefill else DecodeLost
         for sequence in self._sequences.open:
-            self.fail(sequence, lost(self._waited(sequence, silence_s, "a message of the router")))
+            self.fail(sequence, self._role.lost(self._waited(sequence, silence_s, "a message of the router")))
 
     # ----------------------------------------------------------------------------------------------- ends by the clock
 
@@ -210,27 +169,27 @@ class RequestEnds:
         """Fail requests that wait for pages longer than `queue_s` or exceed the request timeout. The router cancels the
         latter itself, unless it or the cancellation is lost. The states between have the transfer layer's deadlines."""
         now_s = self._clock.monotonic()
-        oldest_s = now_s - self._parts.deadlines.queue_s
+        oldest_s = now_s - self._settings.deadlines.queue_s
         for sequence in self._sequences.queue(SequenceState.WAITING):
             if sequence.arrival_s < oldest_s:
                 what = SEQUENCE_AWAITS[sequence.state]
                 self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
-            oldest_s = now_s - self._parts.request_timeout_s
+            oldest_s = now_s - self._settings.request_timeout_s
             for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
                 self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
 
     def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
-        return waited_text(self._parts.name, waited_s, sequence.state, what)
+        return waited_text(self._settings.name, waited_s, sequence.state, what)
 
 
 GONE_WORKERS = 64
 """Number of ended API processes to remember: their last requests may still be in flight."""
 
-_ROLES = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
-"""Role of the instance that takes a kind of request."""
+_KINDS = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
+"""Names of the kinds of requests, for errors."""
 
 PRIORITY_SHARE = 0.25
 """Share of `deadlines.queue_s` by which a priority moves a request at most (`queue_order`). So against order of arrival
@@ -238,38 +197,30 @@ no request waits longer than for half of that deadline."""
 
 
 class RequestArrivals:
-    def __init__(
-        self,
-        parts: PDSchedulerParts,
-        prefill: PrefillManager,
-        sequences: Sequences,
-        ends: RequestEnds,
-        inbox: Inbox,
-    ) -> None:
-        self._parts = parts
-        self._prefill = prefill
-        self._sequences = sequences
+    def __init__(self, core: InstanceCore, role: InstanceRole, ends: RequestEnds) -> None:
+        self._core = core
+        self._role = role
+        self._sequences = core.sequences
         self._ends = ends
-        self._max_model_len = parts.executor.info.max_model_len
-        self._vocab_size = parts.executor.info.vocab_size
-        self._eos = frozenset(parts.executor.info.eos_token_ids)
+        self._cache = core.engine.cache
+        self._grammars = core.engine.grammars
+        self._info = core.engine.executor.info
+        self._eos = frozenset(self._info.eos_token_ids)
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
-        self._inbox = inbox
-        """Takes calls for the step thread from the threads that compile grammars."""
         self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
         """Requests whose grammar is being compiled, by room. They hold nothing yet."""
 
     def __len__(self) -> int:
         return len(self._uncompiled)
 
-    def take(self, word: StepCommand) -> None:
-        if callable(word):
-            word()
-        elif not isinstance(word, CancelRequest):
-            self._take_request(word)
-        elif not self._cancel_uncompiled(word.room):
-            self._ends.cancel(word.room)
+    def take(self, command: StepCommand) -> None:
+        if callable(command):
+            command()
+        elif not isinstance(command, CancelRequest):
+            self._take_request(command)
+        elif not self._cancel_uncompiled(command.room):
+            self._ends.cancel(command.room)
 
     def cancel_all(self) -> None:
         uncompiled, self._uncompiled = self._uncompiled, {}
@@ -282,8 +233,13 @@ class RequestArrivals:
         self._ends.cancel_worker(incarnation)
 
     def flush_cache(self) -> None:
-        self._parts.cache.flush()
-        self._prefill.flush()
+        """Forget the cached prefixes, and stop all loads from the tiers; the rest of those prompts is computed."""
+        self._cache.flush()
+        self._core.engine.tiers.flush()
+        for sequence in self._sequences.queue(SequenceState.COMPUTING):
+            if sequence.load is not None:
+                sequence.load.stop()
+                sequence.load = PageLoad.none()
 
     def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
         self._admit(message)
@@ -292,10 +248,9 @@ class RequestArrivals:
 
     def _end_trace(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
         """End the traced rooms of a request of which no sequence was made; `Sequences` ends the others."""
-        if self._parts.tracer is not None:
-            for room in _rooms_of(message):
-                if room not in self._sequences:
-                    self._parts.tracer.end(room)
+        for room in _rooms_of(message):
+            if room not in self._sequences:
+                self._core.trace.end(room)
 
     def _admit(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
         rooms = _rooms_of(message)
@@ -316,19 +271,18 @@ class RequestArrivals:
         """Return whether tokens can be sent to the API process that asks. If its port fails, report the failure."""
         about = log.about(message.request_id)
         try:
-            if self._parts.tokens.expect(message.router_worker, message.reply_port, message.link):
+            if self._core.tokens.expect(message.router_worker, message.reply_port, message.link):
                 return True
             logger.warning("ignored request %s: its link was replaced", message.request_id, extra=about)
         except ChituError as error:
-            logger.warning(
-                *("request %s: cannot send tokens to its sender: %s", message.request_id, error.message), extra=about
-            )
-            self._parts.report_failure(message.room, error)
+            text = "request %s: cannot send tokens to its sender: %s"
+            logger.warning(text, message.request_id, error.message, extra=about)
+            self._core.report_failure(message.room, error)
         return False
 
     def _is_compiled(self, message: DecodeRequest | UnifiedRequest) -> bool:
         """Return whether the request's grammar is compiled. If not, compile it, then take the request again."""
-        grammar, grammars = message.sampling.grammar, self._parts.grammars
+        grammar, grammars = message.sampling.grammar, self._grammars
         if grammar is None or grammars is None or grammars.find(grammar) is not None:
             return True
         try:
@@ -337,7 +291,7 @@ class RequestArrivals:
             self._ends.refuse(self._sequence(message), error)
             return False
         self._uncompiled[message.room] = message
-        future.add_done_callback(lambda _future: self._inbox.put(partial(self._take_compiled, message.room)))
+        future.add_done_callback(lambda _future: self._core.inbox.put(partial(self._take_compiled, message.room)))
         return False
 
     def _take_compiled(self, room: bytes) -> None:
@@ -356,36 +310,27 @@ class RequestArrivals:
                 return True
             if len(forks) < len(message.forks):
                 self._uncompiled[first] = msgspec.structs.replace(message, forks=forks)
-                if self._parts.tracer is not None:
-                    self._parts.tracer.end(room)
+                self._core.trace.end(room)
                 return True
         return False
 
     def _arrive(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
         """Make the request a sequence that waits, or refuse it, which is reported to the router."""
-        sequence, role, sender = self._sequence(message), _ROLES[type(message)], self._parts.sender
-        if self._parts.role is not role:
-            self._ends.refuse(sequence, InvalidRequest(f"this instance serves no {role.value} requests"))
+        sequence = self._sequence(message)
+        if not isinstance(message, self._role.takes):
+            kind = _KINDS[type(message)].value
+            self._ends.refuse(sequence, InvalidRequest(f"this instance serves no {kind} requests"))
         elif refusal := self._refusal(sequence):
             self._ends.refuse(sequence, refusal)
-        elif isinstance(message, DecodeRequest):
-            logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
-            sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
-            self._sequences.add(sequence)
-        elif isinstance(message, PrefillRequest) and sender is not None:
-            logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
-            self._prefill.add(sequence)
-            to = message.decode_rank, message.decode_incarnation
-            sender.add_request(message.room, message.request_id, sequence.prompt_len, *to)
         else:
-            sequence.announced = True
-            self._prefill.add(sequence)
+            self._role.arrive(sequence, message)
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 
     def _sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
         self._count += 1
-        arrival_s, most_s = self._parts.clock.monotonic(), PRIORITY_SHARE * self._parts.deadlines.queue_s
+        arrival_s = self._core.clock.monotonic()
+        most_s = PRIORITY_SHARE * self._core.settings.deadlines.queue_s
         sampling = None if isinstance(message, PrefillRequest) else message.sampling
         stop_ids: frozenset[int] = frozenset()
         asks = message if isinstance(message, PrefillRequest) else message.sampling
@@ -404,7 +349,7 @@ class RequestArrivals:
             message.router_worker,
             prompt_logprobs=prompt_logprobs,
             stop_ids=stop_ids,
-            keys=self._parts.cache.page_keys(message.cache_salt) if message.cache_salt is not None else None,
+            keys=self._cache.page_keys(message.cache_salt) if message.cache_salt is not None else None,
         )
         if not isinstance(message, PrefillRequest):
             sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
@@ -427,14 +372,14 @@ class RequestArrivals:
         """Return why a request can never run here, or not behind those already waiting; None if it can."""
         if not sequence.prompt or len(sequence.prompt) % 4:
             return InvalidRequest("the prompt has no tokens")
-        wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._vocab_size)
+        wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._info.vocab_size)
         wrong = wrong or _wrong_logprobs(sequence.prompt_logprobs)
         if sequence.sampling is not None:
-            wrong = wrong or wrong_sampling(sequence.sampling, self._vocab_size)
+            wrong = wrong or wrong_sampling(sequence.sampling, self._info.vocab_size)
         if wrong:
             return InvalidRequest(wrong)
         if sequence.sampling is not None and sequence.sampling.grammar is not None:
-            found = self._parts.grammars and self._parts.grammars.find(sequence.sampling.grammar)
+            found = self._grammars and self._grammars.find(sequence.sampling.grammar)
             if not isinstance(found, CompiledGrammar):
                 return found or InvalidRequest("this instance follows no grammars")
             for each in (sequence, *sequence.forks):
@@ -448,13 +393,13 @@ class RequestArrivals:
             return InvalidRequest(
                 f"{choices} forks behind {sequence.num_continued} tokens; at most {MAX_FORKS} behind 0"
             )
-        if total > self._max_model_len:
-            return InvalidRequest(f"{total} tokens requested, but the context is {self._max_model_len}")
-        cache = self._parts.cache
+        if total > self._info.max_model_len:
+            return InvalidRequest(f"{total} tokens requested, but the context is {self._info.max_model_len}")
+        cache = self._cache
         if cache.pages_for(total) > cache.num_pages:
             return Capacity(f"{total} tokens need {cache.pages_for(total)} pages, this instance has {cache.num_pages}")
         if sequence.forks:
-            num_slots = self._parts.executor.info.num_slots
+            num_slots = self._info.num_slots
             num_pages = cache.pages_for(sequence.prompt_len)
             num_pages += choices * cache.pages_for(sequence.prompt_len % cache.page_size)
             if choices > num_slots or num_pages > cache.num_pages:
@@ -463,7 +408,7 @@ class RequestArrivals:
                     f"{num_slots} and {cache.num_pages}"
                 )
         num_waiting = self._sequences.num_choices(SequenceState.WAITING)
-        if num_waiting and num_waiting + choices > self._parts.config.max_waiting_requests:
+        if num_waiting and num_waiting + choices > self._core.settings.config.max_waiting_requests:
             return Capacity(f"{num_waiting} requests are queued already (scheduler.max_waiting_requests)")
         return None
 
@@ -523,6 +468,12 @@ KEPT = 4096
 
 
 class FailureReports:
+    """Failures that P reports to the router: at once, and again with the next heartbeats.
+
+    P has no token stream, so its failures go to the stats port. Messages there have no sequence numbers, and a
+    connection that breaks loses those in flight. The router identifies failures by room, so a repeated report costs
+    nothing; a lost one costs a deadline of 73 s. The step thread calls `add`, the heartbeat thread `repeats`."""
+
     def __init__(self, send: Callable[[RequestFailed], None]) -> None:
         """Report by `send`, which runs on the thread that calls `add`."""
         self._send = send

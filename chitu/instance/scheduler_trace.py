@@ -5,20 +5,22 @@ Used by `PDScheduler` and its parts, step thread only, and only while a request 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import ChituError
 from chitu.instance.sequences import Sequence
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.kv_transfer.transfer_table import TransferEvent
 from chitu.protocol.trace import TracedPages, TraceEnd, TraceRestored, TraceStep
-from chitu.tracing.tracer import Tracer
+from chitu.tracing.tracer import TracedRoom, Tracer
 
 
 class SchedulerTrace:
-    def __init__(self, tracer: Tracer, cache: PagedKVCacheManager) -> None:
+    def __init__(self, tracer: Tracer | None, cache: PagedKVCacheManager) -> None:
         self._tracer = tracer
         self._cache = cache
-        self.rooms = tracer.rooms
+        self.rooms: Mapping[bytes, TracedRoom] = {} if tracer is None else tracer.rooms
         """Traced rooms. If empty, nothing here need be called."""
 
     def note_slot(self, sequence: Sequence) -> None:
@@ -29,18 +31,27 @@ class SchedulerTrace:
 
     def note_restored(self, sequence: Sequence, event: TransferEvent, now_s: float) -> None:
         """Record on D that the KV of a prompt is here, before any later token is computed."""
+        if self._tracer is None:
+            return
         layout, pages = self._tracer.kv_layout, self._cache.get_page_indices(sequence.room)
         page_layer_bytes = layout.regions_per_layer * layout.page_bytes * layout.tp_size
         num_here = event.saved_bytes // (page_layer_bytes * layout.num_layers)
         num_came = len(pages) - num_here if sequence.needs_kv else 0
-        self._note_pages(sequence, num_here * layout.page_size, num_came * page_layer_bytes, now_s)
+        self._note_pages(self._tracer, sequence, num_here * layout.page_size, num_came * page_layer_bytes, now_s)
 
-    def _note_pages(self, sequence: Sequence, cached_tokens: int, layer_bytes: int, now_s: float) -> None:
-        layout = self._tracer.kv_layout
+    def note_computed(self, sequence: Sequence) -> None:
+        """Record on a unified instance that the KV of a prompt is here: its first token is known."""
+        if self._tracer is not None and sequence.source is None:
+            self._note_pages(self._tracer, sequence, sequence.cached_tokens, 0, sequence.first_token_s)
+
+    def _note_pages(
+        self, tracer: Tracer, sequence: Sequence, cached_tokens: int, layer_bytes: int, now_s: float
+    ) -> None:
+        layout = tracer.kv_layout
         pages = self._cache.get_page_indices(sequence.room)
         traced = self.rooms.get(sequence.room)
         is_moved = sequence.aux_slot >= 0
-        self._tracer.add(
+        tracer.add(
             sequence.room,
             TraceRestored,
             prompt_tokens=sequence.prompt_len,
@@ -48,7 +59,7 @@ class SchedulerTrace:
             slot=sequence.slot,
             aux_slot=sequence.aux_slot,
             pages=TracedPages.of(pages),
-            layout=self._tracer.layout,
+            layout=tracer.layout,
             bytes_by_layer=(layer_bytes,) * layout.num_layers,
             total_bytes=layer_bytes * layout.num_layers + (aux_row_bytes(layout.vocab_size) if is_moved else 0),
             admission_s=max(0.0, sequence.announced_s - sequence.arrival_s),
@@ -57,13 +68,11 @@ class SchedulerTrace:
             hashes=None if traced is None else traced.hashes,
         )
 
-    def note_token(self, sequence: Sequence, token: int, ended: str, now_s: float, *, is_unified: bool) -> None:
+    def note_token(self, sequence: Sequence, token: int, ended: str) -> None:
         """Record an emitted token."""
         traced, emitted = self.rooms.get(sequence.room), sequence.emitted
-        if traced is None:
+        if traced is None or self._tracer is None:
             return
-        if is_unified and len(emitted) == 1 and sequence.source is None:
-            self._note_pages(sequence, sequence.cached_tokens, 0, now_s)
         pages = self._cache.get_page_indices(sequence.room)
         if len(emitted) == 1:  # on D the token may come before the KV
             traced.num_pages = self._cache.pages_for(sequence.prompt_len)
@@ -81,6 +90,9 @@ class SchedulerTrace:
         )
 
     def note_end(self, sequence: Sequence, reason: str, error: ChituError | None = None) -> None:
+        """Record the end of a request."""
+        if sequence.room not in self.rooms or self._tracer is None:
+            return
         self._tracer.add(
             sequence.room,
             TraceEnd,
@@ -90,3 +102,8 @@ class SchedulerTrace:
             output_tokens=len(sequence.emitted),
         )
         self._tracer.end(sequence.room)
+
+    def end(self, room: bytes) -> None:
+        """Note that the room is gone from here. Idempotent."""
+        if self._tracer is not None:
+            self._tracer.end(room)

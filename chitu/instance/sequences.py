@@ -1,39 +1,19 @@
-"""The sequences of an instance: their states, what each holds, the queues, the slots, and what waits to be freed.
+"""The sequences of an instance: their states, what each holds, and when that is free again.
 
-The states of a request on its instance, as the step thread sees it, with their events and transitions.
+Owned by `PDScheduler`, whose managers decide on events; step thread only, except `Inbox.put` and `Inbox.waiting`.
 
-Pure table, which only `instance/sequences.py` walks; docs/protocol.md shows it. Invariants (checked over the
-table by `test/unit/test_scheduling.py`): a request ends once, from every state; it is LEAVING once, and then no peer
-touches what it held.
-
-One request on one instance, in the step thread.
-
-Executor slots: which sequence holds which, and which ones the executor must release.
-
-What sequences hold of an instance (pages, an executor slot, an aux slot) and when it is free again.
-
-Owned by `PDScheduler`, used by its managers; step thread only. Invariant: while a launched step is unread, nothing that
-was held at its launch is free. A kernel may still read or write it, and D offers free pages and aux slots to a peer,
-whose writes none of our streams orders. So what is released meanwhile becomes free when the newest launched step is
-read. If no step is in flight it is free at once.
-
-Every request of an instance, in the queue of its state. The only writer of a state.
-
-Owned by `PDScheduler`, step thread only; its managers decide on events and apply them by `take`. Invariants: a request
-is in exactly one queue, that of its state. A pair that is not in `SEQUENCE_TRANSITIONS` changes nothing, so a request
-ends once, and is freed once.
-
-What other threads have for the step thread: requests and cancellations, and calls that it is to make.
-
-Any thread puts in, which wakes the step thread; that alone takes out, in the order of arrival. Owned by `PDScheduler`.
-A deque suffices: operations at its ends are atomic.
+* A state changes by `Sequences.take` alone, along `SEQUENCE_TRANSITIONS` (docs/protocol.md shows it). A request is in
+  exactly one queue, that of its state. A pair without an entry changes nothing, so from every state a request ends
+  once; it is LEAVING once, and then no peer touches what it held.
+* While a launched step is unread, nothing that was held at its launch is free (`Resources`). A kernel may still read or
+  write it, and D offers free pages and aux slots to a peer, whose writes none of our streams orders.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -248,6 +228,11 @@ class Sequence:
         self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
 
     @property
+    def is_open(self) -> bool:
+        """Whether the request is not over for the client."""
+        return self.state in OPEN_STATES
+
+    @property
     def prompt_len(self) -> int:
         return len(self.prompt) // 4
 
@@ -347,14 +332,13 @@ class SlotPool:
 
 
 class Resources:
-    """The pages, slots and aux slots of an instance. `sync_step`, set by the scheduler, reads the step in flight, so
-    that none is. Requests may end in it, and what they held becomes free."""
+    """The pages, slots and aux slots of an instance. What is released while a launched step is unread becomes free when
+    the newest one is read."""
 
     def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers) -> None:
         self.cache = cache
         self.slots = SlotPool(num_slots)
         self.aux = aux
-        self.sync_step: Callable[[], None] = lambda: None
         self._num_launched = self._num_read = 0
         self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
         """Releases that wait, each until that many steps have been read."""
@@ -488,6 +472,11 @@ class Sequences:
         self._queues[target][sequence.room] = sequence
         return True
 
+    def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
+        """Drop these saved copies with the next plan, except those of retracted sequences."""
+        wanted = {sequence.offload_key for sequence in self.queue(SequenceState.RETRACTED)}
+        self.dropped_keys = [key for key in saved_keys if key not in wanted]
+
     def take_dropped_keys(self) -> list[int]:
         keys, self.dropped_keys = self.dropped_keys, []
         return keys
@@ -525,24 +514,28 @@ StepCommand = SchedulerMessage | Callable[[], None]
 
 
 class Inbox:
-    def __init__(self, wake: Callable[[], None]) -> None:
+    """What other threads have for the step thread, in the order of arrival. A deque suffices: operations at its ends
+    are atomic."""
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake` wakes the step thread if it sleeps; any thread calls it."""
         self._wake = wake
-        self._words: deque[StepCommand] = deque()
+        self._commands: deque[StepCommand] = deque()
 
     def __len__(self) -> int:
-        return len(self._words)
+        return len(self._commands)
 
-    def put(self, word: StepCommand) -> None:
-        self._words.append(word)
+    def put(self, command: StepCommand) -> None:
+        self._commands.append(command)
         self._wake()
 
     def take(self) -> Iterator[StepCommand]:
         """Yield messages until none is left, including those that arrive meanwhile."""
-        while self._words:
-            yield self._words.popleft()
+        while self._commands:
+            yield self._commands.popleft()
 
     def waiting(self) -> tuple[int, int]:
         """Return the number of requests not taken yet, and of their prompt tokens on P, cached or not. Any thread."""
-        new = [m for m in tuple(self._words) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
+        new = [m for m in tuple(self._commands) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
         count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
         return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))

@@ -1,10 +1,11 @@
 """A step that raised, or computed numbers that are not finite: which sequences caused it, and how all others continue.
 
-Owned by `PDScheduler`, step thread only. The executor forgets the slots of that step, and its sequences are admitted
-again with the KV that they had before it. Their KV is in the pages alone, and computing a token again writes the same
-KV to the same place. Then the step is repeated, and split in half if it raises again, until the sequences that raise
-alone are known. They fail; each other sequence gets its token once. P's layers that were sent already are not sent
-again. Their transfer may overlap the second write, which `verify_kv` can take for damage; that costs another attempt.
+Owned by `PDScheduler`, step thread only, and only while no step is in flight. The executor forgets the slots of that
+step, and its sequences are admitted again with the KV that they had before it. Their KV is in the pages alone, and
+computing a token again writes the same KV to the same place. Then the step is repeated, and split in half if it raises
+again, until the sequences that raise alone are known. They fail; each other sequence gets its token once. P's layers
+that were sent already are not sent again. Their transfer may overlap the second write, which `verify_kv` can take for
+damage; that costs another attempt.
 
 Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
 tried, as after a request whose logits are not finite: NaN and infinity have no token, and their KV must not be cached.
@@ -22,14 +23,13 @@ from dataclasses import dataclass, field
 
 from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult, is_sound
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
-from chitu.instance.decode import DecodeManager, admit
-from chitu.instance.prefill import Chunk
+from chitu.instance.core import InstanceCore
+from chitu.instance.decode import admit
 from chitu.instance.requests import RequestEnds
-from chitu.instance.scheduler_parts import PDSchedulerParts
-from chitu.instance.sequences import OPEN_STATES, Sequence, Sequences, SequenceState
+from chitu.instance.roles import InstanceRole, Step
+from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceState
 from chitu.log import about
 from chitu.protocol import SamplingParams, pack_i32
-from chitu.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +40,6 @@ MAX_UNSOUND_IN_A_ROW = 8
 tries a prompt of its own."""
 PROBE_TOKENS = 16
 """Tokens of that prompt, evenly spread over the vocabulary."""
-
-
-@dataclass(slots=True, frozen=True)
-class Step:
-    """A plan and its sequences, in the plan's order."""
-
-    plan: StepPlan
-    first_tokens: list[Sequence]
-    chunks: list[Chunk]
-    decoding: list[Sequence]
-
-    @property
-    def has_work(self) -> bool:
-        return any(getattr(self.plan, name) for name in self.plan.__struct_fields__)
 
 
 @dataclass(slots=True)
@@ -78,15 +64,13 @@ class _Outcome:
 
 
 class StepFaults:
-    def __init__(self, parts: PDSchedulerParts, sequences: Sequences, decode: DecodeManager, ends: RequestEnds) -> None:
-        self._name = parts.name
-        self._executor = parts.executor
-        self._sequences = sequences
-        self._resources = sequences.resources
-        self._decode = decode
+    def __init__(self, core: InstanceCore, role: InstanceRole, ends: RequestEnds) -> None:
+        self._name = core.settings.name
+        self._executor = core.engine.executor
+        self._sequences = core.sequences
+        self._resources = core.sequences.resources
+        self._role = role
         self._ends = ends
-        self._role = parts.role
-        self._has_aux = parts.role is Role.PREFILL
         self.num_unsound = 0
         """Requests since the start that ended because their logits were not finite."""
         self._is_in_doubt = False
@@ -101,14 +85,15 @@ class StepFaults:
                 continue
             self._is_in_doubt = True
             self.num_unsound += len(sequence.choices)
-            if self._role is not Role.DECODE or sequence.emitted:  # D draws a first token from P's logits
+            if not self._role.draws_peer_rows or sequence.emitted:
                 self._in_a_row.add((sequence.source or sequence).room)
             for each in (sequence, *sequence.choices):
                 each.keys = None
             text = f"{self._name} computed logits of this request that are not finite (NaN or infinite)"
             logger.error(
                 "request %s: logits behind %d tokens are not finite: damaged weights, an overflow, or a broken device",
-                *(sequence.request_id, sequence.kv_len),
+                sequence.request_id,
+                sequence.kv_len,
                 extra=about(sequence.request_id),
             )
             self._ends.fail(sequence, StepFailed(text))
@@ -117,26 +102,28 @@ class StepFaults:
         """Note that a request was computed to its end here: the requests before it failed on their own account."""
         self._in_a_row.clear()
 
-    def check_device(self) -> None:
-        """If a request ended because its logits were not finite, compute prompts that no request has. Raise Internal,
-        which ends the process, if no logits of two single tokens are finite, or, behind `MAX_UNSOUND_IN_A_ROW` such
-        requests, those of a prompt of several tokens are not: prompts with a damaged token end no process. If no slot
-        or page is free, a later turn tries again."""
+    @property
+    def must_check(self) -> bool:
+        """Whether a request ended because its logits were not finite, and what `check_device` needs is free."""
+        if not self._is_in_doubt:
+            return False
         slots, cache, aux = self._resources.slots, self._resources.cache, self._resources.aux
-        if not (self._is_in_doubt and slots.num_free and cache.num_available_pages):
-            return
-        if self._has_aux and not aux.num_free:
-            return
-        self._resources.sync_step()
+        return bool(slots.num_free and cache.num_available_pages and (self._role.samples or aux.num_free))
+
+    def check_device(self) -> None:
+        """Compute prompts that no request has. Raise Internal, which ends the process, if no logits of two single
+        tokens are finite, or, behind `MAX_UNSOUND_IN_A_ROW` such requests, those of a prompt of several tokens are not:
+        prompts with a damaged token end no process."""
+        slots, cache, aux = self._resources.slots, self._resources.cache, self._resources.aux
         self._is_in_doubt = False
         vocab_size = self._executor.info.vocab_size
         prompts = [[0], [vocab_size // 2]]  # a single token's embedding may be damaged
         if len(self._in_a_row) >= MAX_UNSOUND_IN_A_ROW:
             length = min(PROBE_TOKENS, cache.page_size, self._executor.info.max_model_len - 1)
             prompts.append([vocab_size * place // length for place in range(length)])
-        slot, aux_slot = slots.next_free, self._resources.take_aux() if self._has_aux else -1
+        slot, aux_slot = slots.next_free, -1 if self._role.samples else self._resources.take_aux()
         pages = tuple(cache.reserve(_NOBODY, 1))
-        sampling = None if self._has_aux else SamplingParams(max_tokens=1, temperature=0.0)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0) if self._role.samples else None
         results = []
         for prompt in prompts:
             chunk = PrefillChunk(slot, 0, len(prompt), sample=sampling is not None, aux_slot=aux_slot)
@@ -159,7 +146,6 @@ class StepFaults:
 
     def repeat(self, step: Step, error: Exception) -> tuple[Step, DoneStep]:
         """Compute and return what is left of a step whose launch raised `error`. Raise that if nothing can be."""
-        self._resources.sync_step()  # the step before was launched without an error
         plan = step.plan
         slots = {record.slot for records in (plan.offload, plan.admit, plan.append, plan.prefill) for record in records}
         self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))
@@ -183,7 +169,7 @@ class StepFaults:
             )
             text = f"{self._name} cannot compute this request ({type(its_error).__name__})"
             self._ends.fail(sequence, StepFailed(text))
-        self._decode.drop_all_but_retracted(self._executor.saved_keys)
+        self._sequences.drop_all_but_retracted(self._executor.saved_keys)
         return self._remainder(step, outcome)
 
     def _forget(self, slots: set[int]) -> None:

@@ -177,8 +177,14 @@ class TokenManager:
             self._drop(sender.give_up(math.inf))
         numbers = (sender.number, sender.link, sender.num_kept) if sender is not None else (0, 0, 0)
         message = TokenBatch(
-            *(self._incarnation, batch.rooms, batch.tokens, batch.finished, *numbers),
-            *(batch.logprobs, batch.cached, batch.prompt_logprobs),
+            self._incarnation,
+            batch.rooms,
+            batch.tokens,
+            batch.finished,
+            *numbers,
+            batch.logprobs,
+            batch.cached,
+            batch.prompt_logprobs,
         )
         frame = encode(message)
         is_queued = batch.send(frame)

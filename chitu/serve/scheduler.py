@@ -38,7 +38,7 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
-from chitu.kv_cache.tiers.prefix_tiers import build_tiers, decode_cache
+from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import RoleParts
@@ -60,7 +60,6 @@ from chitu.types import Role, instance_name, new_incarnation
 if TYPE_CHECKING:
     from chitu.instance.ranks import RankHello
     from chitu.kv_cache.pool import KVPool
-    from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +176,8 @@ def build_engine(
     fingerprint = _fingerprint(topology, instance, engine)
     cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
     fan_out = _fan_out(topology, instance) if engine.group is not None else None
-    tiers, tier_file = None, -1
+    tiers: PrefixTiers | NoTiers = NoTiers()
+    tier_file = -1
     if has_tiers(topology, instance):
         tiers, tier_file = _build_tiers(topology, instance, engine.pool, cache, wake, fan_out)
     executor: Executor = engine.runner

@@ -17,9 +17,11 @@ from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.engine.step_tokens import StepTokens
 from chitu.errors import Internal
 from chitu.grammars import GrammarStore
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import UnifiedRole
 from chitu.instance.token_manager import TokenManager
 from chitu.ops.torch_ops import TorchOps
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
 from chitu.testing.clock import FakeClock
 
@@ -72,21 +74,17 @@ def serve(
     )
     served = Served()
     cache = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE)
-    scheduler = PDScheduler(
-        PDSchedulerParts(
-            config=SchedulerConfig(
-                max_running_requests=NUM_SLOTS, max_batched_tokens=48, chunk_size=23, reserved_decode_tokens=1
-            ),
-            deadlines=DeadlineConfig(),
-            executor=engine.runner,
-            cache=cache,
-            tokens=TokenManager(1, served.take),
-            report_failure=lambda room, error: None,
-            clock=FakeClock(),
-            overlap=overlap,
-            grammars=grammars,
-        )
+    config = SchedulerConfig(
+        max_running_requests=NUM_SLOTS, max_batched_tokens=48, chunk_size=23, reserved_decode_tokens=1
     )
+    core = InstanceCore(
+        SchedulerSettings(config, DeadlineConfig(), overlap=overlap),
+        LoadedEngine(engine.runner, cache, grammars=grammars),
+        TokenManager(1, served.take),
+        lambda room, error: None,
+        FakeClock(),
+    )
+    scheduler = PDScheduler(core, UnifiedRole(core))
     for index, (prompt, sampling) in enumerate(requests):
         scheduler.submit(UnifiedRequest(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))
         scheduler.step()

@@ -22,6 +22,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import (
     CopyPage,
+    Executor,
     ExecutorInfo,
     LayerCallback,
     Offload,
@@ -31,6 +32,8 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import ChituError
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import DecodeRole, PrefillRole
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
@@ -45,7 +48,7 @@ from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
@@ -208,21 +211,7 @@ class Process:
             repeat_s=DEADLINES.heartbeat_interval_s,
             patience_s=DEADLINES.lease_s,
         )
-        parts = PDSchedulerParts(
-            config=SCHEDULING,
-            deadlines=DEADLINES,
-            executor=self.executor,
-            cache=self.cache,
-            tokens=self.tokens,
-            report_failure=lambda room, error: world.take_failure(self, room, error),
-            clock=world.clock,
-            name=self.name,
-            request_timeout_s=REQUEST_TIMEOUT_S,
-            aux=self.memory.aux,
-            sender=self.kv.sender,
-            receiver=self.kv.receiver,
-        )
-        self.scheduler = PDScheduler(parts)
+        self.scheduler = self.make_scheduler(self.executor)
         self.is_frozen = self.is_slow = self.is_deaf = False
         """Whether all threads are stopped; the step thread alone; no views arrive."""
         self.beat_s = self.heard_s = world.clock.monotonic()
@@ -232,6 +221,18 @@ class Process:
         """Whether the room succeeded, by room."""
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
+
+    def make_scheduler(self, executor: Executor, overlap: bool = False) -> PDScheduler:
+        core = InstanceCore(
+            SchedulerSettings(SCHEDULING, DEADLINES, self.name, REQUEST_TIMEOUT_S, overlap),
+            LoadedEngine(executor, self.cache, self.memory.aux),
+            self.tokens,
+            lambda room, error: self.world.take_failure(self, room, error),
+            self.world.clock,
+        )
+        if self.role is Role.PREFILL:
+            return PDScheduler(core, PrefillRole(core, self.kv.side))
+        return PDScheduler(core, DecodeRole(core, self.kv.side))
 
     def _kv_manager(self) -> KVManager:
         world, writes, memory = self.world, self.world.writes, self.memory

@@ -3,13 +3,10 @@ launch. Between any two turns it is checked what a launched, unread step may tou
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cluster_process import Process, Surroundings
 from cluster_world import ClusterWorld
 from routed_world import RoutedWorld
 
-from chitu.pd_scheduler import PDScheduler
 from chitu.testing.late_executor import LateExecutor
 from chitu.types import Role
 
@@ -18,7 +15,7 @@ class LateProcess(Process):
     def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
         super().__init__(world, role, rank)
         self.late = LateExecutor(self.executor)
-        self.scheduler = PDScheduler(replace(self.scheduler._parts, executor=self.late, overlap=True))
+        self.scheduler = self.make_scheduler(self.late, overlap=True)
         self.num_overlapped = 0
         """Number of turns that left a step unread."""
 

@@ -17,13 +17,15 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.grammars import GrammarStore
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import DecodeRole, PrefillRole, UnifiedRole
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers
+from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.net.threads import ServiceThread
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     DecodeRequest,
     Finish,
@@ -64,7 +66,7 @@ class TracedScheduler(PDScheduler):
     """A scheduler each of whose requests is traced."""
 
     def submit(self, message: SchedulerMessage) -> None:
-        tracer = self._parts.tracer
+        tracer = self._core.tracer
         if tracer is not None and isinstance(message, (PrefillRequest, DecodeRequest, UnifiedRequest)):
             message = msgspec.structs.replace(message, trace="records")
             tracer.begin(message, b"")
@@ -111,32 +113,28 @@ class Instance:
         layout = KVLayout("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
         self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: Silence(), self.clock)
         self.tracer._thread = ServiceThread("trace", lambda: None)  # never started: nothing forgets a room
-        self.scheduler = TracedScheduler(
-            PDSchedulerParts(
-                config=config
-                or SchedulerConfig(
-                    max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
-                ),
-                deadlines=DeadlineConfig(),
-                executor=self.late if overlap else self.executor,
-                cache=self.cache,
-                tokens=TokenManager(1, self._take, self._open_port),
-                report_failure=self.failures.__setitem__,
-                clock=self.clock,
-                request_timeout_s=request_timeout_s,
-                aux=self.aux,
-                sender=sender,
-                receiver=receiver,
-                tiers=self.make_tiers(),
-                overlap=overlap,
-                grammars=grammars,
-                tracer=self.tracer,
-            )
+        config = config or SchedulerConfig(
+            max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
         )
+        core = InstanceCore(
+            SchedulerSettings(config, DeadlineConfig(), request_timeout_s=request_timeout_s, overlap=overlap),
+            LoadedEngine(
+                self.late if overlap else self.executor, self.cache, self.aux, self.make_tiers(), grammars=grammars
+            ),
+            TokenManager(1, self._take, self._open_port),
+            self.failures.__setitem__,
+            self.clock,
+            self.tracer,
+        )
+        if sender is not None:
+            self.role = PrefillRole(core, sender)
+        else:
+            self.role = UnifiedRole(core) if receiver is None else DecodeRole(core, receiver)
+        self.scheduler = TracedScheduler(core, self.role)
 
-    def make_tiers(self) -> PrefixTiers | None:
-        """Return the tiers behind the prefix cache; None unless a subclass makes some."""
-        return None
+    def make_tiers(self) -> PrefixTiers | NoTiers:
+        """Return the tiers behind the prefix cache; a subclass makes some."""
+        return NoTiers()
 
     def _open_port(self, port: int) -> Port:
         if not 0 < port < 65536:

@@ -13,11 +13,13 @@ from scheduler_world import INFO, DSide, Instance, PSide, Wire, check_prompt, co
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.load import BacklogMeter
 from chitu.instance.requests import wrong_sampling
+from chitu.instance.roles import PrefillRole, UnifiedRole
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -35,7 +37,6 @@ from chitu.protocol import (
 )
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor, expected_tokens
-from chitu.types import Role
 
 
 @settings(max_examples=150, deadline=None)
@@ -275,7 +276,7 @@ def test_an_instance_reports_the_rate_of_its_full_steps_and_not_of_its_lonely_re
 
 def submit(instance: Instance, number: int, prompt: list[int], max_tokens: int = 4) -> None:
     room, token_ids = room_of(number), pack_i32(prompt)
-    if instance.scheduler._parts.role is Role.PREFILL:
+    if isinstance(instance.role, PrefillRole):
         instance.scheduler.submit(PrefillRequest(room, "r", token_ids, 0, 1))
     else:
         instance.scheduler.submit(UnifiedRequest(room, "r", token_ids, SamplingParams(max_tokens)))
@@ -582,17 +583,15 @@ def test_tokens_that_the_router_does_not_take_are_counted() -> None:
         taken.append(frame)
         return len(taken) <= 2
 
-    scheduler = PDScheduler(
-        PDSchedulerParts(
-            config=SchedulerConfig(max_running_requests=8, max_batched_tokens=64, chunk_size=64),
-            deadlines=DeadlineConfig(),
-            executor=FakeExecutor(INFO, 8, 4),
-            cache=PagedKVCacheManager(8, 4),
-            tokens=TokenManager(1, take),
-            report_failure=lambda room, error: None,
-            clock=FakeClock(),
-        )
+    config = SchedulerConfig(max_running_requests=8, max_batched_tokens=64, chunk_size=64)
+    core = InstanceCore(
+        SchedulerSettings(config, DeadlineConfig()),
+        LoadedEngine(FakeExecutor(INFO, 8, 4), PagedKVCacheManager(8, 4)),
+        TokenManager(1, take),
+        lambda room, error: None,
+        FakeClock(),
     )
+    scheduler = PDScheduler(core, UnifiedRole(core))
     for index in (1, 2):
         prompt = pack_i32(prompt_of(index, 5))
         scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(5, temperature=0.0)))

@@ -16,10 +16,13 @@ from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
-from chitu.engine.executor import StepPlan
-from chitu.instance.decode import DecodeManager, GrowthReserve, may_admit, victims_for_growth
-from chitu.instance.prefill import select_chunks, speculation_to_undo
+from chitu.engine.executor import ExecutorInfo, StepPlan
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.decode import GrowthReserve, may_admit, victims_for_growth
+from chitu.instance.early import victims_for_announced
+from chitu.instance.prefill import select_chunks
 from chitu.instance.requests import PRIORITY_SHARE
+from chitu.instance.roles import DecodeRole
 from chitu.instance.sequences import (
     AT_PEER_STATES,
     OPEN_STATES,
@@ -32,6 +35,7 @@ from chitu.instance.sequences import (
 )
 from chitu.instance.sequences import SequenceEvent as E
 from chitu.instance.sequences import SequenceState as S
+from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.net.fair_share import NoPlace, Places, Turns
 from chitu.protocol import (
@@ -44,6 +48,7 @@ from chitu.protocol import (
     pack_i32,
 )
 from chitu.testing.clock import FakeClock
+from chitu.testing.fake_executor import FakeExecutor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a request on its instance, checked as a graph; and its queue is always that of its state.
@@ -179,17 +184,17 @@ def test_chunks_follow_arrival_and_share_the_budget() -> None:
     assert [x.is_last for x in chunks] == [False, True, False]
 
 
-def test_announced_requests_are_computed_before_speculation() -> None:
+def test_announced_requests_are_computed_before_early_ones() -> None:
     early, late = sequence(1, announced=False), sequence(2)
     assert [c.sequence for c in select_chunks([early, late], 10, 10)] == [late]
 
 
-def test_speculation_gives_way_youngest_first_and_only_when_that_helps() -> None:
+def test_early_requests_give_way_youngest_first_and_only_when_that_helps() -> None:
     old, young, promised = sequence(1, announced=False), sequence(2, announced=False), sequence(3)
     held = {s.room: 3 for s in (old, young, promised)}
-    assert speculation_to_undo([old, young, promised], held.__getitem__, pages_wanted=2, aux_wanted=0) == [young]
-    assert speculation_to_undo([old, young, promised], held.__getitem__, pages_wanted=4, aux_wanted=0) == [young, old]
-    assert speculation_to_undo([old, young, promised], held.__getitem__, pages_wanted=7, aux_wanted=0) == []
+    assert victims_for_announced([old, young, promised], held.__getitem__, pages_wanted=2, aux_wanted=0) == [young]
+    assert victims_for_announced([old, young, promised], held.__getitem__, pages_wanted=4, aux_wanted=0) == [young, old]
+    assert victims_for_announced([old, young, promised], held.__getitem__, pages_wanted=7, aux_wanted=0) == []
 
 
 def test_the_growth_reserve_lets_everybody_grow_soon_and_one_to_its_end() -> None:
@@ -236,7 +241,7 @@ class CountedCache(PagedKVCacheManager):
 
 
 class Aux:
-    num_free = 1 << 20
+    num_free = num_slots = 1 << 20
 
     def allocate(self) -> int:
         return 0
@@ -253,14 +258,20 @@ class Announced:
 def test_the_admissions_of_a_turn_look_at_each_request_a_few_times_however_many_there_are() -> None:
     count = 400
     cache = CountedCache(8 * count, 4)
-    resources = Resources(cache, 2 * count, Aux())  # type: ignore[arg-type]
-    sequences = Sequences(resources)
-    manager = DecodeManager(SchedulerConfig(), sequences, FakeClock(), Announced())  # type: ignore[arg-type]
+    executor = FakeExecutor(ExecutorInfo(2 * count, 64, 1000, 1, ()), 8 * count, 4)
+    core = InstanceCore(
+        SchedulerSettings(SchedulerConfig(), DeadlineConfig()),
+        LoadedEngine(executor, cache, Aux()),  # type: ignore[arg-type]
+        TokenManager(1, lambda frame: True),
+        lambda room, error: None,
+        FakeClock(),
+    )
+    sequences, role = core.sequences, DecodeRole(core, Announced())  # type: ignore[arg-type]
     for turn in range(2):
         for index in range(count):
             sequences.add(sequence(turn * count + index, 10, 2))
         cache.looks = 0
-        manager.schedule(StepPlan())
+        role.schedule(StepPlan())
         assert len(sequences.of(SequenceState.TRANSFER)) == (turn + 1) * count
         assert cache.looks < 5 * count, "for every admission, each that runs is looked at again"
 

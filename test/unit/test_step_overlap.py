@@ -16,9 +16,11 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
 from chitu.instance.comm import SilenceWatch
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import UnifiedRole
 from chitu.instance.sequences import SequenceState
 from chitu.instance.token_manager import TokenManager
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     MAX_FORKS,
     CancelRequest,
@@ -310,18 +312,14 @@ class BrokenDevice(FakeExecutor):
 
 
 def scheduler_on(device: FakeExecutor) -> PDScheduler:
-    return PDScheduler(
-        PDSchedulerParts(
-            config=SchedulerConfig(max_running_requests=8),
-            deadlines=DeadlineConfig(),
-            executor=LateExecutor(device),
-            cache=PagedKVCacheManager(32, PAGE_SIZE),
-            tokens=TokenManager(1, lambda frame: True),
-            report_failure=lambda room, error: None,
-            clock=FakeClock(),
-            overlap=True,
-        )
+    core = InstanceCore(
+        SchedulerSettings(SchedulerConfig(max_running_requests=8), DeadlineConfig(), overlap=True),
+        LoadedEngine(LateExecutor(device), PagedKVCacheManager(32, PAGE_SIZE)),
+        TokenManager(1, lambda frame: True),
+        lambda room, error: None,
+        FakeClock(),
     )
+    return PDScheduler(core, UnifiedRole(core))
 
 
 def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> None:

@@ -12,8 +12,10 @@ from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.model_runner import ModelRunner
 from chitu.errors import ChituError, Internal
+from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
+from chitu.instance.roles import UnifiedRole
 from chitu.instance.token_manager import TokenManager
-from chitu.pd_scheduler import PDScheduler, PDSchedulerParts
+from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
 from chitu.types import new_room
 
@@ -32,18 +34,14 @@ class _Requests:
             chunk_size=CHUNK_TOKENS,
             max_waiting_requests=slots,
         )
-        self.scheduler = PDScheduler(
-            PDSchedulerParts(
-                config=limits,
-                deadlines=DeadlineConfig(),
-                executor=runner,
-                cache=PagedKVCacheManager(runner.num_pages, PAGE_SIZE),
-                tokens=TokenManager(1, self._take),
-                report_failure=self._refuse,
-                clock=RealClock(),
-                overlap=overlap,
-            )
+        core = InstanceCore(
+            SchedulerSettings(limits, DeadlineConfig(), overlap=overlap),
+            LoadedEngine(runner, PagedKVCacheManager(runner.num_pages, PAGE_SIZE)),
+            TokenManager(1, self._take),
+            self._refuse,
+            RealClock(),
         )
+        self.scheduler = PDScheduler(core, UnifiedRole(core))
 
     def _take(self, frame: bytes) -> bool:
         self.num_messages += 1

@@ -215,6 +215,30 @@ class _WriteBack(NamedTuple):
     generations: Sequence[int]
 
 
+class NoTiers:
+    """In place of `PrefixTiers`: without any tier, nothing is held and nothing loaded."""
+
+    host_evictions = bad_pages = 0
+
+    @property
+    def hit_tokens(self) -> dict[str, int]:
+        return {}
+
+    def load(self, chain: Sequence[bytes], first: int, pages: Sequence[int]) -> PageLoad | None:
+        return None
+
+    def holds(self, key: bytes) -> bool:
+        return False
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def start(self, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class PrefixTiers:
     """Host memory and the slow tiers behind it. `generation(page)` is that of the index, see above. `wake` wakes the
     step thread when a load is done. `page_tokens`: tokens per page. `load_timeout_s`: longest wait of a prompt for its

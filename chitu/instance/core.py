@@ -1,0 +1,74 @@
+"""The part of an instance that is the same in every role: its engine, its settings and its ways to the router.
+
+`serve/scheduler.py`, a test or a benchmark fills it in. With one of the three roles of `roles.py` it makes a
+`PDScheduler`, which alone uses the sequences here. Step thread only, except the inbox.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from chitu.cache_manager import PagedKVCacheManager
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.engine.executor import Executor
+from chitu.errors import ChituError
+from chitu.grammars import GrammarStore
+from chitu.instance.page_sums import FinishedPages
+from chitu.instance.scheduler_trace import SchedulerTrace
+from chitu.instance.sequences import Inbox, Resources, Sequences
+from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
+from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.tracing.tracer import Tracer
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """The executor with a loaded model, and the memory in which it computes."""
+
+    executor: Executor
+    cache: PagedKVCacheManager
+    aux: MetadataBuffers = field(default_factory=lambda: MetadataBuffers(np.zeros((0, 128), np.uint8), 64))
+    """Aux slots; by default none, with which no logits can be handed over."""
+    tiers: PrefixTiers | NoTiers = field(default_factory=NoTiers)
+    """Tiers behind the prefix cache."""
+    grammars: GrammarStore | None = None
+    """Compiled grammars for the executor's sampler; None if this instance does not support grammars."""
+    finished_pages: FinishedPages | None = None
+    """Checksums of finished requests' pages; None on P, and if pages cannot be summed."""
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerSettings:
+    config: SchedulerConfig
+    deadlines: DeadlineConfig
+    name: str = "this instance"
+    """Name of the instance in errors."""
+    request_timeout_s: float = math.inf
+    overlap: bool = False
+    """Whether to launch a step before the tokens of the previous one are read."""
+
+
+@dataclass(slots=True)
+class InstanceCore:
+    settings: SchedulerSettings
+    engine: LoadedEngine
+    tokens: TokenManager
+    report_failure: Callable[[bytes, ChituError], None]
+    """Reports to the router that P failed a room."""
+    clock: Clock
+    tracer: Tracer | None = None
+    """Tracer of requests; None in tests without one."""
+    inbox: Inbox = field(default_factory=Inbox)
+    trace: SchedulerTrace = field(init=False)
+    sequences: Sequences = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trace = SchedulerTrace(self.tracer, self.engine.cache)
+        resources = Resources(self.engine.cache, self.engine.executor.info.num_slots, self.engine.aux)
+        self.sequences = Sequences(resources, self.trace.end)

@@ -1,0 +1,372 @@
+"""The roles of an instance: P, D and unified. Each is a composition of the managers of prompts and of decoding and of
+one side of the transfer, and has all that the step loop does differently in it.
+
+A role is made over an `InstanceCore`, which does not depend on it. Step thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chitu import log
+from chitu.engine.executor import LayerCallback, StepPlan
+from chitu.errors import ChituError, DecodeLost, Internal, PrefillLost
+from chitu.instance.core import InstanceCore
+from chitu.instance.decode import DecodeManager
+from chitu.instance.early import EarlyAdmission
+from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad, UnifiedLoad
+from chitu.instance.prefill import Chunk, PrefillManager
+from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
+from chitu.kv_transfer.chunks import KVChunk
+from chitu.kv_transfer.receiving import DecodeReceiver
+from chitu.kv_transfer.sending import PrefillSender
+from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
+from chitu.protocol import DecodeRequest, PrefillRequest, PrefillTimes, UnifiedRequest
+
+logger = logging.getLogger(__name__)
+
+Request = PrefillRequest | DecodeRequest | UnifiedRequest
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """A plan and its sequences, in the plan's order."""
+
+    plan: StepPlan
+    first_tokens: list[Sequence]
+    chunks: list[Chunk]
+    decoding: list[Sequence]
+
+    @property
+    def has_work(self) -> bool:
+        return any(getattr(self.plan, name) for name in self.plan.__struct_fields__)
+
+
+class InstanceRole(ABC):
+    takes: type[Request]
+    """Kind of request that the instance takes."""
+    lost: type[ChituError] = DecodeLost
+    """Error of the requests that end because the router is gone."""
+    samples = True
+    """Whether the instance samples tokens. If not, the logits rows of its prompts go to aux slots."""
+    draws_peer_rows = False
+    """Whether first tokens are sampled from logits rows that a peer has computed."""
+    layer_done: LayerCallback | None = None
+    """Called after each layer of a step with chunks."""
+    load: InstanceLoad
+
+    # ------------------------------------------------------------------------------------------------------- a request
+
+    @abstractmethod
+    def arrive(self, sequence: Sequence, message: Request) -> None:
+        """Take a request of the kind `takes` that may run here."""
+
+    @abstractmethod
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        """End an open request early, and free what it holds, or have a peer release it."""
+
+    @abstractmethod
+    def finish(self, sequence: Sequence) -> None:
+        """End a request that has all of its tokens."""
+
+    def note_first_token(self, sequence: Sequence) -> None:
+        """Note that the first token of a sequence is known (`first_token_s`)."""
+        return
+
+    # ---------------------------------------------------------------------------------------------------------- a step
+
+    @abstractmethod
+    def schedule(self, plan: StepPlan) -> Step | None:
+        """Plan the next step. Return None if the step in flight has to be read first, because a request needs what
+        others may have to give back; this then continues with the same plan."""
+
+    @abstractmethod
+    def after_launch(self, step: Step) -> list[Sequence]:
+        """Account for a launched step as if it were done. Return the sequences that it samples, in plan order."""
+
+    def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
+        """Account for the chunks of a step that is done, as `PrefillManager.after_read` does."""
+        return
+
+    # ------------------------------------------------------------------------------------------------------- transfers
+
+    def poll(self) -> list[TransferEvent]:
+        """Return the new events of the transfer layer."""
+        return []
+
+    def on_event(self, event: TransferEvent) -> None:
+        """Apply a transfer event. The caller reports FAILED to the router."""
+        return
+
+
+class PrefillRole(InstanceRole):
+    """P computes prompts for D. A sequence ends here: its pages and aux slot come back with SUCCESS or RELEASED."""
+
+    takes = PrefillRequest
+    lost = PrefillLost
+    samples = False
+
+    def __init__(self, core: InstanceCore, sender: PrefillSender) -> None:
+        self._core = core
+        self._sequences = core.sequences
+        self._sender = sender
+        self._early = EarlyAdmission(core.sequences, sender)
+        self._prefill = PrefillManager(core, self)
+        self.load = PrefillLoad(core, self._prefill)
+        self.layer_done = sender.feed.layer_done
+
+    def arrive(self, sequence: Sequence, message: Request) -> None:
+        assert isinstance(message, PrefillRequest)
+        logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
+        self._prefill.add(sequence)
+        to = message.decode_rank, message.decode_incarnation
+        self._sender.add_request(message.room, message.request_id, sequence.prompt_len, *to)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        self._sequences.close(sequence)
+        self._sender.abort(sequence.room, error)
+
+    def finish(self, sequence: Sequence) -> None:
+        raise Internal(f"P sampled a token of {sequence.request_id}")
+
+    def schedule(self, plan: StepPlan) -> Step | None:
+        self._early.needs_read = False
+        self._prefill.admit(plan)
+        if self._early.needs_read:
+            return None
+        chunks = self._prefill.schedule(plan)
+        if chunks:
+            pages_of = self._core.engine.cache.get_page_indices
+            self._sender.feed.begin_step(
+                [KVChunk(c.sequence.room, pages_of(c.sequence.room), c.start, c.start + c.length) for c in chunks]
+            )
+        return Step(plan, [], chunks, [])
+
+    def after_launch(self, step: Step) -> list[Sequence]:
+        self._prefill.after_launch(step.chunks)
+        if step.chunks:
+            self._sender.feed.end_step()
+        return []
+
+    def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
+        self._prefill.after_read(chunks, slots, prompt_logprobs)
+
+    def poll(self) -> list[TransferEvent]:
+        return self._sender.poll()
+
+    def on_event(self, event: TransferEvent) -> None:
+        sequence = self._sequences.get(event.room)
+        if sequence is None:
+            return
+        if event.kind is TransferEventKind.ANNOUNCED:
+            sequence.announced = True
+            return
+        if event.kind is TransferEventKind.SUCCESS and self._core.trace.rooms and sequence.is_open:
+            self._core.trace.note_end(sequence, "sent")
+        self._sequences.close(sequence)
+        if event.kind is not TransferEventKind.FAILED:
+            self._sequences.free(sequence)
+
+    def open_admission(self) -> Callable[[Sequence], bool]:
+        """Return the admission check (`PromptOwner`)."""
+        return self._early.may_start
+
+    def leaves_row(self, sequence: Sequence) -> bool:
+        """Return True: D samples the first token (`PromptOwner`)."""
+        return True
+
+    def on_computed(self, sequence: Sequence) -> None:
+        """Send the logits row of a prompt (`PromptOwner`)."""
+        self._sender.feed.send_aux(sequence.room, sequence.aux_slot, sequence.prompt_lines)
+
+
+class DecodeRole(InstanceRole):
+    """D announces pages to P, and decodes the prompts that P has written there."""
+
+    takes = DecodeRequest
+    draws_peer_rows = True
+
+    def __init__(self, core: InstanceCore, receiver: DecodeReceiver) -> None:
+        self._core = core
+        self._sequences = core.sequences
+        self._resources = core.sequences.resources
+        self._cache = core.engine.cache
+        self._receiver = receiver
+        self._decode = DecodeManager(core.settings.config, core.sequences)
+        self.load: DecodeLoad = DecodeLoad(core, self._decode)
+
+    def arrive(self, sequence: Sequence, message: Request) -> None:
+        assert isinstance(message, DecodeRequest)
+        logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
+        sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
+        self._sequences.add(sequence)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        if sequence.state in AT_PEER_STATES:  # its pages are quarantined until P has stopped
+            self._sequences.close(sequence)
+            self._cache.quarantine(sequence.room)
+            self._receiver.abort(sequence.room, error)
+        else:
+            self._decode.cancel(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self._decode.finish(sequence)
+
+    def schedule(self, plan: StepPlan) -> Step | None:
+        if not self._decode.make_room(plan):
+            return None
+        self._announce()
+        first_tokens, decoding = self._decode.schedule(plan)
+        return Step(plan, first_tokens, [], decoding)
+
+    def after_launch(self, step: Step) -> list[Sequence]:
+        self._decode.after_launch(step.first_tokens, step.decoding)
+        return [*step.first_tokens, *step.decoding]
+
+    def poll(self) -> list[TransferEvent]:
+        return self._receiver.poll()
+
+    def on_event(self, event: TransferEvent) -> None:
+        sequence = self._sequences.get(event.room)
+        if sequence is None:
+            return
+        if event.kind is TransferEventKind.LOGITS_READY:
+            sequence.cached_tokens = event.cached_tokens
+            self._sequences.take(sequence, SequenceEvent.ROW_HERE)
+        elif event.kind is TransferEventKind.SUCCESS:
+            self._take_kv(sequence, event)
+        elif event.kind is TransferEventKind.FAILED:
+            for fork in list(sequence.forks):
+                self._decode.end_fork(fork)
+            self._sequences.close(sequence)
+            self._cache.quarantine(sequence.room)
+        elif event.kind is TransferEventKind.RELEASED:
+            self._sequences.close(sequence)
+            self._sequences.free(sequence)
+
+    def _announce(self) -> None:
+        """Reserve pages and announce them to P, strictly in order; nothing while a retracted request waits."""
+        waiting = self._sequences.queue(SequenceState.WAITING)
+        slots = self._resources.slots
+        if not waiting or self._sequences.of(SequenceState.RETRACTED) or not slots.num_free:
+            return
+        may_start = self._decode.open_admission()
+        for sequence in sorted(waiting, key=lambda s: s.order):
+            if not sequence.needs_kv:
+                sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
+            num_pages = self._cache.pages_for(sequence.prompt_len)
+            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
+            if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared):
+                return
+            if not sequence.forks:
+                slots.take(sequence)
+            sequence.aux_slot = self._resources.take_aux()
+            known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
+            self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
+            self._sequences.hold_forks(sequence)
+            sequence.capacity_tokens = num_pages * self._cache.page_size
+            self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
+            sequence.announced_s = self._core.clock.monotonic()
+            self.load.admissions += len(sequence.choices)
+            self._receiver.announce(
+                sequence.room,
+                sequence.request_id,
+                self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
+                sequence.aux_slot,
+                sequence.prompt_len,
+                sequence.prefill_rank,
+                sequence.prefill_incarnation,
+                known // self._cache.page_size,
+                sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
+            )
+
+    def _take_kv(self, sequence: Sequence, event: TransferEvent) -> None:
+        now_s = self._core.clock.monotonic()
+        if self._core.trace.rooms and sequence.is_open:
+            self._core.trace.note_restored(sequence, event, now_s)
+        sequence.kv_bytes, sequence.prefill_times, sequence.kv_landed_s = event.kv_bytes, event.times, now_s
+        sequence.prompt_lines, sequence.transfer_sums = event.prompt_logprobs, event.sums
+        pages = self._cache.get_page_indices(sequence.room)
+        self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
+        self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)
+        if sequence.state is SequenceState.CLOSING:
+            self._sequences.free(sequence)
+        elif sequence.forks:
+            self._decode.fork(sequence)
+        else:
+            self._decode.go_on(sequence, SequenceEvent.KV_HERE)
+
+
+class UnifiedRole(InstanceRole):
+    """A unified instance computes prompts, then decodes them, and has no peers."""
+
+    takes = UnifiedRequest
+
+    def __init__(self, core: InstanceCore) -> None:
+        self._core = core
+        self._sequences = core.sequences
+        self._cache = core.engine.cache
+        self._decode = DecodeManager(core.settings.config, core.sequences)
+        self._prefill = PrefillManager(core, self)
+        self.load = UnifiedLoad(core, self._prefill, self._decode)
+
+    def arrive(self, sequence: Sequence, message: Request) -> None:
+        sequence.announced = True
+        self._prefill.add(sequence)
+
+    def cancel(self, sequence: Sequence, error: ChituError) -> None:
+        self._decode.cancel(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self._decode.finish(sequence)
+
+    def note_first_token(self, sequence: Sequence) -> None:
+        since_s = sequence.computing_since_s
+        sequence.prefill_times = PrefillTimes(since_s - sequence.arrival_s, sequence.first_token_s - since_s)
+        if self._core.trace.rooms:
+            self._core.trace.note_computed(sequence)
+
+    def schedule(self, plan: StepPlan) -> Step | None:
+        if not self._decode.make_room(plan):
+            return None
+        first_tokens, decoding = self._decode.schedule(plan)
+        self._prefill.admit(plan)
+        return Step(plan, first_tokens, self._prefill.schedule(plan), decoding)
+
+    def after_launch(self, step: Step) -> list[Sequence]:
+        self._decode.after_launch(step.first_tokens, step.decoding)
+        computed = self._prefill.after_launch(step.chunks)
+        for sequence in computed:
+            sequence.launched += 1
+            self._sequences.take(sequence, SequenceEvent.START)
+        return [*step.first_tokens, *computed, *step.decoding]
+
+    def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
+        self._prefill.after_read(chunks, slots, prompt_logprobs)
+
+    def open_admission(self) -> Callable[[Sequence], bool]:
+        """Return an admission check like D's, with the prompts being computed counted in (`PromptOwner`)."""
+        if self._sequences.of(SequenceState.RETRACTED):
+            return lambda sequence: False
+        computing = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
+        may_start = self._decode.open_admission(computing)
+        aux = self._core.engine.aux
+
+        def may_start_here(sequence: Sequence) -> bool:
+            if sequence.forks and not aux.num_free:
+                return False
+            pages = self._cache.pages_for(sequence.prompt_len)
+            return may_start(sequence, pages, pages - self._cache.pages_wanted(sequence.keys, sequence.prompt))
+
+        return may_start_here
+
+    def leaves_row(self, sequence: Sequence) -> bool:
+        """Return whether forks sample their first tokens from the row (`PromptOwner`)."""
+        return bool(sequence.forks)
+
+    def on_computed(self, sequence: Sequence) -> None:
+        """Start the forks of a prompt (`PromptOwner`)."""
+        self._decode.fork(sequence)
