@@ -40,7 +40,7 @@ from chitu.protocol import (
     TokenBatch,
     token_codec,
 )
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
 from chitu.router.attempts import Attempts
 from chitu.router.cross_checks import CheckResult, CrossChecks

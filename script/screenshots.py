@@ -36,7 +36,7 @@ from chitu.assets import TINY_MODEL_DIR  # noqa: E402
 from chitu.client.client import RouterClient  # noqa: E402
 from chitu.config.load import load_topology  # noqa: E402
 from chitu.launch.local import LocalCluster  # noqa: E402
-from chitu.protocol.snapshot import RequestSnapshot  # noqa: E402
+from chitu.protocol.account import RequestSnapshot  # noqa: E402
 from chitu.testing.router_process import wait_until  # noqa: E402
 from chitu.workloads import tiny  # noqa: E402
 

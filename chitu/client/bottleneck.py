@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from chitu.protocol import LoadReport
-from chitu.protocol.snapshot import ClusterSnapshot, RequestSnapshot
+from chitu.protocol.account import REPORTED_STAGES, RequestSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot
 
 WAITS = 0.2
 """Share of a request's time from which a stage that only waits is the bottleneck."""
@@ -66,12 +67,9 @@ class Explanation:
     advice: str
 
 
-ADMISSION, QUEUE, COMPUTE = "admission on D", "queue on P", "compute on P"
-TRANSFER, FIRST_STEP, DECODE, ROUTER = "KV transfer", "first step of D", "tokens of D", "router and messages"
-STAGES = (ADMISSION, QUEUE, COMPUTE, TRANSFER, FIRST_STEP, DECODE, ROUTER)
-WAITING = (ADMISSION, QUEUE, TRANSFER, FIRST_STEP, ROUTER)
-"""Stages in which nothing is computed."""
-BEFORE_FIRST = (ADMISSION, QUEUE, COMPUTE, FIRST_STEP)
+WAITING = ("admission", "queue", "transfer", "first_step", "messages")
+"""Stages of an attempt (`protocol/account.py`) in which nothing is computed."""
+BEFORE_FIRST = ("admission", "queue", "compute", "first_step")
 CODES = (
     *(
         "no_requests",
@@ -87,16 +85,6 @@ CODES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Spans:
-    """Stage times of one finished request, in seconds."""
-
-    record: RequestSnapshot
-    stages: dict[str, float]
-    total_s: float
-    first_token_s: float
-
-
 def explain(snapshots: Sequence[ClusterSnapshot]) -> Explanation:
     """Explain the requests that ended between the first and the last snapshot. `snapshots` are of one router, oldest
     first, at least one."""
@@ -104,56 +92,42 @@ def explain(snapshots: Sequence[ClusterSnapshot]) -> Explanation:
     since_s = first.time_s if len(snapshots) > 1 else float("-inf")
     records = {record.room: record for snapshot in snapshots for record in snapshot.requests}
     ended = [r for r in records.values() if r.ended_at_s is not None and r.ended_at_s >= since_s]
-    finished = [_spans(r) for r in ended if r.state == "finished" and r.stages is not None and r.output_tokens]
+    finished = [r for r in ended if r.state == "finished" and r.stages and r.stages.is_reported and r.output_tokens]
     failed = [r for r in ended if r.state in ("failed", "retried")]
-    total_s = sum(spans.total_s for spans in finished)
-    stages = []
-    for name in STAGES:
-        of_all = sorted(spans.stages[name] for spans in finished)
-        if finished:
-            share = sum(of_all) / total_s if total_s else 0.0
-            stages.append(StageShare(name, statistics.fmean(of_all), of_all[int(0.95 * (len(of_all) - 1))], share))
-    code, says, advice = _verdict(snapshots, finished, ended, failed, {stage.name: stage for stage in stages})
+    total_s = _total_s(finished)
+    stages = {name: _share(name, finished, total_s) for name in REPORTED_STAGES} if finished else {}
+    code, says, advice = _verdict(snapshots, finished, ended, failed, stages)
     span_s = last.time_s - first.time_s
     return Explanation(
         span_s=span_s,
         num_ended=len(ended),
         num_failed=len(failed),
         num_running=sum(record.ended_at_s is None for record in last.requests),
-        first_token_s=statistics.fmean(spans.first_token_s for spans in finished) if finished else 0.0,
-        tokens_per_s=sum(spans.record.output_tokens for spans in finished) / span_s if span_s > 0 else 0.0,
-        stages=tuple(stages),
+        first_token_s=_first_tokens_s(finished) / len(finished) if finished else 0.0,
+        tokens_per_s=sum(record.output_tokens for record in finished) / span_s if span_s > 0 else 0.0,
+        stages=tuple(stages.values()),
         bottleneck=code,
         says=says,
         advice=advice,
     )
 
 
-def _spans(record: RequestSnapshot) -> _Spans:
-    """Return the stages of a request. D counts from its arrival there and P from its own, which are taken as one
-    moment. The part of P's queue time that overlaps D's admission counts as admission."""
-    assert record.stages is not None and record.ended_at_s is not None
-    times, of_p = record.stages, record.stages.prefill
-    total_s = max(0.0, record.ended_at_s - record.created_at_s)
-    left_s = end_s = min(times.total_s, total_s)
-    spans = dict.fromkeys(STAGES, 0.0)
+def _share(name: str, finished: Sequence[RequestSnapshot], total_s: float) -> StageShare:
+    of_all = sorted(_span_s(record, name) for record in finished)
+    p95_s = of_all[int(0.95 * (len(of_all) - 1))]
+    return StageShare(name, statistics.fmean(of_all), p95_s, sum(of_all) / total_s if total_s else 0.0)
 
-    def take(name: str, span_s: float) -> None:
-        nonlocal left_s
-        spans[name] += (taken_s := min(max(0.0, span_s), left_s))
-        left_s -= taken_s
 
-    take(ADMISSION, times.admission_s)
-    take(QUEUE, of_p.queue_s - times.admission_s)
-    take(COMPUTE, of_p.compute_s)
-    to_first_s = times.first_token_s - (end_s - left_s)
-    travels_s = min(of_p.transfer_s, max(0.0, to_first_s)) if record.prefill is not None else 0.0
-    take(TRANSFER, travels_s)
-    take(FIRST_STEP, to_first_s - travels_s)
-    take(TRANSFER, times.kv_landed_s - times.first_token_s)
-    spans[DECODE], spans[ROUTER] = left_s, total_s - end_s
-    first_s = record.first_token_at_s
-    return _Spans(record, spans, total_s, total_s if first_s is None else first_s - record.created_at_s)
+def _span_s(record: RequestSnapshot, stage: str) -> float:
+    return (record.stages.span_s(stage) if record.stages is not None else None) or 0.0
+
+
+def _total_s(finished: Iterable[RequestSnapshot]) -> float:
+    return sum(record.total_s or 0.0 for record in finished)
+
+
+def _first_tokens_s(finished: Iterable[RequestSnapshot]) -> float:
+    return sum(record.first_token_s or 0.0 for record in finished)
 
 
 # ------------------------------------------------------------------------------------------------------------- verdict
@@ -161,7 +135,7 @@ def _spans(record: RequestSnapshot) -> _Spans:
 
 def _verdict(
     snapshots: Sequence[ClusterSnapshot],
-    finished: Sequence[_Spans],
+    finished: Sequence[RequestSnapshot],
     ended: Sequence[RequestSnapshot],
     failed: Sequence[RequestSnapshot],
     stages: dict[str, StageShare],
@@ -183,11 +157,11 @@ def _verdict(
     retracted = sum(_grown(snapshots, lambda load: load.retractions).values())
     if retracted >= RETRACTS * len(finished):
         return _small_pool(snapshots, f"{retracted} requests were moved out of D's pages and back")
-    total_s = sum(spans.total_s for spans in finished)
+    total_s = _total_s(finished)
     slow = _outlier(finished, total_s)
     if slow is not None:
         return slow
-    first_s = sum(spans.first_token_s for spans in finished)
+    first_s = _first_tokens_s(finished)
     worst = max((stages[name] for name in WAITING), key=lambda stage: stage.share)
     waits_s = worst.share * total_s
     if worst.share >= WAITS or (worst.name in BEFORE_FIRST and waits_s > WAITS_FIRST * first_s):
@@ -204,18 +178,22 @@ def _failures(failed: Sequence[RequestSnapshot], num_ended: int, down: Sequence[
     return "failures", says, f"See its log, and docs/troubleshooting.md for {code}.{missing}"
 
 
-def _outlier(finished: Sequence[_Spans], total_s: float) -> tuple[str, str, str] | None:
+_WorkOf = Callable[[RequestSnapshot], tuple[float, float]]
+"""Seconds of a request and how many units of work were done in them."""
+
+
+def _outlier(finished: Sequence[RequestSnapshot], total_s: float) -> tuple[str, str, str] | None:
     """Return the verdict on an instance or pair that is much slower at the same work than the others of its kind."""
-    kinds: tuple[tuple[str, Callable[[_Spans], str | None], Callable[[_Spans], tuple[float, float]], str, str], ...] = (
-        ("prefill_instance", lambda s: s.record.prefill, _compute_of, "a prompt token", "Compare its host and device"),
-        ("decode_instance", lambda s: s.record.decode, _decode_of, "a token", "Compare its host and device"),
+    kinds: tuple[tuple[str, Callable[[RequestSnapshot], str | None], _WorkOf, str, str], ...] = (
+        ("prefill_instance", lambda s: s.prefill, _compute_of, "a prompt token", "Compare its host and device"),
+        ("decode_instance", lambda s: s.decode, _decode_of, "a token", "Compare its host and device"),
         ("transfer_pair", _pair_of, _transfer_of, "a byte of KV", "Check the network between the two"),
     )
     found = []
     for code, name_of, work_of, what, advice in kinds:
         groups: dict[str, list[tuple[float, float]]] = {}
-        for spans in finished:
-            name, work = name_of(spans), work_of(spans)
+        for record in finished:
+            name, work = name_of(record), work_of(record)
             if name is not None and work[1]:
                 groups.setdefault(name, []).append(work)
         paces = {n: _pace(works) for n, works in groups.items() if len(works) >= OUTLIER_REQUESTS}
@@ -239,40 +217,39 @@ def _pace(works: Iterable[tuple[float, float]]) -> float:
     return statistics.median(span_s / units for span_s, units in works)
 
 
-def _compute_of(spans: _Spans) -> tuple[float, float]:
-    record = spans.record
-    return spans.stages[COMPUTE], record.prompt_tokens + record.continued_tokens - record.cached_tokens
+def _compute_of(record: RequestSnapshot) -> tuple[float, float]:
+    return _span_s(record, "compute"), record.prompt_tokens + record.continued_tokens - record.cached_tokens
 
 
-def _decode_of(spans: _Spans) -> tuple[float, float]:
-    return spans.stages[DECODE], max(0, spans.record.output_tokens - 1 - spans.record.continued_tokens)
+def _decode_of(record: RequestSnapshot) -> tuple[float, float]:
+    return _span_s(record, "decode"), max(0, record.output_tokens - 1 - record.continued_tokens)
 
 
-def _transfer_of(spans: _Spans) -> tuple[float, float]:
-    return spans.stages[TRANSFER], spans.record.kv_bytes
+def _transfer_of(record: RequestSnapshot) -> tuple[float, float]:
+    return _span_s(record, "transfer"), record.kv_bytes
 
 
-def _pair_of(spans: _Spans) -> str | None:
-    return None if spans.record.prefill is None else f"{spans.record.prefill} -> {spans.record.decode}"
+def _pair_of(record: RequestSnapshot) -> str | None:
+    return None if record.prefill is None else f"{record.prefill} -> {record.decode}"
 
 
 def _waiting(
-    snapshots: Sequence[ClusterSnapshot], finished: Sequence[_Spans], stage: StageShare
+    snapshots: Sequence[ClusterSnapshot], finished: Sequence[RequestSnapshot], stage: StageShare
 ) -> tuple[str, str, str]:
     share = f"{stage.share:.0%} of a request's time ({_ms(stage.mean_s)})"
-    if stage.name == QUEUE and not _is_held_by_decoding(snapshots):
-        tokens = round(sum(_compute_of(spans)[1] for spans in _prompts(finished)))
+    if stage.name == "queue" and not _is_held_by_decoding(snapshots):
+        tokens = round(sum(_compute_of(record)[1] for record in _prompts(finished)))
         waiting = max((_sum(snapshot, lambda load: load.waiting_tokens, "P", "U") for snapshot in snapshots), default=0)
         says = f"Prompts wait for P: {share}, with up to {waiting} prompt tokens queued and {tokens} computed."
         return "prefill_queue", says, MORE_PREFILL
-    if stage.name == TRANSFER:
+    if stage.name == "transfer":
         moved, spent_s = (sum(column) for column in zip(*map(_bytes_and_s, finished), strict=True))
         rate = f"{moved / spent_s / 1e9:.3g} GB/s" if spent_s else "-"
         says = f"KV transfer over {snapshots[-1].transport} takes {share}, at {rate} a request."
         return "transfer", says, "Compare with `chitu bench transfer`; RDMA, more transfer_threads, or fp8 pages."
-    if stage.name == FIRST_STEP:
+    if stage.name == "first_step":
         return _few_slots(snapshots, f"Requests whose logits are there wait for a step of D: {share}")
-    if stage.name == ROUTER:
+    if stage.name == "messages":
         says = f"Messages and the router take {share}."
         return "router", says, "If the router's core is busy, set router.workers; else check the network to it."
     loads = [load for snapshot in snapshots for load in _loads(snapshot, "D", "U")]
@@ -306,17 +283,17 @@ def _small_pool(snapshots: Sequence[ClusterSnapshot], what: str) -> tuple[str, s
 
 
 def _working(
-    snapshots: Sequence[ClusterSnapshot], finished: Sequence[_Spans], stages: dict[str, StageShare]
+    snapshots: Sequence[ClusterSnapshot], finished: Sequence[RequestSnapshot], stages: dict[str, StageShare]
 ) -> tuple[str, str, str]:
     """Return the verdict if no stage waits long."""
-    if stages[COMPUTE].share >= stages[DECODE].share:
+    if stages["compute"].share >= stages["decode"].share:
         at_once = _prompts_at_once(finished)
         if at_once >= SHARED:
-            says = f"Prompts share P: {stages[COMPUTE].share:.0%} of a request's time, {at_once:.0f} at once on each."
+            says = f"Prompts share P: {stages['compute'].share:.0%} of a request's time, {at_once:.0f} at once on each."
             return "prefill_queue", says, MORE_PREFILL
         computed_s, tokens = (sum(column) for column in zip(*map(_compute_of, finished), strict=True))
         pace = f", {_ms(computed_s / tokens)} a prompt token" if tokens else ""
-        says = f"No stage waits long; most of the time P computes: {stages[COMPUTE].share:.0%}{pace}."
+        says = f"No stage waits long; most of the time P computes: {stages['compute'].share:.0%}{pace}."
         return (
             "prefill_compute",
             says,
@@ -325,27 +302,27 @@ def _working(
     decoded_s, tokens = (sum(column) for column in zip(*map(_decode_of, finished), strict=True))
     running = max((_sum(snapshot, lambda load: load.running, "D", "U") for snapshot in snapshots), default=0)
     pace = f", {_ms(decoded_s / tokens)} a token with up to {running} requests at once" if tokens else ""
-    says = f"No stage waits long; most of the time D generates tokens: {stages[DECODE].share:.0%}{pace}."
+    says = f"No stage waits long; most of the time D generates tokens: {stages['decode'].share:.0%}{pace}."
     return "decode", says, "If that is too slow, add a D, so that each has fewer requests at once."
 
 
-def _prompts(finished: Sequence[_Spans]) -> list[_Spans]:
+def _prompts(finished: Sequence[RequestSnapshot]) -> list[RequestSnapshot]:
     """Return one request for each prompt: what several choices share was computed once."""
-    return list({spans.record.prompt_room or spans.record.room: spans for spans in finished}.values())
+    return list({record.prompt_room or record.room: record for record in finished}.values())
 
 
-def _prompts_at_once(finished: Sequence[_Spans]) -> float:
+def _prompts_at_once(finished: Sequence[RequestSnapshot]) -> float:
     """Return the mean number of prompts at once on a P that has any. The number in a load report is as old as the
     instance's last step, so it is derived from the stage times."""
-    span_s = max(s.record.created_at_s for s in finished) - min(s.record.created_at_s for s in finished)
+    span_s = max(s.created_at_s for s in finished) - min(s.created_at_s for s in finished)
     prompts = _prompts(finished)
-    spent_s = sum(spans.stages[COMPUTE] for spans in prompts)
+    spent_s = sum(_span_s(record, "compute") for record in prompts)
     span_s += spent_s / len(prompts)
-    return spent_s / span_s / len({spans.record.prefill for spans in finished}) if span_s else 0.0
+    return spent_s / span_s / len({record.prefill for record in finished}) if span_s else 0.0
 
 
-def _bytes_and_s(spans: _Spans) -> tuple[float, float]:
-    return spans.record.kv_bytes, spans.stages[TRANSFER]
+def _bytes_and_s(record: RequestSnapshot) -> tuple[float, float]:
+    return record.kv_bytes, _span_s(record, "transfer")
 
 
 def _loads(snapshot: ClusterSnapshot, *letters: str) -> list[LoadReport]:

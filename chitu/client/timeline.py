@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import Moments, RequestSnapshot, laid_out, request_stages
 from chitu.protocol.trace import (
     AnyTraceRecord,
     TraceArrival,
@@ -137,7 +137,8 @@ def timeline_of(found: FoundRecords, request_id: str) -> Timeline:
         sides.setdefault(room, []).append(_Side(room, instance, records, shift_s))
     for pair in sides.values():
         _put_in_order(pair)
-        spans += [span for side in pair for span in side.spans()]
+        announced_s = max((s.announced_s + s.shift_s for s in pair if s.announced_s is not None), default=0.0)
+        spans += [span for side in pair for span in side.spans(announced_s)]
     pages = [check for pair in sides.values() for check in _page_checks(pair)]
     wrong = [check for check in pages if not check.is_same]
     notes += [
@@ -181,17 +182,13 @@ def _notes(found: FoundRecords, request: TraceRequest | None, num_requests: int)
 
 def _router_spans(request: TraceRequest) -> list[TimelineSpan]:
     zero_s, end_s = request.arrived_s, request.at_s
-    received_s = min(max(request.received_s, zero_s), end_s)
-    spans = [TimelineSpan(ROUTER, "receive", 0.0, received_s - zero_s)]
-    last_s = received_s
-    if request.choices:
-        first_s = request.choices[0][0].created_at_s
-        spans.append(TimelineSpan(ROUTER, "prepare", received_s - zero_s, first_s - zero_s))
+    moments = Moments(zero_s, request.received_s, end_s)
+    stages = [list(laid_out(request_stages(moments, attempts), 0.0)) for attempts in request.choices or ((),)]
+    spans = [TimelineSpan(ROUTER, *stage) for stage in stages[0] if stage[0] in ("receive", "prepare")]
     for choice in request.choices:
         for attempt in choice:
             pair = attempt.decode if attempt.prefill is None else f"{attempt.prefill} -> {attempt.decode}"
             until_s = end_s if attempt.ended_at_s is None else attempt.ended_at_s
-            last_s = max(last_s, until_s)
             new_tokens = attempt.output_tokens - attempt.continued_tokens
             text = f"{attempt.state}{f' ({attempt.error})' if attempt.error else ''}, {new_tokens} tokens"
             what = f"attempt {attempt.attempt}: {pair}"
@@ -199,7 +196,8 @@ def _router_spans(request: TraceRequest) -> list[TimelineSpan]:
                 what = f"{attempt.request_id.rpartition('-')[2]}: {what}"
             start_s = attempt.created_at_s - zero_s
             spans.append(TimelineSpan(ROUTER, what, start_s, until_s - zero_s, text, bool(attempt.error)))
-    spans.append(TimelineSpan(ROUTER, "answer", last_s - zero_s, end_s - zero_s, request.error, bool(request.error)))
+    answer = max(each[-1] for each in stages)  # of the choice that ended last
+    spans.append(TimelineSpan(ROUTER, *answer, request.error, bool(request.error)))
     return spans
 
 
@@ -228,10 +226,11 @@ class _Side:
         """End of P's last write, on its own clock; None without a write."""
         return max((record.at_s for record in self._records if isinstance(record, TraceWrite)), default=None)
 
-    def spans(self) -> list[TimelineSpan]:
+    def spans(self, announced_s: float) -> list[TimelineSpan]:
+        """Return the spans. `announced_s`: when D announced its pages, on the clock of the timeline."""
         shift_s = self.shift_s
         start_s, last_s = self._records[0].at_s + shift_s, self._records[-1].at_s + shift_s
-        spans = [*self._of_prefill(start_s, shift_s), *self._of_decode(start_s, shift_s)]
+        spans = [*self._of_prefill(start_s, shift_s, announced_s), *self._of_decode(start_s, shift_s)]
         end = next((record for record in self._records if isinstance(record, TraceEnd)), None)
         if not spans:
             spans.append(self._span("waits", start_s, last_s))
@@ -255,17 +254,17 @@ class _Side:
     ) -> TimelineSpan:
         return TimelineSpan(self.instance, what, start_s, max(start_s, end_s), text, is_error, tuple(marks_s))
 
-    def _of_prefill(self, start_s: float, shift_s: float) -> list[TimelineSpan]:
+    def _of_prefill(self, start_s: float, shift_s: float, announced_s: float) -> list[TimelineSpan]:
         times = self.sent.times if self.sent is not None else None
         if self.restored is not None and self.restored.times.compute_s:  # unified
             times = self.restored.times
         spans = []
         if times is not None:
-            begun_s = start_s + times.queue_s
-            computed_s = begun_s + times.compute_s
+            begun_s, computed_s, _ = times.moments(start_s)
+            queued_s = min(max(start_s, announced_s), begun_s)
             sent = self.send or self.restored
             cached = f"{sent.cached_tokens} of {sent.prompt_tokens} tokens cached" if sent is not None else ""
-            spans += [self._span("queue", start_s, begun_s), self._span("compute", begun_s, computed_s, cached)]
+            spans += [self._span("queue", queued_s, begun_s), self._span("compute", begun_s, computed_s, cached)]
         writes = [record for record in self._records if isinstance(record, TraceWrite)]
         if writes:
             failed = [write.error for write in writes if write.error]

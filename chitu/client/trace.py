@@ -7,7 +7,8 @@ Used by `chitu chat` below each answer and by the quickstart's first completion.
 from __future__ import annotations
 
 from chitu.protocol import LoadReport
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 SEPARATOR = " · "
 
@@ -18,31 +19,23 @@ def find_request(snapshot: ClusterSnapshot, request_id: str) -> RequestSnapshot 
 
 
 def trace_lines(request: RequestSnapshot) -> list[str]:
-    """Return two lines: where it ran and what it moved; the times of the stages that it got to.
-
-    `transfer` is the part of the KV transfer that compute did not hide. `first token` and `total` run from the
-    router's dispatch. The tokens per second are those of D after token 1, on D's clock, since several tokens may
-    arrive at the router together.
-    """
-    stages, is_pair, spans = request.stages, request.prefill is not None, []
+    """Return two lines: where it ran and what it moved; its stages (`protocol/account.py`), the time to its first token
+    and the total, from the router's dispatch."""
+    stages, is_pair = request.stages, request.prefill is not None
     run = [f"{request.prefill} -> {request.decode}" if is_pair else request.decode]
     run.append(f"{request.prompt_tokens} prompt + {request.output_tokens} output tokens")
     if request.cached_tokens:
         run.append(f"{request.cached_tokens} cached")
-    if stages is not None:
-        spans = [("queue", stages.prefill.queue_s), ("prefill", stages.prefill.compute_s)]
-        if is_pair:
-            run.append(f"{byte_text(request.kv_bytes)} KV moved")
-            spans.append(("transfer", stages.prefill.transfer_s))
-        tokens, decode_s = request.output_tokens - 1, stages.total_s - stages.first_token_s
-        if tokens > 0 and decode_s > 0:
-            run.append(f"{tokens / decode_s:.{0 if tokens / decode_s >= 10 else 1}f} tokens/s")
+    if stages is not None and stages.is_reported and is_pair:
+        run.append(f"{byte_text(request.kv_bytes)} KV moved")
+    rate = request.tokens_per_s
+    if rate is not None:
+        run.append(f"{rate:.{0 if rate >= 10 else 1}f} tokens/s")
     if request.state != "finished":
         run.append(request.error or request.state)
-    for name, at_s in (("first token", request.first_token_at_s), ("total", request.ended_at_s)):
-        if at_s is not None:
-            spans.append((name, at_s - request.created_at_s))
-    times = [f"{name} {span_text(span_s)}" for name, span_s in spans]
+    spans = [*(stages.known() if stages is not None else ()), ("first token", request.first_token_s)]
+    spans.append(("total", request.total_s))
+    times = [f"{name.replace('_', ' ')} {span_text(span_s)}" for name, span_s in spans if span_s is not None]
     return [SEPARATOR.join(part) for part in (run, times) if part]
 
 

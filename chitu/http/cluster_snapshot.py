@@ -27,7 +27,8 @@ from chitu.http.served_model import ServedModel
 from chitu.http.sse import joined
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport, Wire
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus, RequestSnapshot, WorkerSnapshot
+from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus, WorkerSnapshot
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role, instance_name

@@ -48,7 +48,7 @@ from chitu.http.web_routes import add_web_routes
 from chitu.net.http import Scope, error_headers, error_object
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import encode
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.trace import AnyTraceRecord, TraceFrame, TraceLoss, TraceRequest
 from chitu.tracing.trace_files import FoundRecords, find_records
 from chitu.types import Role

@@ -21,7 +21,7 @@ from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, Runn
 from chitu.http.exchange import JSON, Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
 from chitu.http.messages.delta import joined
-from chitu.http.proof import ChoiceSums, Moments, Proof, headers_of, proof_of
+from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of
 from chitu.http.receipts import receipt_of
 from chitu.http.request_spans import RequestSpan, request_span
 from chitu.http.responses import ResponsesFormat
@@ -32,6 +32,7 @@ from chitu.http.token_logprobs import PromptAnswer
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import SamplingParams, prompt_lines, unpack_i32
+from chitu.protocol.account import Moments
 from chitu.router.request import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 

@@ -70,12 +70,14 @@ def histogram(name: str, text: str, times: TimeHistogram) -> Iterator[Metric]:
     yield family
 
 
-def histograms(name: str, text: str, times: Histograms) -> Iterator[Metric]:
+def histograms(name: str, text: str, label: str, times: Mapping[str, Histograms]) -> Iterator[Metric]:
+    """Yield the parts of a histogram family of instances, with a further label."""
     samples = (
-        ((_ROLE_OF_LETTER[instance[0]], instance), _buckets(of_one), of_one.sum_s)
-        for instance, of_one in sorted(times.items())
+        ((_ROLE_OF_LETTER[instance[0]], instance, part), _buckets(of_one), of_one.sum_s)
+        for part, by_name in sorted(times.items())
+        for instance, of_one in sorted(by_name.items())
     )
-    return _parts(lambda: HistogramMetricFamily(name, text, labels=PER_INSTANCE), samples, len(_BOUNDS))
+    return _parts(lambda: HistogramMetricFamily(name, text, labels=(*PER_INSTANCE, label)), samples, len(_BOUNDS))
 
 
 def _parts(make: Callable[[], Any], samples: Iterable[tuple[Any, ...]], size: int = 1) -> Iterator[Metric]:
@@ -238,14 +240,8 @@ def _ports(total: RouterMetrics, coordination: CoordinationMetrics) -> Iterator[
 
 
 def _stages(total: RouterMetrics) -> Iterator[Metric]:
-    """Yield the time that finished requests spent in each stage, as the instances report it at their end."""
-    for name, text, times in (
-        ("chitu_prefill_queue_seconds", "P: from arrival to the first chunk", total.queue),
-        ("chitu_prefill_compute_seconds", "P: from the first chunk to the logits", total.prefill),
-        ("chitu_kv_transfer_seconds", "P: from the logits to the last byte in D's memory", total.transfer),
-        ("chitu_decode_admission_seconds", "D: from arrival to the announcement of its pages", total.admission),
-    ):
-        yield from histograms(name, text, times)
+    """Yield the time that finished requests spent in the stages on an instance."""
+    yield from histograms("chitu_stage_seconds", "Time of a request in the stage", "stage", total.stages)
 
 
 # ----------------------------------------------------------------------------------------------- the instances' share

@@ -1,50 +1,25 @@
 """Proof of how an answer was served, if its request asks (`return_proof`): the object `chitu`, and headers. Pure.
 
-Built from the router's record of every attempt (`RequestSnapshot`, with the times that P and D report) and from three
-moments of the HTTP layer, all on the router's clock. Loop thread.
-
-Invariant: the stages of a choice add up to `total_s`, to the microsecond: each moment ends a stage and begins the next.
+Built from the router's record of every attempt and three moments of the HTTP layer (`protocol/account.py`), so the
+stages of a choice add up to `total_s`. Loop thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
 
 from chitu.net.http import Headers
+from chitu.protocol.account import Moments, RequestSnapshot, RequestState, Stages, request_stages
 from chitu.protocol.receipt import Receipt
-from chitu.protocol.requests import Finish, StageTimes
-from chitu.protocol.snapshot import RequestSnapshot, RequestState
+from chitu.protocol.requests import Finish
 
 PREFILL, DECODE, ATTEMPTS = b"x-chitu-prefill", b"x-chitu-decode", b"x-chitu-attempts"
 CACHED_TOKENS, KV_BYTES = b"x-chitu-cached-tokens", b"x-chitu-kv-bytes"
 TIMING = b"server-timing"
 HEADERS = (PREFILL, DECODE, ATTEMPTS, CACHED_TOKENS, KV_BYTES, TIMING)
-
-
-class ProofStages(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a choice went: consecutive spans, on the router's clock. A span that is missing is not known;
-    its time is part of `first_token_s`."""
-
-    receive_s: float
-    """From the request's head to the end of its body."""
-    prepare_s: float
-    """From the end of the body to the first attempt on P and D: JSON, chat template, tokens, grammar."""
-    retry_s: float
-    """From the first attempt to the last one: the time of failed attempts."""
-    queue_s: float | msgspec.UnsetType = msgspec.UNSET
-    """From arrival on P (or the unified instance) to the first chunk."""
-    compute_s: float | msgspec.UnsetType = msgspec.UNSET
-    """From the first chunk to the logits of the last prompt token, on the same instance."""
-    first_token_s: float
-    """The rest of the time to token 1 at the router: logits row to D, sampling, messages."""
-    decode_s: float
-    """From token 1 to the last token. At its beginning, the KV that token 2 needs may still be in transfer."""
-    answer_s: float
-    """From the last token to the end of the answer: its text, and choices that take longer."""
 
 
 class ProofSums(msgspec.Struct, frozen=True):
@@ -77,8 +52,8 @@ class ProofAttempt(msgspec.Struct, frozen=True):
     kv_bytes: int | None
     """Bytes of KV and logits that P moved to D. The choices of one prompt share them; they count for the first. Null
     (not known) if D did not end the attempt itself."""
-    stages: StageTimes | None
-    """Stage times that P and D report, each on its own clock. Null if D did not end the attempt itself."""
+    first_token_s: float | None
+    """From the attempt to its first token at the router; null if it had none."""
     page_sums: str | msgspec.UnsetType = msgspec.UNSET
     """With `return_page_sums`, of the attempt that finished: checksums of the leading full pages that it left on D, 16
     hex digits each, layer by layer."""
@@ -90,7 +65,7 @@ class ProofAttempt(msgspec.Struct, frozen=True):
 class ProofChoice(msgspec.Struct, frozen=True):
     index: int | None
     """Index in the answer; null if `best_of` left the choice out."""
-    stages: ProofStages
+    stages: Stages
     attempts: list[ProofAttempt]
     """All attempts; the last one finished the choice."""
 
@@ -127,14 +102,6 @@ class ChoiceSums(NamedTuple):
         return cls(left, ProofSums(moved.first_page, moved.layers, moved.sent.hex(), moved.landed.hex()))
 
 
-class Moments(NamedTuple):
-    """Moments of one request, on the router's clock."""
-
-    arrived_s: float
-    received_s: float
-    answered_s: float
-
-
 def proof_of(
     moments: Moments,
     records: Sequence[Sequence[RequestSnapshot]],
@@ -147,7 +114,7 @@ def proof_of(
     `page_sums`: those of each choice; empty if none are known."""
     places: dict[int, int] = {choice: index for index, choice in enumerate(indices)}
     choices = [
-        ProofChoice(places.get(i), stages_of(moments, attempts), [_attempt(record) for record in attempts])
+        ProofChoice(places.get(i), request_stages(moments, attempts), [_attempt(record) for record in attempts])
         for i, attempts in enumerate(records)
     ]
     for choice, sums in zip(choices, page_sums, strict=False):
@@ -156,7 +123,7 @@ def proof_of(
     moved = [choice.attempts[-1].kv_bytes for choice in choices]
     last = [choice.attempts[-1] for choice in choices]
     return Proof(
-        total_s=_micros(moments.arrived_s, moments.answered_s) / 1e6,
+        total_s=moments.total_s,
         prefill=list(dict.fromkeys(attempt.prefill for attempt in last if attempt.prefill is not None)),
         decode=list(dict.fromkeys(attempt.decode for attempt in last)),
         attempts=max(len(attempts) for attempts in records),
@@ -165,23 +132,6 @@ def proof_of(
         choices=choices,
         receipt=msgspec.UNSET if receipt is None else receipt,
     )
-
-
-def stages_of(moments: Moments, attempts: Sequence[RequestSnapshot]) -> ProofStages:
-    """Return the stages of one choice. A stage that has not ended yet ends now, which is `answered_s`."""
-    last, (arrived_s, received_s, now_s) = attempts[-1], moments
-    ended_s = now_s if last.ended_at_s is None else last.ended_at_s
-    first_s = ended_s if last.first_token_at_s is None else last.first_token_at_s
-    moments_s = (arrived_s, received_s, attempts[0].created_at_s, last.created_at_s, first_s, ended_s, now_s)
-    at_us = accumulate((_micros(arrived_s, moment_s) for moment_s in moments_s), max)
-    receive, prepare, retry, first, decode, answer = (after - before for before, after in pairwise(at_us))
-    spans_us = {"receive_s": receive, "prepare_s": prepare, "retry_s": retry}
-    if last.stages is not None:  # measured on another clock: cap them by the span around them
-        spans_us["queue_s"] = queue = min(_micros(0, last.stages.prefill.queue_s), first)
-        spans_us["compute_s"] = compute = min(_micros(0, last.stages.prefill.compute_s), first - queue)
-        first -= queue + compute
-    spans_us |= {"first_token_s": first, "decode_s": decode, "answer_s": answer}
-    return ProofStages(**{name: span_us / 1e6 for name, span_us in spans_us.items()})
 
 
 def headers_of(proof: Proof) -> Headers:
@@ -195,14 +145,13 @@ def headers_of(proof: Proof) -> Headers:
         headers.append((PREFILL, ", ".join(proof.prefill).encode()))
     if proof.kv_bytes is not None:
         headers.append((KV_BYTES, b"%d" % proof.kv_bytes))
-    longest = min((choice.stages for choice in proof.choices), key=lambda stages: stages.answer_s)
-    spans = [*msgspec.structs.asdict(longest).items(), ("total_s", proof.total_s)]
-    known = [f"{name.removesuffix('_s')};dur={1000 * span:.3f}" for name, span in spans if span is not msgspec.UNSET]
-    return [*headers, (TIMING, ", ".join(known).encode())]
+    longest = min((choice.stages for choice in proof.choices), key=lambda stages: stages.span_s("answer") or 0.0)
+    spans = [*longest.known(), ("total", proof.total_s)]
+    return [*headers, (TIMING, ", ".join(f"{name};dur={1000 * span_s:.3f}" for name, span_s in spans).encode())]
 
 
 def _attempt(record: RequestSnapshot) -> ProofAttempt:
-    is_known = record.stages is not None or record.prefill is None
+    is_known = record.prefill is None or (record.stages is not None and record.stages.is_reported)
     return ProofAttempt(
         record.room,
         record.prefill,
@@ -212,9 +161,5 @@ def _attempt(record: RequestSnapshot) -> ProofAttempt:
         record.continued_tokens,
         record.cached_tokens,
         record.kv_bytes if is_known else None,
-        record.stages,
+        record.first_token_s,
     )
-
-
-def _micros(since_s: float, until_s: float) -> int:
-    return max(0, round(1e6 * (until_s - since_s)))

@@ -1,20 +1,15 @@
 """A request as spans of one trace: on the router, on P, on D. Pure.
 
-Built from the same data as `proof.py`: the router's records of every attempt, with the times that P and D report, and
-the moments of the HTTP layer. P and D have other clocks than the router, so their spans are placed on the router's
-clock in their order of occurrence, and no longer than the span that contains them.
+The stages of its account (`protocol/account.py`), one after the other on the router's clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import msgspec
-
-from chitu.http.proof import Moments, stages_of
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import ATTEMPT_STAGES, Moments, RequestSnapshot, laid_out, request_stages
 
 MAX_CHOICES = 16
 """Choices that have spans of their own. Each has six or more; a request may have thousands of choices."""
@@ -42,11 +37,9 @@ def request_span(
 ) -> RequestSpan:
     """Return the span of a request, with its parts. `records`: the attempts (at least one) of each choice that was sent
     to instances. `error`: code of the error that ended the request; if empty, the first failed choice's counts."""
-    arrived_s, received_s, answered_s = moments
-    received_s = min(max(received_s, arrived_s), answered_s)
-    parts = [RequestSpan("receive", arrived_s, received_s)]
-    if records:
-        parts.append(RequestSpan("prepare", received_s, max(received_s, records[0][0].created_at_s)))
+    arrived_s, _, answered_s = moments
+    of_choices = [request_stages(moments, attempts) for attempts in records[:MAX_CHOICES] or [()]]
+    parts = [RequestSpan(*span) for span in laid_out(of_choices[0], arrived_s) if span[0] in ("receive", "prepare")]
     for choice, attempts in enumerate(records[:MAX_CHOICES]):
         parts += [
             RequestSpan(
@@ -54,7 +47,7 @@ def request_span(
             )
             for attempt, after in pairwise(attempts)
         ]
-        parts.append(_last_attempt(choice, moments, attempts))
+        parts.append(_last_attempt(choice, attempts[-1], laid_out(of_choices[choice], arrived_s)))
     failed = [record[-1].error for record in records if record[-1].state == "failed"]
     counts: Attributes = {}
     if records:
@@ -71,28 +64,28 @@ def request_span(
     )
 
 
-def _last_attempt(choice: int, moments: Moments, attempts: Sequence[RequestSnapshot]) -> RequestSpan:
-    """Return the span of a choice's last attempt, with its stages. They follow one another, except the transfer: D's
-    first token does not wait for it."""
-    last, stages = attempts[-1], stages_of(moments, attempts)
-    queue_s, compute_s = (0.0 if span is msgspec.UNSET else span for span in (stages.queue_s, stages.compute_s))
-    prefill, decode = last.prefill or last.decode, last.decode
-    end_s = moments.answered_s - stages.answer_s
-    first_s = end_s - stages.decode_s
-    computed_s = first_s - stages.first_token_s
-    begun_s = computed_s - compute_s
-    parts = []
-    if stages.queue_s is not msgspec.UNSET:
-        parts.append(RequestSpan("prefill queue", begun_s - queue_s, begun_s, instance=prefill))
-        parts.append(RequestSpan("prefill", begun_s, computed_s, {"chitu.cached_tokens": last.cached_tokens}, prefill))
-    if last.stages is not None and last.prefill is not None:
-        landed_s = min(computed_s + last.stages.prefill.transfer_s, end_s)
-        parts.append(RequestSpan("kv transfer", computed_s, landed_s, {"chitu.kv_bytes": last.kv_bytes}, prefill))
-    if last.first_token_at_s is not None:
-        parts.append(RequestSpan("first token", computed_s, first_s, instance=decode))
-        parts.append(RequestSpan("decode", first_s, end_s, {"gen_ai.usage.output_tokens": last.output_tokens}, decode))
-    start_s = begun_s - queue_s
-    return RequestSpan("attempt", start_s, end_s, _of_attempt(choice, last), "", last.error, tuple(parts))
+def _last_attempt(choice: int, last: RequestSnapshot, stages: Iterable[tuple[str, float, float]]) -> RequestSpan:
+    """Return the span of a choice's last attempt, with its stages on P and D."""
+    spans = [span for span in stages if span[0] in ATTEMPT_STAGES]
+    parts = [
+        RequestSpan(*span, _of_stage(span[0], last), _instance(span[0], last))
+        for span in spans
+        if span[0] != "messages"
+    ]
+    return RequestSpan("attempt", spans[0][1], spans[-1][2], _of_attempt(choice, last), "", last.error, tuple(parts))
+
+
+def _instance(stage: str, record: RequestSnapshot) -> str:
+    """Return the name of the instance whose stage it is."""
+    return (record.prefill or record.decode) if stage in ("prefill", "queue", "compute", "transfer") else record.decode
+
+
+def _of_stage(stage: str, record: RequestSnapshot) -> Attributes:
+    if stage in ("prefill", "compute"):
+        return {"chitu.cached_tokens": record.cached_tokens}
+    if stage == "transfer":
+        return {"chitu.kv_bytes": record.kv_bytes}
+    return {"gen_ai.usage.output_tokens": record.output_tokens} if stage == "decode" else {}
 
 
 def _of_attempt(choice: int, record: RequestSnapshot) -> Attributes:

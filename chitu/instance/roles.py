@@ -24,7 +24,8 @@ from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
-from chitu.protocol import DecodeRequest, PrefillRequest, PrefillTimes, UnifiedRequest
+from chitu.protocol import DecodeRequest, PrefillRequest, UnifiedRequest
+from chitu.protocol.account import PrefillTimes
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +326,7 @@ class UnifiedRole(InstanceRole):
 
     def note_first_token(self, sequence: Sequence) -> None:
         since_s = sequence.computing_since_s
-        sequence.prefill_times = PrefillTimes(since_s - sequence.arrival_s, sequence.first_token_s - since_s)
+        sequence.prefill_times = PrefillTimes.of(sequence.arrival_s, since_s, sequence.first_token_s)
         if self._core.trace.rooms:
             self._core.trace.note_computed(sequence)
 

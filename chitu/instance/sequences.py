@@ -25,17 +25,8 @@ from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.protocol import (
-    NO_TIMES,
-    DecodeRequest,
-    PrefillRequest,
-    PrefillTimes,
-    SamplingParams,
-    SchedulerMessage,
-    StageTimes,
-    TransferSums,
-    UnifiedRequest,
-)
+from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, SchedulerMessage, TransferSums, UnifiedRequest
+from chitu.protocol.account import NO_TIMES, PrefillTimes, StageTimes
 
 
 class SequenceState(Enum):
@@ -279,10 +270,8 @@ class Sequence:
 
     def stage_times(self, now_s: float) -> StageTimes:
         """Return the times to report to the router when the request ends on D or a unified instance at `now_s`."""
-        first, announced, landed = (
-            max(0.0, moment_s - self.arrival_s) for moment_s in (self.first_token_s, self.announced_s, self.kv_landed_s)
-        )
-        return StageTimes(self.prefill_times, announced, first, landed, now_s - self.arrival_s)
+        moments_s = self.announced_s, self.first_token_s, self.kv_landed_s, now_s
+        return StageTimes.of(self.prefill_times, self.arrival_s, *moments_s)
 
     def finish_reason(self, token: int) -> str:
         """Return why the request ends with `token`, its newest; empty if it continues."""

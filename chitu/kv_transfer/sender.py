@@ -44,16 +44,8 @@ from chitu.kv_transfer.transfer_table import (
 )
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.transport import WriteError
-from chitu.protocol import (
-    AbortAck,
-    AbortTransfer,
-    AuxReady,
-    PrefillTimes,
-    StatusAck,
-    TransferInfo,
-    TransferStatus,
-    Wire,
-)
+from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StatusAck, TransferInfo, TransferStatus, Wire
+from chitu.protocol.account import PrefillTimes
 from chitu.protocol.peer import KVPoll
 from chitu.types import Role, instance_name, room_text
 
@@ -264,8 +256,7 @@ class SendRoom:
     @property
     def times(self) -> PrefillTimes:
         """Durations on P of a room that has landed."""
-        started_s, computed_s = self.computed.started_s, self.computed.computed_s
-        return PrefillTimes(started_s - self.requested_s, computed_s - started_s, self.landed_s - computed_s)
+        return PrefillTimes.of(self.requested_s, self.computed.started_s, self.computed.computed_s, self.landed_s)
 
 
 # --------------------------------------------------------------------------------------------------------------- events

@@ -21,7 +21,8 @@ from enum import Enum, auto
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from chitu.errors import ChituError
-from chitu.protocol import NO_TIMES, PrefillTimes, TransferSums, Wire
+from chitu.protocol import TransferSums, Wire
+from chitu.protocol.account import NO_TIMES, PrefillTimes
 from chitu.types import waited_text
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Union
 
+from chitu.protocol.account import NO_TIMES, PrefillTimes
 from chitu.protocol.cluster import KVLayout
-from chitu.protocol.requests import NO_TIMES, PrefillTimes
 from chitu.protocol.wire import Codec, Wire, encode
 
 

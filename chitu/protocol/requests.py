@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Union
 
+from chitu.protocol.account import StageTimes
 from chitu.protocol.grammars import Grammar
 from chitu.protocol.wire import Codec, Wire
 
@@ -189,34 +190,6 @@ SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRe
 RequestPortMessage = Union[SchedulerMessage, LinkAck]
 
 # ------------------------------------------------------------------------------------------------- scheduler -> router
-
-
-class PrefillTimes(Wire, frozen=True, omit_defaults=False):
-    """Where P (or the prefill half of a unified instance) spent its time on a room. Seconds on that host's clock."""
-
-    queue_s: float = 0.0
-    """From the request's arrival to its first chunk."""
-    compute_s: float = 0.0
-    """From the first chunk to the logits of the last token; layers leave meanwhile."""
-    transfer_s: float = 0.0
-    """From those logits to the last byte in D's memory: the part of the transfer that compute did not hide."""
-
-
-NO_TIMES = PrefillTimes()
-
-
-class StageTimes(Wire, frozen=True, omit_defaults=False):
-    """Where a finished request spent its time. Each field is a span on one host's clock, so clocks need not agree."""
-
-    prefill: PrefillTimes = NO_TIMES
-    admission_s: float = 0.0
-    """D: from the request's arrival to the announcement of its pages."""
-    first_token_s: float = 0.0
-    """D: from the arrival to token 1."""
-    kv_landed_s: float = 0.0
-    """D: from the arrival to the whole KV; 0 on a unified instance, which has no transfer."""
-    total_s: float = 0.0
-    """D: from the arrival to the last token."""
 
 
 class TransferSums(Wire, frozen=True, array_like=True):

@@ -11,47 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.cluster import KVLayout, LoadReport
-from chitu.protocol.requests import StageTimes
-
-RequestState = Literal["prefill", "decode", "finished", "retried", "failed", "cancelled"]
-"""`prefill`: sent to its pair, no token yet. `decode`: tokens come. `finished`: stop, length or a stop string.
-`retried`: this attempt failed, and the request continued with another one, which has a record of its own."""
-
-
-class RequestSnapshot(msgspec.Struct, frozen=True):
-    """One attempt of one choice of one request, running or among the last that ended."""
-
-    room: str
-    """UUID; the key."""
-    request_id: str
-    """The X-Request-Id of the response; with several choices `<id>-<choice>`."""
-    prefill: str | None
-    """Name of P; None on a unified instance."""
-    decode: str
-    state: RequestState
-    prompt_tokens: int
-    output_tokens: int
-    created_at_s: float
-    first_token_at_s: float | None
-    ended_at_s: float | None
-    kv_bytes: int
-    """KV and logits that P moved into D's memory; known when the request has finished."""
-    stages: StageTimes | None
-    """Known when the request has finished."""
-    error: str
-    """Code of `chitu.errors` if the attempt failed (`failed` or `retried`), else empty."""
-    attempt: int = 1
-    """Number of this try of its request, from 1."""
-    continued_tokens: int = 0
-    """Output of earlier attempts that was prefilled again here, after the prompt. `output_tokens` counts it too."""
-    cached_tokens: int = 0
-    """Prefilled tokens that were in cached pages and needed no computing; known with the first token."""
-    prompt_room: str | msgspec.UnsetType = msgspec.UNSET
-    """Room of the prompt, if it was sent once for several choices: the only one that P sees."""
-    tenant: str | msgspec.UnsetType = msgspec.UNSET
-    """Tenant of the API key that asked (a hash), if the router has API keys."""
-
 
 InstanceStatus = Literal["up", "draining", "down"]
 """`down`: the topology has it, the cluster view does not (not yet, or its lease ended)."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Union
 
-from chitu.protocol.requests import NO_TIMES, PrefillTimes
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import NO_TIMES, PrefillTimes, RequestSnapshot
 from chitu.protocol.wire import Wire
 
 MAX_LISTED_PAGES = 256

@@ -23,8 +23,8 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, TokensLost
 from chitu.log import CREATED_PD_REQUEST, about
-from chitu.protocol import Finish, Heartbeat, StageTimes
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol import Finish, Heartbeat
+from chitu.protocol.account import RequestSnapshot, Stages
 from chitu.router.admission import Admission
 from chitu.router.breaker import NO_INSTANCES, Breakers
 from chitu.router.dispatch import Dispatcher, max_choices
@@ -246,7 +246,7 @@ class Attempts:
                 elif isinstance(effect, NoteStarted):
                     self._note_started(effect.attempt, effect.is_first)
                 elif isinstance(effect, NoteServed):
-                    self._note_served(effect.attempt, effect.reason, effect.stages)
+                    self._note_served(effect.attempt, effect.reason)
                 elif isinstance(effect, Ended):
                     self._end(effect.attempt, effect.record, effect.is_news)
                 elif isinstance(effect, Cancel):
@@ -334,23 +334,20 @@ class Attempts:
         if attempt.is_group_leader:
             self.num_new_tokens += sign * attempt.target.new_tokens
 
-    def _note_served(self, attempt: Attempt, reason: str, stages: StageTimes | None) -> None:
+    def _note_served(self, attempt: Attempt, reason: str) -> None:
         """Count a request that was answered to its end."""
         self.counters.finished[reason] += 1
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
             if key is not None:
                 self._breakers.on_success(key)
-        if stages is None:
-            return
-        counters = self.counters
-        decode = prefill = attempt.decode.name
-        if attempt.prefill is not None:
-            prefill = attempt.prefill.name
-            counters.admission[decode].observe(stages.admission_s)
-            counters.transfer[prefill].observe(stages.prefill.transfer_s)
-        counters.queue[prefill].observe(stages.prefill.queue_s)
-        counters.prefill[prefill].observe(stages.prefill.compute_s)
+
+    def _note_stages(self, record: RequestSnapshot, stages: Stages) -> None:
+        on_p = record.prefill or record.decode
+        for name, instance in (("admission", record.decode), ("queue", on_p), ("compute", on_p), ("transfer", on_p)):
+            span_s = stages.span_s(name)
+            if span_s is not None:
+                self.counters.stages[name][instance].observe(span_s)
 
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
@@ -360,6 +357,8 @@ class Attempts:
         self.num_tokens -= attempt.num_tokens
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)
+        if record.stages is not None and record.stages.is_reported:
+            self._note_stages(record, record.stages)
         if attempt.first_token_s is None:
             self._count_waiting(attempt, -1)
             if attempt.prefill is not None and attempt.is_group_leader:

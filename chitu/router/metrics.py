@@ -55,10 +55,6 @@ def _counts() -> Any:
     return msgspec.field(default_factory=partial(defaultdict, int))
 
 
-def _histograms() -> Any:
-    return msgspec.field(default_factory=partial(defaultdict, TimeHistogram))
-
-
 def _histogram() -> Any:
     return msgspec.field(default_factory=TimeHistogram)
 
@@ -103,14 +99,11 @@ class RouterMetrics(msgspec.Struct):
     """Time between two tokens of a request as its reader sees them; see `PDRequestRouter.flush`."""
     e2e: TimeHistogram = _histogram()
     """Time from acceptance to the end of finished requests."""
-    queue: Histograms = _histograms()
-    """Time from arrival to the first chunk, by P (or unified instance), which reports it with the end of a request."""
-    prefill: Histograms = _histograms()
-    """Time from the first chunk to the logits, by P."""
-    transfer: Histograms = _histograms()
-    """Time from the logits to the last byte in D's memory (the part that compute did not hide), by P."""
-    admission: Histograms = _histograms()
-    """Time from arrival to the announcement of its pages, by D."""
+    stages: dict[str, Histograms] = msgspec.field(
+        default_factory=partial(defaultdict, partial(defaultdict, TimeHistogram))
+    )
+    """Times of finished requests in the stages (`protocol/account.py`) `admission`, by D, and `queue`, `compute` and
+    `transfer`, by P or unified instance."""
     loop_lag: TimeHistogram = _histogram()
     """Delay of the event loop's timers."""
 

@@ -51,8 +51,8 @@ from chitu.errors import (
     TransferTimeout,
     from_code,
 )
-from chitu.protocol import Finish, Fork, SamplingParams, StageTimes, TraceLevel
-from chitu.protocol.snapshot import RequestSnapshot, RequestState
+from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
+from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.retry import MAX_DEATHS, Failure, FailureHistory, failure_of, may_retry
 from chitu.types import room_text, waited_text
@@ -225,6 +225,12 @@ class Attempt(msgspec.Struct, eq=False):
         """Set the number of cached tokens, which the instance reports with the first token."""
         self.cached_tokens = max(0, min(num_tokens, self.num_tokens))
 
+    def _stages(self, ended_s: float) -> Stages:
+        finish = self.generation.finish
+        # All zeros if the last token came, but D's report of the end did not.
+        report = finish.stages if finish is not None and finish.stages.total_s else None
+        return attempt_stages(self.created_s, self.first_token_s, ended_s, report, is_pair=self.prefill is not None)
+
     def snapshot(self, state: RequestState | None = None, ended_s: float | None = None) -> RequestSnapshot:
         """Return its record. `state` is None while it runs."""
         generation = self.generation
@@ -241,8 +247,7 @@ class Attempt(msgspec.Struct, eq=False):
             first_token_at_s=self.first_token_s,
             ended_at_s=ended_s,
             kv_bytes=finish.kv_bytes if finish is not None else 0,
-            # All zeros if the last token came, but D's report of the end did not.
-            stages=finish.stages if finish is not None and finish.stages.total_s else None,
+            stages=None if ended_s is None else self._stages(ended_s),
             error=self.error.code if self.error is not None else "",
             attempt=self.number,
             continued_tokens=self.num_continued,
@@ -480,11 +485,10 @@ class Cancel(Struct):
 
 
 class NoteServed(Struct):
-    """A request was answered to its end. `stages`: as D reported them."""
+    """A request was answered to its end."""
 
     attempt: Attempt
     reason: str
-    stages: StageTimes | None = None
 
 
 class Ended(Struct):
@@ -613,7 +617,7 @@ class GenerationMachine:
                 error = Internal(f"{attempt.decode.name} ended the request as {finish.reason!r} on its own")
             self._reported(generation, attempt, AttemptFailed(error, attempt.decode, event.is_prefill_here))
         elif self._take(generation, _E.FINISH):
-            self._effects.append(NoteServed(attempt, finish.reason, finish.stages))
+            self._effects.append(NoteServed(attempt, finish.reason))
             generation.finish = finish
             self._end(generation, attempt, "finished")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
 
 KEPT_RECORDS = 64
 

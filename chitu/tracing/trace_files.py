@@ -32,7 +32,7 @@ from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
 from chitu.net.threads import JobThread, ServiceThread
 from chitu.protocol import TraceLevel
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.trace import MAX_FRAME_BYTES, AnyTraceRecord, TraceFrame, TraceLoss, TraceRequest
 from chitu.types import room_text
 

@@ -27,7 +27,7 @@ from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.make_model import make_model
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
 from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)

@@ -19,7 +19,7 @@ from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
 from chitu.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.timeout(420)

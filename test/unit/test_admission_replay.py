@@ -29,12 +29,12 @@ from chitu.protocol import (
     InstanceInfo,
     KVLayout,
     LinkAck,
-    PrefillTimes,
     SamplingParams,
     UnifiedRequest,
     pack_i32,
     scheduler_codec,
 )
+from chitu.protocol.account import PrefillTimes
 from chitu.router.admission import Admission
 from chitu.router.policies import Candidates, InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
@@ -132,9 +132,9 @@ class Ask:
     def wait_s(self) -> float:
         """Time until its prompt began to compute, and D had pages for it."""
         assert self.generation is not None and self.generation.error is None, self.generation
-        stages = self.generation.attempts()[-1].stages
-        assert stages is not None
-        return max(stages.admission_s, stages.prefill.queue_s)
+        assert self.generation.finish is not None
+        report = self.generation.finish.stages
+        return max(report.admission_s, report.prefill.queue_s)
 
 
 class ReplayWorld:

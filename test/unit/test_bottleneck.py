@@ -15,23 +15,29 @@ from hypothesis import strategies as st
 from chitu.client.bottleneck import CODES, Explanation, explain
 from chitu.client.explain import explain_cluster
 from chitu.errors import ConfigError
-from chitu.protocol import LoadReport, PrefillTimes, StageTimes
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
+from chitu.protocol import LoadReport
+from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 SPAN_S = st.floats(0, 100)
 rooms = itertools.count()
 
 
-def request(pair: str = "P0-D0", total_s: float = 1.0, at_s: float = 1.0, **times: Any) -> RequestSnapshot:
-    """Return a finished request. `times` has fields of StageTimes, of PrefillTimes and of the record."""
+def request(
+    pair: str = "P0-D0", total_s: float = 1.0, at_s: float = 1.0, lag_s: float = 0.0, **times: Any
+) -> RequestSnapshot:
+    """Return a finished request that took `lag_s` longer at the router than on D. `times` has fields of StageTimes, of
+    PrefillTimes and of the record."""
     prefill, _, decode = pair.rpartition("-")
     of_p = {name: times.pop(name, 0.0) for name in ("queue_s", "compute_s", "transfer_s")}
     fields = {"output_tokens": 11, "kv_bytes": 1000, **{k: times.pop(k) for k in list(times) if not k.endswith("_s")}}
-    stages = StageTimes(PrefillTimes(**of_p), **{"total_s": total_s, **times})
+    report = StageTimes(PrefillTimes(**of_p), **{"total_s": total_s, **times})
+    ended_s = at_s + total_s + lag_s
+    stages = attempt_stages(at_s, at_s, ended_s, report, is_pair=bool(prefill))
     return RequestSnapshot(
         **{
             **dict(room=str(next(rooms)), request_id="r", prefill=prefill or None, decode=decode, state="finished"),
-            **dict(prompt_tokens=100, created_at_s=at_s, first_token_at_s=at_s, ended_at_s=at_s + total_s, error=""),
+            **dict(prompt_tokens=100, created_at_s=at_s, first_token_at_s=at_s, ended_at_s=ended_s, error=""),
             **dict(stages=stages, **fields),
         }
     )
@@ -126,12 +132,13 @@ def test_stages_add_up_and_there_is_always_a_word(spans: list[tuple[Any, ...]]) 
     requests = []
     for *times, tokens, pair in spans:
         total_s, lag_s, queue_s, compute_s, transfer_s, admission_s, first_s, landed_s, at_s = times
-        made = request(
-            *(pair, total_s, at_s),
-            **dict(queue_s=queue_s, compute_s=compute_s, transfer_s=transfer_s, admission_s=admission_s),
-            **dict(first_token_s=first_s, kv_landed_s=landed_s, output_tokens=tokens),
+        requests.append(
+            request(
+                *(pair, total_s, at_s, lag_s),
+                **dict(queue_s=queue_s, compute_s=compute_s, transfer_s=transfer_s, admission_s=admission_s),
+                **dict(first_token_s=first_s, kv_landed_s=landed_s, output_tokens=tokens),
+            )
         )
-        requests.append(msgspec.structs.replace(made, ended_at_s=at_s + total_s + lag_s))
     made = found(*requests)
     assert made.bottleneck in CODES and made.says and made.advice
     assert all(stage.mean_s >= 0 for stage in made.stages)

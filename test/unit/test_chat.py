@@ -33,8 +33,9 @@ from chitu.client.trace import (
 )
 from chitu.errors import ConfigError, DecodeLost, Internal
 from chitu.http.sse import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
-from chitu.protocol import LoadReport, PrefillTimes, StageTimes
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
+from chitu.protocol import LoadReport
+from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 # -------------------------------------------------------------------------------------------------------------- events
 
@@ -101,7 +102,9 @@ def test_an_event_that_is_no_answer_is_an_error_of_one_line(data: str) -> None:
 
 # -------------------------------------------------------------------------------------------------------- status lines
 
-STAGES = StageTimes(PrefillTimes(0.0012, 0.21, 0.0031), 0.002, 0.22, 0.221, 0.33)
+STAGES = attempt_stages(
+    100.0, 100.23, 100.4, StageTimes(PrefillTimes(0.0032, 0.21, 0.0031), 0.002, 0.22, 0.2195, 0.33), is_pair=True
+)
 
 
 def request(**fields: Any) -> RequestSnapshot:
@@ -153,7 +156,8 @@ def lines_of(shown: RequestSnapshot) -> list[str]:
 def test_a_finished_request_shows_where_it_ran_and_where_its_time_went() -> None:
     assert lines_of(request()) == [
         "P0 -> D1 · 1012 prompt + 12 output tokens · 1.2 MiB KV moved · 100 tokens/s",
-        "queue 1.2 ms · prefill 210 ms · transfer 3.1 ms · first token 230 ms · total 400 ms",
+        "admission 2.0 ms · queue 1.2 ms · compute 210 ms · transfer 3.1 ms · first step 3.7 ms · decode 110 ms · "
+        "messages 70 ms · first token 230 ms · total 400 ms",
     ]
 
 
@@ -163,9 +167,12 @@ def test_what_was_cached_is_said_beside_what_was_moved() -> None:
 
 
 def test_a_unified_instance_moves_nothing() -> None:
-    assert lines_of(request(prefill=None, decode="U0", kv_bytes=0)) == [
+    report = StageTimes(PrefillTimes(0.0012, 0.21), first_token_s=0.2112, total_s=0.3212)
+    stages = attempt_stages(100.0, 100.23, 100.4, report, is_pair=False)
+    assert lines_of(request(prefill=None, decode="U0", kv_bytes=0, stages=stages)) == [
         "U0 · 1012 prompt + 12 output tokens · 100 tokens/s",
-        "queue 1.2 ms · prefill 210 ms · first token 230 ms · total 400 ms",
+        "queue 1.2 ms · compute 210 ms · first step 0.0 ms · decode 110 ms · messages 79 ms · first token 230 ms · "
+        "total 400 ms",
     ]
 
 

@@ -10,8 +10,8 @@ from router_world import LAYOUT
 
 from chitu.config.schema import RetryConfig, RouterConfig
 from chitu.errors import DecodeLost, InvalidRequest, NoInstance, PrefillLost, RequestLost, TransferFailed
-from chitu.protocol import Finish, InstanceInfo, SamplingParams, StageTimes, pack_i32
-from chitu.protocol.snapshot import RequestState
+from chitu.protocol import Finish, InstanceInfo, SamplingParams, pack_i32
+from chitu.protocol.account import RequestState, StageTimes
 from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.request import (
     GENERATION_TRANSITIONS,
@@ -338,12 +338,13 @@ def test_of_a_group_the_first_stands_for_all_where_instances_are_blamed() -> Non
     assert blames == [True, False]
 
 
-def test_the_end_says_whose_stages_and_whether_the_reader_knows() -> None:
-    stages = StageTimes(admission_s=1.0)
+def test_the_end_has_the_stages_and_whether_the_reader_knows() -> None:
+    stages = StageTimes(admission_s=1.0, total_s=2.0)
     world = in_state(S.DECODE)
     served, ended = world.give(Finished(Finish(b"", "stop", stages=stages)))
-    assert isinstance(served, NoteServed) and served.stages == stages
+    assert isinstance(served, NoteServed)
     assert isinstance(ended, Ended) and ended.is_news
+    assert ended.record.stages is not None and ended.record.stages.is_reported
     for is_complete in (True, False):
         world = in_state(S.DECODE)
         *_, ended = world.give(ReaderGone(is_complete))

@@ -31,11 +31,9 @@ from chitu.protocol import (
     LinkAck,
     LoadReport,
     PrefillRequest,
-    PrefillTimes,
     RankMemory,
     RegisterReply,
     SamplingParams,
-    StageTimes,
     StatusAck,
     TokenBatch,
     TraceLines,
@@ -56,6 +54,7 @@ from chitu.protocol import (
     unpack_i32,
     view_codec,
 )
+from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.types import Role
 
 ROOM = bytes(range(16))

@@ -16,7 +16,8 @@ from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
 from chitu.http.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
-from chitu.protocol import Finish, LoadReport, PrefillTimes, RequestFailed, SamplingParams, StageTimes, pack_i32
+from chitu.protocol import Finish, LoadReport, RequestFailed, SamplingParams, pack_i32
+from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up
 from chitu.router.request import GenerateRequest
@@ -36,9 +37,13 @@ records = st.builds(
     requests=st.integers(0, 1000),
     failed=counts,
     ttft=histograms,
-    queue=st.dictionaries(st.sampled_from(["P0", "P1"]), histograms),
+    stages=st.fixed_dictionaries({"queue": st.dictionaries(st.sampled_from(["P0", "P1"]), histograms)}),
     breakers=st.dictionaries(st.sampled_from(["P0", "D0"]), counts),
 )
+
+
+def sum_of_queues(metrics: RouterMetrics) -> float:
+    return sum(times.sum_s for times in metrics.stages["queue"].values())
 
 
 def families(report: MetricsReport) -> dict[str, Metric]:
@@ -70,8 +75,8 @@ def instance(name: str, role: Role, load: LoadReport | None) -> InstanceSnapshot
 
 def full_report() -> MetricsReport:
     """Return a report with a value in every family."""
-    queues = {name: {"P0": TimeHistogram()} for name in ("queue", "prefill", "transfer")}
-    metrics = RouterMetrics(**queues, admission={"D0": TimeHistogram()}, breakers={"P0": {"open": 1}})
+    stages = {"admission": {"D0": TimeHistogram()}, "queue": {"P0": TimeHistogram()}}
+    metrics = RouterMetrics(stages=stages, breakers={"P0": {"open": 1}})
     coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1})
     load = LoadReport(pages_total=1, pages_free=1)
     instances = (instance("P0", Role.PREFILL, load), instance("D0", Role.DECODE, load))
@@ -90,10 +95,10 @@ def test_sums_of_processes_do_not_depend_on_order_and_touch_no_part(parts: list[
     assert total.requests == sum(part.requests for part in parts)
     assert total.failed.get("a", 0) == sum(part.failed.get("a", 0) for part in parts)
     assert total.ttft.count == sum(part.ttft.count for part in parts)
-    assert sum(h.sum_s for h in total.queue.values()) == sum(h.sum_s for part in parts for h in part.queue.values())
+    assert sum_of_queues(total) == sum(map(sum_of_queues, parts))
     total.failed["a"] = 1
     total.ttft.observe(1.0)
-    total.queue.setdefault("P0", TimeHistogram()).observe(1.0)
+    total.stages["queue"].setdefault("P0", TimeHistogram()).observe(1.0)
     assert msgspec.json.encode(parts) == before
 
 
@@ -147,10 +152,13 @@ def test_a_streamed_request_leaves_its_times_and_tokens() -> None:
     assert histogram(report, "chitu_inter_token_latency_seconds") == ({"0.02": 1, "0.05": 2}, pytest.approx(0.1))
     assert histogram(report, "chitu_request_duration_seconds") == ({"0.5": 1}, pytest.approx(0.3))
     p0, d0 = {"role": "prefill", "instance": "P0"}, {"role": "decode", "instance": "D0"}
-    assert histogram(report, "chitu_prefill_queue_seconds", **p0) == ({"0.01": 1}, 0.01)
-    assert histogram(report, "chitu_prefill_compute_seconds", **p0) == ({"0.1": 1}, 0.1)
-    assert histogram(report, "chitu_kv_transfer_seconds", **p0) == ({"0.02": 1}, 0.02)
-    assert histogram(report, "chitu_decode_admission_seconds", **d0) == ({"0.005": 1}, 0.005)
+    for stage, place, bound, span_s in (
+        ("admission", d0, "0.005", 0.005),
+        ("queue", p0, "0.005", 0.005),
+        ("compute", p0, "0.1", 0.1),
+        ("transfer", p0, "0.05", 0.04),
+    ):
+        assert histogram(report, "chitu_stage_seconds", stage=stage, **place) == ({bound: 1}, span_s)
 
 
 def test_a_reader_that_waits_for_the_end_counts_the_mean_of_its_tokens() -> None:
@@ -328,7 +336,7 @@ def test_the_page_of_a_large_cluster_comes_in_small_pieces_that_together_are_one
     instances = tuple(InstanceSnapshot(n, roles[n[0]], "up", "h", 1, "1", LoadReport()) for n in names)
     counted = RouterMetrics(breakers={name: {"closed": 1} for name in names})
     for name in names:
-        counted.queue[name].observe(0.1)
+        counted.stages["queue"][name].observe(0.1)
     ages = CoordinationMetrics(ages_s=dict.fromkeys(names, 1.0))
     pieces, content_type = render_pieces(MetricsReport("1", 1, [counted], ages, instances), accept)
     texts = [piece.decode() for piece in pieces]
@@ -339,5 +347,5 @@ def test_the_page_of_a_large_cluster_comes_in_small_pieces_that_together_are_one
     assert accept in content_type
     assert {s.labels["instance"] for s in found["chitu_instance_pages"].samples} == set(names)
     assert len(found["chitu_instance_pages"].samples) == 4 * len(names)
-    sums = [s for s in found["chitu_prefill_queue_seconds"].samples if s.name.endswith("_sum")]
+    sums = [s for s in found["chitu_stage_seconds"].samples if s.name.endswith("_sum")]
     assert len(sums) == len(names)

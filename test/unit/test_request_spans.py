@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_world import World, pair, two_pairs
 
-from chitu.http.proof import Moments
 from chitu.http.request_spans import MAX_CHOICES, RequestSpan, request_span
-from chitu.protocol import Finish, PrefillTimes, StageTimes, TokenBatch
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol import Finish, TokenBatch
+from chitu.protocol.account import Moments, PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
 from chitu.router.request import Generation
 from chitu.types import Role
 
@@ -42,15 +41,16 @@ def test_a_request_is_laid_out_over_router_p_and_d() -> None:
     made = spans(world, generation)
     assert named(made) == [("receive", "", -3.0, -1.0), ("prepare", "", -1.0, 0.0), ("attempt", "", 0.0, 6.0)]
     assert named(made.parts[-1]) == [
-        ("prefill queue", "P0", 0.0, 0.5),
-        ("prefill", "P0", 0.5, 1.5),
-        ("kv transfer", "P0", 1.5, 1.75),
-        ("first token", "D0", 1.5, 2.0),
-        ("decode", "D0", 2.0, 6.0),
+        ("admission", "D0", 0.0, 0.125),
+        ("queue", "P0", 0.125, 0.5),
+        ("compute", "P0", 0.5, 1.5),
+        ("transfer", "P0", 1.5, 2.25),
+        ("first_step", "D0", 2.25, 2.5),
+        ("decode", "D0", 2.5, 6.0),
     ]
     assert (made.start_s, made.end_s, made.error) == (-3.0, 6.5, "")
     assert made.attributes == {"chitu.choices": 1, "chitu.attempts": 1, "gen_ai.usage.output_tokens": 2}
-    assert made.parts[-1].parts[2].attributes == {"chitu.kv_bytes": 4096}
+    assert made.parts[-1].parts[3].attributes == {"chitu.kv_bytes": 4096}
 
 
 def test_each_attempt_has_a_span_and_the_failed_ones_their_code() -> None:
@@ -92,10 +92,10 @@ def test_no_span_leaves_its_parent_whatever_p_and_d_report(
     widths: list[float], has_token: bool, on_p: tuple[float, float, float] | None, prefill: str | None
 ) -> None:
     start, received, first_sent, last_sent, first, ended, now = accumulate(widths)
-    stages = None if on_p is None else StageTimes(PrefillTimes(*on_p))
-    last = RequestSnapshot(
-        *("room", "id", prefill, "D0", "finished", 3, 4, last_sent, first if has_token else None, ended, 0, stages, "")
-    )
+    first_s = first if has_token else None
+    report = None if on_p is None else StageTimes(PrefillTimes(*on_p), total_s=on_p[0])
+    stages = attempt_stages(last_sent, first_s, ended, report, is_pair=prefill is not None)
+    last = RequestSnapshot("room", "id", prefill, "D0", "finished", 3, 4, last_sent, first_s, ended, 0, stages, "")
     attempts = [msgspec.structs.replace(last, created_at_s=first_sent), last]
 
     def check(span: RequestSpan) -> None:
@@ -106,5 +106,5 @@ def test_no_span_leaves_its_parent_whatever_p_and_d_report(
 
     made = request_span({}, Moments(start, received, now), [attempts], "")
     check(made)
-    follow = [part for part in made.parts[-1].parts if part.name != "kv transfer"]
+    follow = made.parts[-1].parts
     assert all(abs(before.end_s - after.start_s) <= 1e-5 for before, after in pairwise(follow))

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from chitu.client.timeline import Timeline, TimelineSpan, timeline_of
-from chitu.protocol import PrefillTimes
-from chitu.protocol.snapshot import RequestSnapshot
+from chitu.protocol.account import PrefillTimes, RequestSnapshot
 from chitu.protocol.trace import (
     AnyTraceRecord,
     TraceArrival,

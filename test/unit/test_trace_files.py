@@ -15,8 +15,8 @@ from chitu.errors import InvalidRequest
 from chitu.http.control_routes import records_of
 from chitu.net.threads import ServiceThread
 from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
+from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.cluster import stats_codec
-from chitu.protocol.snapshot import RequestSnapshot
 from chitu.protocol.trace import (
     MAX_FRAME_BYTES,
     AnyTraceRecord,

@@ -17,7 +17,8 @@ from chitu.client.client import RouterClient, RouterUnreachable
 from chitu.client.verify.probe import CheckedRequest, MovedSums, Prober, Served, read_answer
 from chitu.client.verify.topology import expected_bytes, judge
 from chitu.protocol import KVLayout
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, RequestSnapshot
+from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 LAYOUT = KVLayout("hash", 4, 2, 16, 16, "bfloat16", 500)
 
@@ -174,10 +175,10 @@ def test_a_transfer_that_d_refused_is_said_whether_another_attempt_answered_or_n
 
 PROOF = (
     '"usage": {"prompt_tokens": 9, "completion_tokens": 4},'
-    ' "chitu": {"choices": [{"stages": {"queue_s": 1, "compute_s": 2, "first_token_s": 3, "decode_s": 4},'
-    ' "attempts": [{"prefill": "P1", "decode": "D0", "continued_tokens": 0,'
-    ' "cached_tokens": 0, "kv_bytes": 5}, {"prefill": "P0", "decode": "D0", "continued_tokens": 1, "cached_tokens": 2,'
-    ' "kv_bytes": 7}]}]}'
+    ' "chitu": {"choices": [{"attempts": [{"prefill": "P1", "decode": "D0", "continued_tokens": 0,'
+    ' "cached_tokens": 0, "kv_bytes": 5, "first_token_s": null},'
+    ' {"prefill": "P0", "decode": "D0", "continued_tokens": 1, "cached_tokens": 2, "kv_bytes": 7,'
+    ' "first_token_s": 6.0}]}]}'
 )
 
 

@@ -158,13 +158,13 @@ class _ProvenAttempt(msgspec.Struct, frozen=True):
     continued_tokens: int
     cached_tokens: int
     kv_bytes: int | None
+    first_token_s: float | None
     page_sums: str = ""
     transfer_sums: MovedSums | None = None
     error: str = ""
 
 
 class _ProvenChoice(msgspec.Struct, frozen=True):
-    stages: dict[str, float]
     attempts: list[_ProvenAttempt]
 
 
@@ -204,7 +204,6 @@ def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
     """Return the report of the last attempt of the one choice."""
     (choice,) = proof.choices
     last = choice.attempts[-1]
-    ttft_s = sum(choice.stages.get(name, 0.0) for name in ("queue_s", "compute_s", "first_token_s"))
     used = (usage.prompt_tokens, usage.completion_tokens)
     return Served(
         last.prefill,
@@ -213,7 +212,7 @@ def _served(proof: _ProvenAnswer, usage: _ProvenUsage) -> Served:
         last.continued_tokens,
         last.cached_tokens,
         last.kv_bytes,
-        ttft_s,
+        last.first_token_s or 0.0,
         last.page_sums,
         last.transfer_sums,
         tuple((one.prefill, one.decode) for one in choice.attempts[:-1] if one.error == Integrity.code),

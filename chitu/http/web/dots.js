@@ -197,7 +197,7 @@ const translation = ({ x, y }) => `translate(${x.toFixed(1)}px, ${y.toFixed(1)}p
 /** Bytes and time of the transfer once they are known, the length of the prompt until then. */
 function label(dot, isNarrow) {
   const { kv_bytes: kvBytes, prompt_tokens: promptTokens, stages } = dot.request;
-  const moved = isNarrow ? bytes(kvBytes) : `${bytes(kvBytes)} · ${span(stages?.prefill?.transfer_s ?? 0)}`;
+  const moved = isNarrow ? bytes(kvBytes) : `${bytes(kvBytes)} · ${span(stages?.transfer_s ?? 0)}`;
   setText(dot.element.lastChild, kvBytes > 0 ? moved : `${count(promptTokens)} tok`);
 }
 

@@ -148,17 +148,17 @@ function traceOf(request, nowS) {
     made.append(element("span", "key", name), " ", element("span", "value", value));
     return made;
   };
-  const known = (seconds) => (stages === null ? UNKNOWN : span(seconds ?? 0));
   const items = [
     element("span", "pair", pair(request)),
     item("prompt", `${count(request.prompt_tokens)} tokens${cachedText(request)}`),
     item("output", `${count(request.output_tokens)} tokens`),
-    item("queue", known(stages?.prefill?.queue_s)),
-    item("prefill", known(stages?.prefill?.compute_s)),
+    ...(hasTransfer ? [item("admission", span(stages?.admission_s))] : []),
+    item("queue", span(stages?.queue_s)),
+    item("compute", span(stages?.compute_s)),
   ];
   if (hasTransfer) {
     items.push(item("KV", request.kv_bytes > 0 ? bytes(request.kv_bytes) : UNKNOWN));
-    items.push(item("transfer", known(stages?.prefill?.transfer_s)));
+    items.push(item("transfer", span(stages?.transfer_s)));
   }
   items.push(item("first token", span(firstTokenS(request))));
   items.push(item("total", isRunning(request) ? UNKNOWN : span(request.ended_at_s - request.created_at_s)));

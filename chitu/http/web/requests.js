@@ -1,10 +1,12 @@
 /* The table of the latest requests, newest first. Fed by main.js; rows are kept and changed in place. */
 
 import { UNKNOWN, bytes, count, pair, shortId, span } from "./format.js";
-import { WORDS, drawStageBar, isRunning, newStageBar, stagesOf, stagesText } from "./stages.js";
+import { drawStageBar, isRunning, newStageBar, stagesOf, stagesText, word } from "./stages.js";
 import { setText } from "./svg.js";
 
 const ROWS = 12;
+/** Least share of a request's time with which a stage has a number of its own in the table. */
+const SHOWN = 0.02;
 const MARKS = { prefill: "○", decode: "◐", finished: "●", retried: "↻", failed: "✕", cancelled: "–" };
 
 export class RequestTable {
@@ -90,12 +92,13 @@ class Row {
     const text = stagesText(parts);
     this.#cells.time.title = text;
     this.parts.setAttribute("aria-label", `${request.state}: ${text}`);
-    const shown = parts.map(({ name, seconds }) => {
+    const least = SHOWN * parts.reduce((sum, { seconds }) => sum + seconds, 0);
+    const shown = parts.filter(({ seconds }) => seconds >= least).map(({ name, seconds }) => {
       const part = document.createElement("span");
       part.className = `part ${name}`;
       // The style sheet says the word where there is room for it.
-      part.dataset.word = WORDS[name] ?? name;
-      part.textContent = name === "waiting" ? "no token yet" : span(seconds);
+      part.dataset.word = word(name);
+      part.textContent = span(seconds);
       return part;
     });
     if (request.state === "failed" || request.state === "retried" || request.state === "cancelled") {

@@ -6,42 +6,24 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const isRunning = (request) => request.state === "prefill" || request.state === "decode";
 
-/**
- * The spans of a request in the order in which they pass, in seconds: what the instances measured where they said it,
- * else what the router saw (up to the first token, then to the end or to `nowS` on the router's clock).
- * The wire leaves zeros out, so a missing field is 0.
- */
+/** The stages of a request in order, as the router tells them when it has ended (`protocol/account.py`); until then, the
+ * time to its first token and the time since, at `nowS` on the router's clock. */
 export function stagesOf(request, nowS) {
-  const { stages } = request;
-  if (stages !== null) {
-    const prefill = stages.prefill ?? {};
-    const queueS = prefill.queue_s ?? 0;
-    const computeS = prefill.compute_s ?? 0;
-    const transferS = request.prefill === null ? 0 : prefill.transfer_s ?? 0;
-    const restS = Math.max(0, (stages.total_s ?? 0) - queueS - computeS - transferS);
-    const parts = [
-      { name: "queue", seconds: queueS },
-      { name: "prefill", seconds: computeS },
-      { name: "transfer", seconds: transferS },
-      { name: "decode", seconds: restS },
-    ];
-    return request.prefill === null ? parts.filter(({ name }) => name !== "transfer") : parts;
-  }
-  const endS = request.ended_at_s ?? Math.max(nowS, request.created_at_s);
-  const firstS = request.first_token_at_s;
-  if (firstS === null) return [{ name: "waiting", seconds: endS - request.created_at_s }];
+  const { stages, created_at_s: createdS, first_token_at_s: firstS } = request;
+  if (stages !== null) return Object.entries(stages).map(([field, seconds]) => ({ name: field.slice(0, -2), seconds }));
+  const now = Math.max(nowS, createdS);
+  if (firstS === null) return [{ name: "prefill", seconds: now - createdS }];
   return [
-    { name: "first", seconds: firstS - request.created_at_s },
-    { name: "decode", seconds: Math.max(0, endS - firstS) },
+    { name: "prefill", seconds: firstS - createdS },
+    { name: "decode", seconds: Math.max(0, now - firstS) },
   ];
 }
 
-/** What the router saw has other names than what the instances measured. */
-export const WORDS = { first: "to first token", waiting: "since the start" };
+export const word = (name) => name.replace("_", " ");
 
-/** "queue 1 ms · prefill 210 ms · transfer 14 ms · decode 640 ms" */
+/** "queue 1 ms · compute 210 ms · transfer 14 ms · decode 640 ms" */
 export function stagesText(parts) {
-  return parts.map(({ name, seconds }) => `${WORDS[name] ?? name} ${span(seconds)}`).join(" · ");
+  return parts.map(({ name, seconds }) => `${word(name)} ${span(seconds)}`).join(" · ");
 }
 
 /** Time to first token as the router saw it, in seconds; null before it. */
