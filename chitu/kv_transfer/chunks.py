@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chitu.clock import Clock
 from chitu.kv_transfer.parts import KVManagerConfig
+from chitu.kv_transfer.shard_writer import TransferKVChunk
 from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
@@ -42,47 +43,20 @@ class KVChunk:
     end: int
 
 
-@dataclass(slots=True, frozen=True)
-class TransferKVChunk:
-    """KV pages `[first_page, end_page)` (positions in the room's page list) of layers `[first_layer, end_layer)`."""
-
-    first_layer: int
-    end_layer: int
-    first_page: int
-    end_page: int
-    ready: Ready | None = None
-    """Event after which the pages are computed; None: they already are."""
-
-    @property
-    def num_units(self) -> int:
-        """Pages times layers."""
-        return (self.end_layer - self.first_layer) * (self.end_page - self.first_page)
-
-
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class TransferJob:
-    """One job of a transfer thread for one room: the aux row, KV chunks, or a settle attempt."""
+    """What a transfer thread does at once for a room: write its aux row, or write KV chunks, or try to settle. In the
+    queue: all that waits for the room."""
 
     room: bytes
-    is_aux: bool
-    chunks: tuple[TransferKVChunk, ...]
+    is_aux: bool = False
+    chunks: list[TransferKVChunk] = field(default_factory=list)
     is_settle: bool = False
 
     @property
     def num_units(self) -> int:
         """Pages times layers; the aux row counts as one."""
         return self.is_aux + sum(chunk.num_units for chunk in self.chunks)
-
-
-@dataclass(slots=True)
-class _Pending:
-    is_aux: bool = False
-    is_settle: bool = False
-    chunks: deque[TransferKVChunk] = field(default_factory=deque)
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.is_aux or self.is_settle or self.chunks)
 
 
 Work = Callable[[TransferJob], None]
@@ -133,7 +107,7 @@ class TransferQueue:
     def __init__(self, work: Work, max_batch_units: int) -> None:
         self._work = work
         self.max_batch_units = max(1, max_batch_units)
-        self._pending: OrderedDict[bytes, _Pending] = OrderedDict()
+        self._pending: OrderedDict[bytes, TransferJob] = OrderedDict()
         self._busy: set[bytes] = set()
         self._changed = threading.Condition()
         self._closed = False
@@ -189,8 +163,11 @@ class TransferQueue:
             if thread.is_alive():
                 logger.warning("%s did not stop writing within %g s", thread.name, timeout_s)
 
-    def _of(self, room: bytes) -> _Pending:
-        return self._pending.setdefault(room, _Pending())
+    def _of(self, room: bytes) -> TransferJob:
+        pending = self._pending.get(room)
+        if pending is None:
+            pending = self._pending[room] = TransferJob(room)
+        return pending
 
     def _loop(self) -> None:
         while (batch := self._take(wait=True)) is not None:
@@ -210,7 +187,7 @@ class TransferQueue:
                 room = self._choose()
                 if room is not None:
                     self._busy.add(room)
-                    return self._batch(room)
+                    return self._cut(room)
                 if not wait:
                     return None
                 self._changed.wait()
@@ -227,36 +204,27 @@ class TransferQueue:
                 first = room
         return first
 
-    def _batch(self, room: bytes) -> TransferJob:
+    def _cut(self, room: bytes) -> TransferJob:
+        """Return what leaves next of a room, and keep the rest of it."""
         pending = self._pending[room]
         if pending.is_aux:
             pending.is_aux = False
-            batch = TransferJob(room, True, ())
+            job = TransferJob(room, is_aux=True)
         elif pending.chunks:
-            chunks = [pending.chunks.popleft()]
-            units = chunks[0].num_units
-            while pending.chunks and units + pending.chunks[0].num_units <= self.max_batch_units:
-                chunks.append(pending.chunks.popleft())
-                units += chunks[-1].num_units
-            batch = TransferJob(room, False, tuple(chunks))
+            count, units = 1, pending.chunks[0].num_units
+            for chunk in pending.chunks[1:]:
+                units += chunk.num_units
+                if units > self.max_batch_units:
+                    break
+                count += 1
+            job = TransferJob(room, chunks=pending.chunks[:count])
+            del pending.chunks[:count]
         else:
             pending.is_settle = False
-            batch = TransferJob(room, False, (), is_settle=True)
-        if pending.is_empty:
+            job = TransferJob(room, is_settle=True)
+        if not (pending.is_aux or pending.chunks or pending.is_settle):
             del self._pending[room]
-        return batch
-
-
-@dataclass(slots=True)
-class _StepChunk:
-    """Pages of one room that the running step completes."""
-
-    room: bytes
-    first_page: int
-    end_page: int
-    layers_done: set[int] = field(default_factory=set)
-    ready: Ready | None = None
-    """Event of the newest of these layers; it passes after those of all other layers."""
+        return job
 
 
 class ChunkFeed:
@@ -270,7 +238,12 @@ class ChunkFeed:
         """Open rooms whose router's request has come."""
         self._first_pages: dict[bytes, int] = {}
         """First position that P writes, for each room that was let go."""
-        self._step: list[_StepChunk] = []
+        self._step: dict[bytes, TransferKVChunk] = {}
+        """Pages of each room that the running step completes, of all layers."""
+        self._layers_done: set[int] = set()
+        """Layers of them that are computed."""
+        self._ready: Ready | None = None
+        """Event of the newest of these layers; it passes after those of all other layers."""
 
     # --------------------------------------------------------------------------------------------- calls of the machine
 
@@ -299,7 +272,7 @@ class ChunkFeed:
         """Begin a step whose forward pass computes these chunks; `layer_done` then refers to them."""
         page_size = self._config.layout.page_size
         with self._lock:
-            self._step = []
+            self._step, self._layers_done, self._ready = {}, set(), None
             for chunk in chunks:
                 computed = self._rooms.get(chunk.room)
                 if computed is None:
@@ -315,29 +288,28 @@ class ChunkFeed:
                 is_last = chunk.end >= computed.num_tokens
                 end_page = self._config.num_pages(chunk.end) if is_last else chunk.end // page_size
                 if end_page > computed.next_page:
-                    self._step.append(_StepChunk(chunk.room, computed.next_page, end_page))
+                    self._step[chunk.room] = TransferKVChunk(0, self._num_layers, computed.next_page, end_page)
 
     def layer_done(self, layer: int, ready: Ready | None = None) -> None:
         """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
         Returns at once."""
         with self._lock:
-            for chunk in self._step:
-                self._layer_of_chunk_done(chunk, layer, ready)
+            self._layer_done(layer, ready)
 
     def end_step(self) -> None:
         """End the step. Layers that the executor did not report are done too; chunks of rooms not announced yet are
         kept for later."""
         with self._lock:
-            for chunk in self._step:
-                for layer in range(self._num_layers):
-                    self._layer_of_chunk_done(chunk, layer, chunk.ready)
-                computed = self._rooms.get(chunk.room)
+            for layer in range(self._num_layers):
+                self._layer_done(layer, self._ready)
+            for room, chunk in self._step.items():
+                computed = self._rooms.get(room)
                 if computed is None:
                     continue
                 computed.next_page = chunk.end_page
                 if computed.backlog:  # one range for all finished steps
-                    computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, chunk.ready)]
-            self._step = []
+                    computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, self._ready)]
+            self._step = {}
 
     def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         """Send the logits row of the room's last token, which is in `aux_slot`, once the room is let go, ahead of all
@@ -359,19 +331,21 @@ class ChunkFeed:
             if computed is None or room in self._first_pages:
                 return False
             computed.backlog, computed.pages, computed.next_page, computed.aux_slot = [], (), 0, -1
-            self._step = [chunk for chunk in self._step if chunk.room != room]
+            self._step.pop(room, None)
             return True
 
     # -------------------------------------------------------------------------------------------------------- the queue
 
-    def _layer_of_chunk_done(self, chunk: _StepChunk, layer: int, ready: Ready | None) -> None:
-        computed = self._rooms.get(chunk.room)
-        if layer in chunk.layers_done or computed is None:
+    def _layer_done(self, layer: int, ready: Ready | None) -> None:
+        if layer in self._layers_done:
             return
-        chunk.layers_done.add(layer)
-        chunk.ready = ready
-        piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
-        self._hand_over(chunk.room, computed, piece)
+        self._layers_done.add(layer)
+        self._ready = ready
+        for room, chunk in self._step.items():
+            computed = self._rooms.get(room)
+            if computed is not None:
+                piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
+                self._hand_over(room, computed, piece)
 
     def _hand_over(self, room: bytes, computed: ComputedPrompt, piece: TransferKVChunk) -> None:
         """Queue a computed piece if the room was let go, else keep it until then."""

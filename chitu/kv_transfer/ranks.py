@@ -49,7 +49,7 @@ from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from
 from chitu.kv_cache.tiers.page_copies import PageCopies, page_content_bytes
 from chitu.kv_transfer.checksums import Int64s, PageSums
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards, wait_for
+from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_shards, wait_for
 from chitu.kv_transfer.transports.transport import Transport, WriteError
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, pack_i32, unpack_i32
 
@@ -72,21 +72,31 @@ class ClosePeer(Order, frozen=True, tag="close"):
     incarnation: int
 
 
-class PackedMove(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A `PageMove` with its page lists as int32 LE."""
-
-    first_layer: int
-    end_layer: int
-    src_pages: bytes
-    dst_pages: bytes
-
-
 class WritePages(Order, frozen=True, tag="write"):
     """Write our heads of these pages to the D of this incarnation."""
 
     incarnation: int
     timeout_s: float
-    moves: tuple[PackedMove, ...]
+    chunks: tuple[tuple[int, int, int, int], ...]
+    """First and end layer, first and end position in these page lists, which are int32 LE."""
+    src_pages: bytes
+    dst_pages: bytes
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        incarnation: int,
+        timeout_s: float,
+        chunks: Sequence[TransferKVChunk],
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+    ) -> WritePages:
+        """Return the order with the part of the page lists that the chunks need."""
+        first = min(chunk.first_page for chunk in chunks)
+        part = slice(first, max(chunk.end_page for chunk in chunks))
+        rows = tuple((c.first_layer, c.end_layer, c.first_page - first, c.end_page - first) for c in chunks)
+        return cls(number, incarnation, timeout_s, rows, pack_i32(src_pages[part]), pack_i32(dst_pages[part]))
 
 
 class Settle(Order, frozen=True, tag="settle"):
@@ -131,14 +141,6 @@ class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     """For a failed write: nothing of it can land any more. For a settle order: its result."""
     code: str = ""
     message: str = ""
-
-
-def pack_moves(moves: Sequence[PageMove]) -> tuple[PackedMove, ...]:
-    return tuple(PackedMove(m.first_layer, m.end_layer, pack_i32(m.src_pages), pack_i32(m.dst_pages)) for m in moves)
-
-
-def unpack_moves(moves: Sequence[PackedMove]) -> list[PageMove]:
-    return [PageMove(m.first_layer, m.end_layer, unpack_i32(m.src_pages), unpack_i32(m.dst_pages)) for m in moves]
 
 
 encoder = msgspec.msgpack.Encoder()
@@ -288,11 +290,14 @@ class TPDecodeWriter:
     def transport(self) -> str:
         return self._own.transport
 
-    def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
-        wait_for(moves)  # what is ready here is ready on the followers, which cannot see our events
-        order = WritePages(self._fan_out.next_number(), self._incarnation, timeout_s, pack_moves(moves))
+    def write_pages(
+        self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float
+    ) -> tuple[int, ...]:
+        wait_for(chunks)  # what is ready here is ready on the followers, which cannot see our events
+        pages = src_pages, dst_pages
+        order = WritePages.of(self._fan_out.next_number(), self._incarnation, timeout_s, chunks, *pages)
         wait_s = timeout_s + self._fan_out.answer_grace_s
-        result = self._lane.order(order, lambda: self._own.write_pages(moves, timeout_s), wait_s)
+        result = self._lane.order(order, lambda: self._own.write_pages(chunks, *pages, timeout_s), wait_s)
         failures = result.failures()
         if failures:
             text = "; ".join(error.message for error in failures)
@@ -304,8 +309,10 @@ class TPDecodeWriter:
     def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
         return self._own.write_aux(src_slot, dst_slot, timeout_s)
 
-    def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
-        return self._own.buffer_lengths(moves)
+    def buffer_lengths(
+        self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
+    ) -> list[int]:
+        return self._own.buffer_lengths(chunks, src_pages, dst_pages)
 
     def settle(self, timeout_s: float) -> bool:
         order = Settle(self._fan_out.next_number(), self._incarnation, timeout_s)
@@ -503,7 +510,9 @@ class ShardFollower:
                 return None
             if isinstance(order, WritePages):
                 writer = self._writer(order.incarnation)
-                (nbytes,) = writer.write_pages(unpack_moves(order.moves), order.timeout_s)
+                chunks = [TransferKVChunk(*chunk) for chunk in order.chunks]
+                pages = unpack_i32(order.src_pages), unpack_i32(order.dst_pages)
+                (nbytes,) = writer.write_pages(chunks, *pages, order.timeout_s)
                 return OrderAnswer(order.number, nbytes)
             if isinstance(order, SumPages):
                 if self._page_sums is None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from chitu.errors import BadFrame, ChituError, ProtocolError, TransferFailed
 from chitu.kv_transfer.checksums import MAX_SUMS, RoomSums, choose_pages, summed, trace_window, traced_sums
-from chitu.kv_transfer.chunks import ChunkFeed, TransferJob, TransferKVChunk, TransferQueue, merged
+from chitu.kv_transfer.chunks import ChunkFeed, TransferJob, TransferQueue, merged
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
@@ -43,7 +43,7 @@ from chitu.kv_transfer.sender import (
     Write,
     Written,
 )
-from chitu.kv_transfer.shard_writer import DecodeWriter, PageMove
+from chitu.kv_transfer.shard_writer import DecodeWriter, TransferKVChunk
 from chitu.kv_transfer.transfer_table import (
     Aborted,
     DropEvents,
@@ -106,22 +106,23 @@ class SenderTrace:
 
     def note_write(
         self,
-        batch: TransferJob,
+        write: Write,
         writer: DecodeWriter,
-        moves: Sequence[PageMove],
+        chunks: Sequence[TransferKVChunk],
         bytes_per_rank: Sequence[int],
         latency_s: float,
         error: str,
     ) -> None:
-        lengths = [self._aux_row_bytes] if batch.is_aux else writer.buffer_lengths(moves)
-        layers = [(move.first_layer, move.end_layer) for move in moves] or [(0, 0)]
+        job, pages = write.job, (write.record.computed.pages, write.destination.pages)
+        lengths = [self._aux_row_bytes] if job.is_aux else writer.buffer_lengths(chunks, *pages)
+        layers = [(chunk.first_layer, chunk.end_layer) for chunk in chunks] or [(0, 0)]
         self._tracer.add(
-            batch.room,
+            job.room,
             TraceWrite,
-            what="logits" if batch.is_aux else "kv",
+            what="logits" if job.is_aux else "kv",
             transport=writer.transport,
             device=self._tracer.device,
-            dtype="float32" if batch.is_aux else self._layout.dtype,
+            dtype="float32" if job.is_aux else self._layout.dtype,
             layers=(min(first for first, _ in layers), max(end for _, end in layers)),
             num_buffers=len(lengths),
             buffer_bytes=(min(lengths, default=0), max(lengths, default=0)),
@@ -168,15 +169,15 @@ class PageWriter:
                 slots = computed.aux_slot, write.destination.info.dst_aux_index
                 return Written(job, self._noted(write, writer, [], lambda: (writer.write_aux(*slots, timeout_s),)))
             chunks = merged(job.chunks)
-            moves = _moves(chunks, write)
-            moved = self._noted(write, writer, moves, lambda: writer.write_pages(moves, timeout_s))
+            pages = computed.pages, write.destination.pages
+            moved = self._noted(write, writer, chunks, lambda: writer.write_pages(chunks, *pages, timeout_s))
             self._add_sums(chunks, write)
             return Written(job, moved)
         except ChituError as error:
             return Written(job, error=error)
 
     def _noted(
-        self, write: Write, writer: DecodeWriter, moves: list[PageMove], act: Callable[[], tuple[int, ...]]
+        self, write: Write, writer: DecodeWriter, chunks: list[TransferKVChunk], act: Callable[[], tuple[int, ...]]
     ) -> tuple[int, ...]:
         """Call `act` and return the bytes that it wrote. Add a trace record if the room is traced."""
         trace, clock = self._trace, self._parts.clock
@@ -192,7 +193,7 @@ class PageWriter:
             raise
         finally:
             latency_s = clock.monotonic() - started_s
-            trace.note_write(write.job, writer, moves, moved, latency_s, error)
+            trace.note_write(write, writer, chunks, moved, latency_s, error)
 
     # ------------------------------------------------------------------------------------------------------------- sums
 
@@ -231,15 +232,6 @@ def _writer_to(peer: DecodePeer) -> DecodeWriter:
     if peer.writer is None:
         raise TransferFailed(f"writes to {peer.name} are suspended")
     return peer.writer
-
-
-def _moves(chunks: Sequence[TransferKVChunk], write: Write) -> list[PageMove]:
-    moves = []
-    for chunk in chunks:
-        pages = slice(chunk.first_page, chunk.end_page)
-        src_pages, dst_pages = write.record.computed.pages[pages], write.destination.pages[pages]
-        moves.append(PageMove(chunk.first_layer, chunk.end_layer, src_pages, dst_pages, chunk.ready))
-    return moves
 
 
 logger = logging.getLogger(__name__)

@@ -191,33 +191,42 @@ def _holders(num_kv_heads: int, tp_size: int, head: int) -> tuple[int, int]:
     return head * tp_size // num_kv_heads, copies
 
 
-class PageMove(NamedTuple):
-    """KV of layers `[first_layer, end_layer)` that goes from pages `src_pages[i]` here to `dst_pages[i]` there."""
+class TransferKVChunk(NamedTuple):
+    """KV of layers `[first_layer, end_layer)` and positions `[first_page, end_page)` in the page lists of a room, which
+    both sides have in the order of the prompt."""
 
     first_layer: int
     end_layer: int
-    src_pages: Sequence[int]
-    dst_pages: Sequence[int]
+    first_page: int
+    end_page: int
     ready: Ready | None = None
     """Event after which the pages are computed; None: they already are."""
 
+    @property
+    def num_units(self) -> int:
+        """Pages times layers."""
+        return (self.end_layer - self.first_layer) * (self.end_page - self.first_page)
 
-def wait_for(moves: Sequence[PageMove]) -> None:
+
+def wait_for(chunks: Sequence[TransferKVChunk]) -> None:
     """Wait until all of them are computed. A transfer thread may block here, a step never does."""
-    for move in moves:
-        if move.ready is not None:
-            move.ready.synchronize()
+    for chunk in chunks:
+        if chunk.ready is not None:
+            chunk.ready.synchronize()
 
 
 class DecodeWriter(Protocol):
-    """Writes from all ranks of this P to all ranks of one D."""
+    """Writes from all ranks of this P to all ranks of one D. Chunks are positions in `src_pages`, the pages of a room
+    here, and in `dst_pages`, its pages there."""
 
     @property
     def transport(self) -> str:
         """Name of the transport that our main rank writes through, for logs."""
         ...
 
-    def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
+    def write_pages(
+        self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float
+    ) -> tuple[int, ...]:
         """Write pages and return the bytes that each P rank wrote, once all are visible. Raises WriteError, or another
         ChituError before anything was written."""
         ...
@@ -226,8 +235,10 @@ class DecodeWriter(Protocol):
         """Write the logits row from our main rank to D's and return its bytes. Raises the errors of `write_pages`."""
         ...
 
-    def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
-        """Return the bytes of each piece that our main rank writes for these moves; for trace records."""
+    def buffer_lengths(
+        self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
+    ) -> list[int]:
+        """Return the bytes of each piece that our main rank writes for these chunks; for trace records."""
         ...
 
     def settle(self, timeout_s: float) -> bool:
@@ -261,11 +272,13 @@ class ShardWriter:
     def transport(self) -> str:
         return "+".join(sorted({link.transport.name for link in self._links}))
 
-    def write_pages(self, moves: Sequence[PageMove], timeout_s: float) -> tuple[int, ...]:
-        planned = [(link, self._plan(link, moves)) for link in self._links]
-        after = [move.ready for move in moves if move.ready is not None]
+    def write_pages(
+        self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float
+    ) -> tuple[int, ...]:
+        planned = [(link, self._plan(link, chunks, src_pages, dst_pages)) for link in self._links]
+        after = [chunk.ready for chunk in chunks if chunk.ready is not None]
         if not all(isinstance(link.transport, OrderedTransport) for link in self._links):
-            wait_for(moves)
+            wait_for(chunks)
         deadline_s = time.monotonic() + timeout_s
         for link, copies in planned:
             left_s = deadline_s - time.monotonic()
@@ -277,21 +290,29 @@ class ShardWriter:
                 link.transport.write(link.handle, copies, left_s)
         return (sum(copies.nbytes for _, copies in planned),)
 
-    def buffer_lengths(self, moves: Sequence[PageMove]) -> list[int]:
-        return [nbytes for link in self._links for nbytes in self._plan(link, moves).length]
+    def buffer_lengths(
+        self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
+    ) -> list[int]:
+        return [nbytes for link in self._links for nbytes in self._plan(link, chunks, src_pages, dst_pages).length]
 
-    def _plan(self, link: RankConnection, moves: Sequence[PageMove]) -> CopyList:
+    def _plan(
+        self,
+        link: RankConnection,
+        chunks: Sequence[TransferKVChunk],
+        src_pages: Sequence[int],
+        dst_pages: Sequence[int],
+    ) -> CopyList:
         plans = [
             plan_page_copies(
                 self._memory,
                 link.memory,
-                m.src_pages,
-                m.dst_pages,
-                range(m.first_layer, m.end_layer),
+                src_pages[chunk.first_page : chunk.end_page],
+                dst_pages[chunk.first_page : chunk.end_page],
+                range(chunk.first_layer, chunk.end_layer),
                 link.part,
                 self._regions_per_layer,
             )
-            for m in moves
+            for chunk in chunks
         ]
         return plans[0] if len(plans) == 1 else join(*plans)
 

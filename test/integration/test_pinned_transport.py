@@ -22,7 +22,7 @@ from chitu.bench.staged_link import INCARNATION, PipeMessages
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.shard_writer import PageMove, open_shards, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport, Exported
 from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.mapped import APART, mapping_of
@@ -367,7 +367,7 @@ def test_where_cuda_ipc_cannot_be_had_p_takes_the_segments(prefill: Prefill, fai
     of_d[-1].attach(lambda incarnation, payload: of_p[-1].on_message(0, 1, payload))  # type: ignore[attr-defined]
     writer = open_shards(info, LAYOUT, 0, own, of_p)
     assert writer.transport == "shm"
-    writer.write_pages([PageMove(0, 2, [3, 8, 9], [6, 1, 4])], 5.0)
+    writer.write_pages([TransferKVChunk(0, 2, 0, 3)], [3, 8, 9], [6, 1, 4], 5.0)
     assert torch.equal(pool.v[1][[6, 1, 4]], own.v[1][[3, 8, 9]])
     writer.close()
     for transport in (*of_d, *of_p):

@@ -14,7 +14,7 @@ from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_o
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible
 from chitu.kv_transfer.registration import check_registration
-from chitu.kv_transfer.shard_writer import PageMove, PageSlice, head_copy, open_shards, plan_page_copies
+from chitu.kv_transfer.shard_writer import PageSlice, TransferKVChunk, head_copy, open_shards, plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.testing.fake_transport import FakeFabric
 
@@ -70,11 +70,11 @@ def test_every_byte_lands_once_in_its_place(sizes: tuple[int, int, int], data: s
             written.update(range(dst, dst + length, 4))
 
     fabric.on_write = count
-    move = PageMove(layers.start, layers.stop, src_pages, dst_pages)
+    chunk = TransferKVChunk(layers.start, layers.stop, 0, num_pages)
     moved = 0
     for rank, (pool, transport) in enumerate(zip(prefill.pools, prefill.transports, strict=True)):
         writer = open_shards(decode.registration(), prefill.layout, rank, pool, [transport])
-        moved += sum(writer.write_pages([move], 1.0))
+        moved += sum(writer.write_pages([chunk], src_pages, dst_pages, 1.0))
         assert writer.settle(0.1)
     decode.check(dst_pages, src_pages, layers)
     assert set(written.values()) == {1}

@@ -16,7 +16,7 @@ from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TPPageSums
-from chitu.kv_transfer.shard_writer import PageMove, open_shards
+from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.protocol import KVLayout
 from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
@@ -71,7 +71,7 @@ class Pair:
         for rank, (pool, transport) in enumerate(zip(self.p.ranks.pools, self.p.ranks.transports, strict=True)):
             pool.fill()
             writer = open_shards(info, self.p.ranks.layout, rank, pool, [transport])
-            writer.write_pages([PageMove(0, NUM_LAYERS, SRC_PAGES, DST_PAGES)], 5.0)
+            writer.write_pages([TransferKVChunk(0, NUM_LAYERS, 0, len(SRC_PAGES))], SRC_PAGES, DST_PAGES, 5.0)
         self.expected = RoomSums.of([0, 1, 2], "fake")
         for layer in LAYERS:  # like layer-wise batches
             self.expected.sums += self.p.sums.sums(range(layer, layer + 1), SRC_PAGES)

@@ -18,11 +18,12 @@ from shard_pools import Ranks, layout_of
 
 from chitu.errors import TransferFailed
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TPDecodeWriter, lane_address, make_lane_folder
-from chitu.kv_transfer.shard_writer import PageMove, ShardWriter, open_shards
+from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_shards
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
 
-MOVE = PageMove(0, 2, [3, 1, 2], [8, 9, 4])
+CHUNK = TransferKVChunk(0, 2, 1, 4)
+SRC_PAGES, DST_PAGES = [0, 3, 1, 2], [5, 8, 9, 4]
 
 
 def thread(name: str, target: Callable[[], None]) -> threading.Thread:
@@ -100,16 +101,16 @@ def test_no_rank_writes_before_the_main_ranks_event_has_passed(pair: Instances) 
     pair.fabric.on_write = lambda peer, copies: is_written.set()
     writer = pair.open()
     early: list[bool] = []
-    move = MOVE._replace(ready=Later(lambda: early.append(is_written.wait(0.3))))  # time for a follower's early write
-    assert len(writer.write_pages([move], 5.0)) == 2
+    chunk = CHUNK._replace(ready=Later(lambda: early.append(is_written.wait(0.3))))  # time for a follower's early write
+    assert len(writer.write_pages([chunk], SRC_PAGES, DST_PAGES, 5.0)) == 2
     assert not early[0] and is_written.is_set()
-    pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+    pair.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
 
 
 def test_all_ranks_write_their_heads_and_count_their_bytes(instances: Instances) -> None:
     writer = instances.open()
-    moved = writer.write_pages([MOVE], 5.0)
-    instances.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+    moved = writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
+    instances.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
     layout = instances.d.layout
     assert len(moved) == instances.p.layout.tp_size
     assert sum(moved) == 3 * 4 * instances.d.pools[0].page_bytes * layout.tp_size
@@ -124,13 +125,13 @@ def test_a_failed_write_of_any_rank_fails_the_write_with_its_meaning(
     writer = pair.open()
     pair.fabric.inject(Fault(kind, to=f"d.{rank}"))
     with pytest.raises(WriteError, match=("TP rank 1: " if rank else "") + f"fake: the write to d.{rank}") as caught:
-        writer.write_pages([MOVE], 5.0)
+        writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
     assert caught.value.settled == (kind is FaultKind.DROP)
     assert writer.settle(1.0) == caught.value.settled
     pair.fabric.release_late_writes()
     assert writer.settle(1.0)
-    writer.write_pages([MOVE], 5.0)
-    pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+    writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
+    pair.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
 
 
 def test_a_follower_that_is_late_leaves_the_write_unsettled_until_it_has_ended(
@@ -147,13 +148,13 @@ def test_a_follower_that_is_late_leaves_the_write_unsettled_until_it_has_ended(
 
     pair.fabric.on_write = hold
     with pytest.raises(WriteError, match="TP rank 1 did not answer") as caught:
-        writer.write_pages([MOVE], 0.05)
+        writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 0.05)
     assert begun.is_set() and not caught.value.settled
     with pytest.raises(TransferFailed, match="TP rank 1 did not answer"):
         writer.settle(0.05)  # it is queued behind the write in the follower's lane
     go_on.set()
     assert writer.settle(5.0), "late answers are dropped, not taken for this one"
-    pair.d.check(MOVE.dst_pages, MOVE.src_pages, range(2))
+    pair.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
 
 
 def test_peers_in_different_lanes_do_not_wait_for_each_other(pair: Instances) -> None:
@@ -168,10 +169,10 @@ def test_peers_in_different_lanes_do_not_wait_for_each_other(pair: Instances) ->
 
     pair.fabric.on_write = hold_the_first
     moved: list[tuple[int, ...]] = []
-    held = thread("held", lambda: moved.append(slow.write_pages([MOVE], 10.0)))
+    held = thread("held", lambda: moved.append(slow.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 10.0)))
     held.start()
     assert begun.wait(10)
-    assert fast.write_pages([MOVE], 5.0) == fast.write_pages([MOVE], 5.0)
+    assert fast.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0) == fast.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
     assert not moved
     go_on.set()
     held.join(10)
@@ -189,9 +190,9 @@ def test_a_closed_peer_takes_no_write_and_can_be_opened_again(pair: Instances) -
     writer.close()
     pair.open(8)  # behind the close in the same lane, so the close is done on all ranks
     with pytest.raises(WriteError, match="TP rank 1 has no connection") as caught:
-        writer.write_pages([MOVE], 5.0)
+        writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
     assert caught.value.settled
-    assert len(pair.open().write_pages([MOVE], 5.0)) == 2
+    assert len(pair.open().write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)) == 2
 
 
 def connects_as(uid: int, path: str) -> bool:

@@ -58,9 +58,9 @@ MEMORY = RankMemory(0, (), 0, 1 << 20, (0, 0), 100, 50, 0, 64, 4)
 INFO = TransferInfo(D, pack_i32([3, 5]), 0, 8)
 PAGES, FIRST_PAGE = TransferKVChunk(0, 1, 0, 2), TransferKVChunk(0, 1, 0, 1)
 ROW_JOB, PAGES_JOB, SETTLE_JOB = (
-    TransferJob(ROOM, True, ()),
-    TransferJob(ROOM, False, (PAGES,)),
-    TransferJob(ROOM, False, (), is_settle=True),
+    TransferJob(ROOM, is_aux=True),
+    TransferJob(ROOM, chunks=[PAGES]),
+    TransferJob(ROOM, is_settle=True),
 )
 VISITS = frozenset({S.WRITING, S.STOPPING})
 """States in which a thread is inside a write, which will end."""
@@ -103,7 +103,7 @@ class World:
             "visit": (JobTaken(PAGES_JOB), E.WRITE_BEGAN),
             "visit_to_settle": (JobTaken(SETTLE_JOB), None),
             "row_written": (Written(ROW_JOB, (10,)), E.WRITE_ENDED),
-            "page_written": (Written(TransferJob(ROOM, False, (FIRST_PAGE,)), (50,)), E.WRITE_ENDED),
+            "page_written": (Written(TransferJob(ROOM, chunks=[FIRST_PAGE]), (50,)), E.WRITE_ENDED),
             "pages_written": (Written(PAGES_JOB, (100,)), E.LANDED),
             "write_failed": (Written(PAGES_JOB, error=TransferFailed("reset")), E.WRITE_FAILED),
             "write_late": (Written(PAGES_JOB, error=WriteError("slow", settled=False)), E.WRITE_UNSETTLED),

@@ -313,9 +313,9 @@ def test_aux_rows_leave_first_then_rooms_in_order_with_waiting_layers_as_one_bat
     while queue.run_one():
         pass
     assert done == [
-        TransferJob(OTHER, True, ()),
-        TransferJob(ROOM, False, (chunk(0), chunk(1))),
-        TransferJob(OTHER, False, (chunk(0),)),
+        TransferJob(OTHER, is_aux=True),
+        TransferJob(ROOM, chunks=[chunk(0), chunk(1)]),
+        TransferJob(OTHER, chunks=[chunk(0)]),
     ]
 
 
