@@ -139,7 +139,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from chitu.client.explain import explain_cluster
-    from chitu.launch.drain import credential
+    from chitu.launch.router_calls import credential
 
     source = arguments.source or arguments.url
     known = credential(source) if "://" in source else None
@@ -149,7 +149,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from chitu.client.client import RouterClient
     from chitu.client.show_trace import show_trace
-    from chitu.launch.drain import credential
+    from chitu.launch.router_calls import credential
 
     source: RouterClient | Path
     if arguments.dir is None:
@@ -161,7 +161,7 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 def _snapshot(arguments: argparse.Namespace) -> int:
     from chitu.client.client import RouterClient
-    from chitu.launch.drain import credential
+    from chitu.launch.router_calls import credential
     from chitu.protocol.kept_request import unpack
 
     data = RouterClient(arguments.url, credential(arguments.url)).snapshot(arguments.request_id)
@@ -195,7 +195,7 @@ def _join(arguments: argparse.Namespace) -> int:
 
 def _drain(arguments: argparse.Namespace) -> int:
     from chitu.client.client import RouterClient
-    from chitu.launch.drain import credential, drain, drain_self
+    from chitu.launch.router_calls import credential, drain, drain_self
 
     how = {"force": arguments.force, "wait": not arguments.no_wait, "say": functools.partial(print, flush=True)}
     if arguments.self:
@@ -282,9 +282,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from chitu.config.topology_checks import missing_roles, problems
     from chitu.launch.addresses import address_problems
     from chitu.launch.node import node_command
-    from chitu.launch.nodes import host_overrides, launch_problems, split_hosts
-    from chitu.launch.plan import plan
-    from chitu.launch.plan_text import plan_text
+    from chitu.launch.plan import host_overrides, launch_problems, plan, plan_text, split_hosts
     from chitu.launch.preflight import look_at_model
     from chitu.net.control_groups import usable_cores
     from chitu.process.placement import place_like_here
@@ -313,7 +311,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _node(arguments: argparse.Namespace) -> int:
     from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, give_up, run_node
-    from chitu.launch.nodes import split_hosts
+    from chitu.launch.plan import split_hosts
 
     try:
         name, overrides = _split(arguments, may_download=True)
@@ -354,7 +352,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from chitu.launch.doctor import doctor
-    from chitu.launch.nodes import split_hosts
+    from chitu.launch.plan import split_hosts
 
     name, overrides = _split(arguments)
     return doctor(name, overrides, split_hosts(arguments.hosts) if arguments.hosts else None, arguments.node_index)

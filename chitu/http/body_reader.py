@@ -3,7 +3,7 @@
 Costly work on untrusted input: decoding JSON, rendering chats, tokenising, compiling grammars. Pure.
 
 `BodyWork` does it, independent of the process: a small body is processed on the event loop of an API process, a large
-one and every grammar in a process beside it (`serve/body_process.py`), by the same methods with the same errors. So a
+one and every grammar in a process beside it (`serve/body_pool.py`), by the same methods with the same errors. So a
 task carries what it needs of the cluster (`ClusterFacts`), and its result can be pickled.
 
 Parsing of bodies for the routes, and the choice of where it runs. Loop thread.

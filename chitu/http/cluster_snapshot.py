@@ -1,7 +1,7 @@
 """The whole router as an API process sees it: the cluster view, the loads, and the record of every API process.
 
-The routes that show or change the cluster use a `ClusterSource`. `serve/own_cluster.py` implements it for the process
-that keeps the membership, `serve/replica.py:ReplicaCluster` for the other API processes (`router.workers`). For each
+The routes that show or change the cluster use a `ClusterSource`. `serve/membership.py` implements it for the process
+that keeps the membership, `serve/replicas.py:ReplicaCluster` for the other API processes (`router.workers`). For each
 call a source asks the other processes (`serve/siblings.py`), so a result is as new as the call. Loop thread.
 
 Builds the snapshots of the cluster (`protocol/snapshot.py`) from what the router knows. On the loop thread.

@@ -19,10 +19,9 @@ from chitu.errors import ConfigError
 from chitu.launch.addresses import address_problems, addresses_of
 from chitu.launch.doctor_checks import check_cluster, check_node
 from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
-from chitu.launch.finding import Finding, Level
 from chitu.launch.node_facts import NodeFacts, gather
-from chitu.launch.nodes import host_overrides, launch_problems
-from chitu.launch.preflight import look_at_model
+from chitu.launch.plan import host_overrides, launch_problems
+from chitu.launch.preflight import Finding, Level, look_at_model
 from chitu.launch.slurm import expand_nodelist
 
 WAIT_S = 30.0

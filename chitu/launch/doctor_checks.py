@@ -11,10 +11,11 @@ from chitu.config.schema import Topology
 from chitu.config.topology import Instance, host_names, instances_on, is_loopback
 from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError
-from chitu.launch.finding import Finding, Level
 from chitu.launch.node_facts import LIBRARIES, NodeFacts
 from chitu.launch.preflight import (
     MOONCAKE_WITH_CUDA,
+    Finding,
+    Level,
     cure_of_missing,
     gpu_transfer_findings,
     memory_findings,

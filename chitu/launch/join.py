@@ -27,9 +27,9 @@ from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topo
 from chitu.config.topology import SECTIONS, find_instance, host_names, is_loopback, same_host, with_router
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.display import tell
-from chitu.launch.drain import credential, known_key
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
+from chitu.launch.router_calls import credential, known_key
 from chitu.net.curve import MAX_SOCKETS
 from chitu.process.child import STDOUT
 from chitu.protocol.snapshot import InstanceSnapshot

@@ -36,10 +36,9 @@ from chitu.config.schema import Topology
 from chitu.config.topology import Instance, api_host, api_url, instances, on_one_host, probe_address, with_router
 from chitu.config.topology_checks import check, missing_roles
 from chitu.errors import ConfigError
-from chitu.launch.health import ask_health
-from chitu.launch.nodes import launch_problems
-from chitu.launch.plan import Entries, instance_spec, port_overrides, router_spec
+from chitu.launch.plan import Entries, instance_spec, launch_problems, port_overrides, router_spec
 from chitu.launch.preflight import require_preflight
+from chitu.launch.router_calls import ask_health
 from chitu.net.control_groups import usable_cores
 from chitu.process.child import ROUTER, STDOUT, ProcessSpec, StdoutLog, make_log_dir, open_private
 from chitu.process.node_devices import NodeDevices

@@ -25,13 +25,19 @@ from chitu.config.topology import api_host, api_url, host_names, instances, inst
 from chitu.config.topology_checks import check, missing_roles, open_api
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.addresses import with_own_address
-from chitu.launch.display import greeting, make_display, tell
-from chitu.launch.health import ask_health
-from chitu.launch.leave import send_leaves
-from chitu.launch.nodes import host_at, host_overrides, launch_problems, open_ports, specs_on, thread_overrides
-from chitu.launch.plan import Entries, plan
+from chitu.launch.display import SIGNALS, greeting, make_display, stop_on_signals, tell
+from chitu.launch.plan import (
+    Entries,
+    host_at,
+    host_overrides,
+    launch_problems,
+    open_ports,
+    plan,
+    specs_on,
+    thread_overrides,
+)
 from chitu.launch.preflight import require_preflight
-from chitu.launch.stop_signals import SIGNALS, stop_on_signals
+from chitu.launch.router_calls import ask_health, send_leaves
 from chitu.net.control_groups import usable_cores
 from chitu.net.process_deaths import pid_namespace
 from chitu.process.child import ROUTER, STDOUT, LogTaken, ProcessSpec, StdoutLog, make_log_dir

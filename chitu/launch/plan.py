@@ -1,20 +1,24 @@
-"""Topology -> processes: the commands and environments that make the cluster. Pure; starts nothing.
+"""Topology -> processes: the commands and environments that make the cluster, and the output of `chitu plan`. Pure.
 
-Called by the local supervisor and by `chitu plan`. The router is a plain process; an instance is one torchrun with
-`tp_size` ranks and its own rendezvous, so instances never meet in torch.distributed. The rendezvous of a single rank is
-a file, since torch's TCP store (`--standalone`, at a free port) listens on all interfaces.
+Called by the launchers and by `chitu plan`. The router is a plain process; an instance is one torchrun with `tp_size`
+ranks and its own rendezvous, so instances never meet in torch.distributed. The rendezvous of a single rank is a file,
+since torch's TCP store (`--standalone`, at a free port) listens on all interfaces. The hosts of a topology are numbered
+in the order in which it names them, the router's first; a list of machines (Slurm's nodes, `--hosts`) replaces them in
+this order, so the placeholders of the packaged files never have to be edited.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, instances, router_ports, threads_of
+from chitu.config.topology import Instance, host_names, instances, listening_host, router_ports, same_host, threads_of
+from chitu.errors import ConfigError
 from chitu.process.child import ROUTER, ProcessSpec
 from chitu.process.node_devices import NodeDevices
 from chitu.process.placement import environment_of
@@ -116,3 +120,120 @@ def port_overrides(ports: dict[str, int]) -> list[str]:
 def router_ports_keys() -> list[str]:
     """Return the key paths of the router's ports."""
     return list(router_ports(Topology().dp_config.router))
+
+
+def split_hosts(text: str) -> list[str]:
+    """Split `a, b` into `["a", "b"]`. Raise ConfigError if one is empty or given twice."""
+    hosts = [host.strip() for host in text.split(",")]
+    for host in hosts:
+        if not host:
+            raise ConfigError(f"--hosts {text!r} has an empty entry: give host,host,...")
+        if hosts.count(host) > 1:
+            raise ConfigError(f"--hosts names {host} twice: give each machine once (one machine alone: `chitu serve`)")
+    return hosts
+
+
+def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
+    """Return overrides that replace the topology's hosts with `hosts`. Raise ConfigError if the numbers differ."""
+    names = host_names(topology)
+    if len(hosts) != len(names):
+        raise ConfigError(
+            f"the topology has {len(names)} hosts ({', '.join(names)}), but {len(hosts)} are given "
+            f"({', '.join(hosts)}): give one for each, the router's first"
+        )
+    keys = {"dp_config.router.host": topology.dp_config.router.host}
+    keys |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
+    return [f"{key}={hosts[names.index(same_host(host))]}" for key, host in keys.items()]
+
+
+def host_at(topology: Topology, index: int) -> str:
+    """Return host number `index`. Raise ConfigError if the topology has no such host."""
+    names = host_names(topology)
+    if not 0 <= index < len(names):
+        raise ConfigError(f"node index {index}: the topology has {len(names)} hosts, 0 to {len(names) - 1}")
+    return names[index]
+
+
+def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> list[ProcessSpec]:
+    """Return the processes of host number `index`. Raise ConfigError if the topology has no such host."""
+    host = host_at(topology, index)
+    return [spec for spec in specs if same_host(spec.host) == host]
+
+
+def thread_overrides(topology: Topology, threads_per_rank: int) -> list[str]:
+    """Return overrides that give every rank of every instance this many CPU threads."""
+    return [f"{item.key}.threads={threads_per_rank * item.config.tp_size}" for item in instances(topology)]
+
+
+def launch_problems(topology: Topology) -> Iterator[str]:
+    """Yield a sentence for each problem that no single process can see, in addition to `topology_checks.problems`."""
+    if topology.dp_config.scheduler_base_port is not None and len(instances(topology)) > 1:
+        yield (
+            "dp_config.scheduler_base_port is the port of one scheduler process; this cluster starts "
+            f"{len(instances(topology))}: set the port of each instance instead"
+        )
+    if len(host_names(topology)) > 1:
+        yield from open_ports(topology)
+
+
+def open_ports(topology: Topology) -> Iterator[str]:
+    """Yield a sentence for each router port that only the router would know."""
+    for key, port in router_ports(topology.dp_config.router).items():
+        if port == 0:
+            yield f"{key} is 0 (picked at start), but other hosts have to know it before: give a port"
+
+
+def plan_text(
+    topology: Topology, specs: Sequence[ProcessSpec], cores: int, node_argv: Sequence[str], notes: Sequence[str] = ()
+) -> str:
+    """Return the text of a plan. `specs` has all processes, as `plan` returns them. `node_argv` is the command of one
+    node without its index. `notes` has lines on devices and transfers."""
+    lines = [
+        *_hosts(topology, specs),
+        "",
+        *_ports(topology),
+        *_processes(topology, specs),
+        *_nodes(topology, node_argv),
+    ]
+    lines += ["", *notes]
+    return "\n".join([*lines, f"OMP_NUM_THREADS is counted for hosts of {cores} cores, as this one."])
+
+
+def _hosts(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:
+    yield "hosts"
+    for index, host in enumerate(host_names(topology)):
+        yield f"  {host:20} {' '.join(spec.name for spec in specs_on(topology, specs, index))}"
+
+
+def _ports(topology: Topology) -> Iterator[str]:
+    yield "ports (0: picked by the OS at start)"
+    router = topology.dp_config.router
+    for key, port in router_ports(router).items():
+        host = listening_host(router) if key == "dp_config.router.port" else router.host
+        yield f"  {host:20} {port:6}  {key}"
+    for instance in instances(topology):
+        yield f"  {instance.config.host:20} {instance.config.port:6}  {instance.key}.port"
+
+
+def _processes(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:
+    configs = {instance.name: instance.config for instance in instances(topology)}
+    for spec in specs:
+        yield ""
+        if spec.name == ROUTER:
+            yield f"{spec.name} on {spec.host}"
+        else:
+            config = configs[spec.name]
+            yield f"{spec.name} on {spec.host}: tp_size {config.tp_size}, devices {','.join(config.devices)}"
+        yield f"  {' '.join(f'{key}={shlex.quote(value)}' for key, value in spec.env.items())} \\"
+        yield f"  {shlex.join(spec.argv)}"
+
+
+def _nodes(topology: Topology, node_argv: Sequence[str]) -> Iterator[str]:
+    """Yield the command that starts all processes of each host; Slurm's scripts run the same."""
+    hosts = host_names(topology)
+    if len(hosts) < 2:
+        return
+    yield ""
+    yield "or all processes of a host at once"
+    for index, host in enumerate(hosts):
+        yield f"  {host:20} {shlex.join([*node_argv, '--node-index', str(index)])}"

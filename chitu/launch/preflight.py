@@ -1,13 +1,14 @@
 """Checks that a launcher can make before it starts a process: ports, the model's files, libraries, memory for KV pages.
 
-Used by `LocalCluster` and `chitu node` before anything starts, and by `chitu doctor`, so all report the same. `look_*`
-functions read files and try ports (no torch, at most a second); the others are pure. Processes still make their own
-checks, since they may run without a launcher.
+Used by the launchers before anything starts, and by `chitu doctor`, so all report the same findings. `look_*` functions
+read files and try ports (no torch, at most a second); the others are pure. Processes still make their own checks, since
+they may run without a launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import importlib.metadata
 import importlib.util
@@ -23,13 +24,34 @@ from chitu.config.staging import protocol_of
 from chitu.config.topology import Instance, bound_ports, instances_on, is_loopback, listening_host
 from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools, weight_problems
 from chitu.errors import ConfigError
-from chitu.launch.finding import Finding, Level
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.process.child import ROUTER
 from chitu.process.placement import KEY, PD, needed_library, why_not_sent
 from chitu.tokenizer.core import require_tokenizer
 from chitu.types import Role
+
+
+class Level(enum.StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    """The topology can serve, but not as well as it could."""
+    ERROR = "error"
+    """The topology cannot serve like this."""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    level: Level
+    what: str
+    """Subject in a word or two: `port 21003`, `torch`."""
+    says: str
+    cure: str = ""
+    """What to do; empty if nothing."""
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.says}; {self.cure}" if self.cure else self.says
+
 
 HTTP_PORT = "dp_config.router.port"
 ANY_ADDRESS = "0.0.0.0"

@@ -18,10 +18,9 @@ from chitu.assets import TINY_MODEL_DIR, TINY_MODEL_NAME
 from chitu.config.schema import Topology
 from chitu.config.topology import host_names, instances, on_one_host
 from chitu.config.topology_checks import missing_roles, open_api
-from chitu.launch.display import greeting, make_display
+from chitu.launch.display import greeting, make_display, stop_on_signals
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import Entries
-from chitu.launch.stop_signals import stop_on_signals
 from chitu.process.child import ROUTER, STDOUT, StdoutLog
 from chitu.process.placement import Placement, describe
 

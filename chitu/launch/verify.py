@@ -28,8 +28,8 @@ from chitu.client.verify.report import BEHIND_P, CACHED, FORCED, Judged, Report,
 from chitu.client.verify.topology import MIN_ROUNDS, judge, refused_pairs
 from chitu.config.load import api_key
 from chitu.errors import ChituError
-from chitu.launch.drain import credential
 from chitu.launch.reference import Reference, VerifyOptions, layout_of, reference
+from chitu.launch.router_calls import credential
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
 

@@ -1,4 +1,4 @@
-"""The half of the router that serves clients: HTTP, tokenising, pairing, returning tokens.
+"""The half of the router that serves clients: HTTP, tokenising, pairing, returning tokens; and a process's lifetime.
 
 One per process: in the router process itself, and in each of its other API processes (`router.workers`). It sees the
 cluster only through a `ClusterSource`. Everything runs on the loop thread. Its holder passes membership events to its
@@ -42,13 +42,46 @@ from chitu.router.cross_checks import CheckResult
 from chitu.router.dispatch import ReplyAddress
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.selector import make_selector
-from chitu.serve.body_processes import BodyProcesses
-from chitu.serve.lifetime import TICK_S, Ending
+from chitu.serve.body_pool import BodyProcesses
 from chitu.serve.siblings import Siblings
 from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
 from chitu.types import instance_name
 
 log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+
+
+class Ending:
+    """A request to end. The first `ask` starts the drain, the next one ends the wait for it."""
+
+    def __init__(self) -> None:
+        self.is_due = asyncio.Event()
+        self.is_hurried = asyncio.Event()
+
+    def ask(self) -> None:
+        if self.is_due.is_set():
+            self.is_hurried.set()
+        self.is_due.set()
+
+
+def keep_ticking(*ticks: Callable[[], None]) -> None:
+    """Call all `ticks` now and every `TICK_S`, as long as the loop runs. A tick that fails is logged; it prevents
+    neither the other ticks nor the next round, and does not end the process."""
+    loop = asyncio.get_running_loop()
+
+    def run() -> None:
+        try:
+            for tick in ticks:
+                try:
+                    tick()
+                except Exception:
+                    log.exception("a periodic task failed")
+        finally:
+            loop.call_later(TICK_S, run)
+
+    run()
+
 
 GC_THRESHOLD = 20_000
 """Container objects between two young collections. A request makes a few hundred, which reference counting frees."""

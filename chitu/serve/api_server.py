@@ -37,10 +37,8 @@ from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
 from chitu.process.progress import ProgressWriter
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
-from chitu.serve.api_endpoint import ApiEndpoint, freeze_gc, with_share
-from chitu.serve.lifetime import Ending, keep_ticking
-from chitu.serve.membership import Membership
-from chitu.serve.own_cluster import OwnCluster
+from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking, with_share
+from chitu.serve.membership import Membership, OwnCluster
 from chitu.serve.replicas import ReplicaSet
 from chitu.serve.siblings import Siblings
 from chitu.tracing.trace_files import trace_folder

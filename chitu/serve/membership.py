@@ -3,7 +3,8 @@
 The shell of `PDCoordination`: its sockets (ROUTER coordination, XPUB metadata sync, PULL stats), the bootstrap server,
 the time, and the processes of members on this machine, whose deaths it reports to the core. Owned by the process that
 was started as the router, on its loop thread. It reports events to the request router of the same process; other API
-processes (`router.workers`) read them from the metadata port. It has no part in the HTTP API or in requests.
+processes (`router.workers`) read them from the metadata port. It has no part in requests; the HTTP API asks it through
+`OwnCluster`, the `ClusterSource` of this process.
 
 Invariants: every message is decoded and checked before the core sees it; bad ones are counted. Changes of the view are
 published at most every `GATHER_S`, together, and routed by from then on; a loss counts at once. Nothing here but a
@@ -15,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 import msgspec
@@ -23,7 +25,8 @@ import zmq
 
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
-from chitu.errors import BadFrame, ConfigError
+from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
+from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WorkerReport, report_of
 from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.aio import FrameReader
@@ -47,7 +50,9 @@ from chitu.protocol import (
     encode,
     stats_codec,
 )
-from chitu.router.metrics import CoordinationMetrics
+from chitu.router.metrics import CoordinationMetrics, RouterMetrics, add_up
+from chitu.router.policies import Candidates
+from chitu.serve.siblings import Siblings
 from chitu.types import Role, new_incarnation
 
 log = logging.getLogger(__name__)
@@ -242,3 +247,79 @@ class Membership:
             return
         if self._on_replica is not None:  # each process knows its own rooms, and what it received of their requests
             self._pub.send_multipart([STATS_TOPIC, frames[0]], zmq.NOBLOCK)
+
+
+class OwnCluster:
+    """`ClusterSource` of the process that keeps the membership."""
+
+    def __init__(self, router: PDRequestRouter, membership: Membership, siblings: Siblings) -> None:
+        self._router = router
+        self._membership = membership
+        self._siblings = siblings
+        self._ended: RouterMetrics | None = None
+        """Sum of the metrics of API processes that have ended, if any."""
+        self.is_ending = False
+
+    @property
+    def view(self) -> ClusterView:
+        return self._membership.coordination.view
+
+    def loads(self) -> Loads:
+        return self._membership.coordination.loads()
+
+    def ports(self) -> Mapping[str, int]:
+        return self._membership.port_table()
+
+    def note_ended(self, metrics: RouterMetrics) -> None:
+        """Add the metrics of an API process that died: its counters, which must not fall, but not its gauges."""
+        self._ended = add_up([metrics] if self._ended is None else [self._ended, metrics])
+        self._ended.in_flight, self._ended.breakers = {}, {}
+
+    def own_report(self) -> WorkerReport:
+        own = report_of(self._router, 0, self.view)
+        metrics = own.metrics if self._ended is None else add_up([own.metrics, self._ended])
+        coordination = self._membership.metrics()
+        return msgspec.structs.replace(own, metrics=metrics, coordination=coordination, is_ending=self.is_ending)
+
+    async def record(self) -> RouterRecord:
+        others = await self._siblings.reports(self.view)
+        return RouterRecord((self.own_report(), *others))
+
+    async def drain(self, instance: str, force: bool) -> Draining:
+        return drain_instance(self._membership, instance, force)
+
+    async def flush_caches(self) -> None:
+        self._membership.coordination.flush_caches(1 + secrets.randbits(62))
+
+
+def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
+    """Send an instance no new requests; it finishes what it runs and leaves. Idempotent.
+
+    Raises UnknownInstance; without `force` LastInstance if requests can be served now but not without this instance.
+    """
+    view = membership.coordination.view
+    info = _find(view, name)
+    if not force:
+        _require_others(view, info)
+    membership.request_drain(info.role, info.engine_rank)
+    return Draining(info.name, info.incarnation)
+
+
+def _find(view: ClusterView, name: str) -> InstanceInfo:
+    for info in view.instances:
+        if info.name == name.upper():
+            return info
+    names = ", ".join(info.name for role in Role for info in view.instances if info.role is role) or "none"
+    raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")
+
+
+def _require_others(view: ClusterView, info: InstanceInfo) -> None:
+    if info.draining or not Candidates.of(view).usable:
+        return
+    others = tuple(other for other in view.instances if other is not info)
+    left = Candidates.of(msgspec.structs.replace(view, instances=others))
+    if not left.usable:
+        raise LastInstance(
+            f"without {info.name} nothing could be served ({left.why_unusable()}): start another one first, "
+            f"or force it (`chitu drain {info.name} --force`)"
+        )

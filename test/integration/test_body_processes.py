@@ -29,7 +29,7 @@ from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.request_fields import fields_of
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import Grammar
-from chitu.serve.body_processes import BodyProcesses
+from chitu.serve.body_pool import BodyProcesses
 from chitu.testing.router_process import RouterUnderTest, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -147,7 +147,7 @@ class World:
 
 def is_helper(process: psutil.Process) -> bool:
     try:
-        return "chitu.serve.body_process" in process.cmdline()
+        return "chitu.serve.body_pool" in process.cmdline()
     except (psutil.ZombieProcess, psutil.NoSuchProcess):
         return False
 

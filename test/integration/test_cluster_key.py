@@ -18,8 +18,8 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster_key
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
-from chitu.launch.drain import credential
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_calls import credential
 from chitu.net.curve import ClusterSecrets, derive
 from chitu.process.child import processes_marked
 from chitu.process.run_dir import RunDir

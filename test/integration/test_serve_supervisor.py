@@ -25,9 +25,9 @@ from serve_process import ServeProcess
 
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
-from chitu.launch.health import ask_health
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import Entries
+from chitu.launch.router_calls import ask_health
 from chitu.process.child import ROUTER, ChildProcess, ProcessSpec, processes_marked
 from chitu.process.progress import Progress, read_progress, write_progress
 from chitu.process.supervisor import MAX_CONNECTIONS, Supervisor

@@ -11,8 +11,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import find_instance, instances, instances_on
 from chitu.errors import ConfigError
-from chitu.launch.nodes import host_overrides
-from chitu.launch.plan import Entries, plan
+from chitu.launch.plan import Entries, host_overrides, plan
 from chitu.process.node_devices import Device, NodeDevices, with_torch
 from chitu.process.placement import (
     SHOWN,

@@ -14,9 +14,8 @@ from chitu.config.schema import Topology
 from chitu.engine.memory_budget import GIB
 from chitu.launch import node_facts
 from chitu.launch.doctor_checks import check_cluster, check_node
-from chitu.launch.finding import Finding, Level
 from chitu.launch.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, missing_shared, parse_smi_head
-from chitu.launch.preflight import Bind, ModelFacts
+from chitu.launch.preflight import Bind, Finding, Level, ModelFacts
 from chitu.models.config import read_model_spec
 from chitu.net.rdma_devices import Rdma
 from chitu.process.node_devices import Device, NodeDevices

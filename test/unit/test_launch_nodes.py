@@ -12,8 +12,7 @@ from chitu.cli import main
 from chitu.config.load import load_topology
 from chitu.config.topology import host_names
 from chitu.errors import ConfigError
-from chitu.launch.nodes import host_overrides, launch_problems, open_ports, specs_on, split_hosts, thread_overrides
-from chitu.launch.plan import plan
+from chitu.launch.plan import host_overrides, launch_problems, open_ports, plan, specs_on, split_hosts, thread_overrides
 from chitu.launch.slurm import expand_nodelist
 from chitu.process.node_devices import Device, NodeDevices
 

@@ -17,7 +17,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances
 from chitu.config.topology_checks import check, problems
 from chitu.errors import ConfigError
-from chitu.launch.nodes import launch_problems
+from chitu.launch.plan import launch_problems
 from chitu.process.node_devices import Device, NodeDevices
 from chitu.process.placement import assign_devices, with_shares
 

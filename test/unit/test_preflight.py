@@ -13,11 +13,11 @@ from chitu.config.schema import Topology
 from chitu.config.topology import bound_ports, instances
 from chitu.engine.memory_budget import GIB, MIN_CONTEXT_TOKENS, pool_problems, small_pool
 from chitu.kv_transfer.transports.nixl import MODULES
-from chitu.launch.finding import Level
 from chitu.launch.preflight import (
     MOONCAKE_WITH_CUDA,
     MOONCAKE_WITHOUT_CUDA,
     Bind,
+    Level,
     gpu_transfer_findings,
     look_at_model,
     memory_findings,

@@ -31,9 +31,8 @@ from chitu.protocol import (
     Wire,
     encode,
 )
-from chitu.serve.api_endpoint import ApiEndpoint, with_share
-from chitu.serve.lifetime import Ending
-from chitu.serve.replica import ReplicaCluster
+from chitu.serve.api_endpoint import ApiEndpoint, Ending, with_share
+from chitu.serve.replicas import ReplicaCluster
 from chitu.serve.siblings import Siblings
 from chitu.testing.clock import FakeClock
 from chitu.types import Role

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chitu.launch.stop_signals import SIGNALS, stop_on_signals
+from chitu.launch.display import SIGNALS, stop_on_signals
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import instances
 from chitu.errors import ConfigError
-from chitu.launch.nodes import host_overrides
+from chitu.launch.plan import host_overrides
 from chitu.net.rdma_devices import Rdma, has_efa, look_at_rdma, why_no_rdma
 from chitu.process.placement import KEY, describe_transports, place, protocol_overrides, why_not_sent
 

@@ -1,9 +1,16 @@
-"""The processes for work that would delay the tokens of other requests: large bodies and grammars. Loop thread.
+"""The processes for work that would delay the tokens of other requests: large bodies and grammars.
 
-Owned by `ApiEndpoint`. There are three kinds of tasks, which do not wait for each other. One task of each kind runs at
-a time, so there are three processes at most, and none before the first task. Clients take turns, so one waits for at
-most one task of each other. If a process dies in a task, the task is retried once. It fails if the second process dies
-too, or if a process uses up its CPU time. The next task gets a new process.
+`BodyProcesses`, owned by `ApiEndpoint` on the loop thread, has three kinds of tasks, which do not wait for each other.
+One task of each kind runs at a time, so there are three processes at most, and none before the first task. Clients take
+turns, so one waits for at most one task of each other. If a process dies in a task, the task is retried once. It fails
+if the second process dies too, or if a process uses up its CPU time. The next task gets a new process.
+
+The process (`python -m chitu.serve.body_pool SOCKET PARENT_PID`) inherits one end of a socket pair, over which it sends
+one answer per task, in order. It has a tokenizer and no access to the cluster, opens no port, and imports no torch. It
+ends with the process that started it, however that ends, or by SIGPROF in a task that exceeds its limit of CPU time.
+A task on the wire: its sizes (`HEAD`), the task, `raw`. An answer: its size, the answer. Both are pickled: this is the
+same program with the same trust, separate only to keep CPU work off the loop. The byte `UNWANTED` during a task cancels
+it; `HEAD` begins with another byte.
 """
 
 from __future__ import annotations
@@ -12,20 +19,101 @@ import asyncio
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from chitu.config.load import child_environment
 from chitu.config.schema import ModelConfig
-from chitu.errors import Capacity, Internal, PoisonRequest
-from chitu.http.body_reader import BODY_S, BodyTask, JudgeGrammar, too_costly
+from chitu.errors import Capacity, ChituError, Internal, PoisonRequest
+from chitu.http.body_reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too_costly
+from chitu.http.served_model import ServedModel
 from chitu.net.fair_share import NoPlace, Turns
-from chitu.process.child import MARK, describe_exit
-from chitu.serve.body_process import ANSWER, HEAD, TASK, UNWANTED
+from chitu.net.http import ClientGone
+from chitu.process.child import MARK, describe_exit, die_with_parent
+
+HEAD = struct.Struct("<cIQ")
+"""`TASK`, size of the task, size of `raw` (both in bytes)."""
+ANSWER = struct.Struct("<Q")
+TASK, UNWANTED = b"T", b"U"
+NICENESS = 10
+"""Nice value of the process, so that tokens take precedence on few cores."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Let the kernel kill this process if the block takes more than `seconds` of CPU time, over all threads."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def receive(connection: socket.socket, num_bytes: int) -> bytearray:
+    """Return exactly `num_bytes` bytes. EOFError if the other end is closed."""
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        got = connection.recv_into(view, len(view), socket.MSG_WAITALL)
+        if not got:
+            raise EOFError
+        view = view[got:]
+    return data
+
+
+def serve(connection: socket.socket, work: BodyWork) -> None:
+    """Answer tasks until the other end closes, then raise EOFError."""
+
+    def require_client() -> None:
+        if select.select([connection], [], [], 0)[0]:
+            raise ClientGone
+
+    while True:
+        kind = receive(connection, 1)
+        if kind == UNWANTED:  # it arrived after the end of the task
+            continue
+        _, task_bytes, raw_bytes = HEAD.unpack(kind + receive(connection, HEAD.size - 1))
+        task: BodyTask = pickle.loads(receive(connection, task_bytes))
+        raw = receive(connection, raw_bytes)
+        found: object = None
+        try:
+            if isinstance(task, JudgeGrammar):
+                work.judge(task, limited)
+            else:
+                with limited(task.limit_s):
+                    found = work.read(task, raw, require_client)
+        except (ChituError, ClientGone) as error:
+            found = error.with_traceback(None)
+        except Exception as error:
+            found = Internal(f"a body could not be worked on: {error!r}"[:500])
+        answer = pickle.dumps(found, pickle.HIGHEST_PROTOCOL)
+        connection.sendall(ANSWER.pack(len(answer)))
+        connection.sendall(answer)
+        del raw, found, answer
+
+
+def main(argv: Sequence[str]) -> int:
+    die_with_parent(int(argv[1]))
+    os.nice(NICENESS)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the router receives a terminal's, and ends this process after its drain
+    connection = socket.socket(fileno=int(argv[0]))
+    try:
+        model: ModelConfig
+        model, takes_unknown = pickle.loads(receive(connection, *ANSWER.unpack(receive(connection, ANSWER.size))))
+        serve(connection, BodyWork(ServedModel.load(model, 0), takes_unknown))
+    except (EOFError, ConnectionError):
+        pass
+    return 0
+
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +152,7 @@ class BodyProcess(asyncio.Protocol):
         except OSError as error:
             raise _cannot_start(error) from error
         try:
-            argv = (sys.executable, "-m", "chitu.serve.body_process", str(theirs.fileno()), str(os.getpid()))
+            argv = (sys.executable, "-m", "chitu.serve.body_pool", str(theirs.fileno()), str(os.getpid()))
             # A mark of its own: with the router's mark, the launcher would take it for the router's worker.
             env = child_environment({MARK: uuid.uuid4().hex})
             popen = subprocess.Popen(argv, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=env)
@@ -184,3 +272,7 @@ class BodyProcesses:
     def close(self) -> None:
         for process in (*self._idle, *self._busy):
             process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,19 +1,31 @@
-"""`chitu drain D1`: has the router drain an instance and reports when it left. `chitu drain --self`: those that a
-launcher on this machine runs. Blocking; in the caller's thread."""
+"""What a launcher or an operator's command asks of the router: its health, a drain (`chitu drain`), a Leave.
+
+Blocking; in the caller's thread. A launcher sends a Leave on behalf of an instance that died. It names the incarnation,
+so it never affects a restarted instance. Best effort within `LINGER_MS`: if it is lost, the lease expires later.
+"""
 
 from __future__ import annotations
 
+import http.client
+import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import zmq
+
 from chitu.client.client import RouterClient
-from chitu.config.load import api_key, cluster_key
+from chitu.config.cluster_key import cluster_key_of
+from chitu.config.load import api_key, cluster_key, router_host
+from chitu.config.schema import Topology
 from chitu.config.topology import is_loopback
 from chitu.errors import ConfigError
-from chitu.net.curve import derive
+from chitu.net.curve import derive, make_context
+from chitu.net.sockets import connect
 from chitu.process.run_dir import cluster_key_at, running_launchers
+from chitu.protocol import Leave, encode
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 POLL_S = 0.2
@@ -98,3 +110,44 @@ def drain_self(url: str | None, *, force: bool, wait: bool, say: Callable[[str],
 
 def _find(snapshot: ClusterSnapshot, name: str) -> InstanceSnapshot | None:
     return next((instance for instance in snapshot.instances if instance.name == name), None)
+
+
+LINGER_MS = 500
+
+
+def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:
+    """Send the leaves. Return once they are handed to the network, or after `LINGER_MS`."""
+    context = make_context(derive(cluster_key_of(topology)))
+    port = topology.dp_config.router.pd_disaggregation.coordination_port
+    socket = connect(context, zmq.DEALER, router_host(topology), port)
+    for leave in leaves:
+        socket.send(encode(leave), zmq.NOBLOCK)
+    socket.close(LINGER_MS)
+    context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """One answer. `joined` has the incarnation of every instance that takes requests, by name."""
+
+    is_usable: bool
+    """Whether a request can be served now."""
+    joined: dict[str, int]
+
+
+def ask_health(url: str, timeout_s: float = 1.0) -> Health | None:
+    """Return the health of the router at `url` (http or https, with a path or without one), or None if no valid answer
+    arrives within `timeout_s`."""
+    parts = urlsplit(url)
+    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = make(parts.hostname or "", parts.port, timeout=timeout_s)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/health")
+        reply = connection.getresponse()
+        body = json.loads(reply.read())
+        joined = {item["name"]: int(item["incarnation"]) for item in body["instances"] if not item["draining"]}
+        return Health(reply.status == 200, joined)
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        return None
+    finally:
+        connection.close()
