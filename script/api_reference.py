@@ -1,5 +1,5 @@
-"""Write docs/api.md from the table of fields: `python script/api_reference.py`. A test fails if the page is out of
-date."""
+"""Write docs/api.md from the bodies and the table of other fields: `python script/api_reference.py`. A test fails if
+the page is out of date."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.http.request_fields import (
+from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
+from chitu.http.body_decoder import (
     ABORT,
+    BODIES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
-    FIELDS,
-    NO_EFFECT,
-    REFUSED,
     RESPONSES,
-    SERVED,
     TOKENIZE,
+    Field,
+    fields_of,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 HEAD = """# HTTP API: every field
 
-Generated from `chitu/http/request_fields.py` by `script/api_reference.py`; edit there. `GET /openapi.json` has the same
-with types. Every field of a body is served, refused, or in the short list of those without effect. `null` is the same
-as leaving a field out.
+Generated from `chitu/http/bodies.py` and `body_decoder.py` by `script/api_reference.py`; edit there.
+`GET /openapi.json` has the same with types. Every field of a body is served, refused, or in the short list of those
+without effect. `null` is the same as leaving a field out.
 
 An unknown field is refused, also in nested objects (400, `param` names it and the message names the nearest known one).
 With `dp_config.router.unknown_fields: warn` it is ignored instead, and the header `X-Chitu-Warning` of the answer names
@@ -87,14 +87,20 @@ def reference() -> str:
 
 
 def _parts() -> Iterator[str]:
+    rows: dict[Field, list[str]] = {}
+    for route in BODIES:
+        for field in fields_of(route).values():
+            rows.setdefault(field._replace(neutral=_neutral(field)), []).append(SHORT[route])
     for effect, title, meaning in PARTS:
         yield f"\n## {title}\n\n| field | routes | {meaning} |\n|---|---|---|\n"
-        for field in FIELDS:
+        for field, routes in rows.items():
             if field.effect == effect:
-                routes = ", ".join(SHORT[route] for route in field.routes)
-                neutral = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in field.neutral)
-                notes = "; ".join(text for text in (neutral, field.note) if text)
-                yield f"| `{field.name}` | {routes} | {notes} |\n"
+                notes = "; ".join(text for text in (", ".join(field.neutral), field.note) if text)
+                yield f"| `{field.name}` | {', '.join(routes)} | {notes} |\n"
+
+
+def _neutral(field: Field) -> tuple[str, ...]:
+    return tuple(f"`{msgspec.json.encode(value).decode()}`" for value in field.neutral)
 
 
 if __name__ == "__main__":

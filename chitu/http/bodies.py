@@ -1,28 +1,17 @@
-"""The error of a body whose text has a part of a character, and the field that has it. Pure; part of `BodyWork`.
+"""Request bodies of all routes: each field that a route reads, with its type, bounds and description. Pure.
 
-Clients that cut texts by bytes, or by UTF-16's units, send half of an escaped surrogate pair or bytes that are not
-UTF-8. Neither is text. Called only for a body that could not be decoded.
-
-Request bodies of the generation routes, `/tokenize`, `/detokenize` and `/abort_request`: served fields with their
-types and bounds. Pure.
-
-`body_decoder.py` creates them; `bodies.py`, `sampling_fields.py` and the OpenAPI document read them. All other
-fields that clients send are in `request_fields.py`.
-
-Checks of a body that its types cannot express: the shape of prompts, the content of messages. Pure.
-
-Called by `jobs.py` (and by `/tokenize`, for messages), as part of `BodyWork`.
+This is the one place of a served field: `body_decoder.py` decodes bodies into these structs, which checks the bounds;
+the OpenAPI document and docs/api.md (`script/api_reference.py`) are made from them. Fields that clients send and no
+route reads are in `body_decoder.py`. `null` is the same as leaving a field out.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from chitu.errors import InvalidRequest
+from chitu.grammars.schema import ENFORCED_FORMATS
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
@@ -32,54 +21,6 @@ from chitu.protocol import (
     MAX_LOGPROBS,
     MAX_PRIORITY,
 )
-
-NAMED_CHARS = 100
-"""Characters of each name in a path."""
-_HALF = re.compile(
-    r"(?:[^\\\udc80-\udcff]++|\\(?!u[dD][89a-fA-F]).|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(\\u[dD]|[\udc80-\udcff])",
-    re.DOTALL,
-)
-"""A text up to its first half of a surrogate pair that is escaped, or its first byte that is not UTF-8."""
-_LEXEMES = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\],:]', re.DOTALL)
-
-
-def cut_character(raw: bytes | bytearray, field: str = "") -> InvalidRequest | None:
-    """Return the error of JSON with a part of a character; None if it has none. `field`: name of the field whose value
-    this is, if it is not the whole body."""
-    text = raw.decode(errors="surrogateescape")
-    found = _HALF.match(text)
-    if found is None:
-        return None
-    at = found.start(1)
-    param = (field + _place_of(text, at)).removeprefix(".") or None
-    if text[at] == "\\":
-        what = "half of a surrogate pair: a character was cut in two"
-    else:
-        what = "a byte that is not UTF-8: a character was cut in two, or the text has another encoding"
-    return InvalidRequest(f"{param or 'the body'} has {what} (at character {at} of its JSON)", param)
-
-
-def _place_of(text: str, at: int) -> str:
-    """Return the path of the value in which a position of JSON is. Follows brackets and strings up to it."""
-    path: list[str | int] = []
-    key = ""
-    for found in _LEXEMES.finditer(text, 0, at):
-        part = found[0]
-        if part in ("{", "["):
-            path.append("" if part == "{" else 0)
-        elif part in ("}", "]"):
-            if path:
-                path.pop()
-        elif part == "," and path:
-            place = path[-1]
-            path[-1] = place + 1 if isinstance(place, int) else ""
-        elif part == ":" and path:
-            path[-1] = key
-        elif part.startswith('"'):
-            key = part[1:-1]
-    shown = [f"[{place}]" if isinstance(place, int) else f".{place[:NAMED_CHARS]}" for place in path if place != ""]
-    return "".join(shown)
-
 
 MAX_N = 128
 MAX_STOPS = 16
@@ -119,14 +60,24 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of OpenAI and vLLM."""
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`body_reader.py`)."""
-MAX_FIELD_BYTES = 64 << 10
-"""Bytes of JSON, in a large body, of each field that holds neither text nor tokens."""
-MAX_TOOLS_BYTES = 256 << 10
-"""Bytes of JSON of `tools`, in a large body."""
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+Effect = Literal["served", "refused", "without effect"]
+SERVED: Effect = "served"
+REFUSED: Effect = "refused"
+NO_EFFECT: Effect = "without effect"
 
 
-Unread = msgspec.Raw | msgspec.UnsetType
-"""A field that stays undecoded JSON, because its value is not used."""
+def note(text: str) -> msgspec.Meta:
+    """Return the description of a served field: one line of Markdown about its bounds, default and meaning."""
+    return msgspec.Meta(description=text)
+
+
+def ignored(reason: str = "") -> msgspec.Meta:
+    """Mark a field that a struct has only because its object has no other unknown fields: it is without effect."""
+    told = f"Without effect: {reason}" if reason else "Without effect"
+    return msgspec.Meta(description=told, extra={"effect": NO_EFFECT, "note": reason})
 
 
 def documented(**schema: Any) -> msgspec.Meta:
@@ -134,111 +85,228 @@ def documented(**schema: Any) -> msgspec.Meta:
     return msgspec.Meta(extra_json_schema=schema)
 
 
+Unread = msgspec.Raw | msgspec.UnsetType
+"""A field that stays undecoded JSON, because its value is not used."""
+_UnlessEmpty = Annotated[
+    Unread,
+    msgspec.Meta(description="Not supported yet, unless empty", extra={"effect": REFUSED, "note": "unless empty"}),
+]
+_Uncached = Annotated[Unread, ignored("prompts are cached by their tokens")]
+_SentBack = Annotated[Unread, ignored("of an answer that is sent back")]
+_OfAnotherModel = Annotated[Unread, ignored("of an answer of another model; see `reasoning_content`")]
+_Without = Annotated[Unread, ignored()]
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: Annotated[str | None, note("the served name or the checkpoint's path; default: the only model")] = None
+
+
+# ------------------------------------------------------------------------------------------ completions and chats alike
+
+
 TokenCount = Annotated[int, msgspec.Meta(ge=1)]
-Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
-TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+_Temperature = Annotated[Annotated[float, msgspec.Meta(ge=0, le=2)] | None, note("0 (greedy) to 2; default 1")]
+_TopP = Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, note("above 0, to 1; default 1")]
 _NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
 _NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
-_Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+_Penalty = Annotated[Annotated[float, msgspec.Meta(ge=-2, le=2)] | None, note("-2 to 2, over emitted tokens")]
 _StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
 _BadTokens = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 _TokenIdText = Annotated[str, documented(pattern="^[0-9]+$")]
 _TokenId = Annotated[int, documented(minimum=0)]
 _Bias = Annotated[float, documented(minimum=-100, maximum=100)]
-
-
-class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request body. `None` is the same as leaving a field out."""
-
-    model: str | None = None
-
-
-class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_obfuscation: Unread = msgspec.UNSET
-
-
-class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    schema: Annotated[msgspec.Raw | msgspec.UnsetType, documented(type="object")] = msgspec.UNSET
-    # without effect
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-    schema: Annotated[msgspec.Raw | msgspec.UnsetType, documented(type="object")] = msgspec.UNSET
-
-
-_Schema = Annotated[msgspec.Raw | msgspec.UnsetType, documented(anyOf=[{"type": "object"}, {"type": "string"}])]
+_FormatType = Annotated[Literal["text", "json_object", "json_schema"], note("`text`, `json_object` or `json_schema`")]
+_Object = Annotated[Unread, documented(type="object")]
+_Schema = Annotated[Unread, documented(anyOf=[{"type": "object"}, {"type": "string"}])]
 _Choices = Annotated[
     list[Annotated[str, msgspec.Meta(max_length=MAX_CHOICE_CHARS)]], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)
 ]
 _GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
 
 
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: Annotated[bool | None, note("a last event with the usage")] = None
+    continuous_usage_stats: Annotated[bool | None, note("every event has the usage of its choice so far")] = None
+    include_obfuscation: Annotated[Unread, ignored("nothing is padded")] = msgspec.UNSET
+
+
+class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    schema: Annotated[
+        _Object,
+        note(
+            "up to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of "
+            f"`properties`. Of `format`, {', '.join(sorted(ENFORCED_FORMATS))} hold; any other is an annotation and "
+            "has no effect. `oneOf` holds if a type, a constant or its `discriminator` tells its schemas apart. "
+            "`nullable: true` beside a `type` allows null. What cannot be "
+            "enforced (`not`, `if`, `uniqueItems`, any other `oneOf`, ...) is refused with its place"
+        ),
+    ] = msgspec.UNSET
+    name: Annotated[str | None, ignored()] = None
+    description: Annotated[str | None, ignored()] = None
+    strict: Annotated[bool | None, ignored("the answer always follows the schema")] = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: _FormatType
+    json_schema: Annotated[JsonSchemaFormat | None, note("with `type` `json_schema` or `json_object`")] = None
+    schema: Annotated[_Object, note("the same schema, as other servers take it")] = msgspec.UNSET
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    json: _Schema = msgspec.UNSET
-    json_object: bool | None = None
-    regex: _GrammarText | None = None
-    choice: _Choices | None = None
-    grammar: _GrammarText | None = None
-    # without effect
-    disable_fallback: Unread = msgspec.UNSET
+    json: Annotated[_Schema, note("a JSON schema, as an object or as JSON text")] = msgspec.UNSET
+    json_object: Annotated[bool | None, note("`true`: any JSON object")] = None
+    regex: Annotated[
+        _GrammarText | None,
+        note(
+            "the whole answer matches it; syntax of Rust's `regex`, without look-around. `\\d`, `\\w` and `\\s` are "
+            "ASCII (in a schema's `pattern` `\\d` and `\\w` are, too); `\\p{...}` has the rest of Unicode"
+        ),
+    ] = None
+    choice: Annotated[_Choices | None, note("1 to 1024 texts of up to 1024 characters; the answer is one of them")] = (
+        None
+    )
+    grammar: Annotated[
+        _GrammarText | None,
+        note(
+            "context-free: llguidance's Lark, where `\\d`, `\\w` and `\\s` are Unicode's, or GBNF of up to 2048 "
+            "characters"
+        ),
+    ] = None
+    disable_fallback: Annotated[Unread, ignored("there is only one backend")] = msgspec.UNSET
 
 
 class GenerationBody(Body, kw_only=True):
-    """Fields that completions and chats share."""
+    """Fields that completions and chats share. Names of extensions are vLLM's and SGLang's; `cache_prompt` is
+    llama.cpp's."""
 
-    # OpenAI
-    max_tokens: Annotated[int, documented(minimum=1)] | None = None
+    max_tokens: Annotated[
+        Annotated[int, documented(minimum=1)] | None,
+        note(
+            "1 to the rest of the context; default: completions 16, chat the rest of the context, or what the bound on "
+            "answers leaves to one choice"
+        ),
+    ] = None
     """Without effect beside `max_completion_tokens`, also if it is out of range."""
-    max_completion_tokens: TokenCount | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    n: _NumChoices | None = None
-    stop: _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    response_format: ResponseFormat | None = None
-    logit_bias: Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
-    # extensions (names as vLLM and SGLang have them, `cache_prompt` as llama.cpp)
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    """-1 and 0: off."""
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
-    min_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    stop_token_ids: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: (
+    max_completion_tokens: Annotated[TokenCount | None, note("the same, and overrides it")] = None
+    temperature: _Temperature = None
+    top_p: _TopP = None
+    n: Annotated[
+        _NumChoices | None,
+        note(
+            "1 to 128, at most 1024 choices over all prompts; choice i has the seed `seed` + i, and equals the answer "
+            "to a request with that seed. The prompt is computed and moved once"
+        ),
+    ] = None
+    stop: Annotated[
+        _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)] | None,
+        note(
+            "text or up to 16 texts of 1 to 256 characters. Special tokens in them are found, too, although the answer "
+            "does not show them; a text that is one special token also counts as its id in `stop_token_ids`"
+        ),
+    ] = None
+    seed: Annotated[
+        Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None,
+        note("64 bits, without the sign; default random"),
+    ] = None
+    stream: Annotated[bool | None, note("server-sent events")] = None
+    stream_options: Annotated[StreamOptions | None, note("with `stream` only")] = None
+    presence_penalty: _Penalty = None
+    frequency_penalty: _Penalty = None
+    logit_bias: Annotated[
+        Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None,
+        note("up to 1024 token ids, each -100 to 100"),
+    ] = None
+    top_k: Annotated[Annotated[int, msgspec.Meta(ge=-1)] | None, note("1 or more; 0 and -1 are off")] = None
+    min_p: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)] | None, note("0 to 1")] = None
+    repetition_penalty: Annotated[
+        Annotated[float, msgspec.Meta(gt=0, le=10)] | None, note("above 0, to 10, over prompt and emitted tokens")
+    ] = None
+    min_tokens: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        note("0 to `max_tokens`: no eos and no stop id before so many tokens"),
+    ] = None
+    stop_token_ids: Annotated[
+        Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, note("up to 256")
+    ] = None
+    ignore_eos: Annotated[bool | None, note("not if the answer follows a grammar")] = None
+    response_format: Annotated[
+        ResponseFormat | None, note("the format of the answer, like `structured_outputs` and each `guided_` field")
+    ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, note("with one of its fields")] = None
+    guided_json: Annotated[_Schema, note("as `structured_outputs.json`")] = msgspec.UNSET
+    guided_regex: Annotated[_GrammarText | None, note("as `structured_outputs.regex`")] = None
+    guided_choice: Annotated[_Choices | None, note("as `structured_outputs.choice`")] = None
+    guided_grammar: Annotated[_GrammarText | None, note("as `structured_outputs.grammar`")] = None
+    allowed_token_ids: Annotated[
         Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS, extra_json_schema={"minItems": 1})]
-        | None
-    ) = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: _Schema = msgspec.UNSET
-    guided_regex: _GrammarText | None = None
-    guided_choice: _Choices | None = None
-    guided_grammar: _GrammarText | None = None
-    bad_words: Annotated[list[_BadWord | _BadTokens], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None = None
+        | None,
+        note("1 to 1024: no other token is drawn, not even eos"),
+    ] = None
+    bad_words: Annotated[
+        Annotated[list[_BadWord | _BadTokens], msgspec.Meta(max_length=MAX_BAD_WORDS)] | None,
+        note(
+            "texts of up to 64 characters and 16 tokens, or lists of 1 to 16 token ids. The answer has none of their "
+            "token sequences, of which there are up to 256: a text is two, also after a space (another sequence may "
+            "give the same text)"
+        ),
+    ] = None
     include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    return_token_ids: bool | None = None
-    return_proof: bool | None = None
-    return_page_sums: bool | None = None
-    return_receipt: bool | None = None
-    priority: Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    prompt_logprobs: _NumLogprobs | bool | None = None
-    cache_salt: Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None = None
-    cache_prompt: bool | None = None
+    skip_special_tokens: Annotated[bool | None, note("default true")] = None
+    add_special_tokens: Annotated[
+        bool | None, note("default: true for prompts, false for chats (the template has them)")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        Annotated[int, msgspec.Meta(ge=-1)] | None,
+        note(
+            "1 to the context: only the last so many tokens of each prompt (a bos added by the tokenizer stays); "
+            "-1: as many as leave room for `max_tokens`"
+        ),
+    ] = None
+    return_token_ids: Annotated[bool | None, note("`token_ids` in every choice")] = None
+    return_proof: Annotated[
+        bool | None,
+        note(
+            "object `chitu` in the answer, or after the last event of a stream's choices, and headers: which P and D, "
+            "bytes moved, tokens cached, attempts, times (verify.md)"
+        ),
+    ] = None
+    return_page_sums: Annotated[
+        bool | None,
+        note(
+            "`return_proof` with checksums of pages: those that it leaves on D, and those that P wrote, on both sides; "
+            "only with one choice of one prompt"
+        ),
+    ] = None
+    return_receipt: Annotated[
+        bool | None,
+        note(
+            "`return_proof` with all that the tokens depend on, for `chitu replay`; only with one choice of one prompt"
+        ),
+    ] = None
+    priority: Annotated[
+        Annotated[int, msgspec.Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None,
+        note(
+            "32 bits, default 0, the lowest is first (as in vLLM): on P and D it moves a request ahead of those that "
+            "came up to a quarter of `deadlines.queue_s` before it (half of that at -1), or back, so that none waits "
+            "for ever; the last is retracted first. Below `router.min_priority` (default 0): 400"
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        _NumLogprobs | bool | None,
+        note(
+            "0 to 20: for each prompt token except the first, its logprob and so many likeliest, in vLLM's format; "
+            "not with `stream`; the prompt is not read from the cache"
+        ),
+    ] = None
+    cache_salt: Annotated[
+        Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None,
+        note("up to 256 characters: prompts share cached pages only if it is equal"),
+    ] = None
+    cache_prompt: Annotated[bool | None, note("false: uses no cached pages and leaves none; default true")] = None
+
+
+# ---------------------------------------------------------------------------------------------------------- completions
 
 
 def _list_of(items: dict[str, Any]) -> dict[str, Any]:
@@ -251,323 +319,305 @@ _PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 
 class CompletionBody(GenerationBody, kw_only=True):
-    prompt: Annotated[msgspec.Raw, documented(anyOf=_PROMPTS)] = msgspec.field(default_factory=msgspec.Raw)
-    """A text, a list of texts, a list of token ids or a list of such lists; see `completion_prompts`. Undecoded JSON,
-    because it can be as large as the body, and its first characters decide how it is decoded."""
-    echo: bool | None = None
-    logprobs: _NumLogprobs | bool | None = None
-    """Number of most likely tokens returned with each token; `false`: no logprobs, as in a chat body."""
-    best_of: _NumChoices | None = None
+    prompt: Annotated[
+        msgspec.Raw,
+        documented(anyOf=_PROMPTS),
+        note("text, a list of texts, a list of token ids, or a list of such lists"),
+    ] = msgspec.field(default_factory=msgspec.Raw)
+    """Undecoded JSON, because it can be as large as the body, and its first characters decide how it is decoded
+    (`completion_prompts`)."""
+    echo: Annotated[bool | None, note("the prompt before the text, and its logprobs before the others")] = None
+    logprobs: Annotated[
+        _NumLogprobs | bool | None,
+        note("0 to 20: with each token its logprob and so many of the likeliest; `false`: none"),
+    ] = None
+    best_of: Annotated[
+        _NumChoices | None,
+        note(
+            "`n` to 128, at most 1024 over all prompts: so many choices are generated, and the `n` with the highest "
+            "logprob per token are returned, best first; all count in the usage. Not above `n` with `stream`"
+        ),
+    ] = None
+
+
+# ---------------------------------------------------------------------------------------------------------------- chats
+
+
+_FunctionType = Annotated[Literal["function"], note("`function`")]
+ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
+_NameOfTool = Annotated[ToolName, note("1 to 128 characters, each once")]
+_NameOfChosen = Annotated[str, note("name of one of `tools`")]
+CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
+_Parameters = Annotated[dict[str, Any] | None, note("a JSON schema")]
+_Role = Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["text"])]
+    type: Annotated[str, documented(enum=["text"]), note("`text`")]
     text: str | None = None
-    # without effect
-    cache_control: Unread = msgspec.UNSET
-    prompt_cache_breakpoint: Unread = msgspec.UNSET
-
-
-ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
-CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
+    cache_control: _Without = msgspec.UNSET
+    prompt_cache_breakpoint: _Without = msgspec.UNSET
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: ToolName
-    arguments: str | None = None
-    """JSON, as the model wrote it."""
+    name: Annotated[ToolName, note("1 to 128 characters")]
+    arguments: Annotated[str | None, note("JSON; if not an object, passed to the template as text")] = None
 
 
 class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
     function: CalledFunction
-    id: CallId | None = None
-    type: Annotated[str, documented(enum=["function"])] | None = None
-    # without effect
-    index: Unread = msgspec.UNSET
+    id: Annotated[CallId | None, note("up to 16,384 characters")] = None
+    type: Annotated[Annotated[str, documented(enum=["function"])] | None, note("`function`")] = None
+    index: Annotated[Unread, ignored("of a streamed call that is sent back")] = msgspec.UNSET
 
 
 class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: ToolName
+    name: _NameOfTool
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON schema."""
-    strict: bool | None = None
-    # without effect
-    cache_control: Unread = msgspec.UNSET
+    parameters: _Parameters = None
+    strict: Annotated[
+        bool | None,
+        note(
+            "true: arguments of a call that the model chooses to make follow `parameters`, too; not together with "
+            "`response_format` and the like. Arguments of an enforced call always follow them"
+        ),
+    ] = None
+    cache_control: _Uncached = msgspec.UNSET
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+    type: _FunctionType
     function: ToolFunction
-    # without effect
-    cache_control: Unread = msgspec.UNSET
+    cache_control: _Uncached = msgspec.UNSET
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: _NameOfChosen
 
 
 class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+    type: _FunctionType
     function: ChosenFunction
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
-    content: str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None = None
-    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None = None
-    tool_calls: Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOL_CALLS)] | None = None
-    tool_call_id: CallId | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    # refused unless empty
-    function_call: Unread = msgspec.UNSET
-    audio: Unread = msgspec.UNSET
-    # without effect
-    refusal: Unread = msgspec.UNSET
-    provider_specific_fields: Unread = msgspec.UNSET
-    annotations: Unread = msgspec.UNSET
-    type: Unread = msgspec.UNSET
-    id: Unread = msgspec.UNSET
-    thinking_blocks: Unread = msgspec.UNSET
-    reasoning_details: Unread = msgspec.UNSET
-    metadata: Unread = msgspec.UNSET
-    cache_control: Unread = msgspec.UNSET
+    role: Annotated[_Role, note("up to 64 characters; `developer` is the template's `system`")]
+    content: Annotated[
+        str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None,
+        note(
+            "text, or up to 1024 parts, which a line break joins, as in vLLM and llama.cpp; of an `assistant` also "
+            "null or left out"
+        ),
+    ] = None
+    name: Annotated[
+        Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)] | None,
+        note("up to 64 characters; passed to the chat template, which may ignore it"),
+    ] = None
+    tool_calls: Annotated[
+        Annotated[list[MessageToolCall], msgspec.Meta(max_length=MAX_TOOL_CALLS)] | None,
+        note("up to 128, of an answer that is sent back; a chat template without calls leaves them out"),
+    ] = None
+    tool_call_id: Annotated[
+        CallId | None, note("up to 16,384 characters: the call that a message of the role `tool` answers")
+    ] = None
+    reasoning_content: Annotated[str | None, note("of an answer that is sent back; passed to the chat template")] = None
+    reasoning: Annotated[str | None, note("the same, if `reasoning_content` is missing")] = None
+    function_call: _UnlessEmpty = msgspec.UNSET
+    audio: _UnlessEmpty = msgspec.UNSET
+    refusal: _SentBack = msgspec.UNSET
+    provider_specific_fields: Annotated[Unread, ignored("of an answer that litellm sends back")] = msgspec.UNSET
+    annotations: _SentBack = msgspec.UNSET
+    type: Annotated[Unread, ignored("lm-eval sends `text`")] = msgspec.UNSET
+    id: _SentBack = msgspec.UNSET
+    thinking_blocks: _OfAnotherModel = msgspec.UNSET
+    reasoning_details: _OfAnotherModel = msgspec.UNSET
+    metadata: _Without = msgspec.UNSET
+    cache_control: _Uncached = msgspec.UNSET
 
 
-_Messages = Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})]
-_Tools = Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)]
-TemplateKwargs = Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)]
+_Messages = Annotated[
+    Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})] | None,
+    note("1 to 2048"),
+]
+_Tools = Annotated[
+    Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
+    note("up to 128; in the prompt as the model's chat template writes them"),
+]
+_TemplateKwargs = Annotated[
+    Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)] | None,
+    note("up to 64 variables of the chat template, such as `enable_thinking`; an unused one gets a warning"),
+]
+_OneCall = Annotated[
+    bool | None,
+    note(
+        "false: the answer ends after its first call, as always if the chat template accepts only one call of an "
+        "answer that is sent back (Llama 3's); default true"
+    ),
+]
+_Choice = Annotated[str, documented(enum=list(TOOL_CHOICES))]
+_Effort = Annotated[str, documented(enum=list(EFFORTS))]
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    messages: _Messages | None = None
-    logprobs: bool | None = None
-    top_logprobs: _NumLogprobs | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    tools: _Tools | None = None
-    tool_choice: ChosenTool | Annotated[str, documented(enum=list(TOOL_CHOICES))] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Annotated[str, documented(enum=list(EFFORTS))] | None = None
-    include_reasoning: bool | None = None
-    separate_reasoning: bool | None = None
+    messages: _Messages = None
+    logprobs: Annotated[bool | None, note("`true`: with each token its logprob")] = None
+    top_logprobs: Annotated[_NumLogprobs | None, note("0 to 20 most likely tokens, with `logprobs`")] = None
+    chat_template_kwargs: _TemplateKwargs = None
+    tools: _Tools = None
+    tool_choice: Annotated[
+        ChosenTool | _Choice | None,
+        note(
+            "`auto` (default; text that the model writes as a call of one of `tools` is a call), `none` (the prompt "
+            "has no tools), `required` or a function: the answer is a call that follows its schema, or several with "
+            "`required`"
+        ),
+    ] = None
+    parallel_tool_calls: _OneCall = None
+    reasoning_effort: Annotated[
+        _Effort | None,
+        note(
+            "none, minimal, low, medium, high, xhigh or max, for a chat template that reads it, or `enable_thinking` "
+            "(all but `none` are true)"
+        ),
+    ] = None
+    include_reasoning: Annotated[bool | None, note("false: `reasoning_content` is left out; default true")] = None
+    separate_reasoning: Annotated[
+        bool | None,
+        note(
+            "false: reasoning stays in the content, with its marks, and a grammar holds from the first token; "
+            "default true"
+        ),
+    ] = None
+
+
+# ------------------------------------------------------------------------------------------------------------ responses
+
+
+class InputPart(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[
+        str,
+        documented(enum=list(PART_TYPES)),
+        note("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
+    ]
+    text: str | None = None
+    annotations: _Without = msgspec.UNSET
+    logprobs: _Without = msgspec.UNSET
+    prompt_cache_breakpoint: _Without = msgspec.UNSET
+    cache_control: _Without = msgspec.UNSET
+
+
+_Parts = str | Annotated[list[InputPart], msgspec.Meta(max_length=MAX_PARTS)]
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """Item of any type. Fields that do not belong to its type are not used."""
+
+    type: Annotated[
+        Annotated[str, documented(enum=list(ITEM_TYPES))] | None,
+        note("`message` (default), `function_call`, `function_call_output`, `reasoning`"),
+    ] = None
+    role: Annotated[_Role | None, note("of a message")] = None
+    content: Annotated[
+        _Parts | None, note("of a message or reasoning: text, or up to 1024 parts, which a line break joins")
+    ] = None
+    call_id: Annotated[CallId | None, note("of a call and its output")] = None
+    name: Annotated[ToolName | None, note("of a call")] = None
+    arguments: Annotated[str | None, note("of a call, JSON")] = None
+    output: Annotated[_Parts | None, note("of a call's output: text, or parts")] = None
+    id: _SentBack = msgspec.UNSET
+    status: _SentBack = msgspec.UNSET
+    phase: _SentBack = msgspec.UNSET
+    caller: _SentBack = msgspec.UNSET
+    namespace: _SentBack = msgspec.UNSET
+    summary: _SentBack = msgspec.UNSET
+    encrypted_content: _SentBack = msgspec.UNSET
+    metadata: _Without = msgspec.UNSET
+    cache_control: _Uncached = msgspec.UNSET
+
+
+class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: _FunctionType
+    name: _NameOfTool
+    description: str | None = None
+    parameters: _Parameters = None
+    strict: Annotated[bool | None, note("as of a chat")] = None
+    cache_control: _Uncached = msgspec.UNSET
+
+
+class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    type: _FunctionType
+    name: _NameOfChosen
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Annotated[_Effort | None, note("as `reasoning_effort` of a chat")] = None
+    summary: Annotated[Unread, ignored("reasoning is returned as it is")] = msgspec.UNSET
+    generate_summary: Annotated[Unread, ignored("the same")] = msgspec.UNSET
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: _FormatType
+    schema: Annotated[_Object, note("of `json_schema` or `json_object`: the answer follows it")] = msgspec.UNSET
+    name: Annotated[str | None, ignored()] = None
+    description: Annotated[str | None, ignored()] = None
+    strict: Annotated[bool | None, ignored("the answer always follows the schema")] = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: TextFormat | None = None
+    verbosity: _Without = msgspec.UNSET
+
+
+class ResponsesBody(Body, kw_only=True):
+    input: Annotated[
+        str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
+        note("text, or 1 to 2048 items: all turns, since nothing is stored"),
+    ] = None
+    instructions: Annotated[str | None, note("a system message before `input`")] = None
+    max_output_tokens: Annotated[TokenCount | None, note("1 to the rest of the context, which is the default")] = None
+    temperature: _Temperature = None
+    top_p: _TopP = None
+    stream: Annotated[bool | None, note("server-sent events, each with a `sequence_number`")] = None
+    tools: Annotated[
+        Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128 functions")
+    ] = None
+    tool_choice: Annotated[ResponsesToolChoice | _Choice | None, note("as of a chat")] = None
+    parallel_tool_calls: _OneCall = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    metadata: Annotated[
+        Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
+    ] = None
+    chat_template_kwargs: _TemplateKwargs = None
+    return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last event")] = None
+    return_receipt: Annotated[bool | None, note("as of a chat")] = None
+
+
+# --------------------------------------------------------------------------------------------------------- other routes
 
 
 class TokenizeBody(Body, kw_only=True):
-    prompt: str | None = None
-    messages: _Messages | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
-    tools: _Tools | None = None
-    add_generation_prompt: bool | None = None
-    """Default true: the rendered messages end with the text that opens the model's answer."""
-    return_token_strs: bool | None = None
-    add_special_tokens: bool | None = None
-    """Default: true for a prompt, false for messages (the template writes them)."""
-
-
-class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
-    rid: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_RID_CHARS)]
+    prompt: Annotated[str | None, note("text")] = None
+    messages: _Messages = None
+    chat_template_kwargs: _TemplateKwargs = None
+    tools: _Tools = None
+    add_generation_prompt: Annotated[
+        bool | None, note("for messages; default true: with the tokens that precede the model's answer")
+    ] = None
+    return_token_strs: Annotated[bool | None, note("`token_strs`: each token's text")] = None
+    add_special_tokens: Annotated[
+        bool | None, note("default: true for prompts, false for chats (the template has them)")
+    ] = None
 
 
 class DetokenizeBody(Body, kw_only=True):
-    tokens: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_TOKENS)]
-    skip_special_tokens: bool | None = None
+    tokens: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_TOKENS), note("up to 262,144 token ids")]
+    skip_special_tokens: Annotated[bool | None, note("default false")] = None
 
 
-# -------------------------------------------------------------------------------------------------------------- prompts
-
-
-_SHAPE = "prompt must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
-_Several = msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
-_Ids = Annotated[list[int], msgspec.Meta(min_length=1)]
-_text = msgspec.json.Decoder(str)
-_texts: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(Annotated[list[str], _Several])
-_ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(_Ids)
-_ids_of_several: msgspec.json.Decoder[list[list[int]]] = msgspec.json.Decoder(Annotated[list[_Ids], _Several])
-_BRACKET = ord("[")
-_TEXTS = re.compile(rb'\[\s*"')
-_LISTS = re.compile(rb"\[\s*\[")
-
-
-def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
-    """Return the prompts of a body, all texts or all token ids. Raise InvalidRequest for any other shape. Decodes in
-    place, because no other request has a turn while a large body is copied."""
-    given = memoryview(body.prompt)
-    if not given or bytes(given[:5]) == b"null":
-        raise InvalidRequest("prompt is required", "prompt")
-    try:
-        if given[0] != _BRACKET:
-            return [_text.decode(given)]
-        if _TEXTS.match(given):
-            return _texts.decode(given)
-        if not _LISTS.match(given):
-            return [_ids.decode(given)]
-        # Count before decoding: a decoded list costs many times the three bytes of its JSON.
-        if bytes(given).count(b"[") <= MAX_PROMPTS + 1:
-            return _ids_of_several.decode(given)
-    except msgspec.ValidationError as error:
-        if "length <=" not in str(error):
-            raise InvalidRequest(_SHAPE, "prompt") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        broken = InvalidRequest(f"prompt is not valid JSON: {error}", "prompt")
-        raise cut_character(bytes(given), "prompt") or broken from error
-    raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are taken", "prompt")
-
-
-ROLES = {"developer": "system"}
-"""OpenAI's newer name of a role -> the name that chat templates use."""
-
-
-_EMPTY = (b"null", b'""', b"[]", b"{}")
-
-
-def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
-    """Return messages as the chat template takes them. Raise InvalidRequest for content that is not text."""
-    if not given:
-        raise InvalidRequest("messages must hold at least one message", "messages")
-    messages = []
-    for i, message in enumerate(given):
-        where = f"messages[{i}]"
-        if message.function_call is not msgspec.UNSET or message.audio is not msgspec.UNSET:
-            for name in ("function_call", "audio"):
-                value = getattr(message, name)
-                if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
-                    raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
-        content = message.content
-        if content is None:
-            if message.role != "assistant":
-                raise InvalidRequest(f"{where}.content is required", f"{where}.content")
-            content = ""  # templates add text to it
-        if not isinstance(content, str):
-            content = text_of_parts([(part.type, part.text) for part in content], ("text",), f"{where}.content")
-        message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
-        if message.name is not None:
-            message_of_template["name"] = message.name
-        if message.tool_calls:
-            message_of_template["tool_calls"] = [_call_of_template(call, where) for call in message.tool_calls]
-        if message.tool_call_id:
-            message_of_template["tool_call_id"] = message.tool_call_id
-        if reasoning := message.reasoning_content or message.reasoning:
-            message_of_template["reasoning_content"] = reasoning
-        messages.append(message_of_template)
-    return messages
-
-
-def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
-    """Return parts of content, each a type and a text, as one text: joined by line breaks, as vLLM and llama.cpp do.
-    Raise InvalidRequest for a part of another type, and for one without text."""
-    for i, (kind, text) in enumerate(parts):
-        if kind not in types:
-            known = ", ".join(map(repr, types))
-            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind[:40]!r}", f"{where}[{i}]")
-        if text is None:
-            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
-    return "\n".join([text for _, text in parts if text is not None])
-
-
-def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
-    """Return a call as the chat template takes it. Arguments become an object, because templates write the JSON
-    themselves; arguments that are no JSON object stay text."""
-    if call.type not in (None, "function"):
-        raise InvalidRequest(f"{where}.tool_calls: only calls of type 'function' are supported", f"{where}.tool_calls")
-    arguments: Any = call.function.arguments or "{}"
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        value = None
-    if isinstance(value, dict):
-        arguments = value
-    of_template = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    return {"id": call.id, **of_template} if call.id else of_template
-
-
-def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return tools as the chat template takes them, with fields in the order that models are trained with. Raise
-    InvalidRequest if two tools have the same name."""
-    if not tools:
-        return None
-    offered: dict[str, dict[str, Any]] = {}
-    for i, tool in enumerate(tools):
-        given = tool.function
-        if given.name in offered:
-            raise InvalidRequest(f"tools[{i}]: {given.name!r} is there twice", f"tools[{i}].function.name")
-        function: dict[str, Any] = {"name": given.name}
-        if given.description is not None:
-            function["description"] = given.description
-        if given.parameters is not None:
-            function["parameters"] = given.parameters
-        offered[given.name] = {"type": "function", "function": function}
-    return list(offered.values())
-
-
-class ChosenTools(NamedTuple):
-    offered: list[dict[str, Any]] | None
-    """Tools in the prompt; None if the body offers none, or forbids calls."""
-    enforced: list[dict[str, Any]]
-    """Tools whose calls must follow their schemas; empty: calls are not constrained."""
-    is_required: bool = False
-    """The answer must be a call of one of `enforced`."""
-
-
-def chosen_tools(body: ChatBody) -> ChosenTools:
-    """Return the tools of the body that its `tool_choice` selects. Raise InvalidRequest if it names no tool of them."""
-    tools, choice = offered_tools(body.tools), body.tool_choice
-    if choice is None or choice == "auto":
-        return ChosenTools(tools, _strict(body.tools or (), tools or ()))
-    if choice == "none":
-        return ChosenTools(None, [])
-    if isinstance(choice, str) and choice not in TOOL_CHOICES:
-        raise InvalidRequest(
-            f"tool_choice must be one of {', '.join(TOOL_CHOICES)} or a function of tools, not {choice[:40]!r}",
-            "tool_choice",
-        )
-    if not tools:
-        raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
-    if isinstance(choice, str):
-        return ChosenTools(tools, tools, True)
-    named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
-    if not named:
-        raise InvalidRequest(f"tool_choice: {choice.function.name[:80]!r} is none of tools", "tool_choice")
-    return ChosenTools(tools, named, True)
-
-
-def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools that constrain calls if at least one of them is strict. A tool that is not strict accepts any
-    object. Empty if no tool is strict."""
-    if not any(tool.function.strict for tool in given):
-        return []
-    return [
-        tool if own.function.strict else {"function": {"name": own.function.name}}
-        for own, tool in zip(given, offered, strict=True)
+class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
+    rid: Annotated[
+        str,
+        msgspec.Meta(min_length=1, max_length=MAX_RID_CHARS),
+        note("the X-Request-Id, or the `id` of the answer"),
     ]
-
-
-def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:
-    """Return `reasoning_effort` as variables of a template that reads `known`. Raise InvalidRequest for an unknown
-    effort, and for any effort except `none` if the template reads no such variable."""
-    if effort is None:
-        return {}
-    if effort not in EFFORTS:
-        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort")
-    variables: dict[str, Any] = {}
-    if "reasoning_effort" in known:
-        variables["reasoning_effort"] = effort
-    if "enable_thinking" in known:
-        variables["enable_thinking"] = effort != "none"
-    if not variables and effort != "none":
-        raise InvalidRequest("reasoning_effort: the model's chat template has no such choice", "reasoning_effort")
-    return variables
-
-
-SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
-"""Variables of chat templates that `chat_template_kwargs` may not set."""
-
-
-def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return `chat_template_kwargs` as the template takes them. Raise InvalidRequest for a name in `SET_OTHERWISE`."""
-    for name in SET_OTHERWISE:
-        if given and name in given:
-            raise InvalidRequest(
-                f"chat_template_kwargs.{name} is set by other fields; leave it out", f"chat_template_kwargs.{name}"
-            )
-    return given or {}

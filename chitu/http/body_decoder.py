@@ -1,9 +1,14 @@
-"""Decoding of a body's bytes into its struct; no field is ignored silently. Pure; part of `BodyWork`.
+"""Decoding of a body's bytes into its struct, and what becomes of each field: no field is ignored silently. Pure.
 
-JSON is read strictly: an escaped half of a surrogate pair, which is no text, is an error. A body that has only served
-fields, as nearly all have, is decoded once. Any other body is checked against `request_fields.py`: a refused field is
-an error that names it, and a field without effect is dropped. An unknown field is an error that names the nearest known
-field, or a warning in the answer's head if `router.unknown_fields` says so.
+Fields that a route reads are those of its struct (`bodies.py`). `UNSERVED` has the others that clients send: refused
+ones with the neutral values that ask for nothing, and those without effect, each with its reason. The OpenAPI document
+and docs/api.md list both.
+
+A body that has only served fields, as nearly all have, is decoded once. Any other is checked against the table: a
+refused field is an error that names it, and a field without effect is dropped. An unknown field is an error that names
+the nearest known field, or a warning in the answer's head if `router.unknown_fields` says so. JSON is read strictly:
+half of an escaped surrogate pair, or bytes that are not UTF-8, as clients send that cut texts by bytes or by UTF-16's
+units, are an error that names their field.
 """
 
 from __future__ import annotations
@@ -11,46 +16,308 @@ from __future__ import annotations
 import difflib
 import re
 import types
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.bodies import (
     LARGE_BODY_BYTES,
-    MAX_FIELD_BYTES,
-    MAX_TOOLS_BYTES,
+    NO_EFFECT,
+    REFUSED,
+    SERVED,
     AbortBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Effect,
+    ResponsesBody,
     TokenizeBody,
-    cut_character,
 )
-from chitu.http.request_fields import (
-    ABORT,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    FIELDS,
-    OTHER_NAMES,
-    REFUSED,
-    RESPONSES,
-    SERVED,
-    TOKENIZE,
-    Field,
-    fields_of,
-    is_neutral,
+
+# --------------------------------------------------------------------------------------------------------------- fields
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+ABORT = "/abort_request"
+RESPONSES = "/v1/responses"
+GENERATION = (COMPLETIONS, CHAT)
+BODIES: dict[str, type[msgspec.Struct]] = {
+    COMPLETIONS: CompletionBody,
+    CHAT: ChatBody,
+    RESPONSES: ResponsesBody,
+    TOKENIZE: TokenizeBody,
+    DETOKENIZE: DetokenizeBody,
+    ABORT: AbortBody,
+}
+
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("n_predict", "num_predict", "max_new_tokens", "max_length", "max_tokens", "max_completion_tokens"),
+        ("max_tokens", "max_output_tokens"),
+    ),
+    **dict.fromkeys(
+        ("enable_thinking", "thinking", "think", "preserve_thinking"), ("chat_template_kwargs.enable_thinking",)
+    ),
+    **dict.fromkeys(("repeat_penalty", "penalty_repeat"), ("repetition_penalty",)),
+    **dict.fromkeys(("stop_sequences", "stop_strings"), ("stop",)),
+    **dict.fromkeys(("grammar", "gbnf"), ("guided_grammar",)),
+    **dict.fromkeys(("format", "response_schema"), ("response_format", "text.format")),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning.effort")),
+    "temp": ("temperature",),
+    "num_return_sequences": ("n",),
+    "response_format": ("text.format",),
+    "top_n_tokens": ("top_logprobs", "logprobs"),
+    "messages": ("input",),
+    "input": ("messages", "prompt"),
+    "system": ("messages", "instructions"),
+}
+"""Name of a field in other servers, or at other routes -> what it is called here, of which a route has at most one."""
+
+
+class Field(NamedTuple):
+    name: str
+    """Name in the body. A field of a nested object has its path, with `[]` for every entry of a list."""
+    effect: Effect
+    note: str = ""
+    """One line of Markdown: meaning of a served field, the reason of another, or the alternative to it."""
+    neutral: tuple[Any, ...] = ()
+    """Values, besides null, with which a refused field asks for nothing and is accepted."""
+
+
+_Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
+"""Name, note and, optionally, neutral values."""
+
+UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
+    (
+        (CHAT, TOKENIZE),
+        REFUSED,
+        (
+            ("messages[].content[].image_url", ""),
+            ("messages[].content[].video_url", ""),
+            ("messages[].content[].audio_url", ""),
+            ("messages[].content[].input_audio", ""),
+            ("messages[].content[].file", ""),
+            ("messages[].content[].refusal", ""),
+        ),
+    ),
+    (
+        (RESPONSES,),
+        NO_EFFECT,
+        (
+            ("user", ""),
+            ("safety_identifier", ""),
+            ("service_tier", "there is only one"),
+            ("prompt_cache_key", "prompts are cached by their tokens"),
+            ("prompt_cache_retention", ""),
+            ("prompt_cache_options", ""),
+            ("stream_options", "nothing is padded"),
+        ),
+    ),
+    (
+        (RESPONSES,),
+        REFUSED,
+        (
+            ("store", "nothing is stored", (False,)),
+            ("previous_response_id", "nothing is stored: send the turns as `input`"),
+            ("conversation", "nothing is stored: send the turns as `input`"),
+            ("background", "", (False,)),
+            ("background_options", ""),
+            ("prompt", ""),
+            ("include", "", ([],)),
+            ("truncation", "", ("disabled",)),
+            ("max_tool_calls", ""),
+            ("top_logprobs", "chat has them", (0,)),
+            ("moderation", ""),
+            ("image", ""),
+            ("access_programs", ""),
+            ("context_management", "", ([],)),
+            ("input[].async", ""),
+            ("input[].content[].image_url", ""),
+            ("input[].content[].file_id", ""),
+            ("input[].content[].detail", ""),
+            ("input[].content[].refusal", ""),
+            ("tools[].allowed_callers", ""),
+            ("tools[].async", ""),
+            ("tools[].defer_loading", ""),
+            ("tools[].output_schema", ""),
+            ("reasoning.context", ""),
+            ("reasoning.mode", ""),
+        ),
+    ),
+    (
+        (ABORT,),
+        REFUSED,
+        (("abort_all", "", (False,)),),
+    ),
+    (
+        GENERATION,
+        NO_EFFECT,
+        (
+            ("user", ""),
+            ("safety_identifier", ""),
+            ("metadata", ""),
+            ("store", "nothing is stored"),
+            ("service_tier", "there is only one"),
+            ("prompt_cache_key", "prompts are cached by their tokens; see `cache_salt`"),
+            ("prompt_cache_retention", ""),
+            ("prompt_cache_options", ""),
+            ("guided_decoding_backend", "there is only one"),
+        ),
+    ),
+    (
+        GENERATION,
+        REFUSED,
+        (
+            ("structured_outputs.whitespace_pattern", "whitespace is a space, or a line break and indentation"),
+            ("structured_outputs.disable_any_whitespace", ""),
+            ("structured_outputs.disable_additional_properties", "set it in the schema"),
+            ("structured_outputs.structural_tag", ""),
+            ("guided_whitespace_pattern", "whitespace is a space, or a line break and indentation"),
+            ("structural_tag", ""),
+            ("json_schema", "see `guided_json`"),
+            ("regex", "see `guided_regex`"),
+            ("ebnf", "see `guided_grammar`"),
+            ("functions", "", ([],)),
+            ("function_call", "", ("none", "auto")),
+            ("stop_regex", "", ([], "")),
+            ("no_stop_trim", "see `include_stop_str_in_output`", (False,)),
+            ("min_new_tokens", "see `min_tokens`", (0,)),
+            ("sampling_seed", "see `seed`"),
+            ("use_beam_search", "", (False,)),
+            ("length_penalty", "", (1,)),
+            ("early_stopping", "", (False,)),
+            ("spaces_between_special_tokens", "", (True,)),
+            ("return_tokens_as_token_ids", "see `return_token_ids`", (False,)),
+            ("return_hidden_states", "", (False,)),
+            ("return_routed_experts", "", (False,)),
+            ("logits_processors", "", ([],)),
+            ("custom_logit_processor", ""),
+            ("custom_params", ""),
+            ("vllm_xargs", ""),
+            ("kv_transfer_params", "the router pairs P and D itself"),
+            ("bootstrap_host", "the router pairs P and D itself"),
+            ("bootstrap_port", "the router pairs P and D itself"),
+            ("bootstrap_room", "the router pairs P and D itself"),
+            ("data_parallel_rank", "the router chooses"),
+            ("lora_path", ""),
+            ("session_params", ""),
+            ("extra_key", "see `cache_salt`", ("",)),
+            ("request_id", "use the header X-Request-Id"),
+            ("rid", "use the header X-Request-Id"),
+            ("repetition_detection", ""),
+            ("moderation", ""),
+            ("extra_body", "client libraries merge it into the body themselves", ({},)),
+        ),
+    ),
+    (
+        (COMPLETIONS,),
+        NO_EFFECT,
+        (("parallel_tool_calls", "there are no tools"),),
+    ),
+    (
+        (COMPLETIONS,),
+        REFUSED,
+        (
+            ("tools", "chat has them", ([],)),
+            ("tool_choice", "", ("none", "auto")),
+            ("suffix", "", ("",)),
+            ("top_logprobs", "see `logprobs`", (0,)),
+            ("prompt_embeds", ""),
+        ),
+    ),
+    (
+        (CHAT,),
+        REFUSED,
+        (
+            ("modalities", "", (["text"],)),
+            ("audio", ""),
+            ("prediction", ""),
+            ("thinking_token_budget", ""),
+            ("stream_reasoning", "", (True,)),
+            ("verbosity", "", ("medium",)),
+            ("web_search_options", ""),
+            ("echo", "completions have it", (False,)),
+            ("documents", "", ([],)),
+            ("mm_processor_kwargs", ""),
+            ("media_io_kwargs", ""),
+        ),
+    ),
+    (
+        (CHAT, TOKENIZE),
+        REFUSED,
+        (
+            ("chat_template", "the model's own is used"),
+            ("continue_final_message", "", (False,)),
+        ),
+    ),
+    (
+        (CHAT,),
+        REFUSED,
+        (("add_generation_prompt", "", (True,)),),
+    ),
+    (
+        (TOKENIZE,),
+        REFUSED,
+        (("mm_processor_kwargs", ""),),
+    ),
 )
-from chitu.http.responses import ResponsesBody
+
+
+def _in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
+    """Yield the fields of a body's struct and of the objects in it, with what their metadata says."""
+    for field in msgspec.structs.fields(struct):
+        name = prefix + field.encode_name
+        told: dict[str, Any] = {}
+        for meta in getattr(field.type, "__metadata__", ()):
+            told |= {"note": meta.description or told.get("note", ""), **(meta.extra or {})}
+        yield Field(name, told.get("effect", SERVED), told.get("note", ""))
+        for nested, dots in _structs_in(field.type, ""):
+            yield from _in_struct(nested, f"{name}{dots}.")
+
+
+def _structs_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], str]]:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        yield kind, dots
+    inner = get_args(kind)[:1] if get_origin(kind) is Annotated else get_args(kind)
+    for each in inner:
+        yield from _structs_in(each, dots + "[]" if get_origin(kind) is list else dots)
+
+
+@cache
+def fields_of(route: str) -> dict[str, Field]:
+    """Return the fields of the route by name."""
+    fields = {field.name: field for field in _in_struct(BODIES[route])}
+    for routes, effect, rows in UNSERVED:
+        if route in routes:
+            fields |= {row[0]: Field(row[0], effect, *row[1:]) for row in rows}
+    return fields
+
+
+def is_neutral(field: Field, value: Any) -> bool:
+    """Return whether a refused field asks for nothing with this value. As in JSON, 0 is not false."""
+    return value is None or any(
+        isinstance(value, bool) == isinstance(known, bool) and value == known for known in field.neutral
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- decoding
+
 
 WARNING_HEADER = b"x-chitu-warning"
-NAMED_CHARS = 100
-"""Characters of an unknown name of a field or entry that an error repeats."""
+MAX_FIELD_BYTES = 64 << 10
+"""Bytes of JSON, in a large body, of each field that holds neither text nor tokens."""
+MAX_TOOLS_BYTES = 256 << 10
+"""Bytes of JSON of `tools`, in a large body."""
 MAX_NEUTRAL_BYTES = 64
 """Bytes of JSON. No neutral value of a refused field is longer."""
 CONTENT = ("prompt", "messages", "tokens", "input", "instructions")
 """Fields that may make a body large."""
+
+NAMED_CHARS = 100
+"""Characters of a name of a field or entry that an error repeats."""
 
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _Outline = msgspec.json.Decoder[msgspec.Struct]
@@ -174,7 +441,9 @@ class BodyDecoder(Generic[_BodyT]):
         ]
         name = place.removeprefix(prefix)
         nearest = difflib.get_close_matches(name[:NAMED_CHARS].lower(), siblings, 1)
-        elsewhere = [other.routes[0] for other in FIELDS if other.name == place and other.effect == SERVED]
+        elsewhere = [
+            route for route in BODIES if (other := fields_of(route).get(place)) is not None and other.effect == SERVED
+        ]
         meant = [here for here in OTHER_NAMES.get(place, ()) if here.split(".")[0] in self._fields]
         if not meant and not elsewhere:
             meant = [prefix + near for near in nearest]
@@ -212,6 +481,55 @@ def _invalid(text: str) -> InvalidRequest:
 def warning_header(warnings: list[str]) -> tuple[bytes, bytes]:
     """Return the header for the warnings. Escapes them to printable ASCII, because they contain text of clients."""
     return WARNING_HEADER, "; ".join(warnings).encode("unicode_escape")
+
+
+# ------------------------------------------------------------------------------------------------------- cut characters
+
+
+_HALF = re.compile(
+    r"(?:[^\\\udc80-\udcff]++|\\(?!u[dD][89a-fA-F]).|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(\\u[dD]|[\udc80-\udcff])",
+    re.DOTALL,
+)
+"""A text up to its first half of a surrogate pair that is escaped, or its first byte that is not UTF-8."""
+_LEXEMES = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\],:]', re.DOTALL)
+
+
+def cut_character(raw: bytes | bytearray, field: str = "") -> InvalidRequest | None:
+    """Return the error of JSON with a part of a character; None if it has none. `field`: name of the field whose value
+    this is, if it is not the whole body."""
+    text = raw.decode(errors="surrogateescape")
+    found = _HALF.match(text)
+    if found is None:
+        return None
+    at = found.start(1)
+    param = (field + _place_of(text, at)).removeprefix(".") or None
+    if text[at] == "\\":
+        what = "half of a surrogate pair: a character was cut in two"
+    else:
+        what = "a byte that is not UTF-8: a character was cut in two, or the text has another encoding"
+    return InvalidRequest(f"{param or 'the body'} has {what} (at character {at} of its JSON)", param)
+
+
+def _place_of(text: str, at: int) -> str:
+    """Return the path of the value in which a position of JSON is. Follows brackets and strings up to it."""
+    path: list[str | int] = []
+    key = ""
+    for found in _LEXEMES.finditer(text, 0, at):
+        part = found[0]
+        if part in ("{", "["):
+            path.append("" if part == "{" else 0)
+        elif part in ("}", "]"):
+            if path:
+                path.pop()
+        elif part == "," and path:
+            place = path[-1]
+            path[-1] = place + 1 if isinstance(place, int) else ""
+        elif part == ":" and path:
+            path[-1] = key
+        elif part.startswith('"'):
+            key = part[1:-1]
+    shown = [f"[{place}]" if isinstance(place, int) else f".{place[:NAMED_CHARS]}" for place in path if place != ""]
+    return "".join(shown)
 
 
 completion_decoder = BodyDecoder(CompletionBody, COMPLETIONS)

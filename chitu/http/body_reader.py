@@ -24,10 +24,18 @@ import msgspec
 
 from chitu.errors import Capacity, InvalidRequest, NoInstance
 from chitu.grammars import GrammarCompiler
-from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS, Body, chat_messages, offered_tools, template_variables
+from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS, Body
 from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import ClusterFacts, Job, JobParser, ParseContext
+from chitu.http.jobs import (
+    ClusterFacts,
+    Job,
+    JobParser,
+    ParseContext,
+    chat_messages,
+    offered_tools,
+    template_variables,
+)
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter

@@ -1,34 +1,47 @@
-"""Parsing of a body's bytes into a `Job`: prompts as token ids, each with its sampling, and output options.
+"""Parsing of a body's bytes into a `Job`: prompts as token ids, each with its sampling, and output options. Pure.
 
-Pure; part of `BodyWork`. Every error is returned to the client.
+Checks what the types of a body cannot express (the shape of prompts, the content of messages, the choice of tools), and
+makes a chat of a body of `/v1/responses`: nothing is stored, so `input` has all turns, as in an answer's `output`, and
+adjacent items of the model form one assistant message. Part of `BodyWork`; every error is returned to the client.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from chitu.errors import InvalidRequest, NoInstance
 from chitu.http.bodies import (
+    EFFORTS,
+    ITEM_TYPES,
     MAX_PROMPTS,
+    PART_TYPES,
+    TOOL_CHOICES,
+    CalledFunction,
     ChatBody,
-    ChosenTools,
+    ChatMessage,
+    ChosenFunction,
+    ChosenTool,
+    CompletionBody,
     GenerationBody,
+    InputItem,
+    InputPart,
+    JsonSchemaFormat,
+    MessageToolCall,
+    ResponseFormat,
+    ResponsesBody,
+    ResponsesToolChoice,
+    TextFormat,
     Tool,
-    chat_messages,
-    chosen_tools,
-    completion_prompts,
-    reasoning_variables,
-    template_variables,
+    ToolFunction,
 )
-from chitu.http.body_decoder import chat_decoder, completion_decoder, responses_decoder
+from chitu.http.body_decoder import chat_decoder, completion_decoder, cut_character, responses_decoder
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
-from chitu.http.responses import chat_body, echo_of, error_for_responses
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerSize,
@@ -328,3 +341,343 @@ def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]
 
 def _for_responses(param: str) -> str:
     return error_for_responses(InvalidRequest("", param)).param or param
+
+
+# ------------------------------------------------------------------------------------------------- prompts and messages
+
+
+_SHAPE = "prompt must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
+_Several = msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
+_Ids = Annotated[list[int], msgspec.Meta(min_length=1)]
+_one_text = msgspec.json.Decoder(str)
+_texts: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(Annotated[list[str], _Several])
+_ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(_Ids)
+_ids_of_several: msgspec.json.Decoder[list[list[int]]] = msgspec.json.Decoder(Annotated[list[_Ids], _Several])
+_BRACKET = ord("[")
+_TEXTS = re.compile(rb'\[\s*"')
+_LISTS = re.compile(rb"\[\s*\[")
+
+
+def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
+    """Return the prompts of a body, all texts or all token ids. Raise InvalidRequest for any other shape. Decodes in
+    place, because no other request has a turn while a large body is copied."""
+    given = memoryview(body.prompt)
+    if not given or bytes(given[:5]) == b"null":
+        raise InvalidRequest("prompt is required", "prompt")
+    try:
+        if given[0] != _BRACKET:
+            return [_one_text.decode(given)]
+        if _TEXTS.match(given):
+            return _texts.decode(given)
+        if not _LISTS.match(given):
+            return [_ids.decode(given)]
+        # Count before decoding: a decoded list costs many times the three bytes of its JSON.
+        if bytes(given).count(b"[") <= MAX_PROMPTS + 1:
+            return _ids_of_several.decode(given)
+    except msgspec.ValidationError as error:
+        if "length <=" not in str(error):
+            raise InvalidRequest(_SHAPE, "prompt") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        broken = InvalidRequest(f"prompt is not valid JSON: {error}", "prompt")
+        raise cut_character(bytes(given), "prompt") or broken from error
+    raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are taken", "prompt")
+
+
+ROLES = {"developer": "system"}
+"""OpenAI's newer name of a role -> the name that chat templates use."""
+
+
+_EMPTY = (b"null", b'""', b"[]", b"{}")
+
+
+def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
+    """Return messages as the chat template takes them. Raise InvalidRequest for content that is not text."""
+    if not given:
+        raise InvalidRequest("messages must hold at least one message", "messages")
+    messages = []
+    for i, message in enumerate(given):
+        where = f"messages[{i}]"
+        if message.function_call is not msgspec.UNSET or message.audio is not msgspec.UNSET:
+            for name in ("function_call", "audio"):
+                value = getattr(message, name)
+                if value is not msgspec.UNSET and bytes(value) not in _EMPTY:
+                    raise InvalidRequest(f"{where}.{name} is not supported yet", f"{where}.{name}")
+        content = message.content
+        if content is None:
+            if message.role != "assistant":
+                raise InvalidRequest(f"{where}.content is required", f"{where}.content")
+            content = ""  # templates add text to it
+        if not isinstance(content, str):
+            content = text_of_parts([(part.type, part.text) for part in content], ("text",), f"{where}.content")
+        message_of_template: dict[str, Any] = {"role": ROLES.get(message.role, message.role), "content": content}
+        if message.name is not None:
+            message_of_template["name"] = message.name
+        if message.tool_calls:
+            message_of_template["tool_calls"] = [_call_of_template(call, where) for call in message.tool_calls]
+        if message.tool_call_id:
+            message_of_template["tool_call_id"] = message.tool_call_id
+        if reasoning := message.reasoning_content or message.reasoning:
+            message_of_template["reasoning_content"] = reasoning
+        messages.append(message_of_template)
+    return messages
+
+
+def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
+    """Return parts of content, each a type and a text, as one text: joined by line breaks, as vLLM and llama.cpp do.
+    Raise InvalidRequest for a part of another type, and for one without text."""
+    for i, (kind, text) in enumerate(parts):
+        if kind not in types:
+            known = ", ".join(map(repr, types))
+            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind[:40]!r}", f"{where}[{i}]")
+        if text is None:
+            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
+    return "\n".join([text for _, text in parts if text is not None])
+
+
+def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
+    """Return a call as the chat template takes it. Arguments become an object, because templates write the JSON
+    themselves; arguments that are no JSON object stay text."""
+    if call.type not in (None, "function"):
+        raise InvalidRequest(f"{where}.tool_calls: only calls of type 'function' are supported", f"{where}.tool_calls")
+    arguments: Any = call.function.arguments or "{}"
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        arguments = value
+    of_template = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {"id": call.id, **of_template} if call.id else of_template
+
+
+def offered_tools(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """Return tools as the chat template takes them, with fields in the order that models are trained with. Raise
+    InvalidRequest if two tools have the same name."""
+    if not tools:
+        return None
+    offered: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools):
+        given = tool.function
+        if given.name in offered:
+            raise InvalidRequest(f"tools[{i}]: {given.name!r} is there twice", f"tools[{i}].function.name")
+        function: dict[str, Any] = {"name": given.name}
+        if given.description is not None:
+            function["description"] = given.description
+        if given.parameters is not None:
+            function["parameters"] = given.parameters
+        offered[given.name] = {"type": "function", "function": function}
+    return list(offered.values())
+
+
+class ChosenTools(NamedTuple):
+    offered: list[dict[str, Any]] | None
+    """Tools in the prompt; None if the body offers none, or forbids calls."""
+    enforced: list[dict[str, Any]]
+    """Tools whose calls must follow their schemas; empty: calls are not constrained."""
+    is_required: bool = False
+    """The answer must be a call of one of `enforced`."""
+
+
+def chosen_tools(body: ChatBody) -> ChosenTools:
+    """Return the tools of the body that its `tool_choice` selects. Raise InvalidRequest if it names no tool of them."""
+    tools, choice = offered_tools(body.tools), body.tool_choice
+    if choice is None or choice == "auto":
+        return ChosenTools(tools, _strict(body.tools or (), tools or ()))
+    if choice == "none":
+        return ChosenTools(None, [])
+    if isinstance(choice, str) and choice not in TOOL_CHOICES:
+        raise InvalidRequest(
+            f"tool_choice must be one of {', '.join(TOOL_CHOICES)} or a function of tools, not {choice[:40]!r}",
+            "tool_choice",
+        )
+    if not tools:
+        raise InvalidRequest("tool_choice is allowed only with tools", "tool_choice")
+    if isinstance(choice, str):
+        return ChosenTools(tools, tools, True)
+    named = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+    if not named:
+        raise InvalidRequest(f"tool_choice: {choice.function.name[:80]!r} is none of tools", "tool_choice")
+    return ChosenTools(tools, named, True)
+
+
+def _strict(given: Sequence[Tool], offered: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tools that constrain calls if at least one of them is strict. A tool that is not strict accepts any
+    object. Empty if no tool is strict."""
+    if not any(tool.function.strict for tool in given):
+        return []
+    return [
+        tool if own.function.strict else {"function": {"name": own.function.name}}
+        for own, tool in zip(given, offered, strict=True)
+    ]
+
+
+def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str, Any]:
+    """Return `reasoning_effort` as variables of a template that reads `known`. Raise InvalidRequest for an unknown
+    effort, and for any effort except `none` if the template reads no such variable."""
+    if effort is None:
+        return {}
+    if effort not in EFFORTS:
+        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(EFFORTS)}", "reasoning_effort")
+    variables: dict[str, Any] = {}
+    if "reasoning_effort" in known:
+        variables["reasoning_effort"] = effort
+    if "enable_thinking" in known:
+        variables["enable_thinking"] = effort != "none"
+    if not variables and effort != "none":
+        raise InvalidRequest("reasoning_effort: the model's chat template has no such choice", "reasoning_effort")
+    return variables
+
+
+SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
+"""Variables of chat templates that `chat_template_kwargs` may not set."""
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return `chat_template_kwargs` as the template takes them. Raise InvalidRequest for a name in `SET_OTHERWISE`."""
+    for name in SET_OTHERWISE:
+        if given and name in given:
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name} is set by other fields; leave it out", f"chat_template_kwargs.{name}"
+            )
+    return given or {}
+
+
+# ------------------------------------------------------------------------------------------------------------ responses
+
+
+_NAMES = (
+    (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
+    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
+    (re.compile(r"reasoning_effort"), "reasoning.effort"),
+    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
+    (re.compile(r"response_format(\.json_schema)?"), "text.format"),
+)
+"""Fields of a chat -> the fields of this route that they are made from."""
+
+
+def error_for_responses(error: InvalidRequest) -> InvalidRequest:
+    """Return an error of the chat with the name of this route's field."""
+    param, message = error.param, error.message
+    if param is not None:
+        for pattern, name in _NAMES:
+            if pattern.fullmatch(param) or pattern.match(param):
+                own = pattern.sub(name, param)
+                message, param = message.replace(param, own), own
+                break
+    return InvalidRequest(message, param)
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """Return the chat body. Raise InvalidRequest for items and parts that are neither text nor calls."""
+    if body.input is None or body.input == []:
+        raise InvalidRequest("input is required: text, or a list of items", "input")
+    messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
+    if isinstance(body.input, str):
+        messages.append(ChatMessage("user", body.input))
+    else:
+        messages += _messages(body.input)
+    chosen = body.tool_choice
+    choice = ChosenTool(chosen.type, ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
+    text = body.text.format if body.text is not None else None
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        stream=body.stream,
+        tools=[Tool(t.type, ToolFunction(t.name, t.description, t.parameters, t.strict)) for t in body.tools or ()],
+        tool_choice=choice,
+        response_format=_response_format(text) if text is not None else None,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+        return_proof=body.return_proof,
+        return_receipt=body.return_receipt,
+    )
+
+
+def _response_format(given: TextFormat) -> ResponseFormat:
+    if given.type == "json_schema":
+        return ResponseFormat(given.type, JsonSchemaFormat(given.schema))
+    return ResponseFormat(given.type, schema=given.schema)
+
+
+def _messages(items: list[InputItem]) -> list[ChatMessage]:
+    messages: list[ChatMessage] = []
+    for i, item in enumerate(items):
+        where = f"input[{i}]"
+        kind = item.type or "message"
+        if kind not in ITEM_TYPES:
+            raise InvalidRequest(f"{where}.type: {kind[:40]!r} is not supported yet", f"{where}.type")
+        if kind == "message":
+            if item.role is None or item.content is None:
+                raise InvalidRequest(f"{where}: a message has a role and content", where)
+            text = _text(item.content, f"{where}.content")
+            if item.role == "assistant":
+                _of_model(messages, kind).content = text
+            else:
+                messages.append(ChatMessage(item.role, text))
+        elif kind == "function_call":
+            if item.name is None or item.call_id is None:
+                raise InvalidRequest(f"{where}: a function_call has a name and a call_id", where)
+            own = _of_model(messages, kind)
+            call = MessageToolCall(CalledFunction(item.name, item.arguments), item.call_id)
+            own.tool_calls = [*(own.tool_calls or ()), call]
+        elif kind == "function_call_output":
+            if item.call_id is None or item.output is None:
+                raise InvalidRequest(f"{where}: a function_call_output has a call_id and an output", where)
+            text = _text(item.output, f"{where}.output")
+            messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
+        else:
+            _of_model(messages, kind).reasoning_content = _text(item.content or "", f"{where}.content")
+    # Templates have no message of reasoning alone.
+    return [message for message in messages if message.content is not None or message.tool_calls]
+
+
+def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
+    """Return the assistant message that an item of this kind belongs to: the last one, or a new one."""
+    last = messages[-1] if messages else None
+    if (
+        last is None
+        or last.role != "assistant"
+        or (kind == "message" and last.content is not None)
+        or (kind == "reasoning" and last.tool_calls)
+    ):
+        last = ChatMessage("assistant")
+        messages.append(last)
+    return last
+
+
+def _text(given: str | list[InputPart], where: str) -> str:
+    if isinstance(given, str):
+        return given
+    return text_of_parts([(part.type, part.text) for part in given], PART_TYPES, where)
+
+
+def echo_of(body: ResponsesBody) -> dict[str, Any]:
+    """Return the request fields that the answer repeats."""
+    return {
+        "instructions": body.instructions,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "max_output_tokens": body.max_output_tokens,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+        "text": {"format": _format_of(body)},
+        "truncation": "disabled",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+    }
+
+
+def _format_of(body: ResponsesBody) -> dict[str, Any]:
+    given = body.text.format if body.text is not None else None
+    if given is None:
+        return {"type": "text"}
+    fields = {"name": given.name, "description": given.description, "strict": given.strict, "schema": given.schema}
+    return {"type": given.type, **{name: value for name, value in fields.items() if value not in (None, msgspec.UNSET)}}

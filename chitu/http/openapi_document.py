@@ -12,10 +12,9 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from chitu.http.bodies import AbortBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
+from chitu.http.body_decoder import BODIES, fields_of
 from chitu.http.proof import Proof
-from chitu.http.request_fields import NO_EFFECT, REFUSED, fields_of
-from chitu.http.responses import ResponsesBody
 from chitu.protocol.snapshot import ClusterSnapshot
 
 
@@ -213,14 +212,6 @@ MORE: dict[str, tuple[int, ...]] = {
 }
 """Further status codes, by route."""
 
-BODIES: dict[str, type[msgspec.Struct]] = {
-    "/v1/completions": CompletionBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/responses": ResponsesBody,
-    "/tokenize": TokenizeBody,
-    "/detokenize": DetokenizeBody,
-    "/abort_request": AbortBody,
-}
 REPLIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionReply,
     "/v1/chat/completions": ChatReply,
@@ -289,6 +280,8 @@ def _make(app: FastAPI) -> dict[str, Any]:
                 properties[field.name] = {"enum": [None, *field.neutral], "description": "Not supported yet"}
             elif field.effect == NO_EFFECT:
                 properties.setdefault(field.name, {"description": "Without effect"})
+            if field.note and field.effect != SERVED:
+                properties[field.name]["description"] += f": {field.note}"
     return document
 
 

@@ -22,7 +22,8 @@ import random
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs, cut_character
+from chitu.http.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
+from chitu.http.body_decoder import cut_character
 from chitu.protocol import MAX_GRAMMAR_CHARS, MAX_LOGPROBS, Grammar, GrammarKind, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -37,7 +37,8 @@ from schemathesis.specs.openapi.checks import (
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
-from chitu.http.request_fields import REFUSED, SERVED, fields_of
+from chitu.http.bodies import REFUSED, SERVED
+from chitu.http.body_decoder import fields_of
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive

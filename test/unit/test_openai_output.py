@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
-from chitu.http.bodies import chat_messages
 from chitu.http.body_decoder import responses_decoder
 from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
+from chitu.http.jobs import chat_body, chat_messages, echo_of, error_for_responses
 from chitu.http.messages.delta import CallDelta, MessageDelta, joined
-from chitu.http.responses import ResponsesFormat, chat_body, echo_of, error_for_responses
+from chitu.http.responses import ResponsesFormat
 from chitu.http.sampling_fields import OutputOptions
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import (

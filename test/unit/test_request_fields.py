@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import runpy
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import openai.types.chat as chat_types
 import pytest
 from fastapi import FastAPI
@@ -23,7 +21,6 @@ from openai.types.responses import response_create_params as response_params
 from chitu.errors import InvalidRequest
 from chitu.http.bodies import (
     LARGE_BODY_BYTES,
-    MAX_FIELD_BYTES,
     MAX_ID_CHARS,
     MAX_MESSAGES,
     MAX_N,
@@ -40,41 +37,38 @@ from chitu.http.bodies import (
     MAX_TOOL_CALLS,
     MAX_TOOL_NAME_CHARS,
     MAX_TOOLS,
-    MAX_TOOLS_BYTES,
     MAX_WORD_CHARS,
-    chat_messages,
-    completion_prompts,
-    offered_tools,
+    NO_EFFECT,
+    REFUSED,
+    SERVED,
 )
 from chitu.http.body_decoder import (
+    ABORT,
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    MAX_FIELD_BYTES,
+    MAX_TOOLS_BYTES,
+    OTHER_NAMES,
+    RESPONSES,
+    TOKENIZE,
+    UNSERVED,
     BodyDecoder,
+    Field,
     abort_decoder,
     chat_decoder,
     completion_decoder,
     detokenize_decoder,
+    fields_of,
     responses_decoder,
     tokenize_decoder,
     warning_header,
 )
 from chitu.http.connection import RequestParser
+from chitu.http.jobs import chat_body, chat_messages, completion_prompts, offered_tools
 from chitu.http.limits import HTTPLimits
-from chitu.http.openapi_document import BODIES, openapi_document
-from chitu.http.request_fields import (
-    ABORT,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    FIELDS,
-    NO_EFFECT,
-    OTHER_NAMES,
-    REFUSED,
-    RESPONSES,
-    SERVED,
-    TOKENIZE,
-    Field,
-    fields_of,
-)
-from chitu.http.responses import chat_body
+from chitu.http.openapi_document import openapi_document
 from chitu.http.sampling_fields import grammar_of, output_options, sampling_params
 from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from chitu.tokenizer import StopScanner
@@ -105,40 +99,22 @@ def decode(route: str, body: dict[str, Any], warnings: list[str] | None = None) 
     return DECODERS[route].decode(json.dumps({**LEAST[route], **body}).encode(), warnings)
 
 
-def struct_fields(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Yield the paths of all fields of a body and of the objects in it."""
-    for field in msgspec.structs.fields(struct):
-        yield prefix + field.name
-        for nested, dots in nested_in(field.type, ""):
-            yield from struct_fields(nested, f"{prefix}{field.name}{dots}.")
-
-
-def nested_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], str]]:
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        yield kind, dots
-    for inner in getattr(kind, "__args__", ()):
-        yield from nested_in(inner, dots + "[]" if getattr(kind, "__origin__", None) is list else dots)
-
-
 def every(effect: str) -> list[Any]:
     return [
         pytest.param(route, field, id=f"{route} {field.name}")
-        for field in FIELDS
+        for route in BODIES
+        for field in fields_of(route).values()
         if field.effect == effect and "." not in field.name
-        for route in field.routes
     ]
 
 
-@pytest.mark.parametrize("route", DECODERS)
-def test_the_table_has_each_field_once_and_bodies_have_what_it_says_is_served(route: str) -> None:
-    names = [field.name for field in FIELDS if route in field.routes]
-    assert len(names) == len(set(names))
-    table = fields_of(route)
-    in_structs = set(struct_fields(DECODERS[route].type))
-    assert {name for name, field in table.items() if field.effect == SERVED} <= in_structs
-    assert in_structs <= set(names)
+@pytest.mark.parametrize("route", BODIES)
+def test_a_field_is_in_the_bodys_struct_or_once_in_the_table(route: str) -> None:
+    names = [row[0] for routes, _, rows in UNSERVED if route in routes for row in rows]
+    served = {field.name for field in fields_of(route).values() if field.effect == SERVED}
+    assert len(names) == len(set(names)) and served.isdisjoint(names)
     # A refused or ineffective field is not in a body's own struct: the route would have to look at it.
-    assert {table[name].effect for name in in_structs if "." not in name} == {SERVED}
+    assert set(BODIES[route].__struct_fields__) == {name for name in served if "." not in name}
 
 
 def test_every_field_that_openais_client_knows_is_in_the_table() -> None:
@@ -260,7 +236,7 @@ UNKNOWN = [
 
 
 def test_other_names_lead_to_fields_that_are_served() -> None:
-    served = {field.name for field in FIELDS if field.effect == SERVED}
+    served = {field.name for route in BODIES for field in fields_of(route).values() if field.effect == SERVED}
     named = {here.split(".enable")[0] for meant in OTHER_NAMES.values() for here in meant}
     assert named <= served
 

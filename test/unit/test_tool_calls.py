@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
-from chitu.http.bodies import ChatBody, chat_messages, chosen_tools, reasoning_variables
+from chitu.http.bodies import ChatBody
 from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder, Delta
+from chitu.http.jobs import chat_messages, chosen_tools, reasoning_variables
 from chitu.http.messages.call_formats import (
     HermesParser,
     LlamaParser,
