@@ -225,7 +225,7 @@ class PagedKVCacheManager:
         return self._index.generation(page)
 
     def flush(self) -> None:
-        """Forget what is cached. Rooms keep the pages that they use, but no new room finds them."""
+        """Drop all cached pages. Rooms keep the pages that they use, but no new room finds them."""
         dropped = self._index.flush()
         if dropped:
             self.allocator.release(dropped)

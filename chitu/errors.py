@@ -9,7 +9,7 @@ ChituError
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest  UnsupportedEncoding
 |   `-- Forbidden  UnknownInstance  UnknownRequest  LastInstance
-|-- ServiceError                   ours (5xx); `retryable` says whether a new attempt can help
+|-- ServiceError                   ours (5xx); `retryable`: whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- RequestKept
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
@@ -109,7 +109,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The client's address may not use this route, whatever its credentials."""
+    """The client's address may not use this route, with any credentials."""
 
     code = "forbidden"
     http_status = 403
@@ -211,7 +211,7 @@ class DecodeLost(ServiceError):
 
 
 class TokensLost(ServiceError):
-    """The router received nothing from D for long, and what was in flight is lost. D itself goes on."""
+    """The router received nothing from D for long, and what was in flight is lost. D itself continues."""
 
     code = "tokens_lost"
 
@@ -255,7 +255,7 @@ class Internal(ServiceError):
 
 class StepFailed(ServiceError):
     """An instance could not compute this one request, alone and on a healthy device: every other instance is expected
-    to fail, too. The instance goes on, and is not blamed."""
+    to fail, too. The instance continues, and is not at fault."""
 
     code = "step_failed"
     http_status = 500

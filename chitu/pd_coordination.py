@@ -196,7 +196,7 @@ class PDCoordination:
         self._events.on_change()
 
     def flush_caches(self, number: int) -> None:
-        """Publish a flush: every instance that sees a view with this number drops what it has cached; views repeat
+        """Publish a flush: every instance that sees a view with this number drops its cache; views repeat
         it."""
         self._feed.set_cache_flush(number)
         self._events.on_change()
@@ -206,7 +206,7 @@ class PDCoordination:
         return {key: member.load for key, member in self._members.items()}
 
     def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
-        """Stop new requests to an instance; the view tells it to finish and leave. Return its connection and record, or
+        """Stop new requests to an instance; the view asks it to finish and leave. Return its connection and record, or
         None if it is not a member. Idempotent."""
         member = self._members.get((role, engine_rank))
         if member is None:

@@ -300,7 +300,7 @@ class PDRequestRouter:
         counters.tokens += num_tokens
 
     def _is_next(self, link: InstanceLink, batch: TokenBatch) -> bool:
-        """Return whether a message is the next one of its link. Handle what is missing before it."""
+        """Return whether a message is the next one of its link. Handle a gap before it."""
         receiver = link.receiver
         is_next = receiver.take(batch.number, batch.num_kept)
         if receiver.is_gap_new:

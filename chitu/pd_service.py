@@ -255,11 +255,12 @@ class PDSchedulerService:
         self._stop.set()
 
     def _finish_running(self) -> None:
-        """Finish what runs and take nothing new: within `drain_s` after a signal, without a limit if an operator drains
-        the instance (each request has its own deadlines). A silent peer delays the end by `transfer_s`."""
+        """Finish the running requests and accept no new ones: within `drain_s` after a signal, without a limit if
+        an operator drains the instance (each request has its own deadlines). A silent peer delays the end by
+        `transfer_s`."""
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
-        logger.info("draining, because %s", "of a signal" if self._signalled.is_set() else "requested by an operator")
+        logger.info("draining %s", "after a signal" if self._signalled.is_set() else "at an operator's request")
         identity = self._identity
         self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
         clock = RealClock()

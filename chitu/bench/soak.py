@@ -128,7 +128,7 @@ def soak(
     say: Callable[[str], None],
 ) -> list[Sample]:
     """Run the load and the faults for `seconds` and return the samples. `cluster` is ready and `load` has not started.
-    The caller's thread is the one that started the cluster."""
+    The caller must be the thread that started the cluster."""
     load.start(clients)
     accidents = FaultInjector(cluster, accident_s, rng)
     samples: list[Sample] = []

@@ -20,7 +20,7 @@ SHOWN_SENTENCES = 2
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
     model: str | None = None
-    """Name of the model; None: the one that the router serves."""
+    """Name of the model; None: the model that the router serves."""
     system: str | None = None
     max_tokens: int | None = None
     """Limit of the answer; None: until the model ends or the context is full."""

@@ -37,7 +37,7 @@ from chitu.workloads.tiny import Example
 PROMPT = "> "
 EXAMPLE_TOKENS = 600
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, the one that shells use."""
+"""Exit code after Ctrl-C, as shells have it."""
 HELP = (
     ("/example [TOKENS]", f"a new conversation with a question on a long list, about {EXAMPLE_TOKENS} tokens"),
     ("/cluster", "the instances with their loads"),

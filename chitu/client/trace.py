@@ -19,7 +19,7 @@ def find_request(snapshot: ClusterSnapshot, request_id: str) -> RequestSnapshot 
 
 
 def trace_lines(request: RequestSnapshot) -> list[str]:
-    """Return two lines: where it ran and what it moved; its stages (`protocol/account.py`), the time to its first token
+    """Return two lines: its pair and its bytes; its stages (`protocol/account.py`), the time to its first token
     and the total, from the router's dispatch."""
     stages, is_pair = request.stages, request.prefill is not None
     run = [f"{request.prefill} -> {request.decode}" if is_pair else request.decode]

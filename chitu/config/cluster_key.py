@@ -23,7 +23,7 @@ MIN_CHARS = 16
 
 
 def why_refused(cluster_key: str) -> str | None:
-    """Return one sentence on what is wrong with a key that is not empty, or None."""
+    """Return one sentence on the error in a key that is not empty, or None."""
     if len(cluster_key) < MIN_CHARS:
         return (
             f"{KEY_PATH} ({ENVIRONMENT_KEY}) has {len(cluster_key)} characters: give at least {MIN_CHARS} random ones, "

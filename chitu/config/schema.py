@@ -37,7 +37,7 @@ class ModelConfig(Section, frozen=True):
     served_name: str | None = None
     """Name in the API; unset: the folder's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on CPUs, whatever the checkpoint has, and the checkpoint's own on CUDA. `bfloat16` on CPUs halves
+    """`auto`: float32 on CPUs, for any checkpoint, and the checkpoint's own on CUDA. `bfloat16` on CPUs halves
     the memory; prefill is faster if the CPU has AMX, decode is slower."""
     max_model_len: Positive | None = None
     """Maximum tokens (prompt plus output) of one request; unset: the model's own limit."""
@@ -169,9 +169,9 @@ class AdmissionConfig(Section, frozen=True):
     """Admission control: a request that would wait too long is rejected at once."""
 
     max_queue_s: Seconds | None = None
-    """Longest predicted wait before a prompt is computed; beyond it the answer is 503 with Retry-After. Unset, and at
-    most: two thirds of `deadlines.queue_s` and `deadlines.transfer_s`, which include the wait. With a target for the
-    first token (such as 2 s), use about half of that."""
+    """Longest predicted wait before a prompt is computed; beyond it the answer is 503 with Retry-After. Default and
+    upper bound: two thirds of the smaller of `deadlines.queue_s` and `deadlines.transfer_s`, since both include this
+    wait. With a target for the first token (such as 2 s), use about half of that."""
     requests_per_s: NotNegative = 0.0
     """Rate limit per API key (per client address if no keys are configured), with 429 beyond it; 0: no limit. Each of
     several `workers` counts separately."""
@@ -180,12 +180,12 @@ class AdmissionConfig(Section, frozen=True):
 
 
 class FaultConfig(Section, frozen=True):
-    """Fault injection into transfers, to test what detects it. For tests; everything is off by default."""
+    """Fault injection into transfers, to test its detection. For tests; everything is off by default."""
 
     zero_page: Annotated[int, Meta(ge=0)] | None = None
     """Page of D's pool (K and V of all layers) into which P's writes arrive as zeros."""
     neighbour_page: Annotated[int, Meta(ge=0)] | None = None
-    """Page of D's pool into which P writes what it has in the page next to the right one."""
+    """Page of D's pool into which P writes its neighbouring page."""
     flip_byte_every: Annotated[int, Meta(ge=0)] = 0
     """One byte of every Nth KV write of a P rank arrives with all bits flipped. 0: never."""
     flip_logits_every: Annotated[int, Meta(ge=0)] = 0
@@ -362,7 +362,7 @@ class DPConfig(Section, frozen=True):
 
 class LogConfig(Section, frozen=True):
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Lowest level that is logged. `DEBUG`: also what each step of an instance did."""
+    """Lowest level that is logged. `DEBUG`: also a line about each step of an instance."""
     modules: tuple[str, ...] = ()
     """Log levels of single packages and modules below `chitu/`, such as `kv_transfer=DEBUG` or
     `router.attempts=ERROR`."""
@@ -378,7 +378,7 @@ class LogConfig(Section, frozen=True):
 
 
 class TraceConfig(Section, frozen=True):
-    """Trace records: what router, P and D recorded of a request, for `chitu trace`. They have token ids of prompts and
+    """Trace records of requests, by router, P and D, for `chitu trace`. They have token ids of prompts and
     answers."""
 
     sample: Share = 0.0

@@ -50,8 +50,8 @@ def warn_without_key(topology: Topology) -> None:
     hosts = host_names(topology)
     if len(hosts) > 1 and not cluster_key_of(topology):
         logger.warning(
-            "NO CLUSTER KEY on %d hosts (%s): whoever reaches the ports of this cluster can join it, read its requests "
-            "and write into its KV cache; set %s (docs/security.md)",
+            "NO CLUSTER KEY on %d hosts (%s): anyone who reaches the ports of this cluster can join it, read its "
+            "requests and write into its KV cache; set %s (docs/security.md)",
             *(len(hosts), ", ".join(hosts), ENVIRONMENT_KEY),
         )
 
@@ -63,7 +63,7 @@ def open_api(topology: Topology) -> str | None:
     if router.api_keys or is_loopback(host):
         return None
     return (
-        f"NO API KEY: the API listens on {host}, and whoever reaches it can use the model; set {API_KEYS} "
+        f"NO API KEY: the API listens on {host}, and anyone who reaches it can use the model; set {API_KEYS} "
         "(docs/security.md)"
     )
 
@@ -103,7 +103,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _log_problems(topology)
     router = topology.dp_config.router
     if router.kept_requests.dir is not None and router.workers > 1:
-        yield f"dp_config.router.kept_requests.dir wants dp_config.router.workers 1, not {router.workers}"
+        yield f"dp_config.router.kept_requests.dir needs dp_config.router.workers 1, not {router.workers}"
     if need_model:
         yield from _model_problems(topology.model.path)
         yield from _split_problems(topology)
@@ -157,8 +157,8 @@ def _instance_problems(topology: Topology) -> Iterator[str]:
     # Without any, all of P are expected to join.
     if (verify_compute := router.pd_disaggregation.verify_compute) != "off" and prefills == 1:
         yield (
-            f"dp_config.router.pd_disaggregation.verify_compute is {verify_compute}: a second P is to compute what the "
-            f"first one did, and there is one in prefill_schedulers"
+            f"dp_config.router.pd_disaggregation.verify_compute is {verify_compute}: it needs a "
+            f"second P, but there is one in prefill_schedulers"
         )
     for instance in instances(topology):
         config = instance.config

@@ -266,7 +266,7 @@ def _require_finite(executor: Executor, shapes: Shapes) -> None:
     if not is_sound(result):
         raise ConfigError(
             "model.path: the model's logits are not finite (NaN or infinite): its weights are damaged (`chitu doctor` "
-            "looks at them), or too large for model.dtype"
+            "checks them), or too large for model.dtype"
         )
 
 

@@ -187,7 +187,7 @@ def too_large(keys: str, names: Sequence[str], needed_bytes: int, free_bytes: in
     return (
         f"{keys}: the KV pages of {', '.join(names)} would have {needed_bytes / GIB:.1f} GiB, but "
         f"{free_bytes / GIB:.1f} GiB of memory are free: at most {free_bytes // bytes_per_page} pages{each} fit, less "
-        "what the weights take"
+        "the size of the weights"
     )
 
 

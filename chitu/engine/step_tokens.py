@@ -77,13 +77,13 @@ class StepLogprobs:
         """Most likely tokens wanted, by slot, for slots that ask for logprobs."""
 
     def admit(self, slot: int, count: int | None) -> None:
-        """Note what the slot asks for. `count`: `SamplingParams.logprobs`."""
+        """Note the request of the slot. `count`: `SamplingParams.logprobs`."""
         self.release(slot)
         if count is not None:
             self._counts[slot] = min(count, self._vocab_size)
 
     def release(self, slot: int) -> None:
-        """Forget what the slot asked for, if anything."""
+        """Forget the request of the slot, if any."""
         self._counts.pop(slot, None)
 
     def lines(self, logits_RV: Tensor, slots: list[int], tokens_R: Tensor, first_place: int) -> Lines | None:

@@ -211,7 +211,7 @@ class TensorParallelExecutor:
         order.start()
         order.join(self._end_timeout_s)
         if order.is_alive():
-            logger.warning("ending without waiting any longer for a rank that hangs")
+            logger.warning("shutting down without waiting for a rank that hangs")
             return
         self._runner.close()
         self._group.close()

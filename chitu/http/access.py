@@ -5,7 +5,7 @@ operator's calls (`/admin/...`) require the cluster's token if the cluster has a
 Without a cluster key they require an API key; with neither, they must come from this machine and not from a web page.
 The token is accepted wherever an API key is. Secrets are compared in constant time.
 
-An API key belongs to a tenant (`api_key_salts`). It sees the requests of its tenant alone, in whatever route; the
+An API key belongs to a tenant (`api_key_salts`). It sees the requests of its tenant alone, in any route; the
 operator sees all. Without API keys all clients see all requests, except their traces, which are for this machine.
 """
 

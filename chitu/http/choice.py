@@ -300,7 +300,7 @@ class RunningAnswers:
         return len(found)
 
     def end(self, answer: RunningAnswer) -> None:
-        """Cancel what runs of an answer that is not wanted any more."""
+        """Cancel the running generations of an answer without a reader."""
         for choice in answer.choices:
             self._cancel(choice.generation)
         answer.wakeup.set()

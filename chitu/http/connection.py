@@ -209,7 +209,7 @@ class Serving:
 
 
 class _Phase(enum.Enum):
-    """What the connection waits for; each but the last has a deadline."""
+    """Event that the connection waits for; each but the last has a deadline."""
 
     NEW = enum.auto()
     IDLE = enum.auto()
@@ -380,7 +380,7 @@ class Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------------------------- deadlines
 
     def _rearm(self) -> None:
-        """Set the one timer for what the connection waits for now."""
+        """Set the one timer for the event that the connection waits for now."""
         if self._is_lingering:
             phase = _Phase.LINGER
         elif self._reading is not None:

@@ -142,7 +142,7 @@ def add_admin_routes(
 
     @app.post("/admin/drain")
     async def drain(body: DrainBody) -> DrainReply:
-        """Send an instance no new requests. It finishes what it runs, leaves the cluster and ends its process with 0.
+        """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
         Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
         draining = await cluster.drain(body.instance, body.force)
         return DrainReply(instance=draining.name, incarnation=str(draining.incarnation), status="draining")

@@ -427,7 +427,7 @@ def _tokens_per_turn(*candidates: int | None) -> int:
 
 
 async def _failure_of(running: RunningAnswer, error: ChituError) -> ChituError:
-    """Return what the client is told of a generation's error: a request that is kept was stopped on purpose."""
+    """Return the error for the client of a failed generation: a request that is kept was stopped on purpose."""
     return error if running.shutdown_error is None else await running.shutdown_error
 
 

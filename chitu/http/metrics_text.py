@@ -153,7 +153,7 @@ def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]
 def _families(report: MetricsReport) -> Iterator[Metric]:
     total = add_up(report.workers)
     yield from gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
-    yield from gauge("chitu_router_workers", "API processes that the numbers are of", one(report.num_workers))
+    yield from gauge("chitu_router_workers", "API processes that the numbers cover", one(report.num_workers))
     yield from _requests(total)
     yield from _ports(total, report.coordination)
     yield from _stages(total)
@@ -198,18 +198,20 @@ def _requests(total: RouterMetrics) -> Iterator[Metric]:
     yield from counter("chitu_attempts", "Tries of a request on a pair", one(total.attempts))
     yield from counter(
         "chitu_retries",
-        "Failed attempts that another followed, by the code of the failure",
+        "Failed attempts that were retried, by the code of the failure",
         by_key(total.retries, codes),
         ("code",),
     )
     yield from counter(
         "chitu_cross_checks",
-        "Answers that a second P computed, by what was found (verify_compute)",
+        "Answers that a second P computed, by result (verify_compute)",
         by_key(total.cross_checks, OUTCOMES),
         ("outcome",),
     )
     yield from counter(
-        "chitu_recomputes", "Retries after the first token: a request went on elsewhere", one(total.continuations)
+        "chitu_recomputes",
+        "Retries after the first token: a request continued on another pair",
+        one(total.continuations),
     )
     yield from counter(
         "chitu_recomputed_tokens",
@@ -255,14 +257,14 @@ def _membership(
     draining = {instance.name: float(instance.status == "draining") for instance in instances}
     for name, text, numbers in (
         ("chitu_instance_up", "1: a member; 0: of the topology, but not there", up),
-        ("chitu_instance_draining", "1: takes nothing new and will leave", draining),
+        ("chitu_instance_draining", "1: accepts no new requests and will leave", draining),
         ("chitu_instance_age_seconds", "Since it joined", coordination.ages_s),
         ("chitu_instance_heartbeat_age_seconds", "Since its last heartbeat", coordination.heartbeat_ages_s),
     ):
         yield from gauge(name, text, by_instance(numbers), PER_INSTANCE)
     for name, text, counts in (
         ("chitu_instance_leases_expired", "Leases that ended because no heartbeat came", coordination.expired_leases),
-        ("chitu_instance_deaths", "Processes that ended without a goodbye", coordination.deaths),
+        ("chitu_instance_deaths", "Processes that ended without leaving", coordination.deaths),
         ("chitu_instance_breaker_openings", "How often its circuit breakers opened", total.breaker_openings),
     ):
         yield from counter(name, text, by_instance({**names, **counts}), PER_INSTANCE)
@@ -297,12 +299,12 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     waiting = ((labels, load.waiting_tokens) for labels, load in loads)
     yield from gauge("chitu_instance_waiting_tokens", "Prompt tokens still to compute", waiting, PER_INSTANCE)
     suspended = ((labels, len(load.suspended)) for labels, load in loads)
-    text = "D that this P does not write to until a failed write has settled"
+    text = "D to which P writes nothing until a failed write is fenced"
     yield from gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),
-        ("chitu_instance_dropped_tokens", "Of these, those that the router did not take", "tokens_dropped"),
+        ("chitu_instance_dropped_tokens", "Of these, tokens that the router did not accept", "tokens_dropped"),
         ("chitu_instance_transferred_bytes", "KV and logits sent (P) or received (D)", "bytes_moved"),
         (
             "chitu_instance_cached_tokens",
@@ -312,10 +314,10 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_saved_bytes", "KV that P did not send, as D had it in cached pages", "bytes_saved"),
         ("chitu_instance_evicted_pages", "Cached pages that were given to other requests", "evictions"),
         ("chitu_instance_host_evicted_pages", "Pages that host memory gave up for others", "host_evictions"),
-        ("chitu_instance_bad_pages", "Pages from disk or store that were not what they should be", "bad_pages"),
+        ("chitu_instance_bad_pages", "Pages from disk or store with a wrong key or checksum", "bad_pages"),
         ("chitu_instance_unsound_requests", "Requests whose logits were not finite (NaN or infinite)", "unsound"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
-        ("chitu_instance_unknown_frames", "Messages that were unreadable or of nobody known", "unknown_frames"),
+        ("chitu_instance_unknown_frames", "Messages that were unreadable or of an unknown sender", "unknown_frames"),
         ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
         (
             "chitu_instance_decode_backlog_seconds",

@@ -106,7 +106,7 @@ class CommCallbacks:
     on_refused: Callable[[str, str], None]
     """Called with the router's error code and message if it refuses this instance for good."""
     on_drain: Callable[[], None]
-    """Called once when the router stops sending requests: finish what runs and leave."""
+    """Called once when the router stops sending requests: finish the running requests and leave."""
     on_worker_gone: Callable[[int], None]
     """Called with the incarnation of an API process that left the view: nothing reads its requests' tokens."""
     on_missing: Callable[[], None]

@@ -131,7 +131,7 @@ SEQUENCE_AWAITS: Final[Mapping[SequenceState, str]] = {
     _S.FORK_WAITING: "pages for its prompt",
     _S.FORK_HELD: "its prompt",
 }
-"""What a request waits for in each state that is not over."""
+"""Event that a request waits for in each state that is not over."""
 
 
 def queue_order(arrival_s: float, number: int, priority: int, most_s: float) -> tuple[float, int]:

@@ -104,7 +104,7 @@ class TokenManager:
         return True
 
     def forget(self, worker: int) -> None:
-        """Close the socket of an API process that is gone, and drop what is not sent to it yet."""
+        """Close the socket of an API process that is gone, and drop its unsent messages."""
         batch = self._batches.get(worker)
         if batch is not None and batch.close is not None:
             del self._batches[worker]
@@ -149,7 +149,7 @@ class TokenManager:
             batch.finished.append(finish)
 
     def flush(self, now_s: float = 0.0) -> None:
-        """Send what is collected. Called at the end of every turn; `now_s` is on the step thread's clock."""
+        """Send the collected messages. Called at the end of every turn; `now_s` is on the step thread's clock."""
         while self._acks:
             self._on_ack(self._acks.popleft(), now_s)
         for batch in self._batches.values():

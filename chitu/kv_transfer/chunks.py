@@ -82,7 +82,7 @@ def merged(chunks: Sequence[TransferKVChunk]) -> list[TransferKVChunk]:
 
 @dataclass(slots=True)
 class ComputedPrompt:
-    """What P has computed of a room. `ChunkFeed` writes it; the machine only passes it on."""
+    """Progress of P on a room. `ChunkFeed` writes it; the machine only passes it on."""
 
     num_tokens: int
     pages: Sequence[int] = ()
@@ -129,7 +129,7 @@ class TransferQueue:
             self._changed.notify()
 
     def drop(self, room: bytes) -> bool:
-        """Forget what waits for a room. Return True if a thread works on it right now."""
+        """Drop the waiting chunks of a room. Return True if a thread works on it right now."""
         with self._changed:
             self._pending.pop(room, None)
             return room in self._busy

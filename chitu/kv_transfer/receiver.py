@@ -685,7 +685,7 @@ class ReceiverMachine:
         self._apply(room, E.DEADLINE, error)
 
     def _repeat(self, room: bytes, entry: ReceiveEntry) -> None:
-        """Repeat what P has not answered. Unless the room is quarantined, also probe P with the registration."""
+        """Repeat the unanswered messages to P. Unless the room is quarantined, also probe P with the registration."""
         record = entry.data
         if entry.state is S.QUARANTINED:
             self._send_abort(room, record)

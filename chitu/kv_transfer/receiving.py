@@ -158,7 +158,7 @@ class DecodeReceiver:
             return self._out.poll()
 
     def abort(self, room: bytes, error: ChituError) -> None:
-        """Tell P to stop. Only RELEASED follows, once P has stopped. An unknown room gets RELEASED at once."""
+        """Ask P to stop. Only RELEASED follows, once P has stopped. An unknown room gets RELEASED at once."""
         self._handle(Aborted(room, error))
 
     # ------------------------------------------------------------------------------------------------------ comm thread

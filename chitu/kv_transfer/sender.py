@@ -184,7 +184,7 @@ SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
     S.SUCCEEDED: "{peer}'s acknowledgement",
     S.RELEASED: "{peer}'s acknowledgement",
 }
-"""What a room waits for in each state that a clock ends."""
+"""Event that a room waits for in each state that a clock ends."""
 
 OPEN_STATES = frozenset(
     {

@@ -249,7 +249,7 @@ class PrefillSender:
         self._peers = DecodePeers(config, parts, self._view)
         self.machine = SenderMachine(config, self._view)
         self.feed = ChunkFeed(config, parts.clock, self.queue, self._lock)
-        """Takes what the step thread computes."""
+        """Takes computed pages from the step thread."""
         self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
         self._writer = PageWriter(config, parts, self._trace)
         self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
@@ -331,7 +331,7 @@ class PrefillSender:
             logger.warning("P%d: ignored a frame: %s", self._config.engine_rank, error.message)
 
     def _registered(self, incarnation: int) -> DecodePeer | None:
-        """Return the registered D, or None after counting the frame: D repeats what is not answered."""
+        """Return the registered D, or None after counting the frame: D repeats unanswered messages."""
         peer = self._peers.table.get(incarnation)
         self._unregistered_frames += peer is None
         return peer

@@ -2,7 +2,7 @@
 
 On a terminal that can do it the lines are redrawn (rich), with a bar while weights load; elsewhere one plain line is
 written per change of state. Everything goes to stderr, or with all logs to stdout. Used in the launcher's main thread.
-If stderr is closed, output is lost and the cluster goes on.
+If stderr is closed, output is lost and the cluster continues.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PlainDisplay:
         self.tell(text if self._stdout is not None else f"[{time.monotonic() - self._start_s:6.1f} s] {text}")
 
     def tell(self, text: str) -> None:
-        """Print what the user is to know."""
+        """Print a line for the user."""
         if self._stdout is not None:
             self._stdout.say(text)
         else:
@@ -97,7 +97,7 @@ class RichDisplay:
             self._console.print(text, markup=False)
 
     def tell(self, text: str) -> None:
-        """Print what the user is to know, unwrapped. Call it after `close`."""
+        """Print a line for the user, unwrapped. Call it after `close`."""
         tell(text, self._stream)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def greeting(
     model: ModelConfig, names: Sequence[str], url: str, log_dir: Path | None, missing: Sequence[Role] = ()
 ) -> str:
     """Return the text to print once the cluster serves: its instances, addresses, and a first request to copy. With
-    `missing` roles: what has to join first."""
+    `missing` roles: the instances that have to join first."""
     name = model.served_name or Path(os.path.expanduser(model.path)).resolve().name
     logs = f"  (logs: {log_dir})" if log_dir is not None else ""
     if missing:

@@ -1,4 +1,4 @@
-"""A whole topology on this machine: starts it, tells when it serves, restarts dead processes, ends it cleanly.
+"""A whole topology on this machine: starts it, reports when it serves, restarts dead processes, ends it cleanly.
 
 `LocalCluster` is used by `chitu serve` (restart=True, driven by `poll`) and by integration tests. It has no thread of
 its own: everything happens inside its methods, in the caller's thread, which must outlive the cluster (children die
@@ -121,7 +121,7 @@ class LocalCluster:
         self.supervisor.start(ROUTER)
 
     def poll(self) -> None:
-        """Check every process once: notice deaths, start what is due. Call about every 0.1 s.
+        """Check every process once: detect deaths, start due processes. Call about every 0.1 s.
 
         Raise StartFailed if a process ended before it was ever ready.
         """

@@ -3,7 +3,7 @@
 Run once on every host, with the same topology and hosts, by Slurm's scripts, by ssh or by hand. The nodes do not
 communicate with each other: the router tells them which instances are present. Runs in the main thread of its process,
 which its children do not outlive. Exit codes: 0 after a signal, 1 if a process died or was not ready in time, 2 for a
-wrong configuration. It restarts nothing: whatever started this node decides.
+wrong configuration. It restarts nothing: the program that started this node decides.
 """
 
 from __future__ import annotations

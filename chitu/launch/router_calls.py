@@ -54,8 +54,8 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
     """Drain instances, all at once. Return once they have left the cluster (`wait`), or once the router sends them
     nothing new.
 
-    The drain goes on if the wait is interrupted. Raise UnknownInstance, LastInstance (without `force`), and the errors
-    of `RouterClient`.
+    The drain continues if the wait is interrupted. Raise UnknownInstance, LastInstance (without `force`), and the
+    errors of `RouterClient`.
     """
     left = {}
     for name in map(str.upper, names):

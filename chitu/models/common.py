@@ -267,7 +267,7 @@ def build_decoder(
         if weights.has("lm_head.weight") and not torch.equal(_head(spec, weights, own), embedding_VD):
             raise UnsupportedModel(
                 "tie_word_embeddings is true, but the checkpoint has an lm_head.weight of its own: "
-                "versions of transformers do not agree on which counts; make it false if the head is right"
+                "versions of transformers disagree on which is used; set it to false if the head is right"
             )
     else:
         head_VD = _head(spec, weights, own)

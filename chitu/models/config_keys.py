@@ -108,9 +108,7 @@ class Keys:
 
     def _unknown(self, key: str, where: str) -> str:
         if key in MULTIMODAL:
-            return (
-                f"{where}: {key} is of a model of more than text, which is not supported; a text model has no such key"
-            )
+            return f"{where}: {key} belongs to a multimodal model, which is not supported; a text model has no such key"
         near = difflib.get_close_matches(key, [*self.used, *self.only, *self.aliases], n=1, cutoff=LEAST_LIKENESS)
         hint = f" (the nearest known one is {near[0]!r})" if near else ""
         return f"{where}: the key {key!r} is not known{hint}; remove it if the model computes the same without it"

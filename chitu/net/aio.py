@@ -33,7 +33,7 @@ _EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 class FrameReader:
     """Passes every message of one socket to `on_message` (a list of frames).
 
-    A message that raises ProtocolError is counted in `bad_messages`, any other exception is logged; reading goes on.
+    A message that raises ProtocolError is counted in `bad_messages`, any other exception is logged; reading continues.
     """
 
     def __init__(

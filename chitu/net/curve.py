@@ -115,7 +115,7 @@ def require_curve(socket: zmq.Socket[bytes]) -> None:
     failures."""
     if socket.getsockopt(zmq.MECHANISM) != zmq.CURVE:
         socket.close()
-        raise ConfigError("a ZMQ socket did not take the keys of the cluster (CURVE); it is not opened")
+        raise ConfigError("cannot enable CURVE on a ZMQ socket; it is not opened unencrypted")
 
 
 def _admit(gate: zmq.Socket[bytes], public_key: bytes) -> None:

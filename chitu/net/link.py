@@ -78,8 +78,7 @@ class LinkSender(Generic[T]):
         """Number after which everything was sent again, last."""
         self._word_s = 0.0
         self._stalled_s = 0.0
-        """Time since which each acknowledgement attests that the receiver reads, and that it got nothing of what
-        waits."""
+        """Start of the current stall: acknowledgements since then show a receiver that reads, but no progress."""
 
     @property
     def num_kept(self) -> int:

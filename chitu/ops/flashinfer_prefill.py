@@ -289,7 +289,7 @@ def open_flashinfer(
 def try_library(
     make: Callable[[], Library], shape: PrefillShape, device: torch.device, limit_s: float
 ) -> FlashInferPrefill | None:
-    """Build what is missing, compute a small batch and compare. On any failure log one warning and return None."""
+    """Build missing kernels, compute a small batch and compare. On any failure log one warning and return None."""
     start_s = time.monotonic()
     try:
         library = make()

@@ -23,7 +23,7 @@ LAUNCHED = "launched.json"
 
 
 class Launched(msgspec.Struct, frozen=True):
-    """What a launcher runs."""
+    """Instances of a launcher."""
 
     url: str
     """URL of the router's API."""

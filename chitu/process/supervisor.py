@@ -215,7 +215,7 @@ class Supervisor:
         member.has_left = False
 
     def poll(self) -> None:
-        """Check every process once: notice deaths, start what is due. Call about every 0.1 s.
+        """Check every process once: detect deaths, start due processes. Call about every 0.1 s.
 
         Raise StartFailed if a process ended before it was ever ready.
         """

@@ -287,7 +287,7 @@ class Leave(Wire, frozen=True, tag="leave"):
 
 
 class Drain(Wire, frozen=True, tag="drain"):
-    """Router -> instance and back: no new requests, finish what runs."""
+    """Router -> instance and back: no new requests, finish the running ones."""
 
     role: Role
     engine_rank: int

@@ -67,7 +67,7 @@ class SamplingParams(Wire, frozen=True):
     """Number of most likely tokens that come with each prompt token except the first; not if output of another D
     follows the prompt."""
     grammar: Grammar | None = None
-    """What the emitted tokens must follow, those of another D included."""
+    """Grammar of the emitted tokens, those of another D included."""
     page_sums: bool = False
     """Whether `Finish` brings checksums of its pages, both those that it leaves and those that were moved."""
     transfer_sums: bool = False
@@ -102,7 +102,7 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     prompt_logprobs: int | None = None
     """As in SamplingParams; they travel with Success."""
     trace: TraceLevel = ""
-    """Whether the instance records what it does for this request."""
+    """Whether the instance records its work on this request."""
 
 
 class Fork(Wire, frozen=True, array_like=True):

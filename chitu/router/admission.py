@@ -202,7 +202,7 @@ class Admission:
             queue.report(load, self._clock.monotonic())
 
     def forget(self, key: InstanceKey) -> None:
-        """Drop what is known of an instance that is gone."""
+        """Drop the records of an instance that is gone."""
         self._queues.pop(key, None)
 
     def on_sent(self, key: InstanceKey, new_tokens: int) -> None:

@@ -79,7 +79,7 @@ class Computed:
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """Result of a check. `agreed`; `wrong`: `guilty` computes wrongly; `passing`: `guilty` gave one wrong answer;
-    `damaged`: pages did not land on D as P wrote them; `unclear`: two P disagree, and D cannot tell which is right;
+    `damaged`: pages did not land on D as P wrote them; `unclear`: two P disagree, and D cannot decide which is right;
     `unanswered`: there was no second P, or it failed."""
 
     outcome: Outcome

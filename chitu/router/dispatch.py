@@ -122,7 +122,7 @@ class Dispatcher:
             self._links[key] = self.by_id[number] = InstanceLink(key, sender)
 
     def close(self, key: InstanceKey) -> None:
-        """Close the link with an instance that is gone, and drop what was sent to it."""
+        """Close the link with an instance that is gone, and drop its messages."""
         self._outbox.close_peer(key)
         link = self._links.pop(key, None)
         if link is not None:
@@ -209,13 +209,13 @@ class Dispatcher:
             self._cancel(attempt.prefill, attempt.room if group is None else group.room)
 
     def report_gap(self, link: InstanceLink) -> None:
-        """Tell an instance at once that a token message was lost."""
+        """Notify an instance at once that a token message was lost."""
         link.receiver.is_gap_new = False
         log.warning("a token message of %s was lost: it is sent again", link.name)
         self._say(link)
 
     def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
-        """Send again what was lost, and return the requests that will not reach this instance."""
+        """Retransmit lost messages, and return the requests that will not reach this instance."""
         link = self._links.get(key)
         if link is None:
             return []

@@ -134,7 +134,7 @@ GENERATION_AWAITS: Final[Mapping[GenerationState, str]] = {
     GenerationState.DECODE_ALONE: "the last token of {peer}",
     GenerationState.RETRYING: "another pair than {peer}",
 }
-"""What a request waits for in each state that a clock ends."""
+"""Event that a request waits for in each state that a clock ends."""
 
 
 class GenerateRequest(msgspec.Struct):
@@ -161,7 +161,7 @@ class GenerateRequest(msgspec.Struct):
     tenant: str = ""
     """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""
     trace: TraceLevel = ""
-    """Whether P and D record what they do for it."""
+    """Whether P and D record their work on it."""
 
 
 class PromptGroup(msgspec.Struct, eq=False):
@@ -513,7 +513,7 @@ class GenerationMachine:
         self._effects: list[Effect] = []
 
     def handle(self, generation: Generation, event: Event, now_s: float) -> list[Effect]:
-        """Return what is to be done now, in this order."""
+        """Return the effects, in order."""
         self._now_s, self._effects = now_s, []
         attempt = generation.attempt
         if isinstance(event, PairChosen):

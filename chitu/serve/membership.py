@@ -150,7 +150,7 @@ class Membership:
         return msgspec.structs.replace(self.coordination.metrics(), bad_frames=bad_frames)
 
     def request_drain(self, role: Role, engine_rank: int) -> None:
-        """Send an instance no new requests, and ask it to finish what it runs and leave. Does nothing if it is not a
+        """Send an instance no new requests, and ask it to finish its requests and leave. Does nothing if it is not a
         member. The message is only faster than the view, which repeats the same until the instance has left.
         """
         found = self.coordination.drain(role, engine_rank)
@@ -171,7 +171,7 @@ class Membership:
             socket.close(linger=0)
 
     def _publish_soon(self) -> None:
-        """Publish what has changed, and whole views that were asked for, once the last time is `GATHER_S` ago."""
+        """Publish changes, and requested whole views, once the last time is `GATHER_S` ago."""
         if self._timer is None and not self._pub.closed:
             wait_s = self._published_s + GATHER_S - self._clock.monotonic()
             self._timer = self._loop.call_later(max(0.0, wait_s), self._publish)
@@ -293,7 +293,7 @@ class OwnCluster:
 
 
 def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
-    """Send an instance no new requests; it finishes what it runs and leaves. Idempotent.
+    """Send an instance no new requests; it finishes its requests and leaves. Idempotent.
 
     Raises UnknownInstance; without `force` LastInstance if requests can be served now but not without this instance.
     """

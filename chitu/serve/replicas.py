@@ -373,7 +373,7 @@ class ReplicaSet:
                 replica.listener.resume()
 
     async def end(self, drain_s: float, ending: Ending) -> None:
-        """Make all replicas finish what they run, within `drain_s` or until `ending` is hurried, and end."""
+        """Make all replicas finish their requests, within `drain_s` or until `ending` is hurried, and end."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is None:
             return

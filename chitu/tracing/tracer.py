@@ -175,7 +175,7 @@ class Tracer:
             traced.ended_s = self._clock.monotonic()
 
     def close(self) -> None:
-        """Send what waits, and stop."""
+        """Send the waiting records, and stop."""
         self._closing.set()
         self._is_wanted.set()
         if self._thread is not None:

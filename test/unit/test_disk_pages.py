@@ -224,7 +224,7 @@ def test_a_second_process_of_the_same_name_gets_a_folder_of_its_own(
     first = OtherProcess(tmp_path)
     assert first.folder == "P0"
     second = DiskPages(tmp_path / "P0", 200, tmp_path, patience_s=0.0)
-    assert f"another process has {tmp_path / 'P0'}" in caplog.text and str(tmp_path / "P0.1") in caplog.text
+    assert f"another process uses {tmp_path / 'P0'}" in caplog.text and str(tmp_path / "P0.1") in caplog.text
     assert (tmp_path / "P0" / f"{key_of(8).hex()}.kv.tmp").exists(), "the first one is still writing it"
     put(second, 1, 2, 3)
     assert got(second, 9) == 1 and got(second, 2, 3) == 2 and second.num_bytes == 200
@@ -280,7 +280,7 @@ def test_without_locks_a_folder_is_used_and_only_old_unfinished_files_are_delete
     disk = DiskPages(folder, 300, tmp_path)
     put(disk, 1)
     assert got(disk, 1) == 1 and new.exists() and not old.exists()
-    assert "no second process would be noticed: [Errno 37] No locks available" in caplog.text
+    assert "a second process would not be detected: [Errno 37] No locks available" in caplog.text
 
 
 def test_a_write_that_fails_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_a_name_that_something_else_has_is_left_alone_and_the_next_one_used(
     put(disk, 1)
     assert got(disk, 1) == 1 and (tmp_path / "cache" / "P0.1" / f"{key_of(1).hex()}.kv").exists()
     assert os.path.samestat(os.lstat(path), before) and file.read_text() == "kept"
-    assert f"{path} is no folder; this one writes up to cache.disk.max_bytes to {path}.1" in caplog.text
+    assert f"{path} is no folder; this process writes up to cache.disk.max_bytes to {path}.1" in caplog.text
 
 
 def test_a_disk_that_autofs_unmounts_while_it_is_idle_is_mounted_again(

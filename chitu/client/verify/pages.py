@@ -74,7 +74,7 @@ def damage_on_its_way(moved: MovedSums) -> Place | None:
 
 
 def damage_of(served: Served, layout: KVLayout) -> Place | None:
-    """Return the first page of a request that is not what P wrote, when it landed or at the end, or None. `layout` is
+    """Return the first page of a request that differs from P's, when it landed or at the end, or None. `layout` is
     D's."""
     moved = served.moved
     if moved is None:

@@ -61,7 +61,7 @@ class Served(msgspec.Struct, frozen=True):
     moved: MovedSums | None = None
     """Checksums of the pages that P wrote, if requested and P wrote any."""
     refused: tuple[Pair, ...] = ()
-    """Pairs of earlier attempts whose D refused what P had sent (`integrity`)."""
+    """Pairs of earlier attempts whose D rejected P's data (`integrity`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ class Judged(msgspec.Struct, frozen=True):
     kind: str
     judgement: Judgement
     damage: Place | None = None
-    """First page of it that is not what P wrote; then it is wrong."""
+    """First page that differs between P and D; then it is wrong."""
     mean: float = 0.0
     """Mean difference of its logprobs from the engine's (nats)."""
 
@@ -58,7 +58,7 @@ class PairParity(msgspec.Struct, frozen=True):
     largest_difference: float
     """Largest difference of a logprob from the reference's (nats)."""
     damaged: int = 0
-    """Number of its answers with a page that is not what P wrote."""
+    """Number of its answers with a page that differs between P and D."""
     sums_compared: int = 0
     """Number of checksums (of one page, in one layer) that P and D both gave."""
     refused: int = 0

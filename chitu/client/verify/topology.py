@@ -76,7 +76,7 @@ def bytes_of(served: Served, layout: KVLayout) -> int:
 
 
 def refused_pairs(failed: Sequence[CheckedRequest], after: ClusterSnapshot) -> list[Pair]:
-    """Return the pairs of the attempts that failed requests made and whose D refused what P had sent, from the router's
+    """Return the pairs of the attempts that failed requests made and whose D rejected P's data, from the router's
     own records of them."""
     ids = {one.request_id for one in failed}
     return [
@@ -212,7 +212,7 @@ def _pair_report(
 
 
 def _request_reasons(asked: Sequence[CheckedRequest], layouts: dict[str, KVLayout]) -> list[str]:
-    """Return what is wrong with single requests, each kind once with its count."""
+    """Return the faults of single requests, each kind once with its count."""
     reasons: Counter[str] = Counter(f"failed: {one.error}" for one in asked if one.error)
     for one in asked:
         served = one.served

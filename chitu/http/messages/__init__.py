@@ -1,1 +1,1 @@
-"""Parsing of an assistant's text into reasoning, content and tool calls. Pure; the chat template tells the formats."""
+"""Parsing of an assistant's text into reasoning, content and tool calls. Pure; formats come from the chat template."""

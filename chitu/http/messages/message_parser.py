@@ -2,7 +2,7 @@
 
 Parsing of a chat choice's text into its message, and detection of a model's formats. Pure; loop thread.
 
-The text of the chat template tells the formats, because it writes them itself for earlier turns.
+The text of the chat template determines the formats, because it writes them itself for earlier turns.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class MessageFormat(NamedTuple):
 
     @classmethod
     def of(cls, template: str) -> MessageFormat:
-        """Return the formats that the text of a chat template tells."""
+        """Return the formats that a chat template writes."""
         calls = next((parser for texts, parser in CALL_FORMATS if all(text in template for text in texts)), None)
         return cls(calls, next((marks for marks in MARKS if marks.close in template), None))
 

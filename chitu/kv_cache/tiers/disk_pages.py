@@ -168,7 +168,7 @@ class DiskPages:
             self._must_clear = False
 
     def _open(self, patience_s: float) -> Path:
-        """Make the folder, or find what is in it. Return its mount point."""
+        """Make the folder, or read its contents. Return its mount point."""
         for tries_left in reversed(range(TRIES)):
             try:
                 self._claim(patience_s)
@@ -212,12 +212,12 @@ class DiskPages:
                     raise
                 except OSError as error:  # such as a file system without locks
                     logger.warning(
-                        "%s: cannot be locked, so no second process would be noticed: %s", self._folder, error
+                        "%s: cannot be locked, so a second process would not be detected: %s", self._folder, error
                     )
                 if number:
-                    text = "%s is no folder" if _is_something_else(self._named) else "another process has %s"
+                    text = "%s is no folder" if _is_something_else(self._named) else "another process uses %s"
                     logger.warning(
-                        f"cache.disk.path: {text}; this one writes up to cache.disk.max_bytes to %s",
+                        f"cache.disk.path: {text}; this process writes up to cache.disk.max_bytes to %s",
                         self._named,
                         self._folder,
                     )

@@ -111,7 +111,7 @@ class PageLoad:
 
 
 class StoreError(Exception):
-    """The store does not work at the moment; the message says why."""
+    """The store does not work at the moment; the message has the reason."""
 
 
 class PageStore(Protocol):

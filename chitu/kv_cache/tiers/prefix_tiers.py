@@ -175,7 +175,7 @@ class SlowTier:
         if is_whole(record, key):
             return True
         self.bad_pages += 1
-        logger.warning("a page in %s is not what was put there; it is computed again", self.name)
+        logger.warning("a page in %s is damaged; it is computed again", self.name)
         self._call(lambda: self._store.forget(key))
         return False
 
@@ -197,7 +197,7 @@ class SlowTier:
             problem = problem or f"a call took {now_s - begin_s:.1f} s"
         if problem:
             self._off_until_s = now_s + OFF_S
-            logger.warning("the prefix cache goes without %s for %g s: %s", self.name, OFF_S, problem)
+            logger.warning("the prefix cache does not use %s for %g s: %s", self.name, OFF_S, problem)
 
 
 MAX_WRITE_BACKS = 1024
