@@ -13,7 +13,6 @@ computes a prompt only if it has nothing else to do: more P would not shorten it
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -118,18 +117,19 @@ class Stages(msgspec.Struct, frozen=True, kw_only=True):
 
     def known(self) -> Iterator[tuple[str, float]]:
         """Yield the names and seconds of the known stages, in order."""
-        for name in STAGES:
-            span_s = self.span_s(name)
-            if span_s is not None:
+        for name, field in _FIELDS.items():
+            span_s = getattr(self, field)
+            if span_s is not msgspec.UNSET:
                 yield name, span_s
 
     def span_s(self, name: str) -> float | None:
         """Return the seconds of a stage; None if it is not known."""
-        span_s: float | msgspec.UnsetType = getattr(self, f"{name}_s")
+        span_s: float | msgspec.UnsetType = getattr(self, _FIELDS[name])
         return None if span_s is msgspec.UNSET else span_s
 
 
-STAGES = tuple(field.removesuffix("_s") for field in Stages.__struct_fields__)
+_FIELDS = {field.removesuffix("_s"): field for field in Stages.__struct_fields__}
+STAGES = tuple(_FIELDS)
 """Names of all stages, in order."""
 ATTEMPT_STAGES = STAGES[STAGES.index("prefill") : STAGES.index("answer")]
 """Stages of an attempt."""
@@ -154,21 +154,24 @@ def attempt_stages(
 ) -> Stages:
     """Return the stages of an attempt, from three moments on the router's clock and from D's report, if it came. A
     request counts as arrived, on P and on D, when the router sends it."""
-    created_us = _us(created_s)
-    total_us = max(0, _us(ended_s) - created_us)
+    created = round(1e6 * created_s)
+    total = max(0, round(1e6 * ended_s) - created)
     if report is None:
-        prefill_us = total_us if first_token_s is None else min(max(0, _us(first_token_s) - created_us), total_us)
-        return Stages(prefill_s=prefill_us / 1e6, decode_s=(total_us - prefill_us) / 1e6)
-    started_s, computed_s, landed_s = report.prefill.moments()
-    end = _within(report.total_s, 0, total_us)
-    started = _within(started_s, 0, end)
-    computed = _within(computed_s, started, end)
-    announced = _within(report.admission_s, 0, end) if is_pair else 0
-    # P may compute before the announcement. What it has not computed by then is what the request waits for.
+        prefill = total if first_token_s is None else min(max(0, round(1e6 * first_token_s) - created), total)
+        return Stages(prefill_s=prefill / 1e6, decode_s=(total - prefill) / 1e6)
+    # Each moment is counted from the arrival, and is not before the one that it follows, nor after the end.
+    of_p = report.prefill
+    end = min(max(0, round(1e6 * report.total_s)), total)
+    started = min(max(0, round(1e6 * of_p.queue_s)), end)
+    computed = min(max(started, round(1e6 * (of_p.queue_s + of_p.compute_s))), end)
+    announced = min(max(0, round(1e6 * report.admission_s)), end) if is_pair else 0
+    # P may compute before the announcement: what the request waits for is the rest of the time until both are done.
     queue, compute, ready = max(0, started - announced), computed - started, max(computed, announced)
-    first = _within(report.first_token_s, ready, end)
-    landed = min(_within(landed_s, ready, end), first) if is_pair else ready
-    here = _within(report.kv_landed_s, first, end) if is_pair else first
+    first = min(max(ready, round(1e6 * report.first_token_s)), end)
+    landed, here = ready, first
+    if is_pair:
+        landed = min(max(ready, round(1e6 * (of_p.queue_s + of_p.compute_s + of_p.transfer_s))), first)
+        here = min(max(first, round(1e6 * report.kv_landed_s)), end)
     return Stages(
         admission_s=(ready - compute - queue) / 1e6 if is_pair else msgspec.UNSET,
         queue_s=queue / 1e6,
@@ -176,7 +179,7 @@ def attempt_stages(
         transfer_s=(landed - ready + here - first) / 1e6 if is_pair else msgspec.UNSET,
         first_step_s=(first - landed) / 1e6,
         decode_s=(end - here) / 1e6,
-        messages_s=(total_us - end) / 1e6,
+        messages_s=(total - end) / 1e6,
     )
 
 
@@ -192,10 +195,14 @@ def request_stages(moments: Moments, attempts: Sequence[RequestSnapshot]) -> Sta
         for name, span_s in last.stages_at(moments.answered_s).known():
             names.append(name)
             moments_us.append(at_us := at_us + _us(span_s))
-    moments_us.append(end_us := max(moments_us[0], _us(moments.answered_s)))
-    in_order = accumulate(moments_us, lambda before, after: min(max(before, after), end_us))
-    spans = zip([*names, "answer"], pairwise(in_order), strict=True)
-    return Stages(**{f"{name}_s": (until - since) / 1e6 for name, (since, until) in spans})
+    names.append("answer")
+    spans, since_us = {}, moments_us[0]
+    end_us = max(since_us, _us(moments.answered_s))
+    for name, until_us in zip(names, [*moments_us[1:], end_us], strict=True):
+        until_us = min(max(since_us, until_us), end_us)
+        spans[_FIELDS[name]] = (until_us - since_us) / 1e6
+        since_us = until_us
+    return Stages(**spans)
 
 
 def laid_out(stages: Stages, start_s: float) -> Iterator[tuple[str, float, float]]:
@@ -208,11 +215,6 @@ def laid_out(stages: Stages, start_s: float) -> Iterator[tuple[str, float, float
 
 def _us(moment_s: float) -> int:
     return round(1e6 * moment_s)
-
-
-def _within(span_s: float, low_us: int, high_us: int) -> int:
-    """Return a span, counted on another clock, in microseconds that the stages around it leave to it."""
-    return min(max(low_us, round(1e6 * span_s)), high_us)
 
 
 # ---------------------------------------------------------------------------------------------------------- the record

@@ -164,7 +164,9 @@ def test_one_question_prints_the_answer_and_says_beside_it_what_became_of_it(
     lines = done.stderr.splitlines()
     assert lines[0].startswith(f"P0 -> D0 · {served.prompt_tokens} prompt + 12 output tokens · ")
     assert f" · {byte_text(served.kv_bytes)} KV moved · " in lines[0]
-    assert re.fullmatch(r"queue .+ · prefill .+ · transfer .+ · first token .+ · total .+", lines[1])
+    assert re.fullmatch(
+        r"admission .+ · queue .+ · compute .+ · transfer .+ · first step .+ · first token .+ · total .+", lines[1]
+    )
     assert re.fullmatch(r"P0 up .+/2000 pages · D0 up .+/2000 pages", lines[2])
     assert len(lines) == 3
 
@@ -342,6 +344,10 @@ def test_the_first_completion_must_be_right_where_the_embedded_model_is_asked(mo
     assert re.search(r"^answer: +.", done.stdout, re.MULTILINE)
     assert re.search(r"^ +✗ expected: The .* \d+\.$", done.stdout, re.MULTILINE)
     assert re.search(r"^served by: +P0 -> D0 · \d+ prompt \+ 32 output tokens · .* KV moved", done.stdout, re.MULTILINE)
-    assert re.search(r"^ +queue .+ · prefill .+ · transfer .+ · first token .+ · total", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^ +admission .+ · queue .+ · compute .+ · transfer .+ · first step .+ · first token .+ · total",
+        done.stdout,
+        re.MULTILINE,
+    )
     (complaint,) = [line for line in done.stderr.splitlines() if line.startswith("chitu: ")]
     assert re.search(r"chitu-tiny answered .* where \d{4} is right", complaint)
