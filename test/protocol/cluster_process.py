@@ -53,6 +53,7 @@ from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
 from chitu.testing.fake_transport import FakeFabric, FakeTransport
+from chitu.testing.late_executor import LateExecutor
 from chitu.types import Role, instance_name
 
 INFO = ExecutorInfo(num_slots=5, max_model_len=64, vocab_size=1000, num_layers=NUM_LAYERS, eos_token_ids=(2,))
@@ -403,3 +404,41 @@ class Process:
         self.cache.check_idle()
         assert self.memory.aux.num_free == NUM_AUX
         assert not self.executor.saved_keys and not self.executor._host
+
+
+class LateProcess(Process):
+    """P or D with overlapping steps on a late device: a step reads and writes KV, as real bytes, when it runs, after
+    its launch. Between any two turns it is checked what a launched, unread step may touch."""
+
+    def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
+        super().__init__(world, role, rank)
+        self.late = LateExecutor(self.executor)
+        self.scheduler = self.make_scheduler(self.late, overlap=True)
+        self.num_overlapped = 0
+        """Number of turns that left a step unread."""
+
+    def step(self) -> bool:
+        if self.scheduler.turns % 3 == 0:
+            self.late.run_next()
+        worked = super().step()
+        self.num_overlapped += bool(self.late.unread)
+        return worked
+
+    def write(self) -> bool:
+        """Write, unless a step runs now: a transfer thread that waits for it goes on later."""
+        return not self.late.is_running and super().write()
+
+    def check(self) -> None:
+        super().check()
+        held = {page for room in self.cache._rooms.values() for page in room.table}
+        resources = self.scheduler._resources
+        assert len(self.late.unread) == resources.num_unread
+        for step in self.late.unread:
+            assert step.pages <= held, "a page is free while a launched, unread step has its slot"
+            assert not step.slots & set(resources.slots._free), "a slot is free while a launched step has it"
+            aux_slots = {sequence.aux_slot for sequence in self.sequences().values()}
+            assert step.aux_slots <= aux_slots, "an aux slot is free while a launched step has it"
+
+    def check_empty(self) -> None:
+        super().check_empty()
+        assert not self.late.unread and not self.scheduler._resources._leaving, "resources wait to be released"

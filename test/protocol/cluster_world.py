@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
-from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
+from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process
 from cluster_writes import Writes
 from pd_node import mixed
 
@@ -198,3 +198,7 @@ class ClusterWorld(Cluster):
         asked = [self.ask(pair, 9, 5) for pair in range(4)]
         self.settle_down(3.0)
         assert [request.end for request in asked if request] == ["finished"] * 4
+
+
+class LateWorld(ClusterWorld):
+    process_type = LateProcess

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
-from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, Process
+from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process
 from cluster_writes import Writes
 from pd_node import mixed
 
@@ -329,3 +329,7 @@ class RoutedWorld(Cluster):
         asked = [self.request(9, 5) for _ in range(4)]
         self.settle_down(6.0)
         assert [client.end for client in asked if client is not None] == ["finished"] * 4
+
+
+class LateRoutedWorld(RoutedWorld):
+    process_type = LateProcess

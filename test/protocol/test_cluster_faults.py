@@ -11,13 +11,14 @@ import os
 import random
 
 import pytest
+from cluster_process import LateProcess
 from cluster_script import Op
-from cluster_world import ClusterWorld
+from cluster_world import ClusterWorld, LateWorld
 from cluster_writes import Writes
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from pd_node import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
-from routed_world import RoutedWorld
+from routed_world import LateRoutedWorld, RoutedWorld
 
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.types import Role
@@ -164,3 +165,42 @@ def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int,
     assert ends <= {"finished", "cancelled", "request_lost"}
     assert num_severed >= 4 or ends <= {"finished", "cancelled"}
     assert num_severed >= 4 or world.router is None or "request_lost" not in world.router.metrics().retries
+
+
+# ----------------------------------------------------------------------------------------------------- overlapping steps
+
+
+@settings(MANY, max_examples=max(1, CASES // 4))
+@given(st.sampled_from([(2, 2), (1, 1), (1, 2)]), SCRIPTS)
+def test_overlapping_steps_touch_nothing_of_another_room_in_any_script_of_faults(
+    shape: tuple[int, int], pieces: list[list[Op]]
+) -> None:
+    script = [op for piece in pieces for op in piece]
+    note(f"script = {script}")
+    world = LateWorld(*shape)
+    world.play(script)
+    world.settle_down()
+    world.check_it_still_serves()
+
+
+@settings(MANY, max_examples=max(1, CASES // 14))
+@given(ROUTED_SCRIPTS)
+def test_with_overlapping_steps_each_client_gets_each_token_once_and_one_end(pieces: list[list[Op]]) -> None:
+    script = [op for piece in pieces for op in piece]
+    note(f"script = {script}")
+    world = LateRoutedWorld(1, 2)
+    world.play(script)
+    world.settle_down()
+    world.check_it_still_serves()
+
+
+def test_steps_do_overlap_in_these_worlds_and_surplus_rows_are_written() -> None:
+    """Without faults every request finishes, and most turns of a busy D leave a step in flight."""
+    world = LateWorld(1, 1)
+    for number in range(9):
+        world.op_ask(0, 7 + 22 * number)
+        world.turns(3)
+    world.settle_down()
+    assert {asked.end for asked in world.requests.values()} == {"finished"}
+    for process in world.processes:
+        assert isinstance(process, LateProcess) and process.num_overlapped > 10, process.name
