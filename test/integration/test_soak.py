@@ -1,4 +1,4 @@
-"""Twenty seconds of `chitu bench soak`; run the long one by hand (docs/verify.md)."""
+"""Ten seconds of `chitu bench soak`; run the long one by hand (docs/verify.md)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_twenty_seconds_of_load_with_accidents_is_right_and_flat(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "chitu.cli", "bench", "soak", "--minutes", "0.34", "--sample-s", "4"]
-    argv += ["--accident-s", "4", "--json-dir", str(tmp_path)]
+def test_ten_seconds_of_load_with_accidents_is_right_and_flat(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "chitu.cli", "bench", "soak", "--minutes", "0.17", "--sample-s", "2"]
+    argv += ["--accident-s", "2", "--json-dir", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     (path,) = tmp_path.glob("soak-*.json")
     samples = json.loads(path.read_text())["samples"]
-    assert sum(sample["outcomes"]["right"] for sample in samples) > 200
+    assert sum(sample["outcomes"]["right"] for sample in samples) > 100
     assert sum(len(sample["accidents"]) for sample in samples) >= 3
