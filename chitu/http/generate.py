@@ -341,11 +341,12 @@ class GenerationRoutes:
             failure = await running.shutdown_error if running.shutdown_error is not None else None
             for i, choice in open_choices if failure is None else ():
                 generation = choice.generation
-                if generation.prompt_logprobs is not None:
-                    await self._write_prompt(choice, generation.prompt_logprobs, options)
                 if num_due >= most:
                     num_due = 0
                     await self._write_part(exchange, job, running, events)
+                # Behind that wait: its first token, which opens the choice, may have come meanwhile.
+                if generation.prompt_logprobs is not None:
+                    await self._write_prompt(choice, generation.prompt_logprobs, options)
                 num_due += len(generation.tokens) if choice.is_open or not choice.prompt.echo else most
                 while not append_events(events, i, choice, form, options, most):
                     if generation.tokens:

@@ -167,7 +167,7 @@ def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int,
     assert num_severed >= 4 or world.router is None or "request_lost" not in world.router.metrics().retries
 
 
-# ----------------------------------------------------------------------------------------------------- overlapping steps
+# ---------------------------------------------------------------------------------------------------- overlapping steps
 
 
 @settings(MANY, max_examples=max(1, CASES // 4))
