@@ -28,8 +28,9 @@ from typing import get_args
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import PolicyName, RouterConfig
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
+from chitu.router.members import Members
 from chitu.router.policies import instance_key
-from chitu.router.selector import PairSelector, make_selector
+from chitu.router.selector import make_selector
 from chitu.types import Role
 
 BLOCK_TOKENS = 512
@@ -80,10 +81,14 @@ class Outcome:
 
 def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages: int, tokens_s: float) -> Outcome:
     """Replay the trace. Each P has `num_pages` pages (0: no cache) and computes `tokens_s` tokens a second."""
-    selector: PairSelector = make_selector(RouterConfig(prefill_policy=policy))
+    config = RouterConfig(prefill_policy=policy)
+    members = Members(config)
+    selector = make_selector(config, members)
     ranks = [(Role.PREFILL, rank) for rank in range(num_prefills)] + [(Role.DECODE, 0)]
     view = ClusterView(1, 1, tuple(InstanceInfo(role, rank, 1, "h", 1, 2, LAYOUT, 1 << 30) for role, rank in ranks))
-    selector.on_view(view)
+    for info in view.instances:
+        members.add(info)
+    members.on_view(view)
     fingerprint = b"trace" if num_pages else None
     size = num_pages or max(ask.num_tokens for ask in asks) // BLOCK_TOKENS + 1
     prefills = [Prefill(PagedKVCacheManager(size, BLOCK_TOKENS, fingerprint=fingerprint)) for _ in range(num_prefills)]
@@ -113,7 +118,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
         prefill.cache.remove_task(room)
         prefill.is_busy = False
         taken[number] = now_s - ask.arrival_s
-        selector.count(keys[rank], -1, -new_tokens[number])
+        members[keys[rank]].load.count(-1, -new_tokens[number])
         start(rank, now_s)
 
     for number, ask in enumerate(asks):
@@ -123,7 +128,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
         target = selector.select(ask.prompt)
         assert target.prefill is not None
         rank, new_tokens[number] = target.prefill.engine_rank, target.new_tokens
-        selector.count(keys[rank], 1, target.new_tokens)
+        members[keys[rank]].load.count(1, target.new_tokens)
         prefills[rank].waiting.append(number)
         start(rank, ask.arrival_s)
     while ends:

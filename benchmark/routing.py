@@ -27,8 +27,9 @@ from chitu.client.client import RouterClient
 from chitu.config.schema import RouterConfig
 from chitu.launch.make_model import make_model
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.router.members import Members
 from chitu.router.policies import Target, instance_key
-from chitu.router.selector import PairSelector, make_selector
+from chitu.router.selector import make_selector
 from chitu.testing.fake_worker import STARTED
 from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.types import Role
@@ -61,8 +62,12 @@ def made_up_prompts(count: int) -> list[bytes]:
 def decisions(policy: str, size: int, count: int) -> list[float]:
     """Return the CPU seconds of each decision."""
     view, prompts = made_up_view(size), made_up_prompts(512)
-    selector = make_selector(RouterConfig(policy=policy))  # type: ignore[arg-type]
-    selector.on_view(view)
+    config = RouterConfig(policy=policy)  # type: ignore[arg-type]
+    members = Members(config)
+    selector = make_selector(config, members)
+    for info in view.instances:
+        members.add(info)
+    members.on_view(view)
     report = LoadReport(waiting=1, running=2, waiting_tokens=900)
     running: deque[Target] = deque()
     spans_s = []
@@ -72,18 +77,18 @@ def decisions(policy: str, size: int, count: int) -> list[float]:
         target = selector.select(prompt)
         spans_s.append(time.thread_time() - start_s)
         assert target.prefill is not None
-        _count(selector, target, 1)
+        _count(members, target, 1)
         running.append(target)
         if len(running) > IN_FLIGHT:
-            _count(selector, running.popleft(), -1)
-        selector.on_report(instance_key(view.instances[n % size]), report)
+            _count(members, running.popleft(), -1)
+        members[instance_key(view.instances[n % size])].load.report(report)
     return spans_s[IN_FLIGHT:]
 
 
-def _count(selector: PairSelector, target: Target, sign: int) -> None:
+def _count(members: Members, target: Target, sign: int) -> None:
     for instance in (target.prefill, target.decode):
         assert instance is not None
-        selector.count(instance_key(instance), sign, sign * target.new_tokens)
+        members[instance_key(instance)].load.count(sign, sign * target.new_tokens)
 
 
 def join_s(router: RouterUnderTest) -> float:

@@ -44,12 +44,13 @@ from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
 from chitu.router.attempts import Attempts
 from chitu.router.cross_checks import CheckResult, CrossChecks
-from chitu.router.dispatch import THE_ROUTER, Dispatcher, InstanceLink, ReplyAddress
+from chitu.router.dispatch import THE_ROUTER, Dispatcher, ReplyAddress
+from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.policies import Candidates, InstanceKey, instance_key
 from chitu.router.request import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.request_journal import KEPT_RECORDS
-from chitu.router.selector import PairSelector
+from chitu.router.selector import make_selector
 from chitu.tracing.trace_files import RouterTrace
 
 log = logging.getLogger(__name__)
@@ -61,27 +62,27 @@ _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 class PDRequestRouter:
     def __init__(
         self,
-        selector: PairSelector,
         outbox: Outbox[InstanceKey],
         clock: Clock,
         config: RouterConfig,
         trace: RouterTrace,
         reply: ReplyAddress = THE_ROUTER,
+        first_turn: int = 0,
         on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
-        """`reply` is the address of this API process, if the router has several (`router.workers`). `on_wrong` receives
-        every result of a cross-check except `agreed` and `unanswered`."""
-        self._selector = selector
+        """`reply` is the address of this API process, if the router has several (`router.workers`), and `first_turn`
+        where its round robin begins. `on_wrong` receives every result of a cross-check except `agreed` and
+        `unanswered`."""
+        self._outbox = outbox
+        self._members = members = Members(config)
         self._clock = clock
         self._max_in_flight = config.max_in_flight
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
-        self._admission = Admission(config, clock)
-        self._admitted = Candidates()
-        """Candidates that admission knows; new ones are applied when it is asked."""
-        self._dispatcher = Dispatcher(outbox, reply, clock, config.pd_disaggregation.deadlines, trace)
-        self._links = self._dispatcher.by_id
-        self._attempts = Attempts(selector, self._dispatcher, self._admission, clock, config, self._on_end)
+        self._admission = Admission(config, members, clock)
+        self._dispatcher = Dispatcher(members, outbox, reply, clock, trace)
+        selector = make_selector(config, members, first_turn)
+        self._attempts = Attempts(members, selector, self._dispatcher, self._admission, clock, config, self._on_end)
         self.trace = trace
         self._framed = trace.framed
         verify_compute = config.pd_disaggregation.verify_compute
@@ -106,7 +107,7 @@ class PDRequestRouter:
 
     @property
     def candidates(self) -> Candidates:
-        return self._selector.candidates
+        return self._members.candidates
 
     @property
     def in_flight(self) -> int:
@@ -162,10 +163,6 @@ class PDRequestRouter:
             )
         if is_admitted:
             return
-        candidates = self.candidates
-        if candidates is not self._admitted:
-            self._admitted = candidates
-            self._admission.on_view(candidates)
         self._admission.require(self._attempts.num_waiting, self._attempts.num_new_tokens)
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
@@ -265,7 +262,7 @@ class PDRequestRouter:
     def on_tokens(self, *batches: TokenBatch) -> None:
         """Take the tokens of steps, in order. `flush` wakes the readers, once for all batches of a loop turn. Without a
         pause between steps there is a batch for each token, so this does nothing per batch that it can do once."""
-        counters, link_of, attempt_of = self.counters, self._links.get, self._attempts.rooms.get
+        counters, member_of, attempt_of = self.counters, self._members.by_link.get, self._attempts.rooms.get
         num_tokens = 0
         for batch in batches:
             rooms, tokens, logprobs = batch.rooms, batch.tokens, batch.logprobs
@@ -273,13 +270,13 @@ class PDRequestRouter:
                 log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
                 continue
             if number := batch.number:
-                link = link_of(batch.link)
-                if link is None:
+                member = member_of(batch.link)
+                if member is None:
                     continue  # it answers another router
-                receiver = link.receiver
+                receiver = member.receiver
                 if number == receiver.last + 1 and not receiver.has_gap:
                     receiver.last = number  # as `take` does, whose call costs as much as a token
-                elif not self._is_next(link, batch):
+                elif not self._is_next(member, batch):
                     continue
             if logprobs or batch.cached or batch.prompt_logprobs:
                 self._take_more(batch)
@@ -299,14 +296,14 @@ class PDRequestRouter:
                     self._attempts.on_finish(attempt, finish)
         counters.tokens += num_tokens
 
-    def _is_next(self, link: InstanceLink, batch: TokenBatch) -> bool:
+    def _is_next(self, member: ClusterMember, batch: TokenBatch) -> bool:
         """Return whether a message is the next one of its link. Handle a gap before it."""
-        receiver = link.receiver
+        receiver = member.receiver
         is_next = receiver.take(batch.number, batch.num_kept)
         if receiver.is_gap_new:
-            self._dispatcher.report_gap(link)
+            self._dispatcher.report_gap(member)
         if receiver.given_up:
-            self._attempts.on_lost_tokens(link.key, receiver.given_up)
+            self._attempts.on_lost_tokens(member.key, receiver.given_up)
             receiver.given_up = 0
         return is_next
 
@@ -355,31 +352,30 @@ class PDRequestRouter:
         self.flush()
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
-        key = InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation)
-        self._selector.on_report(key, heartbeat.load)
-        self._admission.on_report(key, heartbeat.load)
-        self._attempts.on_heartbeat(key, heartbeat)
-        self.flush()
+        member = self._members.get(InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation))
+        if member is not None:
+            member.on_report(heartbeat.load, self._clock.monotonic())
+            self._attempts.on_heartbeat(member, heartbeat)
+            self.flush()
 
     # --------------------------------------------------------------------------------------------------- membership
 
     def on_view(self, view: ClusterView) -> None:
         """Apply a new cluster view; new requests are routed by it at once."""
-        self._selector.on_view(view)
+        self._members.on_view(view)
 
     def on_joined(self, instance: InstanceInfo) -> None:
-        key = instance_key(instance)
-        self._dispatcher.open(key, instance.host, instance.port)  # first, because it raises if there is no socket
-        self._selector.on_joined(key)
+        """Add an instance. Raises Capacity if there is no socket for it; then it is no member."""
+        self._outbox.open(instance_key(instance), instance.host, instance.port)
+        self._members.add(instance)
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         """Handle the loss of an instance. Requests that decode there are retried elsewhere at once, or fail. Requests
         that it prefilled are retried if no token came yet; otherwise only D knows whether all KV had landed, and
         reports it if not."""
         key = instance_key(instance)
-        self._dispatcher.close(key)
-        self._selector.on_lost(key)
-        self._admission.forget(key)
+        self._outbox.close_peer(key)
+        self._members.remove(key)
         self._attempts.on_lost(key, reason, has_died)
         self.flush()
 

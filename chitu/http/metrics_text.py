@@ -27,8 +27,8 @@ from prometheus_client.utils import floatToGoString
 from chitu.errors import ServiceError
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import InstanceSnapshot
-from chitu.router.breaker import BreakerState
 from chitu.router.cross_checks import OUTCOMES
+from chitu.router.members import BreakerState
 from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, Histograms, RouterMetrics, TimeHistogram, add_up
 from chitu.types import Role
 

@@ -26,8 +26,8 @@ from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
 from chitu.router.admission import Admission
-from chitu.router.breaker import NO_INSTANCES, Breakers
 from chitu.router.dispatch import Dispatcher, max_choices
+from chitu.router.members import NO_INSTANCES, ClusterMember, Members
 from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import (
@@ -108,6 +108,7 @@ class Attempts:
 
     def __init__(
         self,
+        members: Members,
         selector: PairSelector,
         dispatcher: Dispatcher,
         admission: Admission,
@@ -115,13 +116,13 @@ class Attempts:
         config: RouterConfig,
         on_end: Callable[[Generation, bool], None],
     ) -> None:
+        self._members = members
         self._selector = selector
         self._dispatcher = dispatcher
         self._admission = admission
         self._clock = clock
         self._on_end = on_end
         self._machine = GenerationMachine(config)
-        self._breakers = Breakers(config.breaker)
         deadlines = config.pd_disaggregation.deadlines
         self._first_token_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s + deadlines.lease_s
         self._deadlines: TimerWheel[Generation] = TimerWheel(DEADLINE_STEP_S, clock.monotonic())
@@ -141,11 +142,10 @@ class Attempts:
 
     def breaker_states(self) -> dict[str, Counts]:
         """Return breaker states by instance name, in the form of `RouterMetrics.breakers`."""
-        now_s, members = self._clock.monotonic(), self._selector.candidates
-        return {
-            instance.name: {self._breakers.state(instance_key(instance), now_s): 1}
-            for instance in (*members.prefill, *members.decode, *members.unified)
-        }
+        now_s, members = self._clock.monotonic(), self._members
+        candidates = members.candidates
+        keys = map(instance_key, (*candidates.prefill, *candidates.decode, *candidates.unified))
+        return {key.name: {members[key].breaker.state(now_s): 1} for key in keys}
 
     # ------------------------------------------------------------------------------------------- what came from outside
 
@@ -154,7 +154,7 @@ class Attempts:
         many were sent: as many as one message may carry there. They may already have ended with an error if no instance
         takes them. Raises NoInstance if there is none. Instances in `avoid` are chosen only if there are no others."""
         request = generations[0].request
-        blocked = self._breakers.blocked(self._clock.monotonic())
+        blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
         target = self._selector.select(token_ids, avoid, blocked, cache_salt=request.cache_salt)
         count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
@@ -188,8 +188,7 @@ class Attempts:
         self._take_all(GivenUp(error))
 
     def on_lost(self, key: InstanceKey, reason: str, has_died: bool) -> None:
-        """Handle the loss of an instance, which is no candidate any more."""
-        self._breakers.forget(key)
+        """Handle the loss of an instance, which is no member any more."""
         self._take_all(InstanceLost(key, reason, has_died))
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
@@ -199,12 +198,12 @@ class Attempts:
         for attempt in [attempt for attempt in self.rooms.values() if attempt.decode == key]:
             self.on_failure(attempt, lost, key)
 
-    def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> None:
+    def on_heartbeat(self, member: ClusterMember, heartbeat: Heartbeat) -> None:
         """Handle a heartbeat: retry requests that did not reach the instance, or whose P it receives nothing from."""
-        for missed in self._dispatcher.on_heartbeat(key, heartbeat):
+        for missed in self._dispatcher.on_heartbeat(member, heartbeat):
             for attempt in self.of(missed.room):
-                self._take(attempt.generation, NotDelivered(missed.error, key))
-        self._on_silent(key, frozenset(heartbeat.silent))
+                self._take(attempt.generation, NotDelivered(missed.error, member.key))
+        self._on_silent(member, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
@@ -220,13 +219,13 @@ class Attempts:
 
     def on_finish(self, attempt: Attempt, finish: Finish) -> None:
         prefill = attempt.prefill
-        is_prefill_here = prefill is not None and self._dispatcher.is_open(prefill)
+        is_prefill_here = prefill is not None and self._members.get(prefill) is not None
         self._take(attempt.generation, Finished(finish, is_prefill_here))
 
     def on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
         """Handle a failure that `reporter` reported, or for which the router blames it."""
         peer = attempt.prefill if reporter == attempt.decode else attempt.decode
-        is_peer_here = peer is not None and self._dispatcher.is_open(peer)
+        is_peer_here = peer is not None and self._members.get(peer) is not None
         self._take(attempt.generation, AttemptFailed(error, reporter, is_peer_here))
 
     # ------------------------------------------------------------------------------------------- what the machine wants
@@ -268,9 +267,10 @@ class Attempts:
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
             if key is not None and (is_leader or key is attempt.decode):
-                self._selector.count(key, 1, new_tokens)
-                self._admission.on_sent(key, new_tokens if is_leader else 0)
-                self._breakers.on_sent(key, now_s)
+                member = self._members[key]
+                member.load.count(1, new_tokens)
+                self._admission.on_sent(member, new_tokens if is_leader else 0)
+                member.breaker.on_sent(now_s)
         if target.prefill is not None and is_leader:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
             log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
@@ -286,37 +286,38 @@ class Attempts:
         return AttemptFailed(NoInstance(text), full)
 
     def _choose(self, generation: Generation, wanted: Choose) -> Event:
-        blocked = self._breakers.blocked(self._clock.monotonic())
+        blocked = self._members.blocked(self._clock.monotonic())
         try:
             salt = generation.request.cache_salt
             target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, salt)
         except NoInstance:
             return NoPair(wanted.failure)
-        is_cut_off = self._selector.is_cut_off(target)
+        prefill, decode = target.prefill, instance_key(target.decode)
+        is_cut_off = prefill is not None and self._members.is_cut_off(instance_key(prefill), decode)
         return PairChosen(target, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
 
-    def _on_silent(self, key: InstanceKey, prefills: frozenset[int]) -> None:
+    def _on_silent(self, decode: ClusterMember, prefills: frozenset[int]) -> None:
         """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
         with others, both sides may work."""
-        name = key.name
-        if self._selector.on_silent(key, prefills):
-            peers = [i for i in self._selector.candidates.prefill if i.incarnation in prefills]
+        if self._members.on_silent(decode, prefills):
+            peers = [i for i in self._members.candidates.prefill if i.incarnation in prefills]
             names = " and ".join(i.name for i in peers)
             log.warning(
                 "%s receives %s",
-                name,
+                decode.name,
                 f"nothing from {names}: such pairs get no requests" if peers else "from every P again",
             )
-        if not prefills or not self._selector.has_sound_pair:
+        if not prefills or not self._members.has_sound_pair:
             return
         for attempt in list(self.rooms.values()):
-            if attempt.decode == key and attempt.prefill is not None and attempt.prefill.incarnation in prefills:
+            if attempt.decode == decode.key and attempt.prefill is not None and attempt.prefill.incarnation in prefills:
                 self._take(attempt.generation, Silent())
 
     def _blame(self, failure: Failure) -> None:
         now_s = self._clock.monotonic()
-        for key in filter(self._dispatcher.is_open, failure.suspects):  # an instance that left has no breaker
-            if self._breakers.on_failure(key, now_s):
+        for key in failure.suspects:
+            member = self._members.get(key)
+            if member is not None and self._members.on_failure(member, now_s):
                 name, code = key.name, failure.error.code
                 log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
                 self.counters.breaker_openings[name] += 1
@@ -327,7 +328,13 @@ class Attempts:
         self.journal.note_change()
         self._count_waiting(attempt, -1)
         if attempt.prefill is not None and attempt.is_group_leader:
-            self._selector.count(attempt.prefill, -1, -attempt.target.new_tokens)
+            self._count_over(attempt.prefill, attempt.target.new_tokens)
+
+    def _count_over(self, key: InstanceKey, new_tokens: int) -> None:
+        """Count a request (or its half) that is over on its instance."""
+        member = self._members.get(key)
+        if member is not None:
+            member.load.count(-1, -new_tokens)
 
     def _count_waiting(self, attempt: Attempt, sign: int) -> None:
         self.num_waiting += sign
@@ -339,8 +346,8 @@ class Attempts:
         self.counters.finished[reason] += 1
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
-            if key is not None:
-                self._breakers.on_success(key)
+            if key is not None and (member := self._members.get(key)) is not None:
+                self._members.on_success(member)
 
     def _note_stages(self, record: RequestSnapshot, stages: Stages) -> None:
         on_p = record.prefill or record.decode
@@ -362,12 +369,12 @@ class Attempts:
         if attempt.first_token_s is None:
             self._count_waiting(attempt, -1)
             if attempt.prefill is not None and attempt.is_group_leader:
-                self._selector.count(attempt.prefill, -1, -new_tokens)
+                self._count_over(attempt.prefill, new_tokens)
         if (group := attempt.group) is not None:
             group.attempts.remove(attempt)
             if not group.attempts:
                 del self.groups[group.room]
-        self._selector.count(attempt.decode, -1, -new_tokens)
+        self._count_over(attempt.decode, new_tokens)
         generation, error = attempt.generation, attempt.error
         if error is not None:
             self._note_failure(attempt, error, record)

@@ -11,17 +11,12 @@ under another room.
 from __future__ import annotations
 
 import logging
-import secrets
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import msgspec
-
 from chitu.clock import Clock
-from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestLost
 from chitu.net.aio import Outbox
-from chitu.net.link import LinkReceiver, LinkSender, Sent
+from chitu.net.link import Sent
 from chitu.protocol import (
     MAX_FORKS,
     CancelRequest,
@@ -34,6 +29,7 @@ from chitu.protocol import (
     UnifiedRequest,
     encode,
 )
+from chitu.router.members import ClusterMember, Dispatched, Members
 from chitu.router.policies import InstanceKey
 from chitu.router.request import Attempt
 from chitu.tracing.trace_files import RouterTrace
@@ -52,29 +48,6 @@ class ReplyAddress(NamedTuple):
 
 
 THE_ROUTER = ReplyAddress()
-
-
-class Dispatched(msgspec.Struct, frozen=True):
-    """What a message in flight is: the half of a request (or the whole), or its cancellation."""
-
-    room: bytes
-    is_cancel: bool
-
-
-@dataclass(slots=True)
-class InstanceLink:
-    """The link with an instance, from its joining to its loss."""
-
-    key: InstanceKey
-    sender: LinkSender[Dispatched]
-    receiver: LinkReceiver = field(default_factory=LinkReceiver)
-    """Receiving end for its tokens."""
-    reads: int = 0
-    """`reads` of its last heartbeat."""
-
-    @property
-    def name(self) -> str:
-        return self.key.name
 
 
 class Missed(NamedTuple):
@@ -97,40 +70,17 @@ def max_choices(instance: InstanceInfo, num_tokens: int) -> int:
 class Dispatcher:
     def __init__(
         self,
+        members: Members,
         outbox: Outbox[InstanceKey],
         reply: ReplyAddress,
         clock: Clock,
-        deadlines: DeadlineConfig,
         trace: RouterTrace,
     ) -> None:
         self.trace = trace
+        self._members = members
         self._outbox = outbox
         self._reply = reply
         self._clock = clock
-        self._deadlines = deadlines
-        self._links: dict[InstanceKey, InstanceLink] = {}
-        """Links with the instances that are members."""
-        self.by_id: dict[int, InstanceLink] = {}
-        """The same links by their id in messages."""
-
-    def open(self, key: InstanceKey, host: str, port: int) -> None:
-        """Open the link with an instance that joined. Idempotent."""
-        self._outbox.open(key, host, port)
-        if key not in self._links:
-            number = 1 + secrets.randbelow((1 << 63) - 1)
-            sender = LinkSender[Dispatched](number, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s)
-            self._links[key] = self.by_id[number] = InstanceLink(key, sender)
-
-    def close(self, key: InstanceKey) -> None:
-        """Close the link with an instance that is gone, and drop its messages."""
-        self._outbox.close_peer(key)
-        link = self._links.pop(key, None)
-        if link is not None:
-            del self.by_id[link.sender.link]
-
-    def is_open(self, key: InstanceKey) -> bool:
-        """Return whether the instance is a member."""
-        return key in self._links
 
     def send(self, attempt: Attempt) -> InstanceKey | None:
         """Send an attempt, or its whole group. D's half goes first, so that D can announce while P's half is in flight.
@@ -139,7 +89,7 @@ class Dispatcher:
         room, forks = (attempt.room, ()) if group is None else (group.room, group.forks)
         request, prefill = attempt.generation.request, attempt.target.prefill
         decode, (worker, token_port) = attempt.target.decode, self._reply
-        to_decode = self._links.get(attempt.decode)
+        to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
         if prefill is None or attempt.prefill is None:
@@ -160,7 +110,7 @@ class Dispatcher:
                 trace=request.trace,
             )
             return None if self._post(to_decode, whole, attempt.created_s) else attempt.decode
-        to_prefill = self._links.get(attempt.prefill)
+        to_prefill = self._members.get(attempt.prefill)
         if to_prefill is None:
             return attempt.prefill
         decode_half = DecodeRequest(
@@ -208,52 +158,49 @@ class Dispatcher:
         if attempt.prefill is not None and (group is None or group.attempts == [attempt]):
             self._cancel(attempt.prefill, attempt.room if group is None else group.room)
 
-    def report_gap(self, link: InstanceLink) -> None:
+    def report_gap(self, member: ClusterMember) -> None:
         """Notify an instance at once that a token message was lost."""
-        link.receiver.is_gap_new = False
-        log.warning("a token message of %s was lost: it is sent again", link.name)
-        self._say(link)
+        member.receiver.is_gap_new = False
+        log.warning("a token message of %s was lost: it is sent again", member.name)
+        self._acknowledge(member)
 
-    def on_heartbeat(self, key: InstanceKey, heartbeat: Heartbeat) -> list[Missed]:
+    def on_heartbeat(self, member: ClusterMember, heartbeat: Heartbeat) -> list[Missed]:
         """Retransmit lost messages, and return the requests that will not reach this instance."""
-        link = self._links.get(key)
-        if link is None:
-            return []
+        key, now_s, sender = member.key, self._clock.monotonic(), member.sender
         if key.role is not Role.PREFILL:
-            self._say(link)
-        now_s, sender = self._clock.monotonic(), link.sender
+            self._acknowledge(member)
         ack = next((ack for ack in heartbeat.acks if ack.link == sender.link), None)
-        news = sender.on_ack(ack, heartbeat.reads > link.reads, now_s)
-        link.reads = heartbeat.reads
+        news = sender.on_ack(ack, heartbeat.reads > member.reads, now_s)
+        member.reads = heartbeat.reads
         if news.repeat:
-            log.warning("messages to %s were lost or are late: %d are sent again", link.name, len(news.repeat))
+            log.warning("messages to %s were lost or are late: %d are sent again", member.name, len(news.repeat))
         for frame in news.repeat:
             self._outbox.send(key, frame)
         for sent in news.given_up:
             if sent.about.is_cancel:
                 self._cancel(key, sent.about.room)
-        return [_missed(sent, link.name, now_s) for sent in news.given_up if not sent.about.is_cancel]
+        return [_missed(sent, member.name, now_s) for sent in news.given_up if not sent.about.is_cancel]
 
-    def _say(self, link: InstanceLink) -> None:
+    def _acknowledge(self, member: ClusterMember) -> None:
         """Acknowledge the instance's tokens. If this is lost, the answer to the next heartbeat repeats it."""
-        receiver = link.receiver
-        self._outbox.send(link.key, encode(LinkAck(link.sender.link, receiver.last, receiver.has_gap)))
+        receiver = member.receiver
+        self._outbox.send(member.key, encode(LinkAck(member.sender.link, receiver.last, receiver.has_gap)))
 
     def _cancel(self, key: InstanceKey, room: bytes) -> None:
-        link = self._links.get(key)
-        if link is not None:
-            sender = link.sender
+        member = self._members.get(key)
+        if member is not None:
+            sender = member.sender
             message = encode(CancelRequest(room, sender.link, sender.number, sender.num_kept))
             self._outbox.send(key, message)  # if its queue is full, it is sent again
             sender.note(message, Dispatched(room, True), self._clock.monotonic())
 
-    def _post(self, link: InstanceLink, message: SchedulerMessage, now_s: float) -> bool:
+    def _post(self, member: ClusterMember, message: SchedulerMessage, now_s: float) -> bool:
         """Send the half of a request with the next number of its link. Return False, with nothing sent, if too much
         waits there."""
         frame = encode(message)
-        if link.sender.is_full or not self._outbox.send(link.key, frame):
+        if member.sender.is_full or not self._outbox.send(member.key, frame):
             return False
-        link.sender.note(frame, Dispatched(message.room, False), now_s)
+        member.sender.note(frame, Dispatched(message.room, False), now_s)
         if not isinstance(message, CancelRequest) and message.trace == "frames":
             self.trace.note_frame(message.request_id, message.room, "sent", "request", frame)
             if not isinstance(message, PrefillRequest):

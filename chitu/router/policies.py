@@ -23,7 +23,7 @@ every request uses spreads as far as its load needs, a short one at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -74,8 +74,7 @@ class InstanceGroup:
 
     instances: tuple[InstanceInfo, ...]
     costs: list[int]
-    """Outstanding work of each, kept up to date by the load table: prompt tokens to compute on P, requests
-    elsewhere."""
+    """Outstanding work of each, kept up to date by `Members`: prompt tokens to compute on P, requests elsewhere."""
     positions: Mapping[InstanceKey, int]
     """Index of each in `instances`."""
     counts_tokens: bool
@@ -108,11 +107,6 @@ class Candidates:
             tuple(i for i in usable if i.role is Role.UNIFIED),
         )
 
-    def without(self, gone: Set[InstanceKey]) -> Candidates:
-        """Return the candidates except those."""
-        groups = (self.prefill, self.decode, self.unified)
-        return Candidates(*(tuple(i for i in group if instance_key(i) not in gone) for group in groups))
-
     @property
     def has_pair(self) -> bool:
         return bool(self.prefill and self.decode)
@@ -138,7 +132,7 @@ Policy = Callable[[RoutingRequest, InstanceGroup], int]
 
 
 def round_robin(request: RoutingRequest, group: InstanceGroup) -> int:
-    return request.turn % len(group.instances)
+    return request.turn % len(group.costs)
 
 
 def least_loaded(request: RoutingRequest, group: InstanceGroup) -> int:

@@ -41,7 +41,6 @@ from chitu.protocol import TraceLines
 from chitu.router.cross_checks import CheckResult
 from chitu.router.dispatch import ReplyAddress
 from chitu.router.policies import InstanceKey, instance_key
-from chitu.router.selector import make_selector
 from chitu.serve.body_pool import BodyProcesses
 from chitu.serve.siblings import Siblings
 from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
@@ -118,9 +117,7 @@ class ApiEndpoint:
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
         trace = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
         self._traces = files
-        self.router = PDRequestRouter(
-            make_selector(config, index), self._outbox, clock, config, trace, reply, self._on_wrong
-        )
+        self.router = PDRequestRouter(self._outbox, clock, config, trace, reply, index, self._on_wrong)
         self.siblings = Siblings(config, secrets, index)
         self._cluster = cluster = make_cluster(self.router, self.siblings)
         self._healing: set[asyncio.Task[None]] = set()

@@ -36,7 +36,6 @@ from chitu.protocol import (
 )
 from chitu.router.policies import InstanceKey
 from chitu.router.request import GenerateRequest, Generation
-from chitu.router.selector import make_selector
 from chitu.testing.fake_executor import expected_tokens
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
@@ -191,7 +190,7 @@ class RoutedWorld(Cluster):
             return
         if self.router is None:
             trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
-            self.router = PDRequestRouter(make_selector(CONFIG), self, self.clock, CONFIG, trace)  # type: ignore[arg-type]
+            self.router = PDRequestRouter(self, self.clock, CONFIG, trace)  # type: ignore[arg-type]
         now_s = self.clock.monotonic()
         joined = [p for p in self.processes if p.router == self.router_incarnation]
         present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}

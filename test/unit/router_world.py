@@ -24,7 +24,6 @@ from chitu.protocol import (
 from chitu.router.cross_checks import CheckResult
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
-from chitu.router.selector import make_selector
 from chitu.testing.clock import FakeClock
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
@@ -93,7 +92,7 @@ class World:
         )
         outbox: Any = self.outbox
         trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
-        self.router = PDRequestRouter(make_selector(config), outbox, self.clock, config, trace, on_wrong=on_wrong)
+        self.router = PDRequestRouter(outbox, self.clock, config, trace, on_wrong=on_wrong)
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
             InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512, num_slots=4, num_pages=20)
@@ -159,7 +158,7 @@ class World:
 
     def link(self, name: str) -> int:
         """Return the router's link to an instance."""
-        return self.router._dispatcher._links[instance_key(self.instance(name))].sender.link
+        return self.router._members[instance_key(self.instance(name))].sender.link
 
     def instance(self, name: str) -> InstanceInfo:
         return next(i for i in self.instances if f"{i.role.letter}{i.engine_rank}" == name)

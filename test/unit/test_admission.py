@@ -12,8 +12,9 @@ from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregatio
 from chitu.errors import Overloaded
 from chitu.net.http import error_headers
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
-from chitu.router.admission import Admission, QueueEstimate
-from chitu.router.policies import Candidates, InstanceKey, instance_key
+from chitu.router.admission import Admission
+from chitu.router.members import Members, QueueEstimate
+from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
@@ -36,10 +37,22 @@ class Door:
             pd_disaggregation=PDDisaggregationConfig(deadlines=deadlines),
         )
         self.clock = FakeClock(100.0)
-        self.admission = Admission(config, self.clock)
-        self.admission.on_view(Candidates.of(ClusterView(1, 1, instances)))
+        self.members = Members(config)
+        self.admission = Admission(config, self.members, self.clock)
+        self.on_view(instances)
         self._seconds: dict[InstanceKey, float] = {}
         self._work: dict[InstanceKey, int] = {}
+
+    def on_view(self, instances: tuple[InstanceInfo, ...]) -> None:
+        for instance in instances:
+            self.members.add(instance)
+        self.members.on_view(ClusterView(1, 1, instances))
+
+    def on_report(self, key: InstanceKey, load: LoadReport) -> None:
+        self.members[key].on_report(load, self.clock.monotonic())
+
+    def on_sent(self, instance: InstanceInfo, new_tokens: int) -> None:
+        self.admission.on_sent(self.members[instance_key(instance)], new_tokens)
 
     def report(
         self, instance: InstanceInfo, queue: int, seconds: float = 0.0, work: int = 0, running: int = 0, unread: int = 0
@@ -57,7 +70,7 @@ class Door:
             backlog_s=self._seconds[key],
             backlog_work=self._work[key],
         )
-        self.admission.on_report(key, load)
+        self.on_report(key, load)
         self.clock.advance(0.03)  # past the moment for which an answer is kept
 
     def refusal(self) -> Overloaded | None:
@@ -90,7 +103,7 @@ def test_what_was_sent_since_the_report_counts_at_once_and_what_was_worked_off_s
     door = Door(P0, D0)
     door.report(P0, queue=9_000, seconds=2.0, work=2_000)
     assert door.refusal() is None
-    door.admission.on_sent(instance_key(P0), 1_500)
+    door.on_sent(P0, 1_500)
     assert door.refusal() is not None
     door.clock.advance(0.1)
     assert door.refusal() is not None, "also after another look at all queues"
@@ -105,7 +118,7 @@ def test_the_queue_of_decode_counts_in_requests_and_only_while_there_is_one() ->
     assert error is not None and "decode" in error.message and error.retry_after_s == pytest.approx(2.5, abs=0.1)
     door.report(D0, queue=0)
     for _ in range(1000):
-        door.admission.on_sent(instance_key(D0), 10)
+        door.on_sent(D0, 10)
     assert door.refusal() is None, "D had room a moment ago"
 
 
@@ -136,7 +149,7 @@ def test_an_instance_that_never_had_a_queue_has_room() -> None:
     assert door.refusal() is None
     door.report(P1, queue=1_000_000, seconds=1.0, work=1_000)
     assert door.refusal() is not None
-    door.admission.on_view(Candidates.of(ClusterView(1, 2, (P0, P1, D0, FRESH))))
+    door.on_view((P0, P1, D0, FRESH))
     assert door.refusal() is None, "a third one joined"
 
 
@@ -184,7 +197,7 @@ def test_prompts_in_steps_with_room_for_more_hold_up_nobody() -> None:
     door = Door(P0, D0)
     door.report(P0, queue=0, seconds=1.0, work=1_000)
     load = LoadReport(waiting_tokens=100_000, joinable_tokens=100_000, backlog_s=1.0, backlog_work=1_000)
-    door.admission.on_report(instance_key(P0), load)
+    door.on_report(instance_key(P0), load)
     door.clock.advance(0.03)
     assert door.refusal() is None
 
@@ -193,13 +206,13 @@ def test_what_d_does_while_p_is_the_bottleneck_is_no_rate_of_d() -> None:
     door = Door(P0, D0)
     key = instance_key(D0)
     for second in range(1, 20):
-        door.admission.on_report(key, LoadReport(waiting=50, held_by_prefill=50, backlog_s=second, backlog_work=second))
+        door.on_report(key, LoadReport(waiting=50, held_by_prefill=50, backlog_s=second, backlog_work=second))
         door.clock.advance(1.0)
     assert door.refusal() is None, "P's queue shows that wait"
-    door.admission.on_report(key, LoadReport(waiting=50, backlog_s=20, backlog_work=39))
+    door.on_report(key, LoadReport(waiting=50, backlog_s=20, backlog_work=39))
     door.clock.advance(0.03)
     assert door.refusal() is None, "20 a second as soon as it is its own"
-    door.admission.on_report(key, LoadReport(waiting=500, backlog_s=20, backlog_work=39))
+    door.on_report(key, LoadReport(waiting=500, backlog_s=20, backlog_work=39))
     door.clock.advance(0.03)
     assert door.refusal() is not None
 
@@ -209,14 +222,14 @@ def test_a_unified_instance_has_a_queue_for_steps_and_one_for_slots() -> None:
     door = Door(unified)
     key = instance_key(unified)
     slow_decode = LoadReport(waiting=30, waiting_tokens=30, decode_backlog_s=5.0, decode_backlog_work=10)
-    door.admission.on_report(key, slow_decode)
+    door.on_report(key, slow_decode)
     door.clock.advance(0.03)
     error = door.refusal()
     assert error is not None and "decode" in error.message, "30 at 2/s"
-    door.admission.on_report(key, msgspec.structs.replace(slow_decode, waiting=0))
+    door.on_report(key, msgspec.structs.replace(slow_decode, waiting=0))
     door.clock.advance(0.03)
     assert door.refusal() is None
-    door.admission.on_report(key, LoadReport(waiting_tokens=20_000, backlog_s=1.0, backlog_work=1_000))
+    door.on_report(key, LoadReport(waiting_tokens=20_000, backlog_s=1.0, backlog_work=1_000))
     door.clock.advance(0.03)
     error = door.refusal()
     assert error is not None and "computed" in error.message
@@ -238,12 +251,12 @@ def test_nothing_is_refused_while_nothing_waits(
     door = Door(P0, P1, D0, max_queue_s=0.1)
     for instance, queue, seconds, work, running, sent, pause_s in steps:
         door.report(instance, queue, seconds, work, running)
-        door.admission.on_sent(instance_key(instance), sent)
+        door.on_sent(instance, sent)
         door.clock.advance(pause_s)
     for instance in (P0, P1, D0):
         door.report(instance, queue=0)
         for _ in range(5):
-            door.admission.on_sent(instance_key(instance), 100_000)
+            door.on_sent(instance, 100_000)
     door.admission.require(num_waiting=0, new_tokens=0)
     door.admission.require(num_waiting=2, new_tokens=200_000)  # one at each P
 

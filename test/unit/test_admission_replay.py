@@ -36,9 +36,9 @@ from chitu.protocol import (
 )
 from chitu.protocol.account import PrefillTimes
 from chitu.router.admission import Admission
-from chitu.router.policies import Candidates, InstanceKey, instance_key
+from chitu.router.members import Members
+from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
-from chitu.router.selector import make_selector
 from chitu.testing.clock import FakeClock
 from chitu.testing.fake_executor import FakeExecutor
 from chitu.tracing.trace_files import RouterTrace
@@ -149,7 +149,7 @@ class ReplayWorld:
         config = RouterConfig(policy=policy, admission=AdmissionConfig(max_queue_s=max_queue_s), max_in_flight=10_000)
         trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
         outbox: Any = self
-        self.router = PDRequestRouter(make_selector(config), outbox, self.clock, config, trace)
+        self.router = PDRequestRouter(outbox, self.clock, config, trace)
         for place, role in enumerate(roles):
             rank = roles[:place].count(role)
             info = InstanceInfo(role, rank, 1 + place, "h", 1, 2, LAYOUT, 8192, num_slots=SLOTS, num_pages=4000)
@@ -256,7 +256,7 @@ class ReplayWorld:
                 requests = requests[len(sent) :]
         except Overloaded as error:
             assert error.retry_after_s is not None and error.retry_after_s > 0
-            queues = [queue for queues in self.router._admission._queues.values() for queue in queues]
+            queues = [queue for member in self.router._members.by_link.values() for queue in member.queues]
             has_queue = any(instance.has_queue for instance in self.instances.values())
             ask.was_free = not has_queue and not any(queue.reported for queue in queues)
             self.at(self.clock.monotonic() + max(1.0, error.retry_after_s), then)  # as `Retry-After` rounds it
@@ -455,9 +455,11 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
     rng, clock = random.Random(seed), FakeClock()
     scheduler = SchedulerConfig(max_running_requests=8, max_batched_tokens=64, chunk_size=32)
     instance = Instance(200, chunk=32, clock=clock, config=scheduler)
-    admission = Admission(RouterConfig(admission=AdmissionConfig(max_queue_s=MAX_QUEUE_S)), clock)
-    admission.on_view(Candidates.of(ClusterView(1, 1, (UNIFIED_INFO,))))
-    key = instance_key(UNIFIED_INFO)
+    config = RouterConfig(admission=AdmissionConfig(max_queue_s=MAX_QUEUE_S))
+    members = Members(config)
+    members.add(UNIFIED_INFO)
+    members.on_view(ClusterView(1, 1, (UNIFIED_INFO,)))
+    admission, member = Admission(config, members, clock), members[instance_key(UNIFIED_INFO)]
     outcomes: dict[bytes, Outcome] = {}
     rejected: list[Outcome] = []
     due_s = beat_s = busy_s = 0.0
@@ -474,7 +476,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
                 rejected.append(outcome)
                 continue
             outcomes[room_of(count)] = outcome
-            admission.on_sent(key, len(prompt))
+            admission.on_sent(member, len(prompt))
             message = UnifiedRequest(room_of(count), "r", pack_i32(prompt), SamplingParams(1, temperature=0.0))
             instance.scheduler.submit(message)
         served = len(instance.finishes)  # its only token is the first one
@@ -486,7 +488,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
             outcomes[room].first_token_s = clock.monotonic()
         if clock.monotonic() >= beat_s:
             beat_s = clock.monotonic() + HEARTBEAT_S
-            admission.on_report(key, instance.scheduler.load)
+            member.on_report(instance.scheduler.load, clock.monotonic())
     assert not any(finish.code for finish in instance.finishes.values())
     return Result(list(outcomes.values()), rejected, busy_s / seconds)
 

@@ -216,9 +216,8 @@ def test_breakers_of_who_is_gone_are_not_made_again() -> None:
     for client in clients:
         world.decode_fails(world.room(client.generation), "transfer_failed")
     world.lose(Role.PREFILL, 0)
-    breakers = world.router._attempts._breakers
     present = {(i.role, i.engine_rank) for i in world.instances}
-    assert {(key.role, key.engine_rank) for key in breakers._breakers} <= present
+    assert {(key.role, key.engine_rank) for key in world.router._members.blocked(0.0)} <= present
     assert "D0" not in world.router.counters.breaker_openings
 
 

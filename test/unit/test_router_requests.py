@@ -350,7 +350,7 @@ def test_when_the_prompt_fails_each_choice_goes_on_by_itself(reporter: str) -> N
 def test_a_prompt_counts_once_where_prompts_are_counted_and_choices_where_these_are() -> None:
     world = pair()
     generations = world.add_choices(4, num_tokens=10)
-    loads = {key.role: load for key, load in world.router._selector._loads._loads.items()}
+    loads = {member.key.role: member.load for member in world.router._members.by_link.values()}
     assert loads[Role.PREFILL].own == 10, "prompt tokens"
     assert loads[Role.DECODE].own == 4, "requests"
     for generation in generations:

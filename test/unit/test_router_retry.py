@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router_world import ONE_TRY, Client, World, pair, two_pairs
+from router_world import LAYOUT, ONE_TRY, Client, World, pair, two_pairs
 
-from chitu.config.schema import BreakerConfig, RetryConfig
+from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
 from chitu.errors import NoInstance
-from chitu.protocol import SamplingParams, TokenBatch, pack_i32
+from chitu.protocol import InstanceInfo, SamplingParams, TokenBatch, pack_i32
 from chitu.router.attempts import TimerWheel
-from chitu.router.breaker import Breakers
+from chitu.router.members import ClusterMember, Members
 from chitu.router.policies import InstanceKey
 from chitu.testing.clock import FakeClock
 from chitu.types import Role
@@ -353,8 +353,7 @@ def test_loads_are_those_of_the_attempts_that_run() -> None:
         world.emit(world.room(client.generation), 11)
         world.decode_fails(world.room(client.generation), "transfer_failed")
     world.emit(world.room(client.generation), 12, finish="stop")
-    loads = world.router._selector._loads._loads.values()
-    assert {load.own for load in loads} == {0}
+    assert {member.load.own for member in world.router._members.by_link.values()} == {0}
 
 
 # ------------------------------------------------------------------------------------------------------------ breakers
@@ -416,33 +415,39 @@ def test_too_much_to_do_and_clients_faults_open_no_breaker() -> None:
 KEY = InstanceKey(Role.DECODE, 0, 1)
 
 
+def one_member(breaker: BreakerConfig) -> tuple[Members, ClusterMember]:
+    members = Members(RouterConfig(breaker=breaker))
+    members.add(InstanceInfo(*KEY, "127.0.0.1", 1, 2, LAYOUT, 512))
+    return members, members[KEY]
+
+
 def test_a_breaker_doubles_up_to_its_limit_and_failures_from_before_do_not_count() -> None:
-    breakers = Breakers(BreakerConfig(failures=1, open_s=5.0, max_open_s=12.0))
+    members, member = one_member(BreakerConfig(failures=1, open_s=5.0, max_open_s=12.0))
     now_s = 100.0
-    assert breakers.on_failure(KEY, now_s) and not breakers.on_failure(KEY, now_s + 1)
+    assert members.on_failure(member, now_s) and not members.on_failure(member, now_s + 1)
     for span_s in (5.0, 10.0, 12.0, 12.0):
-        assert breakers.blocked(now_s + span_s - 0.1) == {KEY} and breakers.state(KEY, now_s) == "open"
+        assert members.blocked(now_s + span_s - 0.1) == {KEY} and member.breaker.state(now_s) == "open"
         now_s += span_s
-        assert breakers.blocked(now_s) == frozenset()
-        breakers.on_sent(KEY, now_s)
-        assert breakers.blocked(now_s) == {KEY} and breakers.state(KEY, now_s) == "half_open"
-        assert breakers.on_failure(KEY, now_s)
+        assert members.blocked(now_s) == frozenset()
+        member.breaker.on_sent(now_s)
+        assert members.blocked(now_s) == {KEY} and member.breaker.state(now_s) == "half_open"
+        assert members.on_failure(member, now_s)
 
 
 def test_a_probe_of_which_nothing_is_heard_is_followed_by_another() -> None:
-    breakers = Breakers(BreakerConfig(failures=1, open_s=5.0))
-    breakers.on_failure(KEY, 0.0)
-    breakers.on_sent(KEY, 5.0)
-    assert breakers.blocked(9.9) == {KEY} and not breakers.blocked(10.0)
-    breakers.on_success(KEY)
-    assert breakers.state(KEY, 10.0) == "closed" and not breakers.blocked(0.0)
+    members, member = one_member(BreakerConfig(failures=1, open_s=5.0))
+    members.on_failure(member, 0.0)
+    member.breaker.on_sent(5.0)
+    assert members.blocked(9.9) == {KEY} and not members.blocked(10.0)
+    members.on_success(member)
+    assert member.breaker.state(10.0) == "closed" and not members.blocked(0.0)
 
 
 def test_a_success_between_failures_starts_the_count_anew() -> None:
-    breakers = Breakers(BreakerConfig(failures=3))
+    members, member = one_member(BreakerConfig(failures=3))
     for _ in range(5):
-        assert not breakers.on_failure(KEY, 1.0) and not breakers.on_failure(KEY, 1.0)
-        breakers.on_success(KEY)
+        assert not members.on_failure(member, 1.0) and not members.on_failure(member, 1.0)
+        members.on_success(member)
 
 
 def test_things_run_out_by_their_deadline_whatever_their_order() -> None:

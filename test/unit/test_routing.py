@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,8 @@ from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.router.compatibility import MemberKinds, why_incompatible
-from chitu.router.policies import InstanceKey, Target, instance_key, make_policy
+from chitu.router.members import Members
+from chitu.router.policies import Candidates, InstanceKey, Policy, Target, instance_key, make_policy
 from chitu.router.selector import (
     BLOCK_TOKENS,
     MAX_OWNERS,
@@ -41,11 +44,37 @@ def view(prefill: int, decode: int, unified: int = 0, version: int = 1) -> Clust
     return ClusterView(1, version, tuple(info(role, k) for role, count in counts for k in range(count)))
 
 
-def selector(policy: str, members: ClusterView, decode_policy: str | None = None) -> PairSelector:
-    config = RouterConfig(policy=policy, decode_policy=decode_policy)  # type: ignore[arg-type]
-    selector = make_selector(config)
-    selector.on_view(members)
-    return selector
+class Routing:
+    """A selector and its members, which join with the view that has them first."""
+
+    def __init__(self, *policies: Policy, random_bits: Callable[[int], int] = random.getrandbits, **fields: Any):
+        """Take two policies, or what the configuration says."""
+        config = RouterConfig(**fields)
+        self._members = members = Members(config)
+        chosen = PairSelector(members, *policies, random_bits) if policies else make_selector(config, members)
+        self.select, self.on_lost = chosen.select, members.remove
+
+    def on_view(self, view: ClusterView) -> None:
+        for instance in view.instances:
+            self._members.add(instance)
+        self._members.on_view(view)
+
+    @property
+    def candidates(self) -> Candidates:
+        return self._members.candidates
+
+    def count(self, key: InstanceKey, requests: int, new_tokens: int) -> None:
+        if (member := self._members.get(key)) is not None:
+            member.load.count(requests, new_tokens)
+
+    def on_report(self, key: InstanceKey, report: LoadReport) -> None:
+        self._members[key].load.report(report)
+
+
+def selector(policy: str, members: ClusterView, decode_policy: str | None = None) -> Routing:
+    routing = Routing(policy=policy, decode_policy=decode_policy)
+    routing.on_view(members)
+    return routing
 
 
 @cache
@@ -59,7 +88,7 @@ def names(target: Target) -> tuple[int, int]:
     return target.prefill.engine_rank, target.decode.engine_rank
 
 
-def start(selector: PairSelector, target: Target, num_tokens: int) -> None:
+def start(selector: Routing, target: Target, num_tokens: int) -> None:
     """Count a request as the router does once it has sent it."""
     assert target.prefill is not None
     selector.count(instance_key(target.prefill), 1, num_tokens)
@@ -90,7 +119,7 @@ def test_every_policy_reaches_every_pair_with_prompts_that_differ(
     rng = random.Random(seed)
     affine = policy == "prefix_affinity"
     one, two = make_policy(policy), make_policy("least_loaded" if affine else policy)
-    chosen = PairSelector(one, two, rng.getrandbits)
+    chosen = Routing(one, two, random_bits=rng.getrandbits)
     chosen.on_view(view(prefill, decode))
     pairs = {names(chosen.select(prompt(200, seed=n))) for n in range(16 * prefill * decode)}
     assert len(pairs) == prefill * decode
@@ -165,7 +194,7 @@ def test_loads_survive_a_view_and_end_with_the_instance() -> None:
 @given(st.integers(2, 40), st.integers(0, 2**32))
 def test_power_of_two_never_takes_the_most_loaded_one(count: int, seed: int) -> None:
     policy = make_policy("power_of_two")
-    chosen = PairSelector(policy, policy, random.Random(seed).getrandbits)
+    chosen = Routing(policy, policy, random_bits=random.Random(seed).getrandbits)
     chosen.on_view(view(1, count))
     busiest = chosen.candidates.decode[seed % count]
     chosen.count(instance_key(busiest), 1, 1)
@@ -174,7 +203,7 @@ def test_power_of_two_never_takes_the_most_loaded_one(count: int, seed: int) -> 
 
 def test_power_of_two_keeps_the_fullest_instance_close_to_the_mean() -> None:
     policy = make_policy("power_of_two")
-    chosen = PairSelector(policy, policy, random.Random(1).getrandbits)
+    chosen = Routing(policy, policy, random_bits=random.Random(1).getrandbits)
     chosen.on_view(view(1, 50))
     held: Counter[InstanceKey] = Counter()
     for _ in range(2000):
@@ -187,7 +216,7 @@ def test_power_of_two_keeps_the_fullest_instance_close_to_the_mean() -> None:
 # --------------------------------------------------------------------------------------------------- prefix affinity
 
 
-def owner_of(chosen: PairSelector, token_ids: bytes) -> int:
+def owner_of(chosen: Routing, token_ids: bytes) -> int:
     return names(chosen.select(token_ids))[0]
 
 

@@ -1,0 +1,359 @@
+"""The instances as the router knows them: one record each, from its joining to its loss.
+
+Owned by `PDRequestRouter`, on the loop thread. Only `Members` adds and removes a record. The parts of a record are
+pure: reports, outcomes and the time come in.
+
+Invariants: `InstanceGroup.costs` are the costs of its instances at any moment; a request changes two numbers in them,
+so a choice only reads these lists. What is asked for every request costs nothing per instance: the candidates are
+arranged anew only after a view or a loss.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from chitu.config.schema import BreakerConfig, RouterConfig
+from chitu.net.link import LinkReceiver, LinkSender
+from chitu.protocol import ClusterView, InstanceInfo, LoadReport
+from chitu.router.policies import Candidates, InstanceGroup, InstanceKey, instance_key
+from chitu.types import Role
+
+BreakerState = Literal["closed", "open", "half_open"]
+NO_INSTANCES: frozenset[InstanceKey] = frozenset()
+
+MEMORY_S = (2.0, 10.0)
+"""Bounds of a rate's time constant: what was measured that many seconds of backlog ago counts by 1/e. Between them it
+is the longest wait that may be predicted: a promise of a short wait needs an early sign of a slower instance."""
+EXPIRES = 3
+"""A rate is forgotten once nothing has waited for this many time constants: the next queue may be of other requests."""
+TURNOVER = 0.25
+"""D's rate is updated once this share of what it runs was replaced: requests that began together end together, and the
+pause before that is no rate."""
+SHORTEST_S = 1e-6
+"""Shortest time of backlog from which a rate is taken."""
+MARGIN = 2 / 3
+"""Largest share of the instances' own deadlines that a wait may take: a request must not time out in the queue that it
+was admitted to."""
+
+
+def longest_wait_s(config: RouterConfig) -> float:
+    """Return the longest wait that may be predicted for a request that is admitted."""
+    deadlines, wanted_s = config.pd_disaggregation.deadlines, config.admission.max_queue_s
+    survivable_s = min(MARGIN * min(deadlines.queue_s, deadlines.transfer_s), config.request_timeout_s)
+    return survivable_s if wanted_s is None else min(wanted_s, survivable_s)
+
+
+@dataclass(slots=True)
+class QueueEstimate:
+    """One instance's queue according to its reports, in its unit."""
+
+    role: Role
+    """PREFILL: the queue for steps, in prompt tokens. DECODE: the queue for slots and pages, in requests."""
+    is_unified: bool = False
+    """Whether it is one of the two queues of a unified instance."""
+    memory_s: float = MEMORY_S[1]
+    reported: int = 0
+    reported_s: float = 0.0
+    sent: int = 0
+    """Sent by this router since the report."""
+    rate: float | None = None
+    """Units a second; None while unknown."""
+    _seconds: float = 0.0
+    _work: float = 0.0
+    """`_seconds` and `_work` of backlog, decaying."""
+    _taken: tuple[float, int] = (0.0, 0)
+    """Counters of the report that both sums already include."""
+    _waited: tuple[float, float] = (0.0, 0.0)
+    """Seconds of backlog that the newest report shows, and when they last grew."""
+
+    def report(self, load: LoadReport, now_s: float) -> None:
+        counters, enough = (load.backlog_s, load.backlog_work), 1.0
+        if self.role is Role.DECODE:
+            if self.is_unified:
+                counters = load.decode_backlog_s, load.decode_backlog_work
+            enough = max(1.0, TURNOVER * (load.running + load.transferring))
+            # No queue if no request that was looked at was left waiting, or only by the queue of P.
+            self.reported = 0 if load.unread + load.held_by_prefill >= load.waiting else load.waiting
+            if load.held_by_prefill:  # it moves as P computes
+                self._taken, self._waited = counters, (counters[0], self._waited[1])
+        else:
+            self.reported = load.waiting_tokens - load.joinable_tokens
+        self.reported_s, self.sent = now_s, 0
+        if counters[0] != self._waited[0]:
+            self._waited = counters[0], now_s
+        elif self.rate is not None and now_s - self._waited[1] > EXPIRES * self.memory_s:
+            self.rate, self._seconds, self._work, self._taken = None, 0.0, 0.0, counters
+        seconds, work = counters[0] - self._taken[0], counters[1] - self._taken[1]
+        if work < enough or seconds < SHORTEST_S:
+            return
+        self._taken = counters
+        kept = math.exp(-seconds / self.memory_s)
+        share = self.memory_s * (1 - kept) / seconds  # a long stretch has decayed too by its end
+        self._seconds = self._seconds * kept + seconds * share
+        self._work = self._work * kept + work * share
+        self.rate = self._work / self._seconds
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is a D without a queue: what was sent there most likely got its pages at once, or will in the next
+        step."""
+        return self.role is Role.DECODE and not self.reported
+
+    def ahead(self, now_s: float) -> float:
+        """Return how much work a request that is sent now waits behind."""
+        return 0.0 if self.is_free else max(0.0, self.sent + self._left(now_s))
+
+    def queued(self, now_s: float) -> float:
+        """Return how much of this waited when the instance reported."""
+        return max(0.0, self._left(now_s))
+
+    def _left(self, now_s: float) -> float:
+        return self.reported - (self.rate or 0.0) * (now_s - self.reported_s)
+
+
+@dataclass(slots=True)
+class RoutedLoad:
+    """What an instance has to do: what this router has outstanding there, always exact, and what only its reports show.
+    Both are costs: prompt tokens still to compute on P, requests elsewhere."""
+
+    counts_tokens: bool
+    own: int = 0
+    """Cost of requests sent there and not over (on P: until the first token)."""
+    from_others: int = 0
+    """Cost of what other routers sent there: the last report minus this router's share."""
+    cached_share: float = 0.0
+    """`LoadReport.cached_share` of the last report."""
+    costs: list[int] = field(default_factory=lambda: [0])
+    position: int = 0
+    """Cost list of the newest group that has the instance, and index in it."""
+
+    def new_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt it is likely to compute, if nothing is known of the prompt."""
+        return max(1, round(prompt_tokens * (1 - self.cached_share)))
+
+    def count(self, requests: int, new_tokens: int) -> None:
+        """Count requests that were sent there or (negative) are over, with the prompt tokens to compute for them."""
+        self.own += new_tokens if self.counts_tokens else requests
+        self.costs[self.position] = self.own + self.from_others
+
+    def report(self, report: LoadReport) -> None:
+        """Apply a report, up to a heartbeat old."""
+        if self.counts_tokens:
+            reported = report.waiting_tokens
+        else:
+            reported = report.waiting + report.transferring + report.running + report.retracted
+        self.from_others, self.cached_share = max(0, reported - self.own), report.cached_share
+        self.costs[self.position] = self.own + self.from_others
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Circuit breaker: an instance that failed several times in a row gets no requests for a while, then one as probe.
+
+    Closed: requests come. Open: none come. Half-open: the time is up, and one request may try. Its failure opens the
+    breaker again for twice as long; any success closes it. A probe without an outcome (its client left, or it takes
+    long) is followed by another after the same time, so a breaker cannot stay half-open for ever."""
+
+    config: BreakerConfig
+    failures: int = 0
+    """Failures in a row."""
+    open_s: float = 0.0
+    """Seconds that it stays open this time; 0 while closed."""
+    again_s: float = 0.0
+    """Time at which the next request may go there."""
+    is_probing: bool = False
+    """A request was sent as a probe, and its outcome is not known yet."""
+
+    def on_failure(self, now_s: float) -> bool:
+        """Count a failure that is this instance's fault. Return True if this opened the breaker (again)."""
+        self.failures += 1
+        if self.open_s:
+            if not self.is_probing:
+                return False  # a request from before it opened
+            self.open_s = min(2 * self.open_s, self.config.max_open_s)
+        elif self.failures >= self.config.failures:
+            self.open_s = self.config.open_s
+        else:
+            return False
+        self.again_s, self.is_probing = now_s + self.open_s, False
+        return True
+
+    def on_success(self) -> None:
+        """Clear the failures: the instance served a request to its end."""
+        self.failures, self.open_s, self.again_s, self.is_probing = 0, 0.0, 0.0, False
+
+    def on_sent(self, now_s: float) -> None:
+        """Count a request that goes there. If half-open, this is the probe: no second one for now."""
+        if self.open_s and self.again_s <= now_s:
+            self.is_probing, self.again_s = True, now_s + self.open_s
+
+    def state(self, now_s: float) -> BreakerState:
+        if not self.open_s:
+            return "closed"
+        return "half_open" if self.is_probing or self.again_s <= now_s else "open"
+
+
+class Dispatched(msgspec.Struct, frozen=True):
+    """What a message in flight is: the half of a request (or the whole), or its cancellation."""
+
+    room: bytes
+    is_cancel: bool
+
+
+@dataclass(slots=True, eq=False)
+class ClusterMember:
+    """One incarnation of one instance."""
+
+    key: InstanceKey
+    info: InstanceInfo
+    """As in the newest view that was used."""
+    sender: LinkSender[Dispatched]
+    """Sending end of the link with it."""
+    load: RoutedLoad
+    breaker: Breaker
+    queues: tuple[QueueEstimate, ...]
+    """Its queue, or the two queues of a unified instance."""
+    receiver: LinkReceiver = field(default_factory=LinkReceiver)
+    """Receiving end for its tokens."""
+    reads: int = 0
+    """`reads` of its last heartbeat."""
+    silent: frozenset[int] = frozenset()
+    """Incarnations of the P that it receives nothing from, if it is a D."""
+
+    @property
+    def name(self) -> str:
+        return self.key.name
+
+    def on_report(self, report: LoadReport, now_s: float) -> None:
+        self.load.report(report)
+        for queue in self.queues:
+            queue.report(report, now_s)
+
+
+class Members:
+    def __init__(self, config: RouterConfig) -> None:
+        self._breaker = config.breaker
+        self._deadlines = config.pd_disaggregation.deadlines
+        self._memory_s = min(max(MEMORY_S[0], longest_wait_s(config)), MEMORY_S[1])
+        self._members: dict[InstanceKey, ClusterMember] = {}
+        self.get = self._members.get
+        """Return the record of an instance; None if it is gone."""
+        self.by_link: dict[int, ClusterMember] = {}
+        """The same by the id of their link in messages."""
+        self._open: dict[InstanceKey, ClusterMember] = {}
+        """Those whose breaker is open or half-open."""
+        self.num_cut_off = 0
+        """Number of D that receive nothing from some P."""
+        self._view: ClusterView | None = None
+        """Newest view until it is first used: views may come faster than requests."""
+        self._has_lost = False
+        self._candidates = Candidates()
+        self.prefill = self.decode = self.unified = InstanceGroup((), [], {}, False)
+        """The candidates, as policies get them. Read `candidates` first, which renews them."""
+
+    def __getitem__(self, key: InstanceKey) -> ClusterMember:
+        return self._members[key]
+
+    def add(self, info: InstanceInfo) -> None:
+        """Add an instance that joined. Idempotent."""
+        key = instance_key(info)
+        if key in self._members:
+            return
+        roles = (Role.PREFILL, Role.DECODE) if key.role is Role.UNIFIED else (key.role,)
+        link = 1 + secrets.randbelow((1 << 63) - 1)
+        self._members[key] = self.by_link[link] = ClusterMember(
+            key,
+            info,
+            LinkSender(link, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s),
+            RoutedLoad(key.role is Role.PREFILL),
+            Breaker(self._breaker),
+            tuple(QueueEstimate(role, key.role is Role.UNIFIED, self._memory_s) for role in roles),
+        )
+
+    def remove(self, key: InstanceKey) -> None:
+        """Remove an instance that is gone, although the newest view may have it."""
+        member = self._members.pop(key, None)
+        if member is not None:
+            del self.by_link[member.sender.link]
+            self._open.pop(key, None)
+            self.num_cut_off -= bool(member.silent)
+            self._has_lost = True
+
+    def on_view(self, view: ClusterView) -> None:
+        """Apply a new cluster view; the next choice uses it."""
+        self._view = view
+
+    @property
+    def candidates(self) -> Candidates:
+        """The members that may get new requests; the same object until they change."""
+        if self._view is not None or self._has_lost:
+            listed = self._candidates if self._view is None else Candidates.of(self._view)
+            self._view, self._has_lost = None, False
+            groups = [self._group(instances) for instances in (listed.prefill, listed.decode, listed.unified)]
+            self.prefill, self.decode, self.unified = groups
+            self._candidates = Candidates(*(group.instances for group in groups))
+        return self._candidates
+
+    def _group(self, instances: Iterable[InstanceInfo]) -> InstanceGroup:
+        """Return a group of those that are members, which replaces all earlier ones that they are in."""
+        costs: list[int] = []
+        found: list[InstanceInfo] = []
+        positions: dict[InstanceKey, int] = {}
+        for info in instances:
+            key = instance_key(info)
+            member = self._members.get(key)
+            if member is None:
+                continue
+            load, member.info = member.load, info
+            load.costs, load.position = costs, len(costs)
+            positions[key] = len(costs)
+            costs.append(load.own + load.from_others)
+            found.append(info)
+        return InstanceGroup(tuple(found), costs, positions, bool(found) and found[0].role is Role.PREFILL)
+
+    # ------------------------------------------------------------------------------------------------------- health
+
+    def on_failure(self, member: ClusterMember, now_s: float) -> bool:
+        """Count a failure that is this instance's fault. Return True if this opened its breaker (again)."""
+        has_opened = member.breaker.on_failure(now_s)
+        if has_opened:
+            self._open[member.key] = member
+        return has_opened
+
+    def on_success(self, member: ClusterMember) -> None:
+        """Clear the failures of an instance that served a request to its end."""
+        if member.breaker.failures:
+            member.breaker.on_success()
+            self._open.pop(member.key, None)
+
+    def blocked(self, now_s: float) -> frozenset[InstanceKey]:
+        """Return the instances that get no request now, because their breakers are open."""
+        if not self._open:
+            return NO_INSTANCES
+        return frozenset(key for key, member in self._open.items() if member.breaker.again_s > now_s)
+
+    def on_silent(self, decode: ClusterMember, prefills: frozenset[int]) -> bool:
+        """Set the incarnations of the P that a D receives nothing from now. Return True if they changed."""
+        if prefills == decode.silent:
+            return False
+        self.num_cut_off += bool(prefills) - bool(decode.silent)
+        decode.silent = prefills
+        return True
+
+    def is_cut_off(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
+        """Return whether D receives nothing from P."""
+        member = self._members.get(decode)
+        return member is not None and prefill.incarnation in member.silent
+
+    @property
+    def has_sound_pair(self) -> bool:
+        """Whether there is a candidate pair whose D receives messages from its P."""
+        if not self.candidates.has_pair:
+            return False
+        return any(not self.is_cut_off(p, d) for p in self.prefill.positions for d in self.decode.positions)
