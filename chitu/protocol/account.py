@@ -261,18 +261,21 @@ class RequestSnapshot(msgspec.Struct, frozen=True):
     @property
     def first_token_s(self) -> float | None:
         """From the attempt to its first token at the router; None before it."""
-        return None if self.first_token_at_s is None else max(0.0, self.first_token_at_s - self.created_at_s)
+        return None if self.first_token_at_s is None else self._since_created_s(self.first_token_at_s)
 
     @property
     def total_s(self) -> float | None:
         """From the attempt to its end, which its stages add up to; None while it runs."""
-        return None if self.ended_at_s is None else max(0, _us(self.ended_at_s) - _us(self.created_at_s)) / 1e6
+        return None if self.ended_at_s is None else self._since_created_s(self.ended_at_s)
 
     @property
     def tokens_per_s(self) -> float | None:
         """Tokens a second after token 1; None if there are none, or if the time is not known."""
         tokens = self.output_tokens - 1 - self.continued_tokens
         return tokens / self.stages.decode_s if tokens > 0 and self.stages and self.stages.decode_s else None
+
+    def _since_created_s(self, at_s: float) -> float:
+        return max(0, _us(at_s) - _us(self.created_at_s)) / 1e6
 
     def stages_at(self, now_s: float) -> Stages:
         """Return its stages; those of a running attempt until now."""
