@@ -21,12 +21,11 @@ from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, Runn
 from chitu.http.exchange import JSON, Exchange
 from chitu.http.jobs import Job, Prompt, client_timeout_s
 from chitu.http.messages.delta import joined
-from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of
-from chitu.http.receipts import receipt_of
-from chitu.http.request_spans import RequestSpan, request_span
+from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of, receipt_of
 from chitu.http.responses import ResponsesFormat
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
+from chitu.http.spans import RequestSpan, request_span
 from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, EventNumbers, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import PromptAnswer
 from chitu.net.http import ClientGone, Headers, Scope, header

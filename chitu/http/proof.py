@@ -1,20 +1,24 @@
-"""Proof of how an answer was served, if its request asks (`return_proof`): the object `chitu`, and headers. Pure.
+"""What an answer reports about itself, if its request asks: `return_proof` and `return_receipt`. Pure.
 
-Built from the router's record of every attempt and three moments of the HTTP layer (`protocol/account.py`), so the
-stages of a choice add up to `total_s`. Loop thread.
+The proof, an object `chitu` and headers, is built from the router's record of every attempt and three moments of the
+HTTP layer (`protocol/account.py`), so the stages of a choice add up to `total_s`. The receipt (`protocol/receipt.py`)
+comes from the router's state of the one choice. Loop thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from chitu import __version__
 from chitu.net.http import Headers
+from chitu.protocol import KVLayout, unpack_i32
 from chitu.protocol.account import Moments, RequestSnapshot, RequestState, Stages, request_stages
-from chitu.protocol.receipt import Receipt
+from chitu.protocol.receipt import Receipt, ReceiptSampling, sealed
 from chitu.protocol.requests import Finish
+from chitu.router.request import Generation
 
 PREFILL, DECODE, ATTEMPTS = b"x-chitu-prefill", b"x-chitu-decode", b"x-chitu-attempts"
 CACHED_TOKENS, KV_BYTES = b"x-chitu-cached-tokens", b"x-chitu-kv-bytes"
@@ -162,4 +166,32 @@ def _attempt(record: RequestSnapshot) -> ProofAttempt:
         record.cached_tokens,
         record.kv_bytes if is_known else None,
         record.first_token_s,
+    )
+
+
+def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens: int) -> Receipt:
+    """Return the receipt. `model`: served name. `num_tokens`: tokens of the answer; D may have generated more before it
+    received the end."""
+    request, output = generation.request, generation.output
+    reason = generation.finish.reason if generation.finish is not None else ""
+    if reason not in ("stop", "length") or num_tokens < len(output):
+        reason = "text"
+    sampling = request.sampling
+    if generation.is_checked:  # the cross-check's fields: no client asked for them
+        sampling = msgspec.structs.replace(sampling, logprobs=None, transfer_sums=False)
+    pairs = [one.decode if one.prefill is None else f"{one.prefill}-{one.decode}" for one in generation.attempts()]
+    return sealed(
+        Receipt(
+            receipt=1,
+            chitu=__version__,
+            request_id=request.request_id,
+            model=model,
+            model_hash=layout.model_hash,
+            dtype=cast(Any, layout.dtype),
+            served=pairs,
+            prompt_token_ids=unpack_i32(request.token_ids).tolist(),
+            sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
+            token_ids=output[:num_tokens].tolist(),
+            finish=cast(Any, reason),
+        )
     )

@@ -31,7 +31,7 @@ from chitu.http.control_routes import add_admin_routes, add_trace_route, make_co
 from chitu.http.generate import GenerationRoutes
 from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
 from chitu.http.served_model import ServedModel
-from chitu.http.span_export import SpanExport
+from chitu.http.spans import SpanExport
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import Scope

@@ -19,8 +19,8 @@ import pytest
 from chaos_cluster import VOCAB_SIZE, right_tokens
 from nursery import forked
 
-from chitu.client.bottleneck import Explanation, explain
 from chitu.client.client import RouterClient
+from chitu.client.explain import Explanation, explain
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.protocol.snapshot import ClusterSnapshot

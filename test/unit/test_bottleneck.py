@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.client.bottleneck import CODES, Explanation, explain
-from chitu.client.explain import explain_cluster
+from chitu.client.explain import CODES, Explanation, explain, explain_cluster
 from chitu.errors import ConfigError
 from chitu.protocol import LoadReport
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
