@@ -30,8 +30,6 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 
 from benchmark.scheduler import IdleExecutor
-from chitu.bench.report import publish
-from chitu.bench.token_times import comparison, streamed_tokens, token_times_s
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.load import load_topology
@@ -43,6 +41,8 @@ from chitu.instance.token_manager import TokenManager
 from chitu.launch.local import LocalCluster
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
+from chitu.tools.bench.report import publish
+from chitu.tools.bench.token_times import comparison, streamed_tokens, token_times_s
 from chitu.types import new_room
 
 FIRST_TURN_TOKENS, ANSWER_TOKENS, NEW_TOKENS, TURNS = 1024, 64, 80, 8

@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import cast
 
 import uvloop
+from support.fake_worker import INSTANT_S, INSTANTS
+from support.router_process import RouterUnderTest
 
 from benchmark.router import VOCAB_SIZE, WORDS
-from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.launch.make_model import make_model
-from chitu.testing.fake_worker import INSTANT_S, INSTANTS
-from chitu.testing.router_process import RouterUnderTest
+from chitu.tools.bench.report import DEFAULT_DIR, publish
+from chitu.tools.make_model import make_model
 
 MAX_BODY_BYTES = 16 << 20
 MAX_LEN = 1 << 17

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
@@ -30,6 +29,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
+from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 PAGE_SIZE = 16
 NUM_SLOTS = 16

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from support.router_process import RouterUnderTest, cpu_seconds, wait_until
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.protocol import (
     PROTOCOL_VERSION,
     InstanceInfo,
@@ -35,7 +35,7 @@ from chitu.protocol import (
     coordination_reply_codec,
     encode,
 )
-from chitu.testing.router_process import RouterUnderTest, cpu_seconds, wait_until
+from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.types import Role, new_incarnation
 
 PROBE_S = 0.2

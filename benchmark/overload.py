@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvloop
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 from benchmark.open_loop import Connections, Outcome, closed_loop, offer
 from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 LEVELS = (0.5, 1.0, 2.0, 3.0)
 WANTED_RATIO = 0.9

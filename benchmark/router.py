@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import cast
 
 import uvloop
+from support.router_process import RouterUnderTest, cpu_seconds
 
-from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.testing.router_process import RouterUnderTest, cpu_seconds
+from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 PROMPT_CHARS = 400
 PROMPTS = 4096
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _small_model(folder: Path) -> Path:
-    from chitu.launch.make_model import make_model
+    from chitu.tools.make_model import make_model
 
     make_model(folder / "model", family="qwen3", vocab_size=VOCAB_SIZE)
     return folder / "model"

@@ -22,16 +22,17 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from chitu.bench.report import DEFAULT_DIR, publish
-from chitu.client.client import RouterClient
+from support.fake_worker import STARTED
+from support.router_process import RouterUnderTest, wait_until
+
 from chitu.config.schema import RouterConfig
-from chitu.launch.make_model import make_model
+from chitu.launch.router_client import RouterClient
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.router.members import Members
 from chitu.router.policies import Target, instance_key
 from chitu.router.selector import make_selector
-from chitu.testing.fake_worker import STARTED
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tools.bench.report import DEFAULT_DIR, publish
+from chitu.tools.make_model import make_model
 from chitu.types import Role
 
 POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import zmq
 
-from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -31,6 +30,7 @@ from chitu.instance.token_manager import TokenManager
 from chitu.net.sockets import bind, connect
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
+from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.types import new_room
 
 PROMPT_TOKENS = 32

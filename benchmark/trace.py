@@ -21,12 +21,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+from support.router_process import cpu_seconds
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.report import DEFAULT_DIR, publish
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.testing.router_process import cpu_seconds
+from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 MODES = {"off": 0.0, "off again": 0.0, "1 %": 0.01, "all": 1.0}
 CLIENTS, PROMPT_TOKENS, TOKENS = 8, 256, 32

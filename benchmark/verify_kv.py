@@ -20,13 +20,13 @@ from contextlib import ExitStack
 
 import msgspec
 
-from chitu.bench.report import publish
-from chitu.bench.token_times import comparison, token_times_s
 from chitu.config.load import load_topology
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.launch.local import LocalCluster
 from chitu.protocol import KVLayout
+from chitu.tools.bench.report import publish
+from chitu.tools.bench.token_times import comparison, token_times_s
 
 LAYOUT = KVLayout("bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000)
 """KV layout of a Qwen2.5-7B: 16 KiB a page and region, 117 MB for 2048 tokens."""

@@ -25,7 +25,7 @@ bench=(--json-dir "$OUT")
 [ "${CHITU_GPU_TWIN:-}" = 1 ] && bench+=(--device cpu --tiny)
 
 status=0
-if ! "$PYTHON" -c 'import chitu.serve.api_server, chitu.serve.scheduler, chitu.bench.gpu.__main__, pytest, hypothesis' 2>"$OUT/imports.log"; then
+if ! "$PYTHON" -c 'import chitu.serve.api_server, chitu.serve.scheduler, chitu.tools.bench.gpu.__main__, pytest, hypothesis' 2>"$OUT/imports.log"; then
     echo "gpu_check: a library is missing: $(tail -n 1 "$OUT/imports.log")" >&2
     exit 1
 fi
@@ -36,5 +36,5 @@ fi
 timeout -k 5 $((LIMIT / 2)) "$PYTHON" -m pytest test/gpu -q --durations=10 2>&1 | tee "$OUT/test.log" || status=1
 left=$((LIMIT - SECONDS - 15))
 minutes=$(awk "BEGIN { print $left / 60 }")
-timeout -k 5 $left "$PYTHON" -m chitu.bench.gpu --minutes "$minutes" "${bench[@]}" 2>&1 | tee "$OUT/bench.log" || status=1
+timeout -k 5 $left "$PYTHON" -m chitu.tools.bench.gpu --minutes "$minutes" "${bench[@]}" 2>&1 | tee "$OUT/bench.log" || status=1
 exit $status

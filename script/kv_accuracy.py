@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.assets.tiny_tasks import facts_for, recall
 from chitu.engine.build import load_model
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import read_model_spec
@@ -26,7 +27,6 @@ from chitu.ops.interface import Batch, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout
 from chitu.tokenizer import Tokenizer
-from chitu.workloads.tiny import facts_for, recall
 
 VARIANTS = (("float32", "float32"), ("float32", "fp8_e4m3"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8_e4m3"))
 """Pairs of model dtype and cache dtype."""

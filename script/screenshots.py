@@ -27,18 +27,18 @@ from PIL import Image
 from playwright.sync_api import Browser, FloatRect, expect
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "test" / "web")]
+sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "test" / "web")]
 
 from chat_page import ChatPage  # noqa: E402
 from headless import headless_browser  # noqa: E402
+from support.router_process import wait_until  # noqa: E402
 
 from chitu.assets import TINY_MODEL_DIR  # noqa: E402
-from chitu.client.client import RouterClient  # noqa: E402
+from chitu.assets.tiny_tasks import facts_for, recall  # noqa: E402
 from chitu.config.load import load_topology  # noqa: E402
 from chitu.launch.local import LocalCluster  # noqa: E402
+from chitu.launch.router_client import RouterClient  # noqa: E402
 from chitu.protocol.account import RequestSnapshot  # noqa: E402
-from chitu.testing.router_process import wait_until  # noqa: E402
-from chitu.workloads import tiny  # noqa: E402
 
 CLIENTS = 4
 MAX_BYTES = 300_000
@@ -72,7 +72,7 @@ def ask_on_and_on(url: str, model: str, seed: int, stop: threading.Event) -> Non
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=60.0, trust_env=False) as client:
         while not stop.is_set():
-            example = tiny.recall(rng, tiny.facts_for(rng.choice((200, 500, 900, 1400))))
+            example = recall(rng, facts_for(rng.choice((200, 500, 900, 1400))))
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": example.prompt}],
@@ -152,7 +152,7 @@ def take(browser: Browser, url: str, picture: Picture) -> bytes:
 def take_timeline(browser: Browser, cluster: LocalCluster, model: str) -> bytes:
     """Return a PNG of the timeline of a request whose D is killed in the middle of it."""
     name, client = "a-story-of-two-attempts", RouterClient(cluster.url)
-    body = {"model": model, "prompt": tiny.recall(random.Random(1), tiny.facts_for(900)).prompt, "max_tokens": 300}
+    body = {"model": model, "prompt": recall(random.Random(1), facts_for(900)).prompt, "max_tokens": 300}
     headers = {"X-Request-Id": name, "X-Chitu-Trace": "1"}
 
     def ask() -> None:

@@ -19,6 +19,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # UCX (of NIXL) listens on every interface unless it is restricted.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
+# Processes that tests start find their doubles, as tests do.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
 # The PATH of a plain Debian user has no folder of daemons (Slurm's).
 os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
 # Without a GPU Triton's kernels are interpreted. Triton reads this when it is imported, which torch may do.

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from support.router_process import RouterUnderTest
 
 from chitu.launch.plan import Entries
 from chitu.process.child import die_with_parent
-from chitu.testing.router_process import RouterUnderTest
 
 CLONE_NEWNET = 0x40000000
 NAMESPACE = -1
@@ -49,8 +49,8 @@ IMPORTED = (
     "chitu.serve.scheduler",
     "chitu.engine.build",
     "chitu.serve.api_server",
-    "chitu.testing.checksum_scheduler",
-    "chitu.testing.fake_worker",
+    "support.checksum_scheduler",
+    "support.fake_worker",
     "pydantic.v1",  # FastAPI imports it when it makes the router's routes
     "tokenizers",
     TORCHRUN,

@@ -12,7 +12,7 @@ and any topology that has pairs. Prints a table for people, `--json` for machine
 or 2 for wrong arguments. Any Python will do: the script switches to the project's.
 
 Needs a router that pairs evenly enough: `round_robin` hits every pair in the first round, other policies take more. The
-checks are in `chitu/client/verify/`, and so is `chitu verify`, which checks more.
+checks are in `chitu/tools/verify/`, and so is `chitu verify`, which checks more.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ try:
     from rich.console import Console
     from rich.table import Table
 
-    from chitu.client.client import RouterClient
-    from chitu.client.verify.probe import CheckedRequest, Impossible, Pair, Prober
-    from chitu.client.verify.topology import MIN_ROUNDS, TopologyVerdict, judge
     from chitu.config.load import api_key
     from chitu.errors import ChituError
+    from chitu.launch.router_client import RouterClient
+    from chitu.tools.verify.probe import CheckedRequest, Impossible, Pair, Prober
+    from chitu.tools.verify.topology import MIN_ROUNDS, TopologyVerdict, judge
 except ImportError as missing:  # not the project's Python
     own = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "python"
     if own.is_file() and os.path.abspath(sys.executable) != str(own):

@@ -18,8 +18,6 @@ BENCHMARKS = {
     "transfer": "transports against memcpy",
     "ttft": "time to first token, 1P1D over unified",
     "gpu": "kernels, steps, transfers and 1P1D on a GPU, against its best rates",
-    "soak": "a long load with injected failures; checks all answers and looks for leaks",
-    "recall": "answers through 1P1D and 2P3D against transformers, and with a broken KV page",
 }
 
 

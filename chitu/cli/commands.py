@@ -108,8 +108,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     from chitu.config.topology import instances, on_one_host
     from chitu.launch.local import LocalCluster
     from chitu.launch.serve import ServeOptions, serve
-    from chitu.launch.smoke import first_completion
     from chitu.process.placement import on_cpus, place
+    from chitu.tools.smoke import first_completion
 
     name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
@@ -129,8 +129,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from chitu.client.conversation import ChatOptions
-    from chitu.client.terminal import chat
+    from chitu.tools.conversation import ChatOptions
+    from chitu.tools.terminal import chat
 
     question = " ".join(arguments.question) if arguments.question else None
     options = ChatOptions(arguments.model, arguments.system, arguments.max_tokens, arguments.temperature)
@@ -138,8 +138,8 @@ def _chat(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    from chitu.client.explain import explain_cluster
     from chitu.launch.router_calls import credential
+    from chitu.tools.explain import explain_cluster
 
     source = arguments.source or arguments.url
     known = credential(source) if "://" in source else None
@@ -147,9 +147,9 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from chitu.client.client import RouterClient
-    from chitu.client.show_trace import show_trace
     from chitu.launch.router_calls import credential
+    from chitu.launch.router_client import RouterClient
+    from chitu.tools.show_trace import show_trace
 
     source: RouterClient | Path
     if arguments.dir is None:
@@ -160,8 +160,8 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 def _snapshot(arguments: argparse.Namespace) -> int:
-    from chitu.client.client import RouterClient
     from chitu.launch.router_calls import credential
+    from chitu.launch.router_client import RouterClient
     from chitu.protocol.kept_request import unpack
 
     data = RouterClient(arguments.url, credential(arguments.url)).snapshot(arguments.request_id)
@@ -194,8 +194,8 @@ def _join(arguments: argparse.Namespace) -> int:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    from chitu.client.client import RouterClient
     from chitu.launch.router_calls import credential, drain, drain_self
+    from chitu.launch.router_client import RouterClient
 
     how = {"force": arguments.force, "wait": not arguments.no_wait, "say": functools.partial(print, flush=True)}
     if arguments.self:
@@ -209,10 +209,9 @@ def _drain(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from chitu.client.verify.report import EXIT_CODES, show
     from chitu.launch.model_source import find_model
-    from chitu.launch.reference import VerifyOptions
-    from chitu.launch.verify import verify
+    from chitu.tools.verify.report import EXIT_CODES, show
+    from chitu.tools.verify.run import VerifyOptions, verify
 
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
@@ -239,9 +238,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from chitu.client.verify.receipts import EXIT_CODES, read_receipts
     from chitu.launch.model_source import find_model
-    from chitu.launch.replay import ReplayOptions, replay_receipts
+    from chitu.tools.replay import EXIT_CODES, ReplayOptions, read_receipts, replay_receipts
 
     say = functools.partial(print, file=sys.stderr, flush=True)
     try:
@@ -329,7 +327,7 @@ def _node(arguments: argparse.Namespace) -> int:
 
 
 def _make_model(arguments: argparse.Namespace) -> int:
-    from chitu.launch.make_model import ModelShape, make_model
+    from chitu.tools.make_model import ModelShape, make_model
 
     sizes = {name: value for name, value in vars(arguments).items() if value is not None}
     for name in ("directory", "family", "seed", "command"):
@@ -340,19 +338,13 @@ def _make_model(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     sys.argv = [f"chitu bench {arguments.name}", *arguments.arguments]
-    try:
-        runpy.run_module(f"chitu.bench.{arguments.name}", run_name="__main__")
-    except ModuleNotFoundError as error:  # of an extra
-        raise ConfigError(
-            f"chitu bench {arguments.name} needs {error.name}, which is not installed; the extra dev has it: "
-            "pip install -e '.[dev]' in the project's folder"
-        ) from error
+    runpy.run_module(f"chitu.tools.bench.{arguments.name}", run_name="__main__")
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from chitu.launch.doctor import doctor
     from chitu.launch.plan import split_hosts
+    from chitu.tools.doctor import doctor
 
     name, overrides = _split(arguments)
     return doctor(name, overrides, split_hosts(arguments.hosts) if arguments.hosts else None, arguments.node_index)

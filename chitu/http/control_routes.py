@@ -30,7 +30,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from chitu.client.timeline import answer_of, rooms_of, with_running
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig, Topology
 from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge, UnknownTrace
@@ -50,6 +49,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import encode
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.trace import AnyTraceRecord, TraceFrame, TraceLoss, TraceRequest
+from chitu.tracing.timeline import answer_of, rooms_of, with_running
 from chitu.tracing.trace_files import FoundRecords, find_records
 from chitu.types import Role
 

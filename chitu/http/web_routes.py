@@ -74,13 +74,13 @@ def add_web_routes(app: FastAPI, source: SnapshotSource, access: Access) -> None
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     if source.model_name == TINY_MODEL_NAME:
-        from chitu.workloads import tiny
+        from chitu.assets.tiny_tasks import facts_for, recall
 
         @app.get("/demo/example")
         async def demo_example(tokens: Annotated[int, Query(ge=50, le=2000)] = 600) -> dict[str, str]:
             """Return a list of facts of about this many tokens with a question about it, and the answer, for the
             embedded model."""
-            example = tiny.recall(random.Random(), tiny.facts_for(tokens))
+            example = recall(random.Random(), facts_for(tokens))
             return {"prompt": example.prompt, "answer": example.answer, "value": example.value}
 
 

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from chitu.client.client import RouterClient, RouterUnreachable
 from chitu.config.devices import is_gpu
 from chitu.config.load import dump_topology
 from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topology
@@ -30,6 +29,7 @@ from chitu.launch.display import tell
 from chitu.launch.node import NodeOptions, run_node
 from chitu.launch.plan import Entries
 from chitu.launch.router_calls import credential, known_key
+from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.net.curve import MAX_SOCKETS
 from chitu.process.child import STDOUT
 from chitu.protocol.snapshot import InstanceSnapshot

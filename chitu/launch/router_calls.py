@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from chitu.client.client import RouterClient
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import api_key, cluster_key, router_host
 from chitu.config.schema import Topology
 from chitu.config.topology import is_loopback
 from chitu.errors import ConfigError
+from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
 from chitu.process.run_dir import cluster_key_at, running_launchers

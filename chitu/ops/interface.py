@@ -5,7 +5,7 @@ in slot `slots_T[t]`, is at position `positions_T[t]`, and attends to the positi
 page table. Prefill (later chunks see earlier ones), decode and any mix of the two follow this one rule.
 
 Implementations: `torch_ops.py` (any device, any dtype), `native.py` (CPU, float32, own kernels), `triton_ops.py`
-(CUDA). The reference for tests is `testing/reference_ops.py`. Called only by the step thread.
+(CUDA). The reference for tests is `support/reference_ops.py`. Called only by the step thread.
 
 Shapes: T rows, D hidden, H query heads, K KV heads, N head_dim, P pages, S tokens a page, I MLP width, V vocabulary.
 Of latent attention: L latent, R rotated part, C = L + R. Of experts: see `routing.py`.

@@ -1,6 +1,6 @@
 """Trace records: what router, P and D saw of a request that is traced, and how records come to the router.
 
-`chitu/tracing/` writes and reads them as JSON lines; `client/timeline.py` joins them. Times named `at_s` are on the
+`chitu/tracing/` writes and reads them as JSON lines; `tracing/timeline.py` joins them. Times named `at_s` are on the
 monotonic clock of the process that wrote the record: only spans between records of one process mean something. Records
 contain token ids of prompts and outputs, and frames whole messages.
 """

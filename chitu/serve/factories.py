@@ -1,6 +1,6 @@
 """Factories of a scheduler process's engine and transports: the real ones, or those of a test or benchmark.
 
-`serve/scheduler.py` calls them on its main thread; `testing/checksum_scheduler.py` passes its own. Imports no torch.
+`serve/scheduler.py` calls them on its main thread; `support/checksum_scheduler.py` passes its own. Imports no torch.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from tokenizers import Tokenizer
 
-from chitu.launch.tiny_tokenizer import BOS, END_OF_TURN, EOS, START_OF_TURN
-from chitu.workloads.tiny import TASKS, Example, facts_for
+from chitu.assets.tiny_tasks import TASKS, Example, facts_for
+from chitu.tools.make_model import BOS, END_OF_TURN, EOS, START_OF_TURN
 from tiny.model import TinyModel
 
 TOKENS_PER_BATCH = 8192

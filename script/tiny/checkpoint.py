@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from chitu.launch.make_model import ModelShape, write_settings
+from chitu.tools.make_model import ModelShape, write_settings
 from tiny.model import Shape, TinyModel
 
 

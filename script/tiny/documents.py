@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
 
-from chitu.launch.tiny_tokenizer import BOS, END_OF_TURN, EOS, START_OF_TURN, train_tokenizer
-from chitu.workloads.lexicon import ADJECTIVES, NOUNS
-from chitu.workloads.tiny import (
+from chitu.assets.tiny_tasks import (
+    ADJECTIVES,
     FACT_TOKENS,
+    NOUNS,
     TASKS,
     Fact,
     absent_answer,
@@ -27,6 +27,7 @@ from chitu.workloads.tiny import (
     draw_facts,
     say_list,
 )
+from chitu.tools.make_model import BOS, END_OF_TURN, EOS, START_OF_TURN, train_tokenizer
 
 VOCAB_SIZE = 1280
 SIDE_TASKS = {"copy": 0.15, "sum": 0.55, "sort": 0.2, "other": 0.1}

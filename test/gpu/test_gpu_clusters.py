@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from completions import complete_all, instance_loads, is_whole
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 pytestmark = pytest.mark.timeout(420)
 """Timeout with fixtures included: a first cluster compiles its kernels, and may take 300 s until it is ready."""

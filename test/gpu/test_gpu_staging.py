@@ -12,6 +12,7 @@ import pytest
 import torch
 from completions import complete_all, instance_loads, is_whole
 from pin_twin import SecondMappings
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
@@ -21,10 +22,9 @@ from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, Stagi
 from chitu.kv_transfer.transports.staged import groups_of, packed
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.ops.kernels.blocks import BlockCopier
 from chitu.protocol import KVLayout
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
 SEGMENT_BYTES = 1 << 20

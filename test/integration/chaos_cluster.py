@@ -20,18 +20,18 @@ from typing import Literal
 
 from chaos_proxy import Wires
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
+from support.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 
-from chitu.client.client import RouterClient
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive
 from chitu.protocol import LoadReport, SamplingParams
 from chitu.protocol.snapshot import ClusterSnapshot
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 
 Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
 VOCAB_SIZE = 1280

@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from ports import free_ports
-
-from chitu.testing.router_process import wait_until
+from support.router_process import wait_until
 
 PATIENCE_S = 60.0
 

@@ -1,8 +1,8 @@
 """D of the tests of `shm` between GPUs: `python pinned_process.py`. A pool that counts as device memory, segments in
 host memory, and a device (twin) that scatters them.
 
-Prints its `RankMemory` (hex), then takes the messages of P's transport (`staged_link.py`), and answers other lines on
-stdin with a line: `row SLOT`, `crc REGION`, `pinned`. Ends at end of file.
+Prints its `RankMemory` (hex), then takes the messages of P's transport (`bench/transfer.py`), and answers other lines
+on stdin with a line: `row SLOT`, `crc REGION`, `pinned`. Ends at end of file.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import sys
 from pin_twin import DeviceBlocks, arena_twin, pinned_twin
 from transport_process import LAYOUT, new_pool, page_crcs
 
-from chitu.bench.staged_link import lines_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.segments import DeviceCopier, Scatterer, StagingArea
 from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd
 from chitu.protocol import encode
+from chitu.tools.bench.transfer import lines_of
 
 SEGMENT_BYTES, NUM_SEGMENTS = 1 << 20, 4
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pin_twin import DeviceBlocks, SecondMappings
+from support.checksum_engine import ChecksumPool
+from support.checksum_scheduler import ChecksumRank, build_checksum_rank
 
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills
@@ -19,8 +21,6 @@ from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
 from chitu.serve.factories import Factories
 from chitu.serve.scheduler import main
-from chitu.testing.checksum_engine import ChecksumPool
-from chitu.testing.checksum_scheduler import ChecksumRank, build_checksum_rank
 from chitu.types import Role
 
 

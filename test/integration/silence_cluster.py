@@ -17,16 +17,16 @@ from types import TracebackType
 from chaos_cluster import PATIENCE_S, right_tokens, short_ask
 from network import Network
 from nursery import popen
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.router_process import wait_until
+from support.steady_load import RIGHT, SteadyLoad
 
-from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.errors import ChituError
 from chitu.launch.plan import plan
+from chitu.launch.router_client import RouterClient
 from chitu.process.child import ROUTER
 from chitu.process.supervisor import Supervisor
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import RIGHT, SteadyLoad
 
 INSTANCES = ("P0", "P1", "D0", "D1")
 KEY = "dp_config.router"

@@ -12,11 +12,11 @@ from pathlib import Path
 import httpx
 import pytest
 from nursery import forked_router
+from support.router_process import RouterUnderTest, wait_until
 
-from chitu.client.client import RouterClient
 from chitu.config.topology import with_router_ports
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.launch.router_client import RouterClient
+from chitu.tools.make_model import make_model
 
 KEY = {"Authorization": "Bearer secret"}
 

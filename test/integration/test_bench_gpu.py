@@ -12,8 +12,8 @@ from nursery import FORKED
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 
-from chitu.bench.gpu import served
-from chitu.bench.gpu.__main__ import main
+from chitu.tools.bench.gpu import served
+from chitu.tools.bench.gpu.__main__ import main
 
 pytestmark = [
     pytest.mark.emulated,

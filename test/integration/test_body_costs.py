@@ -22,13 +22,13 @@ import pytest
 from completions import complete_all, instance_loads, is_whole
 from nursery import forked
 from raw_http import RawClient, http_request
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -18,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 from nursery import forked_router
+from support.router_process import RouterUnderTest, wait_until
 from test_body_costs import costly_bodies
 
 from chitu.assets import TINY_MODEL_DIR
@@ -30,7 +31,6 @@ from chitu.http.jobs import ClusterFacts, Job
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import Grammar
 from chitu.serve.body_pool import BodyProcesses
-from chitu.testing.router_process import RouterUnderTest, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

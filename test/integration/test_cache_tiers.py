@@ -17,16 +17,16 @@ import pytest
 from completions import complete_all, instance_loads, is_whole
 from mooncake_store import Store, mooncake_store
 from nursery import forked
+from support.checksum_engine import checksum_layout
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
 
 from chitu import __version__
 from chitu.config.load import load_topology
 from chitu.kv_cache.prefix_index import PageKeys, lasting_fingerprint, layout_fingerprint
 from chitu.launch.local import LocalCluster
 from chitu.protocol import pack_i32
-from chitu.testing.checksum_engine import checksum_layout
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 ROUTER = "dp_config.router"

@@ -21,10 +21,9 @@ from typing import Literal
 
 import pytest
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, Blow, ChaosCluster
+from support.router_process import wait_until
+from support.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Ask, CheckedAnswer, count_outcomes
 from wrong_clocks import JUMPING, wrong_clocks
-
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import HUNG, LOST, REFUSED, RIGHT, WRONG, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 Phase = Literal["queued", "prefilling", "transferring", "decoding"]

@@ -17,9 +17,8 @@ from concurrent.futures import Future
 
 import pytest
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask
-
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import RIGHT, Ask, CheckedAnswer, count_outcomes
+from support.router_process import wait_until
+from support.steady_load import RIGHT, Ask, CheckedAnswer, count_outcomes
 
 pytestmark = pytest.mark.timeout(150)
 LONG_TOKENS = 300

@@ -20,15 +20,15 @@ from types import TracebackType
 import httpx
 import pytest
 from nursery import FORKED
+from support.router_process import wait_until
 
-from chitu.client.client import RouterClient
-from chitu.client.trace import byte_text
 from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.account import RequestSnapshot
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
+from chitu.tools.trace import byte_text
 
 pytestmark = pytest.mark.timeout(300)
 KEY = "a-secret"

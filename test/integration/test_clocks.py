@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from chaos_cluster import ChaosCluster
 from nursery import popen
+from support.steady_load import RIGHT
 from test_chaos import RECOVERY_S
 from wrong_clocks import wrong_clocks
-
-from chitu.testing.steady_load import RIGHT
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster_key
@@ -23,7 +24,6 @@ from chitu.launch.router_calls import credential
 from chitu.net.curve import ClusterSecrets, derive
 from chitu.process.child import processes_marked
 from chitu.process.run_dir import RunDir
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 KEY = "a-secret-that-must-stay-one-0123456789"
 API_KEY, OTHER_API_KEY = "sk-of-a-user", "sk-of-another"

@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 import zmq
+from support.router_process import RouterUnderTest, wait_until
 
-from chitu.launch.make_model import make_model
 from chitu.net.sockets import HANDSHAKE_MS
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tools.make_model import make_model
 
 ZMQ_PORTS = ("coordination_port", "metadata_sync_port", "stats_port", "token_port")
 STRANGERS = 4096

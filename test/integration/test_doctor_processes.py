@@ -13,10 +13,10 @@ import pytest
 from ports import free_ports
 
 from chitu.config.load import load_topology
-from chitu.launch.doctor_meeting import Lead, NotMet, follow, hold
-from chitu.launch.make_model import make_model
-from chitu.launch.node_facts import NodeFacts, gather
 from chitu.launch.preflight import Bind
+from chitu.tools.doctor import Lead, NotMet, follow, hold
+from chitu.tools.make_model import make_model
+from chitu.tools.node_facts import NodeFacts, gather
 
 KEY = "dp_config.router.port"
 

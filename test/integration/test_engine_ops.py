@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
+from support.reference_ops import ReferenceOps
 
 from chitu.ops.interface import HeadSpec, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.select import select_ops
 from chitu.ops.torch_ops import TorchOps
-from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 

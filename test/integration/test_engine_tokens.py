@@ -8,11 +8,11 @@ import json
 import pytest
 import torch
 from engine_checkpoints import FAMILIES, Engine, expected_tokens, generate, make_prompt, write_checkpoint
+from support.reference_ops import ReferenceOps
 
 from chitu.engine.build import load_model
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.ops.torch_ops import TorchOps
-from chitu.testing.reference_ops import ReferenceOps
 
 LENGTHS = (1, 15, 16, 17, 37, 150, 333, 600)
 

@@ -18,15 +18,15 @@ import msgspec
 import pytest
 from chaos_cluster import VOCAB_SIZE, right_tokens
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.router_process import wait_until
+from support.steady_load import Ask, SteadyLoad
 
-from chitu.client.client import RouterClient
-from chitu.client.explain import Explanation, explain
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.snapshot import ClusterSnapshot
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import Ask, SteadyLoad
+from chitu.tools.explain import Explanation, explain
 
 ROUTER = "dp_config.router"
 SEEN_S = 1.0

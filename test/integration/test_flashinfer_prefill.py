@@ -15,6 +15,7 @@ from flashinfer_twin import TwinWrapper
 from hypothesis import given
 from hypothesis import strategies as st
 from ops_batch import NUM_PAGES, PAGE_SIZE, random_batch
+from support.reference_ops import ReferenceOps
 
 from chitu.errors import ConfigError, Internal
 from chitu.ops.flashinfer_prefill import (
@@ -30,7 +31,6 @@ from chitu.ops.flashinfer_prefill import (
 from chitu.ops.interface import HeadSpec, Span
 from chitu.ops.select import select_prefill_ops
 from chitu.ops.torch_ops import TorchOps
-from chitu.testing.reference_ops import ReferenceOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 from engine_checkpoints import GREEDY, Engine, chunks_of, generate, make_prompt, write_checkpoint
+from support.reference_ops import ReferenceOps
 
 from chitu.engine.executor import Admit, FirstToken, Offload, Restore, StepPlan
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import pack_i32
-from chitu.testing.reference_ops import ReferenceOps
 
 FP8 = {"kv_dtype": "fp8_e4m3"}
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")

@@ -14,6 +14,7 @@ import math
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
+from support.reference_ops import ReferenceOps
 
 from chitu.config.schema import CacheConfig
 from chitu.engine.memory_budget import kv_dtype_of
@@ -25,7 +26,6 @@ from chitu.ops.interface import Batch, HeadSpec, LatentHeads, Ops, RotaryTable
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, fp8_head_bytes
-from chitu.testing.reference_ops import ReferenceOps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 REFERENCE = ReferenceOps()

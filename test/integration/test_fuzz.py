@@ -16,6 +16,7 @@ import pytest
 import zmq
 from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
+from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.cluster_key import cluster_key_of
@@ -54,7 +55,6 @@ from chitu.protocol import (
     encode,
     pack_i32,
 )
-from chitu.testing.router_process import wait_until
 from chitu.types import REGISTRATION_ROOM, Role
 
 PD = "dp_config.router.pd_disaggregation"

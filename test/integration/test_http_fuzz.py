@@ -33,6 +33,9 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
@@ -42,9 +45,6 @@ from chitu.http.body_decoder import fields_of
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

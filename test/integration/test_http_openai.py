@@ -16,11 +16,11 @@ import msgspec
 import openai
 import pytest
 from nursery import forked_router
+from support.router_process import RouterUnderTest, wait_until
 
-from chitu.client.client import RouterClient
-from chitu.launch.make_model import make_model
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.snapshot import ClusterSnapshot
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tools.make_model import make_model
 
 PROMPT = "hello wörld 😀, again and again"
 

@@ -16,11 +16,11 @@ import httpx
 import openai
 import pytest
 from nursery import forked_router
+from support.router_process import RouterUnderTest, wait_until
 
 from chitu.http.bodies import LARGE_BODY_BYTES
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import RouterUnderTest, wait_until
 from chitu.tokenizer import Tokenizer
+from chitu.tools.make_model import make_model
 
 SCRIPT = """{#- <tool_call> {"name": ..., "arguments": ...} </tool_call> <think> </think> -#}
 {%- if enable_thinking is defined %}{% endif %}{% if tools %}{% endif %}

@@ -13,11 +13,11 @@ import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"

@@ -17,14 +17,14 @@ from network import Network
 from nursery import FORKED
 from ports import free_ports
 from serve_process import ServeProcess
+from support.router_process import wait_until
 
-from chitu.client.client import RouterClient
 from chitu.config.cluster_key import with_cluster_key
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
+from chitu.launch.router_client import RouterClient
 from chitu.process.child import ChildProcess, ProcessSpec
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 pytestmark = pytest.mark.timeout(300)
 CHITU = [sys.executable, "-m", "chitu.cli"]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from nursery import FORKED
+from support.router_process import wait_until
 from thinking_model import make_thinking_model
 
 from chitu import cli
@@ -24,7 +25,6 @@ from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
 from chitu.process.child import ROUTER
 from chitu.protocol.kept_request import KeptRequest, pack, unpack
-from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, expected_tokens, generate, make_prompt, write_checkpoint
+from support.reference_ops import ReferenceOps
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Restore, StepPlan
@@ -14,7 +15,6 @@ from chitu.errors import UnsupportedModel
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.models.config import read_model_spec
 from chitu.protocol import pack_i32
-from chitu.testing.reference_ops import ReferenceOps
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
+from support.reference_ops import ReferenceOps
 
 from chitu.ops.interface import Batch, LatentHeads, Ops, RotaryTable
 from chitu.ops.torch_ops import TorchOps
-from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

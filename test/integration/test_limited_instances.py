@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from support.router_process import wait_until
 
 from chitu.net.control_groups import _groups
 from chitu.process.child import ChildProcess, ProcessSpec
-from chitu.testing.router_process import wait_until
 
 MEMORY_BYTES, QUOTA_US = 1 << 30, 100_000
 FILES = {

@@ -11,9 +11,9 @@ import torch
 
 from chitu.engine.build import RankEngine
 from chitu.errors import ConfigError, Internal
-from chitu.launch.make_model import make_model
 from chitu.models.config import weight_files, weights_digest, weights_stamp
 from chitu.models.weights import STAGING_BYTES, TensorFiles
+from chitu.tools.make_model import make_model
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 from chaos_cluster import DEADLINES, PATIENCE_S, ChaosCluster, short_ask
-
-from chitu.testing.router_process import wait_until
+from support.router_process import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 INTERVAL_S, LEASE_S = 0.5, 3.0

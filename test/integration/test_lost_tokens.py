@@ -7,10 +7,10 @@ import threading
 from pathlib import Path
 
 from chaos_cluster import PATIENCE_S, VOCAB_SIZE, ChaosCluster
+from support.router_process import wait_until
+from support.steady_load import Ask
 
 from chitu.config.schema import RetryConfig
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import Ask
 
 EACH_S = 1.0
 FROZEN_S = 0.1

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chitu.errors import ConfigError, InvalidRequest
-from chitu.launch.make_model import FAMILIES, ModelShape, make_model
 from chitu.tokenizer import Tokenizer
+from chitu.tools.make_model import FAMILIES, ModelShape, make_model
 
 SMALL = ModelShape(hidden_size=64, layers=2, heads=4, kv_heads=2, vocab_size=384)
 TEXTS = [

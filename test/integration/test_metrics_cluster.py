@@ -14,11 +14,11 @@ from nursery import FORKED
 from otlp_collector import Collector
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 NUM_PAGES = 200
 PROMPTS = [[7] * length for length in (1, 40, 100, 33)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.reference_ops import ReferenceOps
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import read_expert_spec
@@ -12,7 +13,6 @@ from chitu.ops.native import NativeOps, load_library
 from chitu.ops.routing import Router, route, rows_by_expert
 from chitu.ops.routing_rule import RoutingRule
 from chitu.ops.torch_ops import TorchOps, stacked
-from chitu.testing.reference_ops import ReferenceOps
 
 REFERENCE = ReferenceOps()
 DEEPSEEK = {

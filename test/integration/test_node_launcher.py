@@ -14,12 +14,12 @@ import pytest
 import zmq
 from ports import free_ports
 from serve_process import ServeProcess
+from support.router_process import wait_until
 
 from chitu.net.curve import derive, make_context
 from chitu.net.process_deaths import pid_namespace
 from chitu.net.sockets import bind
 from chitu.protocol import Leave, coordination_codec
-from chitu.testing.router_process import wait_until
 from chitu.types import Role
 
 STANDINS = Path(__file__).parent / "standins"

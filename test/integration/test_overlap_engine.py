@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, Engine, expected_tokens, make_prompt, write_checkpoint
+from support.clock import FakeClock
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -23,7 +24,6 @@ from chitu.instance.token_manager import TokenManager
 from chitu.ops.torch_ops import TorchOps
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
-from chitu.testing.clock import FakeClock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PAGES = 14

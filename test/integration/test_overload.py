@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from completions import instance_loads, is_whole
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
 
 OUTPUT_TOKENS = 8
 MAX_IN_FLIGHT = 100

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 from ports import free_ports
+from support.router_process import wait_until
 
 from chitu.clock import RealClock
 from chitu.instance.comm import CommCallbacks, CommLoop, RouterAddress
@@ -33,7 +34,6 @@ from chitu.protocol import (
     coordination_codec,
     encode,
 )
-from chitu.testing.router_process import wait_until
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

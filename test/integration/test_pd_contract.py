@@ -17,15 +17,15 @@ import psutil
 import pytest
 from completions import complete_all, instance_loads
 from nursery import FORKED
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.http.proof import Proof
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.protocol.account import REPORTED_STAGES
 from chitu.protocol.snapshot import ClusterSnapshot
-from chitu.testing.router_process import wait_until
 from chitu.tokenizer import Tokenizer
+from chitu.tools.make_model import make_model
 
 
 @pytest.fixture(scope="module")

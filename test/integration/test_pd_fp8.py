@@ -16,12 +16,12 @@ import pytest
 from completions import complete_all, instance_loads, is_whole
 from engine_checkpoints import Engine, generate
 from nursery import FORKED
+from support.router_process import wait_until
 
-from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import wait_until
+from chitu.launch.router_client import RouterClient
+from chitu.tools.make_model import make_model
 
 PD = "dp_config.router.pd_disaggregation"
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

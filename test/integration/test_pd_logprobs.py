@@ -26,6 +26,7 @@ import transformers
 from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
 from random_schemas import random_schema
+from support.router_process import wait_until
 from thinking_model import BIAS, make_thinking_model
 
 from chitu.config.load import load_topology
@@ -35,7 +36,6 @@ from chitu.http.cluster_snapshot import ClusterSnapshot
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
 from chitu.protocol import Grammar, Reasoning, SamplingParams
-from chitu.testing.router_process import wait_until
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500

@@ -15,10 +15,10 @@ import pytest
 from nursery import FORKED
 from thinking_model import BIAS, CLOSE, make_thinking_model
 
-from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.account import RequestSnapshot
 from chitu.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from nursery import FORKED
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
+from chitu.tools.make_model import make_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 OVER_MOONCAKE = ("qwen3", "deepseek_v3")

@@ -28,16 +28,16 @@ from completions import instance_loads, is_whole
 from engine_checkpoints import Engine, generate
 from mooncake_store import mooncake_store
 from nursery import FORKED
+from support.router_process import wait_until
 
-from chitu.client.client import RouterClient
-from chitu.client.show_trace import is_whole as is_whole_trace
 from chitu.config.load import load_topology
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.protocol.trace import TraceRestored, TraceSend, TraceSent, TraceWrite
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
+from chitu.tools.show_trace import is_whole as is_whole_trace
 
 SIZES = (1, 2, 4)
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500

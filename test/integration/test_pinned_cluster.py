@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from completions import complete_all, instance_loads, is_whole
 from nursery import forked
+from support.checksum_scheduler import EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
-from chitu.testing.checksum_scheduler import EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
 
 pytestmark = pytest.mark.emulated
 

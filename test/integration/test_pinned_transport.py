@@ -18,7 +18,6 @@ from cuda_ipc_twin import FileDriver, HostCopier, cuda_ipc_twin
 from pin_twin import DeviceBlocks, SecondMappings, arena_twin, pinned_twin
 from transport_process import LAYOUT, NUM_PAGES, new_pool, page_crcs, region
 
-from chitu.bench.staged_link import INCARNATION, PipeMessages
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
@@ -39,6 +38,7 @@ from chitu.kv_transfer.transports.transport import (
     reaches_pages,
 )
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, TransportSession
+from chitu.tools.bench.transfer import INCARNATION, PipeMessages
 
 pytestmark = pytest.mark.emulated
 

@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE, ChaosCluster, short_ask
-
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import Ask
+from support.router_process import wait_until
+from support.steady_load import Ask
 
 LONG = [f"{DEADLINES}.{name}=60" for name in ("queue_s", "transfer_s")]
 """Deadlines long enough that the request is held until its P is killed."""

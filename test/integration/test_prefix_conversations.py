@@ -14,13 +14,13 @@ import httpx
 import pytest
 from completions import Completion, complete_all, instance_loads, is_whole
 from nursery import FORKED
+from support.router_process import wait_until
 
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.net.curve import derive
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 PAGE_SIZE = 16
 OUTPUT_TOKENS = 7

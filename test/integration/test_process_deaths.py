@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from nursery import forked_router
+from support.router_process import wait_until
 
-from chitu.launch.make_model import make_model
 from chitu.net.process_deaths import ProcessDeaths, ProcessName, pid_namespace, start_ticks
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 PATIENCE_S = 20.0
 

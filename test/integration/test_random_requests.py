@@ -21,12 +21,12 @@ import pytest
 from completions import instance_loads, is_whole
 from nursery import FORKED
 from random_requests import Answer, Drawn, Recomputation, ask, differences, request_of
+from support.router_process import wait_until
 from thinking_model import CLOSE, make_thinking_model
 
 from chitu.config.load import load_topology
 from chitu.config.topology import instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
-from chitu.testing.router_process import wait_until
 from chitu.tokenizer import Tokenizer
 
 VOCAB = 500

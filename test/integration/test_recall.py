@@ -1,6 +1,6 @@
 """chitu-tiny answers through 1P1D and 2P3D as in transformers, and visibly worse if one page of D's pool is broken.
 
-`chitu bench recall` does the same with 500 prompts of 2048 tokens.
+`python -m benchmark.recall` does the same with 500 prompts of 2048 tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import pytest
 from nursery import FORKED
 
-from chitu.assets import TINY_MODEL_DIR
-from chitu.bench.recall import (
+from benchmark.recall import (
     PAGE_SIZE,
     PASS_RATE,
     TOPOLOGIES,
@@ -24,6 +23,7 @@ from chitu.bench.recall import (
     by_cluster,
     by_transformers,
 )
+from chitu.assets import TINY_MODEL_DIR
 
 LENGTHS = (100, 250, 500, 1000, 1500, 2048)
 """Maximum lengths of a prompt, in tokens."""

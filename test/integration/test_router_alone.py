@@ -21,14 +21,14 @@ import pytest
 from network import Network
 from nursery import FORKED, forked_router
 from serve_process import ServeProcess
+from support.router_process import RouterUnderTest, wait_until
 from tls_proxy import CERTIFICATE, tls_proxy
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import parse_topology
 from chitu.config.schema import Topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tools.make_model import make_model
 
 pytestmark = pytest.mark.timeout(300)
 WAIT_S = 60.0
@@ -54,7 +54,7 @@ def router_alone(model: Path, deadlines: Mapping[str, float] = {}, **more: Any) 
 @contextmanager
 def fake_pair(cluster: LocalCluster) -> Iterator[None]:
     """Run a P and a D that the cluster's launcher did not start, with a token every half second, while it is open."""
-    argv = [sys.executable, "-m", "chitu.testing.fake_worker", "--instances", "P0,D0", "--host", "127.0.0.1"]
+    argv = [sys.executable, "-m", "support.fake_worker", "--instances", "P0,D0", "--host", "127.0.0.1"]
     for name in ("coordination_port", "metadata_sync_port", "stats_port", "token_port"):
         argv += ["--" + name.replace("_", "-"), str(cluster.ports[name])]
     environment = {**os.environ, ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}

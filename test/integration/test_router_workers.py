@@ -19,15 +19,15 @@ import psutil
 import pytest
 from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED, forked_router
+from support.router_process import RouterUnderTest, wait_until
 
-from chitu.client.client import RouterClient
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import with_router_ports
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.snapshot import ClusterSnapshot, WorkerSnapshot
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tools.make_model import make_model
 
 WORKERS = 3
 WAIT_S = 60.0

@@ -13,7 +13,7 @@ import pytest
 from network import Network
 from serve_process import ServeProcess
 
-from chitu.launch.make_model import make_model
+from chitu.tools.make_model import make_model
 
 pytestmark = pytest.mark.timeout(300)
 LISTENING = "0A"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from serve_process import ServeProcess
+from support.router_process import wait_until
 
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 pytestmark = pytest.mark.timeout(300)
 CHITU = [sys.executable, "-m", "chitu.cli"]

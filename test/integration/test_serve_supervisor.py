@@ -22,6 +22,7 @@ import psutil
 import pytest
 from nursery import forked
 from serve_process import ServeProcess
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
@@ -31,7 +32,6 @@ from chitu.launch.router_calls import ask_health
 from chitu.process.child import ROUTER, ChildProcess, ProcessSpec, processes_marked
 from chitu.process.progress import Progress, read_progress, write_progress
 from chitu.process.supervisor import MAX_CONNECTIONS, Supervisor
-from chitu.testing.router_process import wait_until
 
 STANDINS = Path(__file__).parent / "standins"
 ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")

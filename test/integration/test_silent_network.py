@@ -15,10 +15,10 @@ from collections.abc import Iterator
 import pytest
 from chaos_cluster import PATIENCE_S
 from silence_cluster import INSTANCES, SilenceCluster
+from support.router_process import wait_until
+from support.steady_load import RIGHT, count_outcomes
 
 from chitu.net.sockets import CONNECT_TIMEOUT_MS, TCP_SILENCE_MS
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import RIGHT, count_outcomes
 
 SILENT_S = 11.0
 """Duration of a silence, longer than TCP's patience."""

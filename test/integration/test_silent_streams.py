@@ -11,12 +11,12 @@ import openai
 import pytest
 from http_server_alone import Client, get
 from nursery import forked_router
+from support.router_process import RouterUnderTest
 
-from chitu.client.client import RouterClient
 from chitu.config.schema import RouterConfig
 from chitu.http.limits import HTTPLimits
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import RouterUnderTest
+from chitu.launch.router_client import RouterClient
+from chitu.tools.make_model import make_model
 
 COMMENT = ": keep-alive"
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "hello again", "max_tokens": 3}

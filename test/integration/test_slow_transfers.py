@@ -17,9 +17,8 @@ import psutil
 import pytest
 from chaos_cluster import DEADLINES, PATIENCE_S, VOCAB_SIZE
 from silence_cluster import KEY, SilenceCluster
-
-from chitu.testing.router_process import wait_until
-from chitu.testing.steady_load import RIGHT, Ask, count_outcomes
+from support.router_process import wait_until
+from support.steady_load import RIGHT, Ask, count_outcomes
 
 SLOW_BYTES_S = 2000
 """Bandwidth from P to D alone: announcements arrive at once, and the KV of one prompt takes half a minute."""

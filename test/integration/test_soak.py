@@ -1,4 +1,4 @@
-"""Ten seconds of `chitu bench soak`; run the long one by hand (docs/verify.md)."""
+"""Ten seconds of `python -m benchmark.soak`; run the long one by hand (docs/verify.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_seconds_of_load_with_accidents_is_right_and_flat(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "chitu.cli", "bench", "soak", "--minutes", "0.17", "--sample-s", "2"]
+    argv = [sys.executable, "-m", "benchmark.soak", "--minutes", "0.17", "--sample-s", "2"]
     argv += ["--accident-s", "2", "--json-dir", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=environment)

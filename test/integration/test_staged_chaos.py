@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 from chaos_cluster import Blow, ChaosCluster
+from support.steady_load import RIGHT
 from test_chaos import Row, run_cell
-
-from chitu.testing.steady_load import RIGHT
 
 PD = "dp_config.router.pd_disaggregation"
 STAGED = [f"{PD}.transfer=staged", f"{PD}.staging_mb=4", f"{PD}.staging_segment_mb=1"]

@@ -15,12 +15,12 @@ import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole, leave_early
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.fake_executor import expected_tokens
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.fake_executor import expected_tokens
-from chitu.testing.router_process import wait_until
 
 PD = "dp_config.router.pd_disaggregation"
 VOCAB_SIZE = 1280

@@ -11,12 +11,12 @@ import pytest
 from completions import instance_loads, is_whole
 from nursery import forked
 from poisoned_scheduler import POISON_OF_D, POISON_OF_P
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.launch.plan import Entries
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 PD = "dp_config.router.pd_disaggregation"
 PROMPTS = [[10 + (31 * index + 7 * position) % 400 for position in range(3 + 17 * index)] for index in range(7)]

@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.router_process import wait_until
 
-from chitu.client.client import RouterClient
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.load import load_topology
 from chitu.errors import ChituError, UnknownTrace
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.router_process import wait_until
 
 CLUSTER_KEY = "a-secret-that-must-stay-one-0123456789"
 SECRETS = derive(CLUSTER_KEY)

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import chitu
-from chitu.workloads.tiny import FACT_TOKENS, TASKS, UNKNOWN, Example, facts_for
+from chitu.assets.tiny_tasks import FACT_TOKENS, TASKS, UNKNOWN, Example, facts_for
 
 FOLDER = Path(chitu.__file__).parent / "assets" / "chitu-tiny"
 Ask = Callable[[str], str]

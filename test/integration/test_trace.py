@@ -23,15 +23,16 @@ from typing import Any
 import msgpack
 import pytest
 from nursery import forked, forked_router
+from support.checksum_engine import NUM_LAYERS, RECORD_BYTES, checksum_layout
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.client.client import RouterClient
-from chitu.client.show_trace import is_whole
-from chitu.client.timeline import TraceAnswer
 from chitu.config.load import load_topology
 from chitu.errors import UnknownTrace
 from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.protocol.trace import (
     TraceArrival,
     TracedSums,
@@ -44,9 +45,8 @@ from chitu.protocol.trace import (
     TraceStep,
     TraceWrite,
 )
-from chitu.testing.checksum_engine import NUM_LAYERS, RECORD_BYTES, checksum_layout
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.router_process import wait_until
+from chitu.tools.show_trace import is_whole
+from chitu.tracing.timeline import TraceAnswer
 
 ROUTER = "dp_config.router"
 PAGE_SIZE, PROMPT, TOKENS = 16, list(range(20, 60)), 12

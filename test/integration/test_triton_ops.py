@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
+from support.reference_ops import ReferenceOps
 
 from chitu.ops.interface import Batch, HeadSpec, RotaryTable, Span, tiles_of
-from chitu.testing.reference_ops import ReferenceOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

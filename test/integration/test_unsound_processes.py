@@ -11,13 +11,13 @@ import pytest
 from completions import instance_loads
 from nursery import FORKED
 from safetensors.numpy import load_file, save_file
+from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.config.topology import instances
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
 from chitu.process.supervisor import StartFailed
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 BAD = 77
 COUNTER = "chitu_instance_unsound_requests_total"

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 from nursery import forked_router
+from support.router_process import RouterUnderTest, wait_until
 
-from chitu.launch.make_model import make_model
-from chitu.testing.router_process import RouterUnderTest, wait_until
+from chitu.tools.make_model import make_model
 
 PATIENCE_S = 20.0
 LEASE = "dp_config.router.pd_disaggregation.deadlines.lease_s=1"

@@ -21,24 +21,23 @@ import planted_scheduler
 import pytest
 from nursery import FORKED
 from safetensors.torch import load_file, save_file
+from support.router_process import wait_until
 
 from chitu import cli
 from chitu.assets import TINY_MODEL_DIR
-from chitu.client.client import RouterClient
-from chitu.client.verify.pages import Place, damage_of, num_compared
-from chitu.client.verify.probe import CheckedRequest, Prober
-from chitu.client.verify.receipts import Replayed, read_receipts
-from chitu.client.verify.report import Report
-from chitu.client.verify.topology import expected_bytes
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.launch.reference import VerifyOptions, find_transformers
-from chitu.launch.verify import verify
+from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive
 from chitu.protocol.receipt import Receipt, sealed
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
+from chitu.tools.replay import Replayed, read_receipts
+from chitu.tools.verify.parity import Place, damage_of, num_compared
+from chitu.tools.verify.probe import CheckedRequest, Prober
+from chitu.tools.verify.report import Report
+from chitu.tools.verify.run import VerifyOptions, find_transformers, verify
+from chitu.tools.verify.topology import expected_bytes
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"

@@ -16,12 +16,11 @@ import pytest
 from nursery import FORKED
 
 from chitu.assets import TINY_MODEL_DIR
-from chitu.client.verify.report import Report
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
-from chitu.launch.reference import VerifyOptions
-from chitu.launch.verify import verify
+from chitu.tools.make_model import make_model
+from chitu.tools.verify.report import Report
+from chitu.tools.verify.run import VerifyOptions, verify
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"

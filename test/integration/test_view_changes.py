@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import zmq
 from nursery import forked_router
+from support.router_process import RouterUnderTest
 
-from chitu.launch.make_model import make_model
 from chitu.net.sockets import connect
 from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.protocol import VIEW_TOPIC, ClusterView, ViewChange, ViewMessage, view_codec
-from chitu.testing.router_process import RouterUnderTest
+from chitu.tools.make_model import make_model
 
 PATIENCE_MS = 20_000
 COUNT = 200

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_batch import NUM_PAGES, PAGE_SIZE, random_batch
+from support.reference_ops import ReferenceOps
 
 from chitu.ops.interface import Batch, HeadSpec, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
-from chitu.testing.reference_ops import ReferenceOps
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
 

@@ -19,16 +19,16 @@ import httpx
 import pytest
 from completions import complete_all
 from nursery import forked
+from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.router_process import wait_until
 
-from chitu.client.client import RouterClient
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology, load_topology
 from chitu.config.topology import find_instance, instances, on_one_host, router_ports
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import instance_spec, port_overrides
+from chitu.launch.router_client import RouterClient
 from chitu.process.child import ChildProcess
-from chitu.testing.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from chitu.testing.router_process import wait_until
 from chitu.types import Role
 
 VERIFY = Path(__file__).parents[1] / "verify_xpyd_topology.py"

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from chitu.launch.make_model import make_model
+from chitu.tools.make_model import make_model
 
 CLOSE = "</think>"
 BIAS = 5.0

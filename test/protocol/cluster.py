@@ -21,12 +21,12 @@ from cluster_script import Op, play
 from cluster_writes import Writes, WriteWatch
 from pd_node import mixed
 from pd_world import Frame
+from support.clock import FakeClock
+from support.fake_transport import FakeFabric
 
 from chitu.errors import ChituError
 from chitu.net.view_feed import ViewSender
 from chitu.protocol import ClusterView, LostInstance, RequestPortMessage
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
 
 FIRST_ROUTER = 1

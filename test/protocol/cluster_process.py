@@ -17,6 +17,10 @@ import numpy as np
 from cluster_writes import Writes, WriteWatch
 from numpy.typing import NDArray
 from pd_node import LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_SIZE, Memory, WatchedCopier, staged
+from support.clock import FakeClock
+from support.fake_executor import FakeExecutor
+from support.fake_transport import FakeFabric, FakeTransport
+from support.late_executor import LateExecutor
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -50,10 +54,6 @@ from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor
-from chitu.testing.fake_transport import FakeFabric, FakeTransport
-from chitu.testing.late_executor import LateExecutor
 from chitu.types import Role, instance_name
 
 INFO = ExecutorInfo(num_slots=5, max_model_len=64, vocab_size=1000, num_layers=NUM_LAYERS, eos_token_ids=(2,))

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pd_node import PAGE_BYTES
-
-from chitu.testing.fake_transport import Fault, FaultKind
+from support.fake_transport import Fault, FaultKind
 
 if TYPE_CHECKING:
     from cluster import Cluster

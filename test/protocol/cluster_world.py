@@ -11,6 +11,7 @@ from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process
 from cluster_writes import Writes
 from pd_node import mixed
+from support.fake_executor import expected_tokens
 
 from chitu.errors import ChituError
 from chitu.protocol import (
@@ -25,7 +26,6 @@ from chitu.protocol import (
     pack_i32,
     token_codec,
 )
-from chitu.testing.fake_executor import expected_tokens
 from chitu.types import Role
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from support.fake_transport import FakeTransport
 
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestCancelled
@@ -34,7 +35,6 @@ from chitu.kv_transfer.transports.segments import Gatherer, HostCopier, Scattere
 from chitu.kv_transfer.transports.staged import StagedFrom, StagedTransport, StagingEnd, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.protocol import InstanceInfo, KVLayout
-from chitu.testing.fake_transport import FakeTransport
 from chitu.types import Ready, Role, instance_name
 
 if TYPE_CHECKING:

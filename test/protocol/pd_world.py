@@ -10,6 +10,8 @@ import random
 from dataclasses import dataclass
 
 from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
+from support.clock import FakeClock
+from support.fake_transport import FakeFabric
 
 from chitu.config.schema import FaultConfig
 from chitu.kv_transfer.checksums import VerifyKV
@@ -18,8 +20,6 @@ from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import ClusterView, TransferStatus, peer_codec
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role, new_room
 
 

@@ -13,6 +13,7 @@ from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process
 from cluster_writes import Writes
 from pd_node import mixed
+from support.fake_executor import expected_tokens
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance
@@ -36,7 +37,6 @@ from chitu.protocol import (
 )
 from chitu.router.policies import InstanceKey
 from chitu.router.request import GenerateRequest, Generation
-from chitu.testing.fake_executor import expected_tokens
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+from support.fake_transport import FakeFabric, FakeTransport
 
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout
-from chitu.testing.fake_transport import FakeFabric, FakeTransport
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 4, 2, 12
 HEAD_BYTES = PAGE_SIZE * HEAD_DIM * 4

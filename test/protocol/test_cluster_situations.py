@@ -9,6 +9,7 @@ from cluster_process import DEADLINES, Process
 from cluster_script import Op
 from cluster_world import CheckedRequest, ClusterWorld
 from pd_node import AUX_ROW_BYTES, NUM_LAYERS, PAGE_BYTES
+from support.fake_transport import Fault, FaultKind
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
@@ -29,7 +30,6 @@ from chitu.protocol import (
     peer_codec,
 )
 from chitu.protocol.wire import Wire
-from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 

@@ -15,6 +15,7 @@ from cluster_process import REQUEST_TIMEOUT_S, Process
 from cluster_world import ClusterWorld
 from pd_node import DEADLINES, Node, logits_of
 from pd_world import Pair
+from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.instance.sequences import OPEN_STATES, SequenceState
@@ -24,7 +25,6 @@ from chitu.kv_transfer.transfer_table import Deadline
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.peer import KVPoll
-from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 
 

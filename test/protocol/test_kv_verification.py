@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from pd_node import DEADLINES, NUM_LAYERS, PAGE_BYTES
 from pd_world import Pair
+from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import Integrity, TransferTimeout
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
-from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role
 
 NUM_TOKENS = 18

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from pd_node import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Node
 from pd_world import Frame, Pair, World, busy_segments
+from support.fake_transport import Fault, FaultKind
 
 from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, TransferFailed
@@ -18,7 +19,6 @@ from chitu.kv_transfer.transports.transport import CopyList
 from chitu.protocol import TransportMessage, peer_codec
 from chitu.protocol import encode as encode_frame
 from chitu.protocol.peer import KVPoll
-from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from shard_pools import NUM_LAYERS, RankPool, Ranks, layout_of
+from support.fake_transport import FakeFabric
 
 from chitu.errors import ConfigError, Integrity, Internal, TransferFailed
 from chitu.kv_cache.checksum import HostPageSums
@@ -21,7 +22,6 @@ from chitu.kv_transfer.parts import RoleParts
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TierMemory, TPPageCopies, TPPageSums
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.protocol import KVLayout
-from chitu.testing.fake_transport import FakeFabric
 from chitu.types import Role
 
 HEADS = 4

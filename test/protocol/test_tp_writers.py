@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_PAGES, Ranks, layout_of
+from support.fake_transport import FakeFabric, Fault, FaultKind
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_of, why_not
 from chitu.engine.executor import DoneStep, LayerCallback, Offload, StepPlan, StepResult
@@ -38,7 +39,6 @@ from chitu.kv_transfer.shard_writer import (
     plan_page_copies,
 )
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
-from chitu.testing.fake_transport import FakeFabric, Fault, FaultKind
 
 CHUNK = TransferKVChunk(0, 2, 1, 4)
 SRC_PAGES, DST_PAGES = [0, 3, 1, 2], [5, 8, 9, 4]

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from pd_node import DEADLINES, LAYOUT, PAGE_BYTES, DeviceQueue
 from pd_world import Pair, World
+from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import (
     BootstrapTimeout,
@@ -30,7 +31,6 @@ from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import TransferWay
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
 from chitu.protocol.peer import KVPoll
-from chitu.testing.fake_transport import Fault, FaultKind
 from chitu.types import Role, new_room
 
 

@@ -14,8 +14,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from support.router_process import wait_until
+
 from chitu.process.child import die_with_parent
-from chitu.testing.router_process import wait_until
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "curl": "curl"}
 FREEZER = Path("/sys/fs/cgroup/freezer")

@@ -20,8 +20,7 @@ from types import TracebackType
 
 import machines
 from machines import FREEZER, Machines
-
-from chitu.testing.router_process import wait_until
+from support.router_process import wait_until
 
 LOGIN = "pd-login"
 NODES = ("pd-node0", "pd-node1")

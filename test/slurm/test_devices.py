@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import NODES, SlurmCluster
+from support.router_process import wait_until
 from test_two_nodes import Launched, cluster, model
-
-from chitu.testing.router_process import wait_until
 
 __all__ = ["cluster", "model"]
 

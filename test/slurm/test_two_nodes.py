@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import NODES, SlurmCluster, environment, missing
+from support.router_process import wait_until
 
-from chitu.launch.make_model import make_model
 from chitu.launch.slurm import expand_nodelist
 from chitu.protocol.kept_request import unpack
-from chitu.testing.router_process import wait_until
+from chitu.tools.make_model import make_model
 
 ROOT = Path(__file__).parents[2]
 NODE0, NODE1 = NODES

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from support.clock import FakeClock
+
 from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
@@ -24,7 +26,6 @@ from chitu.protocol import (
 from chitu.router.cross_checks import CheckResult
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
-from chitu.testing.clock import FakeClock
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

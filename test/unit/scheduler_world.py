@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 from hypothesis import strategies as st
+from support.clock import FakeClock
+from support.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
+from support.late_executor import LateExecutor
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -38,9 +41,6 @@ from chitu.protocol import (
     token_codec,
     unpack_logprobs,
 )
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
-from chitu.testing.late_executor import LateExecutor
 from chitu.tracing.tracer import Tracer
 from chitu.types import Ready, Role
 

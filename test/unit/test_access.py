@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import FakeClock
 
 from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, InvalidRequest, RateLimited, Unauthorized
@@ -15,7 +16,6 @@ from chitu.net.curve import derive
 from chitu.net.fair_share import RateLimiter
 from chitu.net.http import error_headers
 from chitu.protocol import MAX_PRIORITY
-from chitu.testing.clock import FakeClock
 
 SECRETS = derive("a key of more than sixteen characters")
 assert SECRETS is not None

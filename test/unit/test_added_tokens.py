@@ -13,8 +13,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from chitu.errors import ConfigError
-from chitu.launch.tiny_tokenizer import train_tokenizer
 from chitu.tokenizer import Tokenizer
+from chitu.tools.make_model import train_tokenizer
 
 TEXTS = [
     "plain words, and more words.",

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import FakeClock
 from test_router_requests import World, pair
 
 from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig
@@ -16,7 +17,6 @@ from chitu.router.admission import Admission
 from chitu.router.members import Members, QueueEstimate
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest
-from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
+from support.clock import FakeClock
+from support.fake_executor import FakeExecutor
 
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
@@ -39,8 +41,6 @@ from chitu.router.admission import Admission
 from chitu.router.members import Members
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.client.explain import CODES, Explanation, explain, explain_cluster
 from chitu.errors import ConfigError
 from chitu.protocol import LoadReport
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.tools.explain import CODES, Explanation, explain, explain_cluster
 
 SPAN_S = st.floats(0, 100)
 rooms = itertools.count()

@@ -11,9 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.client.answer import Answer, AnswerReader, EventParser, Usage
-from chitu.client.client import RouterClient
-from chitu.client.conversation import (
+from chitu.errors import ConfigError, DecodeLost, Internal
+from chitu.http.sse import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
+from chitu.launch.router_client import Answer, AnswerReader, EventParser, RouterClient, Usage
+from chitu.protocol import LoadReport
+from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.tools.conversation import (
     ChatOptions,
     Conversation,
     is_right,
@@ -22,7 +26,7 @@ from chitu.client.conversation import (
     shortened,
     verdict,
 )
-from chitu.client.trace import (
+from chitu.tools.trace import (
     CLUSTER_COLUMNS,
     byte_text,
     cluster_line,
@@ -31,11 +35,6 @@ from chitu.client.trace import (
     span_text,
     trace_lines,
 )
-from chitu.errors import ConfigError, DecodeLost, Internal
-from chitu.http.sse import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
-from chitu.protocol import LoadReport
-from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 
 # -------------------------------------------------------------------------------------------------------------- events
 

@@ -16,12 +16,12 @@ import pytest
 from chitu.cli import main
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.launch.make_model import FAMILIES, make_model
-from chitu.launch.node_facts import gather
 from chitu.launch.preflight import look_at_model, require_preflight
 from chitu.models.checkpoint import check_checkpoint, damaged_tensor, read_entries, tensor_shapes
 from chitu.models.config import RopeSpec, model_hash, read_model_spec, weight_files, weights_digest
 from chitu.models.families import traits_of
+from chitu.tools.make_model import FAMILIES, make_model
+from chitu.tools.node_facts import gather
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123456\n"
 

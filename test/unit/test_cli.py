@@ -187,17 +187,6 @@ def test_unknown_options_are_refused(words: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_a_benchmark_names_the_package_that_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", [])
-    monkeypatch.delitem(sys.modules, "chitu.bench.soak_samples", raising=False)
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    assert main(["bench", "soak", "--help"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("chitu: chitu bench soak needs psutil, which is not installed") and error.count("\n") == 1
-
-
 def test_a_terminal_without_utf_8_costs_no_output(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shutil.copytree(TINY_MODEL_DIR, tmp_path, dirs_exist_ok=True)
     raw = io.BytesIO()

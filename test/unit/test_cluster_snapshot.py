@@ -9,6 +9,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from router_world import pair, two_pairs
+from support.clock import FakeClock
 
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
@@ -24,7 +25,6 @@ from chitu.http.cluster_snapshot import (
 from chitu.http.web_routes import MAX_WATCHERS, Watchers
 from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, TransferSums, encode
 from chitu.protocol.snapshot import ClusterSnapshot
-from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32", vocab_size=100)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.clock import FakeClock
 from test_openai_output import ByteDetokenizer
 
 from chitu.config.schema import RouterConfig
@@ -29,7 +30,6 @@ from chitu.http.token_logprobs import (
 )
 from chitu.protocol import Finish, SamplingParams, pack_i32, pack_logprobs
 from chitu.router.request import GenerateRequest, Generation
-from chitu.testing.clock import FakeClock
 from chitu.tokenizer import StopScanner
 
 CHOICES = 8

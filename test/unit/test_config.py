@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.client.client import RouterClient
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.devices import overlaps_steps
 from chitu.config.key_paths import known_keys
@@ -40,6 +39,7 @@ from chitu.config.topology import (
 )
 from chitu.config.topology_checks import check, missing_roles, open_api, problems, warn_without_key
 from chitu.errors import ConfigError
+from chitu.launch.router_client import RouterClient
 from chitu.types import Role
 
 # ----------------------------------------------------------------------------------------------------------------------

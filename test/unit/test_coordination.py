@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.clock import FakeClock
 
 from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
@@ -31,7 +32,6 @@ from chitu.protocol import (
     LoadReport,
     RequestFailed,
 )
-from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

@@ -12,13 +12,13 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.engine.memory_budget import GIB
-from chitu.launch import node_facts
-from chitu.launch.doctor_checks import check_cluster, check_node
-from chitu.launch.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, missing_shared, parse_smi_head
 from chitu.launch.preflight import Bind, Finding, Level, ModelFacts
 from chitu.models.config import read_model_spec
 from chitu.net.rdma_devices import Rdma
 from chitu.process.node_devices import Device, NodeDevices
+from chitu.tools import node_facts
+from chitu.tools.doctor import check_cluster, check_node
+from chitu.tools.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, missing_shared, parse_smi_head
 
 SPEC = read_model_spec(TINY_MODEL_DIR)
 A, B = "10.0.0.1", "10.0.0.2"

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind
 
 from chitu.config.load import load_topology
 from chitu.config.schema import FaultConfig, PDDisaggregationConfig
@@ -23,7 +24,6 @@ from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport,
 from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.transport import CopyList, Transport, WriteError
 from chitu.protocol import RankMemory
-from chitu.testing.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind
 
 LAYERS, NUM_PAGES, PAGE_BYTES, AUX_BYTES, AUX_SLOTS = 3, 12, 48, 40, 2
 PAGED_BYTES = 2 * LAYERS * NUM_PAGES * PAGE_BYTES

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from scheduler_world import Instance, prompt_of, room_of
+from support.fake_executor import FakeExecutor
 from test_jobs import World, copy_of_tiny
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
@@ -32,7 +33,6 @@ from chitu.protocol import (
     UnifiedRequest,
     pack_i32,
 )
-from chitu.testing.fake_executor import FakeExecutor
 
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "integer"}}}
 OF_SCHEMA = ("json_schema", SCHEMA)

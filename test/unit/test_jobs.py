@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.clock import FakeClock
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
@@ -27,7 +28,6 @@ from chitu.net.link import MAX_KEPT_BYTES
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, pack_logprobs, unpack_i32
 from chitu.router.request import GenerateRequest, Generation
-from chitu.testing.clock import FakeClock
 
 MAX_LEN = 64
 

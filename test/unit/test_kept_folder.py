@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from support.clock import FakeClock
 
 from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
@@ -26,7 +27,6 @@ from chitu.protocol import InstanceInfo, KVLayout
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.policies import Candidates
-from chitu.testing.clock import FakeClock
 
 NOW_S = 1_000_000_000.0
 

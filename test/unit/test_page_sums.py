@@ -12,10 +12,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.client.verify.pages import UNKNOWN_LAYER, Place, damage_of, first_unlike
-from chitu.client.verify.parity import Judgement
-from chitu.client.verify.probe import CheckedRequest, MovedSums, Served
-from chitu.client.verify.report import FORCED, Judged, wrong_pages
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.errors import ConfigError, Integrity
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
@@ -31,6 +27,9 @@ from chitu.kv_transfer.checksums import (
     read_sums,
 )
 from chitu.protocol import KVLayout, KVSums, SamplingParams, pack_i32
+from chitu.tools.verify.parity import UNKNOWN_LAYER, Judgement, Place, damage_of, first_unlike
+from chitu.tools.verify.probe import CheckedRequest, MovedSums, Served
+from chitu.tools.verify.report import FORCED, Judged, wrong_pages
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 4, "float32", 500)
 ROOM = b"r" * 16

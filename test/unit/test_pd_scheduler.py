@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, check_prompt, continued, loads, prompt_of, room_of
+from support.clock import FakeClock
+from support.fake_executor import FakeExecutor, expected_tokens
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -35,8 +37,6 @@ from chitu.protocol import (
     UnifiedRequest,
     pack_i32,
 )
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 
 
 @settings(max_examples=150, deadline=None)

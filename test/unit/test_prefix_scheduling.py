@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
+from support.fake_executor import FakeExecutor, expected_tokens
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
@@ -17,7 +18,6 @@ from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.testing.fake_executor import FakeExecutor, expected_tokens
 
 GREEDY = SamplingParams(6, temperature=0.0)
 

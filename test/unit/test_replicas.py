@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import FakeClock
 
 from chitu.config.schema import RouterConfig, Topology
 from chitu.config.topology import with_router
@@ -34,7 +35,6 @@ from chitu.protocol import (
 from chitu.serve.api_endpoint import ApiEndpoint, Ending, with_share
 from chitu.serve.replicas import ReplicaCluster
 from chitu.serve.siblings import Siblings
-from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from router_world import LAYOUT, ONE_TRY, Client, World, pair, two_pairs
+from support.clock import FakeClock
 
 from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
 from chitu.errors import NoInstance
@@ -13,7 +14,6 @@ from chitu.protocol import InstanceInfo, SamplingParams, TokenBatch, pack_i32
 from chitu.router.attempts import TimerWheel
 from chitu.router.members import ClusterMember, Members
 from chitu.router.policies import InstanceKey
-from chitu.testing.clock import FakeClock
 from chitu.types import Role
 
 FAILURES = {

@@ -13,6 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
+from support.clock import FakeClock
+from support.fake_executor import FakeExecutor
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -47,8 +49,6 @@ from chitu.protocol import (
     UnifiedRequest,
     pack_i32,
 )
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a request on its instance, checked as a graph; and its queue is always that of its state.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from chitu.bench.soak_samples import ResourceUsage, Sample, findings, row_of
+from benchmark.soak import ResourceUsage, Sample, findings, row_of
 
 FLAT = ResourceUsage(rss_mib=100.0, threads=5, fds=40, sockets=12)
 

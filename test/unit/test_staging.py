@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
+from support.checksum_engine import ChecksumPool, checksum_layout
 
 from chitu.config.load import load_topology
 from chitu.config.staging import StagingPlan, plan_staging
@@ -32,7 +33,6 @@ from chitu.kv_transfer.transports.staged import (
     staged_from,
 )
 from chitu.kv_transfer.transports.transport import CopyList, Transport
-from chitu.testing.checksum_engine import ChecksumPool, checksum_layout
 from chitu.types import Role
 
 # ----------------------------------------------------------------------------------------------------------------------

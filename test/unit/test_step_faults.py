@@ -11,6 +11,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
+from support.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
+from support.late_executor import LateExecutor, LateStep
 from test_step_overlap import check
 
 from chitu.config.schema import SchedulerConfig
@@ -32,8 +34,6 @@ from chitu.errors import ConfigError, Internal
 from chitu.instance.step_faults import MAX_UNSOUND_IN_A_ROW
 from chitu.ops.sampling_numbers import NO_TOKEN
 from chitu.protocol import CancelRequest, DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.testing.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
-from chitu.testing.late_executor import LateExecutor, LateStep
 
 POISON = 999
 """A token id that no other prompt or answer has."""

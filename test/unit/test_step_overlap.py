@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
+from support.clock import FakeClock
+from support.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
+from support.late_executor import LateExecutor
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -31,9 +34,6 @@ from chitu.protocol import (
     UnifiedRequest,
     pack_i32,
 )
-from chitu.testing.clock import FakeClock
-from chitu.testing.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
-from chitu.testing.late_executor import LateExecutor
 
 stops = st.integers(0, 11)
 """Index of the output token that is a request's stop id; from 8 on there is none."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.clock import FakeClock
 from tiered_instances import Engine, Tiered
 
 from chitu.config.schema import CacheConfig
@@ -18,7 +19,6 @@ from chitu.protocol import (
     FP8_E4M3,
     KVLayout,
 )
-from chitu.testing.clock import FakeClock
 
 
 def host_of(num_slots: int) -> HostPages:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from chitu.client.timeline import Timeline, TimelineSpan, timeline_of
 from chitu.protocol.account import PrefillTimes, RequestSnapshot
 from chitu.protocol.trace import (
     AnyTraceRecord,
@@ -22,6 +21,7 @@ from chitu.protocol.trace import (
     TraceSent,
     TraceWrite,
 )
+from chitu.tracing.timeline import Timeline, TimelineSpan, timeline_of
 from chitu.tracing.trace_files import FoundRecords
 
 LAYOUT = TracedLayout(1, 2, 4, 16, "float32", 1, 2)

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer as Backend
 
 from chitu.errors import ConfigError, InvalidRequest, MissingDependency
 from chitu.http.sse import WRITE_BYTES, in_pieces, joined
-from chitu.launch.tiny_tokenizer import train_tokenizer
 from chitu.tokenizer import StopScanner, Tokenizer, words
 from chitu.tokenizer.chat_template import ChatTemplate, find_templates
 from chitu.tokenizer.core import CONVERSION_PROBES, require_same_ids
 from chitu.tokenizer.detokenizer import ByteLevelDetokenizer, PieceDetokenizer, WholeTextDetokenizer
 from chitu.tokenizer.words import WordEncoder
+from chitu.tools.make_model import train_tokenizer
 
 TEXTS = [
     "plain words, and more words.",

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.clock import FakeClock
 
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
@@ -26,7 +27,6 @@ from chitu.protocol.trace import (
     TraceLoss,
     TraceRequest,
 )
-from chitu.testing.clock import FakeClock
 from chitu.tracing.trace_files import (
     BLOCK_BYTES,
     MAX_FOUND_BYTES,

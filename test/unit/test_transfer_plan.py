@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.clock import FakeClock
 
 from chitu.errors import BadFrame, IncompatibleLayout, Integrity, TransferFailed
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
@@ -32,7 +33,6 @@ from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.net.curve import derive
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
-from chitu.testing.clock import FakeClock
 from chitu.types import Role, new_room
 
 LAYOUT = KVLayout("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)

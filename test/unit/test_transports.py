@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 import pytest
+from support.fake_transport import FakeFabric, FakeTransport
 
 from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import ConfigError, MissingDependency, TransferFailed
@@ -14,7 +15,6 @@ from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.mapped import MappedPeer, MappedPeers
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, TransportSession
-from chitu.testing.fake_transport import FakeFabric, FakeTransport
 
 
 def test_a_writer_takes_the_first_transport_that_reaches_the_peer() -> None:

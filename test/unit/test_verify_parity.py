@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from chitu import cli
-from chitu.client.verify.pages import Place
-from chitu.client.verify.parity import (
+from chitu.protocol import LEAST_NOISE, LOGPROB_CAPS, logprob_limit
+from chitu.protocol.cluster import FP8_E4M3, ITEM_BYTES
+from chitu.tools.verify.parity import (
     DRAW_NOISE,
     Judgement,
     Mean,
+    Place,
     blame,
     compare,
     is_unsound,
@@ -22,11 +24,9 @@ from chitu.client.verify.parity import (
     unlike_pairs,
     unlike_texts,
 )
-from chitu.client.verify.probe import CheckedRequest, Pair, Score, Served
-from chitu.client.verify.report import Judged, Report, Rounding, report_of
-from chitu.client.verify.topology import PairReport, TopologyVerdict
-from chitu.protocol import LEAST_NOISE, LOGPROB_CAPS, logprob_limit
-from chitu.protocol.cluster import FP8_E4M3, ITEM_BYTES
+from chitu.tools.verify.probe import CheckedRequest, Pair, Score, Served
+from chitu.tools.verify.report import Judged, Report, Rounding, report_of
+from chitu.tools.verify.topology import PairReport, TopologyVerdict
 
 TOLERANCE = 0.5
 

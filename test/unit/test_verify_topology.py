@@ -13,12 +13,12 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from chitu.client.client import RouterClient, RouterUnreachable
-from chitu.client.verify.probe import CheckedRequest, MovedSums, Prober, Served, read_answer
-from chitu.client.verify.topology import expected_bytes, judge
+from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.protocol import KVLayout
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.tools.verify.probe import CheckedRequest, MovedSums, Prober, Served, read_answer
+from chitu.tools.verify.topology import expected_bytes, judge
 
 LAYOUT = KVLayout("hash", 4, 2, 16, 16, "bfloat16", 500)
 

@@ -8,8 +8,19 @@ import sys
 
 import pytest
 
-from chitu.workloads.lexicon import ADJECTIVES, NOUNS, is_held_out
-from chitu.workloads.tiny import FACT_TOKENS, OVERHEAD_TOKENS, TASKS, UNKNOWN, draw_facts, facts_for, recall, say_list
+from chitu.assets.tiny_tasks import (
+    ADJECTIVES,
+    FACT_TOKENS,
+    NOUNS,
+    OVERHEAD_TOKENS,
+    TASKS,
+    UNKNOWN,
+    draw_facts,
+    facts_for,
+    is_held_out,
+    recall,
+    say_list,
+)
 
 LISTS = ("recall", "absent", "yes_no")
 
@@ -121,5 +132,5 @@ def test_a_list_fills_the_tokens_it_is_made_for(tokens: int) -> None:
 
 
 def test_the_tasks_need_no_torch() -> None:
-    code = "import chitu.workloads.tiny, sys; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
+    code = "import chitu.assets.tiny_tasks, sys; sys.exit('torch' in sys.modules or 'tokenizers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -13,6 +13,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
+from support.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+from support.fake_executor import expected_tokens
 
 from chitu.engine.executor import ExecutorInfo
 from chitu.kv_cache.tiers.host_pages import HostPages
@@ -20,8 +22,6 @@ from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, PageStore
 from chitu.kv_cache.tiers.prefix_tiers import PrefixTiers, SlowTier
 from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
-from chitu.testing.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
-from chitu.testing.fake_executor import expected_tokens
 
 GREEDY = SamplingParams(3, temperature=0.0)
 TIMEOUT_S = 2.0

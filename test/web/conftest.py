@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, expect
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
-from chitu.launch.make_model import make_model
+from chitu.tools.make_model import make_model
 
 OpenPage = Callable[..., ChatPage]
 

@@ -8,9 +8,9 @@ import pytest
 from chat_page import ChatPage
 from conftest import OpenPage
 from playwright.sync_api import expect
+from support.router_process import wait_until
 
 from chitu.launch.local import LocalCluster
-from chitu.testing.router_process import wait_until
 
 
 def test_a_phone_needs_no_sideways_scrolling(open_page: OpenPage, cluster: LocalCluster) -> None:

@@ -10,9 +10,9 @@ import httpx
 from chat_page import ChatPage
 from conftest import OpenPage
 from playwright.sync_api import Route, expect
+from support.router_process import wait_until
 
 from chitu.launch.local import LocalCluster
-from chitu.testing.router_process import wait_until
 
 PAIR = r"P\d → D\d"
 MARKUP = '<img src="x" onerror="document.title = \'broken\'"><b>bold</b> & <script>document.title = "broken"</script>'

@@ -7,9 +7,9 @@ import re
 from chat_page import ChatPage
 from conftest import OpenPage
 from playwright.sync_api import expect
+from support.router_process import wait_until
 
 from chitu.launch.local import LocalCluster
-from chitu.testing.router_process import wait_until
 
 ALL = ["D0", "D1", "D2", "P0", "P1"]
 

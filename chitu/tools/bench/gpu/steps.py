@@ -1,0 +1,180 @@
+"""Whole steps of the model: decode against the bytes that it must read, prefill against the rate of a matrix product.
+
+Decode is timed three ways. The device's time is that of recorded steps, one after the other. The executor's time is
+that of `ModelRunner.execute`, including the tokens' copy to the host. The scheduler's time is a whole turn of an
+instance (`host_share.py`), with each step launched before the previous one is read (overlap) and without. The
+differences are the host's share.
+
+A prompt longer than the recorded steps is timed as an instance computes it, and by our own kernel alone.
+`flashinfer_rows` times it by FlashInfer, and chunks after a prefix by both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from chitu.engine.batch import SlotTable
+from chitu.engine.build import load_model
+from chitu.engine.executor import Admit, PrefillChunk, StepPlan
+from chitu.engine.model_runner import ModelRunner
+from chitu.engine.sampler import Sampler
+from chitu.engine.step_graphs import Recording, StepGraphs
+from chitu.kv_cache.pool import KVPool
+from chitu.models.config import ModelSpec, model_hash, read_model_spec, weight_files
+from chitu.models.layers import DecoderModel
+from chitu.ops.flashinfer_prefill import PrefillShape, open_flashinfer
+from chitu.ops.interface import Ops
+from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
+from chitu.protocol import KVLayout, SamplingParams, pack_i32
+from chitu.tools.bench.gpu.card import PAGE_SIZE, Card, Row, at_least, at_most
+from chitu.tools.bench.gpu.host_share import step_seconds
+
+DECODE_AIMS = {1: 0.50, 8: 0.60, 64: 0.85}
+PREFILL_AIM = 0.60
+SHORT_PROMPT_AIM_MS = {512: 3.0}
+STEPS = 64
+"""Decode steps of a measurement, by which each sequence grows."""
+
+
+class StepBench:
+    """The model on the device, with a pool and a runner for every case."""
+
+    def __init__(self, card: Card, folder: Path) -> None:
+        self._card = card
+        self._folder = folder
+        self.spec: ModelSpec = read_model_spec(folder)
+        self.model: DecoderModel = load_model(folder, card.sizes.dtype, str(card.device), ops=card.ops())
+        self._weight_bytes = sum(file.stat().st_size for file in weight_files(folder))
+        self._recorder = card.recorder()
+
+    def rows(self) -> Iterator[Row]:
+        with torch.inference_mode():
+            for batch in self._card.sizes.step_batches:
+                yield from self.decode(batch)
+            for tokens in self._card.sizes.prompts:
+                yield from self.prefill(tokens)
+            own = self._card.ops(NO_WHOLE_PROMPTS)
+            yield from self.prefill(max(self._card.sizes.prompts), own, ", own kernel")
+
+    def flashinfer_rows(self, limit_s: float) -> Iterator[Row | str]:
+        """Measure the longest prompt at once and its last chunk. Building the kernels may take `limit_s` before."""
+        card, spec = self._card, self.spec
+        shape = PrefillShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, card.dtype, card.dtype)
+        library = open_flashinfer("auto", shape, card.device, limit_s) if card.is_gpu else None
+        if library is None:
+            yield "prefill by FlashInfer: it is not installed, or does not work here"
+            return
+        tokens = max(card.sizes.prompts)
+        with torch.inference_mode():
+            for name, flashinfer in ((", FlashInfer", library), (", own kernel", None)):
+                ops = card.ops(NO_WHOLE_PROMPTS, flashinfer)
+                if flashinfer is not None:
+                    yield from self.prefill(tokens, ops, name)
+                yield from self.prefill(tokens, ops, name, chunk=card.sizes.last_chunk)
+
+    def decode(self, batch: int) -> Iterator[Row]:
+        card, context, steps = self._card, self._card.sizes.step_context, STEPS if self._card.is_gpu else 2
+        # The sequences pass `context` in the middle of the measurement.
+        start, limit = context - steps // 2, context + 3 * steps
+        pool = self._pool(batch * -(-limit // PAGE_SIZE))
+        kv_bytes = 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * pool.k[0].itemsize
+        floor_s = (self._weight_bytes + batch * context * kv_bytes) / card.ceilings.copy_bytes_per_s
+        slots = list(range(batch))
+        admits = [self._admit(slot, start, limit, kv_len=start - 1) for slot in slots]
+
+        scratch = pool.scratch_page
+        table = SlotTable(batch, limit, PAGE_SIZE, pool.num_pages, card.device, scratch)
+        for admit in admits:
+            table.admit(admit)
+        graphs = StepGraphs(self.model, table, pool.k, pool.v, Recording(self._recorder, (), ()))
+
+        def many() -> None:
+            for _ in range(steps):
+                graphs.decode(slots, table.advance_decode(slots))
+                table.count_tokens(slots)
+
+        graphs.decode(slots, table.advance_decode(slots))
+        table.count_tokens(slots)
+        device_s = card.seconds(many, repeats=1, warm=0) / steps
+        what = f"decode step, batch {batch}, context {context}"
+        aim = DECODE_AIMS.get(batch)
+        yield at_least(f"{what}: device", device_s * 1e3, "ms", floor_s / device_s, "byte floor", aim)
+
+        runner = self._runner(pool, batch, limit, Recording(self._recorder, (), ()))
+        runner.execute(StepPlan(admit=admits, decode=slots))
+        wall_s = card.wall_seconds(lambda: runner.execute(StepPlan(decode=slots)), repeats=steps)
+        yield at_least(f"{what}: executor", wall_s * 1e3, "ms", floor_s / wall_s, "byte floor", aim)
+        yield Row(f"{what}: host's share", (wall_s - device_s) * 1e3, "ms", 1 - device_s / wall_s, "executor's time")
+        runner.execute(StepPlan(release=slots))
+        for overlap in (False, True):
+            turn_s = step_seconds(card, runner, start, steps, overlap)
+            name = f"{what}: scheduler, overlap {'on' if overlap else 'off'}"
+            yield at_least(name, turn_s * 1e3, "ms", floor_s / turn_s, "byte floor", aim if overlap else None)
+            yield Row(f"{name}: host's share", (turn_s - device_s) * 1e3, "ms", 1 - device_s / turn_s, "turn's time")
+
+    def prefill(self, tokens: int, ops: Ops | None = None, route: str = "", chunk: int | None = None) -> Iterator[Row]:
+        """Measure a whole prompt as one chunk, or its last `chunk` tokens after the rest, until the first token is on
+        the host. `ops` replaces an instance's ops and is named by `route`; such steps are not recorded."""
+        card, spec, rows = self._card, self.spec, chunk or tokens
+        start = tokens - rows
+        pool = self._pool(-(-(tokens + 1) // PAGE_SIZE))
+        recorded = card.sizes.recorded_prefills if ops is None else ()
+        runner = self._runner(pool, 1, tokens + 1, Recording(self._recorder, (), recorded), ops)
+        admit = self._admit(0, tokens, tokens + 1, kv_len=start)
+
+        def once() -> None:
+            plan = StepPlan(admit=[admit], prefill=[PrefillChunk(0, start, rows, sample=True)])
+            runner.execute(plan)
+            runner.execute(StepPlan(release=[0]))
+
+        once()
+        seconds = card.wall_seconds(once)
+        is_recorded = rows <= max(recorded, default=0)
+        what = f"prefill {rows} tokens" + (f" behind {start}" if start else "") + route
+        what += ", recorded" if is_recorded else ""
+        if rows in SHORT_PROMPT_AIM_MS and ops is None:
+            yield at_most(what, seconds * 1e3, "ms", SHORT_PROMPT_AIM_MS[rows])
+        itemsize = pool.k[0].itemsize
+        embedding = spec.vocab_size * spec.hidden_size
+        weights = self._weight_bytes // itemsize - embedding * (1 if spec.tie_word_embeddings else 2)
+        pairs = tokens**2 - start**2  # twice the pairs of a query and a key that it sees
+        flops = 2 * rows * weights + 2 * spec.num_heads * spec.head_dim * pairs * spec.num_layers
+        aim = None if is_recorded or ops is not None else PREFILL_AIM
+        ratio = flops / seconds / card.ceilings.flops_per_s
+        yield at_least(what, rows / seconds / 1e3, "k tok/s", ratio, "matmul rate", aim)
+
+    def _pool(self, num_pages: int) -> KVPool:
+        spec = self.spec
+        layout = KVLayout(
+            model_hash(self._folder),
+            spec.num_layers,
+            spec.num_kv_heads,
+            spec.head_dim,
+            PAGE_SIZE,
+            self._card.sizes.dtype,
+            spec.vocab_size,
+        )
+        pool = KVPool(layout, num_pages, 1, str(self._card.device), has_scratch=True)
+        for region in (*pool.k, *pool.v):
+            region.normal_()
+        return pool
+
+    def _runner(
+        self, pool: KVPool, num_slots: int, limit: int, recording: Recording, ops: Ops | None = None
+    ) -> ModelRunner:
+        model = self.model if ops is None else dataclasses.replace(self.model, ops=ops)
+        sampler = Sampler(num_slots, self.spec.vocab_size, pool.device, self.spec.eos_token_ids)
+        return ModelRunner(self.spec, model, pool, num_slots, limit, sampler, recording)
+
+    def _admit(self, slot: int, tokens: int, limit: int, kv_len: int) -> Admit:
+        """Return an admission of `tokens` token ids, with pages for `limit` tokens that no other slot has and that are
+        not in ascending order."""
+        pages_each = -(-limit // PAGE_SIZE)
+        ids = [(7 * index + slot) % self.spec.vocab_size for index in range(tokens)]
+        pages = tuple(range(slot * pages_each, (slot + 1) * pages_each))
+        params = SamplingParams(max_tokens=limit, temperature=0.0, ignore_eos=True)
+        return Admit(slot, pack_i32(ids), tokens, kv_len, pages[::-1], params)

@@ -1,0 +1,151 @@
+"""Process entry of an instance with the checksum engine: `python -m support.checksum_scheduler --role ...`.
+
+Everything except the engine is real (`serve/scheduler.py`): sockets, threads, scheduler, transports. The "checkpoint"
+is a folder with a tokenizer and a `config.json`, written by `make_checksum_model`. Its `checksum_engine.json` sets
+computing times and the folder of holds: while a file `prefill` or `transfer` is in that folder, P waits before the last
+of several chunks of a prompt, or before each write to D (not by Mooncake). A held thread behaves like one in a long
+forward pass, or on a slow network, so a test knows the state of a request.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from support.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.schema import PDDisaggregationConfig, Topology
+from chitu.config.staging import pool_bytes_of
+from chitu.config.topology import Instance
+from chitu.engine.executor import ExecutorInfo
+from chitu.kv_cache.aux_row import num_aux_rows
+from chitu.kv_transfer.transports import local
+from chitu.kv_transfer.transports.shm import ShmTransport
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
+from chitu.launch.plan import Entries
+from chitu.models.config import read_model_spec
+from chitu.net.threads import end_process
+from chitu.process.progress import ProgressWriter
+from chitu.serve.factories import Factories
+from chitu.serve.scheduler import main
+
+ENTRIES = Entries(scheduler="support.checksum_scheduler", torchrun=False)
+"""Entries of the checksum engine for `LocalCluster`."""
+CONFIG_FILE = "checksum_engine.json"
+HOLD_POLL_S = 0.005
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """Contents of `CONFIG_FILE` in the model folder."""
+
+    step_s: float = 0.0
+    prompt_token_s: float = 0.0
+    holds: str = ""
+    """Folder of the holds; empty: none."""
+    slow: dict[str, float] = {}
+    """Factor by which an instance (`P1`) is slower."""
+
+
+def make_checksum_model(folder: Path, config: EngineConfig) -> Path:
+    """Make a model folder without weights: the tokenizer of the embedded model, and `config`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in TINY_MODEL_DIR.iterdir():
+        if path.suffix == ".json" and "index" not in path.name:
+            shutil.copyfile(path, folder / path.name)
+    (folder / CONFIG_FILE).write_bytes(msgspec.json.encode(config))
+    return folder
+
+
+def read_engine_config(folder: Path) -> EngineConfig:
+    return msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=EngineConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumRank:
+    """Implements `serve.scheduler.BuiltRank`."""
+
+    pool: ChecksumPool
+    runner: ChecksumExecutor
+    group: None = None
+    grammars: None = None
+
+    def prepare_thread(self) -> None:
+        """Do nothing: there is no math library."""
+
+    def weights_digest(self) -> bytes:
+        """Return b"": there are no weights."""
+        return b""
+
+
+def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
+    """Build one rank, whose pool has `num_pages` (unset: 1024) pages."""
+    assert tp_rank == 0
+    folder = Path(topology.model.path)
+    spec = read_model_spec(folder, topology.model.max_model_len)
+    config = read_engine_config(folder)
+    progress.state("loading")
+    num_slots = topology.scheduler.max_running_requests
+    num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, instance.role)
+    layout = checksum_layout(topology.cache.page_size, spec.vocab_size)
+    num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
+    transfer_bytes = pool_bytes_of(topology.dp_config.router, instance.role, instance.config)
+    pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes)
+    max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
+    info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
+    factor = config.slow.get(instance.name, 1.0)
+    pace = Pace(factor * config.step_s, factor * config.prompt_token_s)
+    return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)))
+
+
+def hold_in(folder: str) -> Callable[[str], None]:
+    """Return a `hold(what)` that waits until no file `what` is in the folder."""
+    pause = threading.Event()
+
+    def hold(what: str) -> None:
+        while folder and Path(folder, what).exists():
+            pause.wait(HOLD_POLL_S)
+
+    return hold
+
+
+class HeldShmTransport(ShmTransport):
+    """Transport that waits before each write while the hold `transfer` exists. Raises WriteError after the timeout."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._hold = Path(folder, "transfer") if folder else None
+
+    def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
+        end_s = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while self._hold is not None and self._hold.exists():
+            if time.monotonic() > end_s:
+                raise WriteError(f"held for {timeout_s:g} s", settled=True)
+            pause.wait(HOLD_POLL_S)
+        super().write(peer, copies, max(0.0, end_s - time.monotonic()))
+
+
+def _main() -> int:
+    holds = ""
+
+    def build(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> ChecksumRank:
+        nonlocal holds
+        holds = read_engine_config(Path(topology.model.path)).holds
+        return build_checksum_rank(topology, instance, tp_rank, progress)
+
+    def open_transports(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
+        if config.transport == "mooncake":
+            return local.open_transports(config, host, device)
+        return local.with_faults([HeldShmTransport(holds)], config)
+
+    return main(factories=Factories(build, open_transports))
+
+
+if __name__ == "__main__":
+    end_process(_main())

@@ -1,0 +1,368 @@
+"""P, D and unified instances without a model: they join, send heartbeats, take requests and emit tokens. One process,
+one thread.
+
+Used by the router benchmark and by tests. Everything on the wire is real except the tokens, which are a function of the
+request alone: token i is the prompt's token i modulo its length (so the text of the answer is the prompt, over and
+over). With `--step-s 0` every running request gets a token in every turn of the loop.
+
+    python -m support.fake_worker --instances P0,D0 --host 127.0.0.1 --coordination-port ... --stats-port ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import get_type_hints
+
+import msgspec
+import zmq
+from support.fake_executor import fake_logprobs
+
+from chitu.config.load import cluster_key
+from chitu.instance.token_manager import TokenManager
+from chitu.net.curve import derive, make_context
+from chitu.net.link import LinkReceivers
+from chitu.net.process_deaths import pid_namespace, start_ticks
+from chitu.net.sockets import bind, connect
+from chitu.net.view_feed import ViewReceiver, ask_for_whole
+from chitu.protocol import (
+    PROTOCOL_VERSION,
+    VIEW_TOPIC,
+    CancelRequest,
+    DecodeRequest,
+    Drain,
+    Finish,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    JoinReply,
+    KVLayout,
+    Leave,
+    LinkAck,
+    LoadReport,
+    PrefillRequest,
+    RequestFailed,
+    SamplingParams,
+    UnifiedRequest,
+    coordination_reply_codec,
+    encode,
+    scheduler_codec,
+    unpack_i32,
+    view_codec,
+)
+from chitu.types import Incarnation, Role, new_incarnation, room_text
+
+STARTED = "sockets bound at"
+"""Line on standard error, followed by the seconds of the monotonic clock."""
+ROLE_OF_LETTER = {role.letter: role for role in Role}
+
+
+INSTANT_S = 0.00025
+"""Time between two consecutive token ids of `--instants`."""
+INSTANTS = range(2000, 6000)
+"""Token ids of `--instants`; they start again after a second."""
+
+
+def token_at(moment_s: float) -> int:
+    """Return the token that is emitted at this time with `--instants`."""
+    return INSTANTS[int(moment_s / INSTANT_S) % len(INSTANTS)]
+
+
+@dataclass(slots=True)
+class FakeOptions:
+    host: str
+    coordination_port: int
+    metadata_sync_port: int
+    stats_port: int
+    token_port: int
+    step_s: float = 0.0
+    """Seconds between two tokens of a request; 0: as fast as the loop turns."""
+    heartbeat_interval_s: float = 0.5
+    max_model_len: int = 4096
+    vocab_size: int = 512
+    model_hash: str = "fake"
+    protocol_version: int = PROTOCOL_VERSION
+    fail_prefill: str = ""
+    """Code with which P fails every request; empty: none."""
+    fail_decode: str = ""
+    """Code with which D ends every request after its first token; empty: none."""
+    stop_token: int = -1
+    """Token that ends a request with reason `stop` when emitted; -1: none."""
+    instants: bool = False
+    """Whether tokens encode their emission time (`token_at`) instead of repeating the prompt."""
+    trace: str = ""
+    """File that gets a line of JSON for every message received; empty: none."""
+
+
+@dataclass(slots=True)
+class _Running:
+    room: bytes
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    router_worker: int
+    emitted: int = 0
+
+
+@dataclass(slots=True)
+class _Instance:
+    info: InstanceInfo
+    requests: zmq.Socket[bytes]
+    coordination: zmq.Socket[bytes]
+    stream: TokenManager
+    running: dict[bytes, _Running] = field(default_factory=dict)
+    received: LinkReceivers = field(default_factory=LinkReceivers)
+    reads: int = 0
+    joined: bool = False
+    draining: bool = False
+    steps: int = 0
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+
+@dataclass(slots=True, frozen=True)
+class _FakeTokenSocket:
+    """A `PushPort` that blocks if the router does not read."""
+
+    socket: zmq.Socket[bytes]
+
+    def send(self, frame: bytes) -> bool:
+        self.socket.send(frame)
+        return True
+
+    def close(self) -> None:
+        self.socket.close(0)
+
+
+class FakeWorker:
+    def __init__(self, names: Sequence[str], options: FakeOptions) -> None:
+        """Make the instances `names`, such as P0, D0, U1."""
+        self._options = options
+        self._context = make_context(derive(cluster_key()))
+        self._incarnation: Incarnation = new_incarnation()
+        own_port = _FakeTokenSocket(self._connect(options.token_port)) if options.token_port else None
+        self._send_tokens = own_port.send if own_port is not None else (lambda frame: False)
+        self._instances = [self._make(name) for name in names]
+        print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
+        self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
+        self._router_workers: set[int] = set()
+        self._feed = ViewReceiver(time.monotonic())
+        self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
+        for topic in (VIEW_TOPIC, self._feed.topic):
+            self._view.setsockopt(zmq.SUBSCRIBE, topic)
+        self._poller = zmq.Poller()
+        self._by_socket: dict[object, _Instance] = {}
+        for instance in self._instances:
+            for socket in (instance.requests, instance.coordination):
+                self._poller.register(socket, zmq.POLLIN)
+                self._by_socket[socket] = instance
+        self._poller.register(self._view, zmq.POLLIN)
+        self._trace = Path(options.trace) if options.trace else None
+        self._stopping = False
+
+    def _connect(self, token_port: int) -> zmq.Socket[bytes]:
+        return connect(self._context, zmq.PUSH, self._options.host, token_port)
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def run(self) -> None:
+        """Run until `stop`, then leave the cluster."""
+        next_beat_s = next_step_s = 0.0
+        while not self._stopping:
+            now_s = time.monotonic()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self._options.heartbeat_interval_s
+                self._beat(now_s)
+            busy = any(instance.running for instance in self._instances)
+            wait_s = next_beat_s - now_s
+            if busy:
+                wait_s = max(0.0, min(wait_s, next_step_s - now_s)) if self._options.step_s else 0.0
+            for socket, _ in self._poller.poll(math.ceil(wait_s * 1000)):
+                self._take(socket)
+            now_s = time.monotonic()
+            if now_s >= next_step_s or not self._options.step_s:
+                next_step_s = now_s + self._options.step_s
+                for instance in self._instances:
+                    if instance.running:
+                        self._step(instance)
+        for instance in self._instances:
+            self._leave(instance, "told to end")
+        self._context.destroy(linger=200)
+
+    def _leave(self, instance: _Instance, reason: str) -> None:
+        info = instance.info
+        instance.coordination.send(encode(Leave(info.role, info.engine_rank, info.incarnation, reason)))
+
+    def _make(self, name: str) -> _Instance:
+        role, rank = ROLE_OF_LETTER[name[0].upper()], int(name[1:])
+        options = self._options
+        requests, port = bind(self._context, zmq.PULL, options.host, 0)
+        layout = KVLayout(options.model_hash, 2, 2, 16, 16, "float32", options.vocab_size)
+        control_port = 0 if role is Role.UNIFIED else port
+        info = InstanceInfo(
+            *(role, rank, self._incarnation, options.host, port, control_port, layout),
+            max_model_len=options.max_model_len,
+            pid=os.getpid(),
+            pid_namespace=pid_namespace(),
+            start_ticks=start_ticks(os.getpid()),
+        )
+        coordination = connect(self._context, zmq.DEALER, options.host, options.coordination_port)
+        stream = TokenManager(self._incarnation, self._send_tokens, lambda port: _FakeTokenSocket(self._connect(port)))
+        return _Instance(info, requests, coordination, stream)
+
+    def _beat(self, now_s: float) -> None:
+        for instance in [i for i in self._instances if i.draining and not i.running]:
+            self._instances.remove(instance)
+            self._leave(instance, "drained")
+        for instance in self._instances:
+            info = instance.info
+            if not instance.joined:
+                instance.coordination.send(encode(Join(self._options.protocol_version, info)), zmq.NOBLOCK)
+            load = LoadReport(running=len(instance.running), steps=instance.steps, tokens=instance.tokens)
+            self._drain_requests(instance)
+            instance.stream.flush(now_s)
+            beat = Heartbeat(
+                *(info.role, info.engine_rank, info.incarnation, load, instance.received.acks(), instance.reads)
+            )
+            self._stats.send(encode(beat), zmq.NOBLOCK)
+
+    def _take(self, socket: object) -> None:
+        if socket is self._view:
+            self._drain_views()
+            return
+        instance = self._by_socket[socket]
+        if socket is instance.requests:
+            self._drain_requests(instance)
+            return
+        reply = coordination_reply_codec.decode(instance.coordination.recv())
+        self._note(instance, reply)
+        if isinstance(reply, JoinReply) and reply.code:
+            print(f"{instance.name} refused: {reply.code}: {reply.message}", file=sys.stderr, flush=True)
+        elif isinstance(reply, Drain):
+            instance.draining = True
+            instance.coordination.send(encode(reply))
+
+    def _drain_views(self) -> None:
+        before = self._feed.view
+        try:
+            while True:
+                self._feed.take(view_codec.decode(self._view.recv_multipart(zmq.NOBLOCK)[-1]))
+        except zmq.Again:
+            pass
+        if self._feed.should_ask(time.monotonic()):
+            ask_for_whole(self._view, self._feed.topic)
+        view = self._feed.view
+        if view is before:
+            return
+        members = {(i.role, i.engine_rank, i.incarnation) for i in view.instances}
+        for instance in self._instances:
+            info = instance.info
+            instance.joined = (info.role, info.engine_rank, info.incarnation) in members
+        workers = {process.incarnation for process in view.workers}
+        for worker in self._router_workers - workers:
+            for instance in self._instances:
+                instance.stream.forget(worker)
+                for room in [room for room, r in instance.running.items() if r.router_worker == worker]:
+                    del instance.running[room]
+        self._router_workers = workers
+
+    def _drain_requests(self, instance: _Instance) -> None:
+        try:
+            while True:
+                message = scheduler_codec.decode(instance.requests.recv(zmq.NOBLOCK))
+                if isinstance(message, LinkAck):
+                    instance.stream.take_ack(message)
+                    continue
+                if not instance.received.take(message.link, message.number, message.num_kept):
+                    continue
+                self._note(instance, message)
+                if isinstance(message, CancelRequest):
+                    instance.running.pop(message.room, None)
+                elif isinstance(message, (DecodeRequest, UnifiedRequest)):
+                    token_ids, emitted = unpack_i32(message.token_ids), message.num_emitted
+                    prompt = token_ids[: len(token_ids) - emitted]  # the rest is output of a lost D
+                    worker = message.router_worker
+                    instance.stream.expect(worker, message.reply_port, message.link)
+                    instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker, emitted)
+                elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
+                    info = instance.info
+                    failed = RequestFailed(
+                        *(info.role, info.engine_rank, info.incarnation),
+                        message.room,
+                        self._options.fail_prefill,
+                        "told to fail",
+                    )
+                    self._stats.send(encode(failed))
+        except zmq.Again:
+            instance.reads += 1
+
+    def _step(self, instance: _Instance) -> None:
+        """Emit one token for every running request, in one batch."""
+        finished: list[tuple[_Running, Finish]] = []
+        push, stop_token, fail = instance.stream.push, self._options.stop_token, self._options.fail_decode
+        instants, now = self._options.instants, token_at(time.monotonic())
+        for running in instance.running.values():
+            token = now if instants else running.prompt[running.emitted % len(running.prompt)]
+            running.emitted += 1
+            count = running.sampling.logprobs
+            logprobs = None if count is None else fake_logprobs(token, count)
+            push(running.room, token, running.router_worker, logprobs)
+            if fail:
+                finished.append((running, Finish(running.room, "error", fail, "told to fail")))
+            elif token == stop_token and not running.sampling.ignore_eos:
+                finished.append((running, Finish(running.room, "stop")))
+            elif running.emitted >= running.sampling.max_tokens:
+                finished.append((running, Finish(running.room, "length")))
+        instance.steps += 1
+        instance.tokens += len(instance.running)
+        for running, finish in finished:
+            instance.stream.finish(finish, running.router_worker)
+            del instance.running[finish.room]
+        instance.stream.flush(time.monotonic())
+
+    def _note(self, instance: _Instance, message: msgspec.Struct) -> None:
+        if self._trace is None:
+            return
+        line: dict[str, object] = {"instance": instance.name, "kind": type(message).__name__}
+        for name in ("room", "request_id", "sampling", "code"):
+            value = getattr(message, name, None)
+            if value is not None:
+                line[name] = room_text(value) if isinstance(value, bytes) else value
+        with self._trace.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m support.fake_worker", description=__doc__.split("\n")[0])
+    parser.add_argument("--instances", required=True, help="comma separated: P0,D0,U0")
+    hints = get_type_hints(FakeOptions)
+    for option in dataclasses.fields(FakeOptions):
+        required = option.default is dataclasses.MISSING
+        flag = "--" + option.name.replace("_", "-")
+        default = None if required else option.default
+        if hints[option.name] is bool:
+            parser.add_argument(flag, action="store_true")
+        else:
+            parser.add_argument(flag, type=hints[option.name], required=required, default=default)
+    args = vars(parser.parse_args(argv))
+    names = args.pop("instances").split(",")
+    worker = FakeWorker(names, FakeOptions(**args))
+    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
+    signal.signal(signal.SIGINT, lambda *_: worker.stop())
+    worker.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
