@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from support.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _FakeSlot, kv_of
 
 from chitu.engine.executor import (
     Admit,
@@ -35,7 +36,6 @@ from chitu.kv_cache.aux_row import aux_row_bytes
 from chitu.kv_cache.pool import shared_memory
 from chitu.protocol import KVLayout
 from chitu.types import Ready
-from support.fake_executor import NUM_REGIONS, RECORD_BYTES, FakeExecutor, _FakeSlot, kv_of
 
 NUM_LAYERS = NUM_REGIONS // 2
 
