@@ -45,13 +45,13 @@ class KVChunk:
 
 @dataclass(slots=True)
 class TransferJob:
-    """What a transfer thread does at once for a room: write its aux row, or write KV chunks, or try to settle. In the
-    queue: all that waits for the room."""
+    """What a transfer thread does at once for a room: write its aux row, write KV chunks, or try to fence its writes.
+    In the queue: all that waits for the room."""
 
     room: bytes
     is_aux: bool = False
     chunks: list[TransferKVChunk] = field(default_factory=list)
-    is_settle: bool = False
+    is_fence: bool = False
 
     @property
     def num_units(self) -> int:
@@ -123,9 +123,9 @@ class TransferQueue:
             self._of(room).chunks.append(chunk)
             self._changed.notify()
 
-    def put_settle(self, room: bytes) -> None:
+    def put_fence(self, room: bytes) -> None:
         with self._changed:
-            self._of(room).is_settle = True
+            self._of(room).is_fence = True
             self._changed.notify()
 
     def drop(self, room: bytes) -> bool:
@@ -140,7 +140,7 @@ class TransferQueue:
 
     def run_one(self) -> bool:
         """Do one batch in this thread. Return False if nothing waits."""
-        batch = self._take(wait=False)
+        batch = self._dequeue(wait=False)
         if batch is None:
             return False
         self._do(batch)
@@ -170,7 +170,7 @@ class TransferQueue:
         return pending
 
     def _loop(self) -> None:
-        while (batch := self._take(wait=True)) is not None:
+        while (batch := self._dequeue(wait=True)) is not None:
             self._do(batch)
 
     def _do(self, batch: TransferJob) -> None:
@@ -181,7 +181,7 @@ class TransferQueue:
                 self._busy.discard(batch.room)
                 self._changed.notify()
 
-    def _take(self, wait: bool) -> TransferJob | None:
+    def _dequeue(self, wait: bool) -> TransferJob | None:
         with self._changed:
             while not self._closed:
                 room = self._choose()
@@ -220,9 +220,9 @@ class TransferQueue:
             job = TransferJob(room, chunks=pending.chunks[:count])
             del pending.chunks[:count]
         else:
-            pending.is_settle = False
-            job = TransferJob(room, is_settle=True)
-        if not (pending.is_aux or pending.chunks or pending.is_settle):
+            pending.is_fence = False
+            job = TransferJob(room, is_fence=True)
+        if not (pending.is_aux or pending.chunks or pending.is_fence):
             del self._pending[room]
         return job
 

@@ -61,7 +61,7 @@ class KVManager:
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
-        """Engine ranks of the D that P does not write to until a failed write has settled."""
+        """Engine ranks of the D that P does not write to until a failed write is fenced."""
         return self.sender.suspended_ranks if self.sender is not None else ()
 
     @property

@@ -41,9 +41,9 @@ class KVManagerConfig:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     transfer_threads: int = 1
     write_timeout_s: float = 5.0
-    """Timeout of one write; a peer that takes longer is suspended until its writes have settled."""
-    settle_timeout_s: float = 0.02
-    """Timeout of one settle attempt, which occupies a transfer thread; repeated every `retry_interval_s`, one per D."""
+    """Timeout of one write; a peer that takes longer is suspended until its writes are fenced."""
+    fence_timeout_s: float = 0.02
+    """Timeout of one fence attempt, which occupies a transfer thread; repeated every `retry_interval_s`, one per D."""
     max_batch_bytes: int = 16 << 20
     """Most KV bytes of one write (one layer of a chunk is never split)."""
     verify_kv: VerifyKV = "off"
@@ -88,7 +88,7 @@ class Line(NamedTuple):
 
 
 class TransferOutbox:
-    """Frames, log lines and events of a role. `put` to `take` are called under its lock, `leave` after it."""
+    """Frames, log lines and events of a role. `put` to `drain` are called under its lock, `leave` after it."""
 
     def __init__(self, parts: RoleParts, logger: logging.Logger) -> None:
         self._parts = parts
@@ -113,16 +113,16 @@ class TransferOutbox:
         events, self._events = self._events, []
         return events
 
-    def take(self) -> list[Send | Line | TransferEvent]:
+    def drain(self) -> list[Send | Line | TransferEvent]:
         leaving, self._leaving = self._leaving, []
         return leaving
 
-    def leave(self, taken: list[Send | Line | TransferEvent]) -> None:
+    def leave(self, leaving: list[Send | Line | TransferEvent]) -> None:
         """Send the frames, write the lines, and wake the step thread if it has events to poll."""
-        for effect in taken:
+        for effect in leaving:
             if isinstance(effect, Send):
                 self._parts.link(effect.host, effect.port, effect.room, encode(effect.message))
             elif isinstance(effect, Line):
                 self._logger.log(effect.level, effect.text, *effect.values, extra=about(effect.request_id))
-        if any(isinstance(effect, TransferEvent) for effect in taken):
+        if any(isinstance(effect, TransferEvent) for effect in leaving):
             self._parts.wake()

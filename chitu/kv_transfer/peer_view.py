@@ -96,7 +96,7 @@ class PeerView:
             peer.is_present = False
         for instance in view.instances:
             if instance.role is self._role:
-                self._take(instance)
+                self._add(instance)
         self._dead = frozenset(view.dead)
         for incarnation in self._dead & self._peers.keys():
             self._peers[incarnation].is_called_dead = True
@@ -105,7 +105,7 @@ class PeerView:
             del self._peers[incarnation]
         return True
 
-    def _take(self, instance: InstanceInfo) -> None:
+    def _add(self, instance: InstanceInfo) -> None:
         rank, incarnation = instance.engine_rank, instance.incarnation
         if self._holders.get(rank, incarnation) != incarnation:
             for other in self._peers.values():

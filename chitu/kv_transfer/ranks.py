@@ -13,9 +13,9 @@ On P all ranks write pages and compute their checksums; on D, which writes nothi
 `FanOut` owns the *lanes* to the followers. A lane is one socket per follower. One thread at a time uses it, under its
 lock; at the other end each follower has one thread per lane (`ranks.py`). Lane 0 opens and closes peers (comm
 thread), lane 1 computes checksums (transfer threads, D's verifying thread), lane 2 copies pages (`tiers`), the other
-lanes write and settle (transfer threads). A copy may take longer than a checksum may wait, so they do not share a lane.
+lanes write and fence (transfer threads). A copy may take longer than a checksum may wait, so they do not share a lane.
 The sockets lie in a folder that only this user can enter, until all followers have connected.
-Invariant: all writes and settles of one D go through the same lane, which a follower processes in order, so a settle
+Invariant: all writes and fences of one D go through the same lane, which a follower processes in order, so a fence
 that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
 
 A TP follower in the transfer layer: on orders of the main rank it writes its shard of P, computes checksums and
@@ -99,7 +99,7 @@ class WritePages(Order, frozen=True, tag="write"):
         return cls(number, incarnation, timeout_s, rows, pack_i32(src_pages[part]), pack_i32(dst_pages[part]))
 
 
-class Settle(Order, frozen=True, tag="settle"):
+class Fence(Order, frozen=True, tag="fence"):
     """Make sure that no earlier write to that D can land any more."""
 
     incarnation: int
@@ -127,7 +127,7 @@ class EndOrder(Order, frozen=True, tag="end"):
     """End the lane's thread, because the instance stops. Not answered."""
 
 
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Settle, SumPages, CopyShard, EndOrder]
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Fence, SumPages, CopyShard, EndOrder]
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -137,8 +137,8 @@ class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     nbytes: int = 0
     sums: bytes = b""
     """Answer to `SumPages`: int64, native order."""
-    is_settled: bool = True
-    """For a failed write: nothing of it can land any more. For a settle order: its result."""
+    is_fenced: bool = True
+    """For a failed write: nothing of it can land any more. For a fence order: its result."""
     code: str = ""
     message: str = ""
 
@@ -191,15 +191,15 @@ class FanOutResult(Generic[T]):
     answers: list[OrderAnswer | None]
 
     def failures(self) -> list[ChituError]:
-        """Return everything that went wrong, our own failure first. A missing answer is unsettled."""
+        """Return everything that went wrong, our own failure first. A missing answer is unfenced."""
         found: list[ChituError] = [self.mine] if isinstance(self.mine, ChituError) else []
         for rank, answer in enumerate(self.answers, start=1):
             if answer is None:
-                found.append(WriteError(f"TP rank {rank} did not answer", settled=False))
+                found.append(WriteError(f"TP rank {rank} did not answer", fenced=False))
             elif answer.code:
                 text = f"TP rank {rank}: {answer.message}"
-                is_unsettled = not answer.is_settled
-                found.append(WriteError(text, settled=False) if is_unsettled else from_code(answer.code, text))
+                is_unfenced = not answer.is_fenced
+                found.append(WriteError(text, fenced=False) if is_unfenced else from_code(answer.code, text))
         return found
 
 
@@ -217,9 +217,9 @@ class Lane:
             self._sockets.append(socket)
 
     def order(self, order: Order, mine: Callable[[], T], timeout_s: float) -> FanOutResult[T]:
-        """Send an order, run `mine`, collect the answers. Raises WriteError (settled) if the lane stays busy."""
+        """Send an order, run `mine`, collect the answers. Raises WriteError (fenced) if the lane stays busy."""
         if not self._lock.acquire(timeout=timeout_s):
-            raise WriteError(f"the followers were busy for {timeout_s} s", settled=True)
+            raise WriteError(f"the followers were busy for {timeout_s} s", fenced=True)
         try:
             deadline_s = time.monotonic() + timeout_s
             self._send(order)
@@ -301,8 +301,8 @@ class TPDecodeWriter:
         failures = result.failures()
         if failures:
             text = "; ".join(error.message for error in failures)
-            is_settled = all(error.settled for error in failures if isinstance(error, WriteError))
-            raise WriteError(text, settled=is_settled)
+            is_fenced = all(error.fenced for error in failures if isinstance(error, WriteError))
+            raise WriteError(text, fenced=is_fenced)
         assert not isinstance(result.mine, ChituError)
         return (*result.mine, *(answer.nbytes for answer in result.answers if answer is not None))
 
@@ -314,14 +314,14 @@ class TPDecodeWriter:
     ) -> list[int]:
         return self._own.buffer_lengths(chunks, src_pages, dst_pages)
 
-    def settle(self, timeout_s: float) -> bool:
-        order = Settle(self._fan_out.next_number(), self._incarnation, timeout_s)
+    def fence(self, timeout_s: float) -> bool:
+        order = Fence(self._fan_out.next_number(), self._incarnation, timeout_s)
         wait_s = timeout_s + self._fan_out.answer_grace_s
-        result = self._lane.order(order, lambda: self._own.settle(timeout_s), wait_s)
+        result = self._lane.order(order, lambda: self._own.fence(timeout_s), wait_s)
         failures = result.failures()
         if failures:
             raise TransferFailed("; ".join(error.message for error in failures))
-        return result.mine is True and all(answer is not None and answer.is_settled for answer in result.answers)
+        return result.mine is True and all(answer is not None and answer.is_fenced for answer in result.answers)
 
     def close(self) -> None:
         self._own.close()
@@ -522,11 +522,11 @@ class ShardFollower:
             if isinstance(order, CopyShard):
                 self._copy(order)
                 return OrderAnswer(order.number)
-            assert isinstance(order, Settle)
-            return OrderAnswer(order.number, is_settled=self._writer(order.incarnation).settle(order.timeout_s))
+            assert isinstance(order, Fence)
+            return OrderAnswer(order.number, is_fenced=self._writer(order.incarnation).fence(order.timeout_s))
         except ChituError as error:
-            is_settled = not isinstance(error, WriteError) or error.settled
-            return OrderAnswer(order.number, is_settled=is_settled, code=error.code, message=error.message)
+            is_fenced = not isinstance(error, WriteError) or error.fenced
+            return OrderAnswer(order.number, is_fenced=is_fenced, code=error.code, message=error.message)
 
     def _copy(self, order: CopyShard) -> None:
         assert self._tiers is not None, "the main rank has tiers by the same topology"

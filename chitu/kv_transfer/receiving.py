@@ -196,7 +196,7 @@ class DecodeReceiver:
             feared = self.machine.quarantined_writers()
             dead = [writer[1] for writer in feared if self._view.is_dead(*writer)]
         for incarnation in dead:
-            if self._messages.fence(incarnation):
+            if self._messages.revoke(incarnation):
                 self._handle(WriterDead(incarnation))
 
     # ------------------------------------------------------------------------------------------------------- any thread
@@ -216,8 +216,8 @@ class DecodeReceiver:
                     self._out.drop_events(effect.room)
                 else:
                     jobs.append(effect)
-            taken = self._out.take()
-        self._out.leave(taken)
+            leaving = self._out.drain()
+        self._out.leave(leaving)
         for job in jobs:
             if isinstance(job, CheckRow):
                 self._check_row(job)

@@ -1,8 +1,8 @@
 """P's table of registered D: validated addresses and an open connection for writes.
 
 Owned by `PrefillSender`; used on the comm thread only. `answer` and `reconnect` may open connections and are called
-without the sender's lock (they only read the view, which on P no other thread changes), `add` and `take_idle` under it.
-A registration is used only after all of it was checked: the layout against ours, the memory ranges for lying inside
+without the sender's lock (they only read the view, which on P no other thread changes), `add` and `detach_idle` under
+it. A registration is used only after all of it was checked: the layout against ours, the memory ranges for lying inside
 their arena, the port for being valid. One entry per incarnation; a message of a replaced incarnation is dropped.
 """
 
@@ -41,10 +41,10 @@ class DecodePeer:
     memory: RankMemory
     """Memory of its main rank; the other ranks have as many pages."""
     writer: DecodeWriter | None
-    unsettled: set[bytes] = field(default_factory=set)
-    """Rooms with a write to this D that failed and may still land: no new write starts before a settle succeeded."""
-    settle_due_s: float = 0.0
-    """Time of the next settle attempt, for any of these rooms."""
+    unfenced: set[bytes] = field(default_factory=set)
+    """Rooms with a write to this D that failed and may still land: no new write starts before a fence succeeded."""
+    fence_due_s: float = 0.0
+    """Time of the next fence attempt, for any of these rooms."""
     page_rooms: dict[int, bytes] = field(default_factory=dict)
     """The last room that each page was announced for, over or not; at most one entry per page."""
     aux_rooms: dict[int, bytes] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class DecodePeer:
 
     @property
     def is_suspended(self) -> bool:
-        return bool(self.unsettled)
+        return bool(self.unfenced)
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class DecodePeers:
             return error
         return None
 
-    def take_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
+    def detach_idle(self, in_use: Iterable[DecodePeer | None]) -> list[DecodeWriter]:
         """Return the writers of lost D that no room uses, for the caller to close. Drop replaced registrations."""
         used = {peer.info.incarnation for peer in in_use if peer is not None}
         idle: list[DecodeWriter] = []

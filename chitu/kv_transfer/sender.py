@@ -8,8 +8,8 @@ does not have changes nothing. Invariants: a room goes on only if the router's r
 same D and the same prompt length, and every page and slot that D names was checked against its registered memory; a
 TransferInfo that is not accepted is answered with a Failed status, and so is each repeat of it; FAILED, SUCCESS and
 RELEASED come once per room; RELEASED comes only when no write of the room waits, runs or can still land; Success
-follows the last byte; a write that failed and may still land suspends its D until a settle succeeded, and only one room
-of a D is SETTLING at a time.
+follows the last byte; a write that failed and may still land suspends its D until a fence succeeded, and only one room
+of a D is FENCING at a time.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class SenderState(Enum):
     """Every byte landed. The Success status is repeated until D acknowledges it."""
     STOPPING = auto()
     """Failed while a transfer thread is inside a write: pages stay allocated on both sides until it returns."""
-    UNSETTLED = auto()
-    """Failed, and a write of it that failed may still land. The transport is asked repeatedly to settle it."""
-    SETTLING = auto()
-    """As UNSETTLED, and a transfer thread settles it now, or will. Rooms of one D are settled one at a time."""
+    UNFENCED = auto()
+    """Failed, and a write of it that failed may still land. The transport is asked repeatedly to fence it."""
+    FENCING = auto()
+    """As UNFENCED, and a transfer thread fences it now, or will. Rooms of one D are fenced one at a time."""
     RELEASED = auto()
     """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
     FORGOTTEN = auto()
@@ -96,15 +96,15 @@ class SenderEvent(Enum):
     """D's incarnation left the cluster view or was replaced."""
     WRITE_FAILED = auto()
     """A write failed and can no longer land, or D takes no writes."""
-    WRITE_UNSETTLED = auto()
+    WRITE_UNFENCED = auto()
     """A write failed and may still land."""
     REFUSED = auto()
     """The two halves contradict each other (prompt length, page list)."""
     DEADLINE = auto()
-    SETTLE_BEGAN = auto()
-    SETTLE_FAILED = auto()
-    """An attempt to settle is over; the write may still land."""
-    SETTLED = auto()
+    FENCE_BEGAN = auto()
+    FENCE_FAILED = auto()
+    """The attempt is over; the write may still land."""
+    FENCED = auto()
     """The write that failed cannot land any more."""
     ACKNOWLEDGED = auto()
     """D knows how the room ended."""
@@ -149,10 +149,10 @@ SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], Sender
         (E.WRITE_ENDED, E.LANDED, E.WRITE_FAILED),
         S.RELEASED,
     ),
-    **edges((S.WRITING, S.STOPPING), (E.WRITE_UNSETTLED,), S.UNSETTLED),
-    (S.UNSETTLED, E.SETTLE_BEGAN): S.SETTLING,
-    (S.SETTLING, E.SETTLE_FAILED): S.UNSETTLED,
-    **edges((S.UNSETTLED, S.SETTLING), (E.SETTLED,), S.RELEASED),
+    **edges((S.WRITING, S.STOPPING), (E.WRITE_UNFENCED,), S.UNFENCED),
+    (S.UNFENCED, E.FENCE_BEGAN): S.FENCING,
+    (S.FENCING, E.FENCE_FAILED): S.UNFENCED,
+    **edges((S.UNFENCED, S.FENCING), (E.FENCED,), S.RELEASED),
     **edges(
         (S.SUCCEEDED, S.RELEASED),
         (E.ACKNOWLEDGED, E.DEADLINE),
@@ -169,8 +169,8 @@ SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
     S.WRITING: Deadline.TRANSFER,
     S.SUCCEEDED: Deadline.REPEAT,
     S.STOPPING: Deadline.HANDSHAKE,
-    S.UNSETTLED: Deadline.HANDSHAKE,
-    S.SETTLING: Deadline.HANDSHAKE,
+    S.UNFENCED: Deadline.HANDSHAKE,
+    S.FENCING: Deadline.HANDSHAKE,
     S.RELEASED: Deadline.REPEAT,
     S.FORGOTTEN: Deadline.TERMINAL,
 }
@@ -202,8 +202,8 @@ WRITABLE_STATES = frozenset(
         S.TRANSFERRING,
         S.WRITING,
         S.STOPPING,
-        S.UNSETTLED,
-        S.SETTLING,
+        S.UNFENCED,
+        S.FENCING,
     }
 )
 """States in which a write to D's pages may run, may start or may still land."""
@@ -216,7 +216,7 @@ _ACKNOWLEDGED = frozenset({(S.SUCCEEDED, KVPoll.Success), (S.RELEASED, KVPoll.Fa
 REPEAT_BYTES = 1 << 20
 """Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
 not queue up behind each other on a slow link."""
-_REPORTED_AT_ONCE = frozenset({S.STOPPING, S.UNSETTLED, S.FORGOTTEN})
+_REPORTED_AT_ONCE = frozenset({S.STOPPING, S.UNFENCED, S.FORGOTTEN})
 """States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
 
 
@@ -282,8 +282,8 @@ class FrameReceived(NamedTuple):
     """Reason why no connection to this D could be opened."""
 
 
-class JobTaken(NamedTuple):
-    """A transfer thread took a job and asks whether it may still be done."""
+class JobDequeued(NamedTuple):
+    """A transfer thread dequeued a job and asks whether it may still be done."""
 
     job: TransferJob
 
@@ -296,11 +296,11 @@ class Written(NamedTuple):
     error: ChituError | None = None
 
 
-class SettleResult(NamedTuple):
-    """Answer to `SettleWrites`: nothing of the failed writes to this D can land any more, or the attempt failed."""
+class FenceResult(NamedTuple):
+    """Answer to `FenceWrites`: nothing of the failed writes to this D can land any more, or the attempt failed."""
 
-    settle: SettleWrites
-    is_settled: bool
+    fence: FenceWrites
+    is_fenced: bool
     error: ChituError | None = None
 
 
@@ -310,7 +310,7 @@ class DecodeDead(NamedTuple):
     peer: DecodePeer
 
 
-Event = Union[Requested, Aborted, FrameReceived, JobTaken, Written, SettleResult, ViewChanged, DecodeDead, Tick]
+Event = Union[Requested, Aborted, FrameReceived, JobDequeued, Written, FenceResult, ViewChanged, DecodeDead, Tick]
 
 # -------------------------------------------------------------------------------------------------------------- effects
 
@@ -335,22 +335,22 @@ class Stop(NamedTuple):
     room: bytes
 
 
-class QueueSettle(NamedTuple):
-    """Queue a settle attempt."""
+class QueueFence(NamedTuple):
+    """Queue a fence attempt."""
 
     room: bytes
 
 
 class Write(NamedTuple):
-    """Do the job, in the thread that sent `JobTaken`."""
+    """Do the job, in the thread that sent `JobDequeued`."""
 
     job: TransferJob
     record: SendRoom
     destination: Destination
 
 
-class SettleWrites(NamedTuple):
-    """Try to settle the failed writes to this D, in the thread that sent `JobTaken`."""
+class FenceWrites(NamedTuple):
+    """Try to fence the failed writes to this D, in the thread that sent `JobDequeued`."""
 
     room: bytes
     peer: DecodePeer
@@ -358,7 +358,7 @@ class SettleWrites(NamedTuple):
     """Rooms that this attempt covers. A room whose write fails later is not among them."""
 
 
-Effect = Union[Send, TransferEvent, DropEvents, Line, TrackChunks, StartSending, Stop, QueueSettle, Write, SettleWrites]
+Effect = Union[Send, TransferEvent, DropEvents, Line, TrackChunks, StartSending, Stop, QueueFence, Write, FenceWrites]
 
 
 SendEntry = Entry[SenderState, SendRoom]
@@ -388,8 +388,8 @@ class SenderMachine:
         """Apply one event and return the effects to carry out, in order."""
         self._now_s, self._effects = now_s, []
         match event:
-            case JobTaken(job):
-                self._take_job(job)
+            case JobDequeued(job):
+                self._begin_job(job)
             case Written():
                 self._written(event)
             case Requested():
@@ -403,11 +403,11 @@ class SenderMachine:
             case Aborted(room, error):
                 self._effects.append(DropEvents(room))
                 self._apply(room, E.ABORT, error)
-            case SettleResult():
-                self._settle_tried(event)
+            case FenceResult():
+                self._fence_tried(event)
             case DecodeDead(peer):
-                for room in tuple(peer.unsettled):
-                    self._apply(room, E.SETTLED)
+                for room in tuple(peer.unfenced):
+                    self._apply(room, E.FENCED)
             case ViewChanged():
                 self._fail_lost()
             case Tick():
@@ -452,12 +452,12 @@ class SenderMachine:
             self._log(logging.INFO, log.FINISHED_KV, record.request_id, request_id=record.request_id)
             self._effects.append(TransferEvent(Kind.SUCCESS, room, kv_bytes=sum(record.bytes_per_rank)))
             self._send_status(room, entry, peer)
-        elif state is S.UNSETTLED:
+        elif state is S.UNFENCED:
             if not peer.is_suspended:
                 self._log(logging.WARNING, "suspending writes to %s until outstanding writes are fenced", peer.name)
-            peer.unsettled.add(room)
+            peer.unfenced.add(room)
         elif state is S.RELEASED:
-            peer.unsettled.discard(room)
+            peer.unfenced.discard(room)
             self._effects.append(TransferEvent(Kind.RELEASED, room))
             if self._view.is_lost(record.decode_rank, record.decode_incarnation):
                 self._apply(room, E.PEER_LOST)
@@ -536,8 +536,8 @@ class SenderMachine:
     def _announced_again(self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: Destination) -> None:
         """Ignore an identical TransferInfo, which is D's repeat; refuse a different one, whichever D sent it."""
         if destination.info != info or destination.peer is not peer:
-            is_settled = destination.peer is not peer  # nothing was ever written to a D that this room is not for
-            self._refuse(room, peer, TransferFailed("this room was announced already"), is_settled)
+            is_fenced = destination.peer is not peer  # nothing was ever written to a D that this room is not for
+            self._refuse(room, peer, TransferFailed("this room was announced already"), is_fenced)
 
     def _require_unclaimed(self, info: TransferInfo, peer: DecodePeer, pages: Sequence[int]) -> None:
         """Raise BadFrame if a page or slot of this announcement may still be written for another room of the same D. A
@@ -576,14 +576,14 @@ class SenderMachine:
 
     # ---------------------------------------------------------------------------------------------------------- writing
 
-    def _take_job(self, job: TransferJob) -> None:
+    def _begin_job(self, job: TransferJob) -> None:
         entry = self.table.get(job.room)
         if entry is None or entry.data.destination is None:
             return
         destination, peer = entry.data.destination, entry.data.destination.peer
-        if job.is_settle:
-            if entry.state is S.SETTLING:
-                self._effects.append(SettleWrites(job.room, peer, tuple(peer.unsettled)))
+        if job.is_fence:
+            if entry.state is S.FENCING:
+                self._effects.append(FenceWrites(job.room, peer, tuple(peer.unfenced)))
         elif peer.is_suspended and entry.state in _TO_WRITE:
             self._apply(job.room, E.WRITE_FAILED, TransferFailed(f"writes to {peer.name} are suspended"))
         elif self._apply(job.room, E.WRITE_BEGAN):
@@ -608,36 +608,36 @@ class SenderMachine:
         self._apply(room, E.WRITE_ENDED if record.units_left else E.LANDED)
 
     def _write_failed(self, room: bytes, request_id: str, failure: ChituError) -> None:
-        may_land = isinstance(failure, WriteError) and not failure.settled
+        may_land = isinstance(failure, WriteError) and not failure.fenced
         text = "transfer of %s failed: %s"
         self._log(logging.WARNING, text, request_id, failure.message, request_id=request_id)
         error = failure if isinstance(failure, TransferFailed) else TransferFailed(failure.message)
-        self._apply(room, E.WRITE_UNSETTLED if may_land else E.WRITE_FAILED, error)
+        self._apply(room, E.WRITE_UNFENCED if may_land else E.WRITE_FAILED, error)
 
-    def _settle_tried(self, event: SettleResult) -> None:
-        room, peer, rooms = event.settle
+    def _fence_tried(self, event: FenceResult) -> None:
+        room, peer, rooms = event.fence
         if event.error is not None:
-            self._log(logging.WARNING, "settling writes to %s: %s", peer.name, event.error.message)
-        if not event.is_settled:
-            self._apply(room, E.SETTLE_FAILED)
+            self._log(logging.WARNING, "fencing writes to %s: %s", peer.name, event.error.message)
+        if not event.is_fenced:
+            self._apply(room, E.FENCE_FAILED)
             return
-        for settled in rooms:
-            self._apply(settled, E.SETTLED)
+        for fenced in rooms:
+            self._apply(fenced, E.FENCED)
         if not peer.is_suspended:
             self._log(logging.INFO, "resumed writes to %s", peer.name)
 
     # --------------------------------------------------------------------------------------------------- timers; lost D
 
     def _tick(self) -> None:
-        """Apply deadlines, start settle attempts that are due, and repeat statuses."""
+        """Apply deadlines, start fence attempts that are due, and repeat statuses."""
         for room in self.table.expired(self._now_s):
             self._expire(room)
         for room, entry in self.table.items():
             if entry.data.destination is None:
                 continue
             peer = entry.data.destination.peer
-            if entry.state is S.UNSETTLED and peer.settle_due_s <= self._now_s:
-                self._ask_to_settle(room, peer)
+            if entry.state is S.UNFENCED and peer.fence_due_s <= self._now_s:
+                self._ask_to_fence(room, peer)
             if entry.data.repeat_due_s <= self._now_s:
                 self._send_status(room, entry, peer)
 
@@ -650,13 +650,13 @@ class SenderMachine:
         error = BootstrapTimeout(text) if entry.state is S.REQUESTED else TransferTimeout(text)
         self._apply(room, E.DEADLINE, error)
 
-    def _ask_to_settle(self, room: bytes, peer: DecodePeer) -> None:
-        """Queue a settle attempt, unless another room of this D is being settled."""
-        entries = (self.table.get(other) for other in peer.unsettled)
-        if not any(entry is not None and entry.state is S.SETTLING for entry in entries):
-            peer.settle_due_s = self._now_s + self._config.deadlines.retry_interval_s
-            self._apply(room, E.SETTLE_BEGAN)
-            self._effects.append(QueueSettle(room))
+    def _ask_to_fence(self, room: bytes, peer: DecodePeer) -> None:
+        """Queue a fence attempt, unless another room of this D is being fenced."""
+        entries = (self.table.get(other) for other in peer.unfenced)
+        if not any(entry is not None and entry.state is S.FENCING for entry in entries):
+            peer.fence_due_s = self._now_s + self._config.deadlines.retry_interval_s
+            self._apply(room, E.FENCE_BEGAN)
+            self._effects.append(QueueFence(room))
 
     def _fail_lost(self) -> None:
         """Fail the rooms of each D that left the cluster view or was replaced, and stop repeating statuses to it."""
@@ -685,8 +685,8 @@ class SenderMachine:
         )
         self._send(room, peer, status)
 
-    def _refuse(self, room: bytes, peer: DecodePeer, error: ChituError, is_settled: bool = True) -> None:
-        status = TransferStatus(self._config.incarnation, KVPoll.Failed, is_settled, error.code, error.message)
+    def _refuse(self, room: bytes, peer: DecodePeer, error: ChituError, is_fenced: bool = True) -> None:
+        status = TransferStatus(self._config.incarnation, KVPoll.Failed, is_fenced, error.code, error.message)
         self._send(room, peer, status)
 
     def _send(self, room: bytes, peer: DecodePeer, message: Wire) -> None:

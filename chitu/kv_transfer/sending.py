@@ -28,15 +28,15 @@ from chitu.kv_transfer.registration import DecodePeer, DecodePeers
 from chitu.kv_transfer.sender import (
     DecodeDead,
     Event,
+    FenceResult,
+    FenceWrites,
     FrameReceived,
-    JobTaken,
-    QueueSettle,
+    JobDequeued,
+    QueueFence,
     Requested,
     SenderMachine,
     SenderState,
     SendRoom,
-    SettleResult,
-    SettleWrites,
     StartSending,
     Stop,
     TrackChunks,
@@ -148,11 +148,11 @@ class PageWriter:
         self._parts = parts
         self._trace = trace
 
-    def settle(self, settle: SettleWrites) -> SettleResult:
+    def fence(self, failed: FenceWrites) -> FenceResult:
         try:
-            return SettleResult(settle, _writer_to(settle.peer).settle(self._config.settle_timeout_s))
+            return FenceResult(failed, _writer_to(failed.peer).fence(self._config.fence_timeout_s))
         except ChituError as error:
-            return SettleResult(settle, False, error)
+            return FenceResult(failed, False, error)
 
     def write(self, write: Write) -> Written:
         """Write the job's logits row or chunks."""
@@ -280,7 +280,7 @@ class PrefillSender:
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
-        """Engine ranks of the D that get no writes until a failed write has settled."""
+        """Engine ranks of the D that get no writes until a failed write is fenced."""
         return tuple(sorted({peer.info.engine_rank for peer in list(self._peers.table.values()) if peer.is_suspended}))
 
     @property
@@ -375,17 +375,17 @@ class PrefillSender:
         self._handle(Tick())
         with self._lock:
             in_use = [entry.data.destination.peer for _, entry in self.machine.table.items() if entry.data.destination]
-            idle = self._peers.take_idle(in_use)
+            idle = self._peers.detach_idle(in_use)
         for writer in idle:
             writer.close()
 
     # ------------------------------------------------------------------------------------------------- transfer threads
 
     def _work(self, job: TransferJob) -> None:
-        """Do one write, or one settle attempt, of one room."""
-        for effect in self._handle(JobTaken(job)):
-            if isinstance(effect, SettleWrites):
-                self._handle(self._writer.settle(effect))
+        """Do one write, or one fence attempt, of one room."""
+        for effect in self._handle(JobDequeued(job)):
+            if isinstance(effect, FenceWrites):
+                self._handle(self._writer.fence(effect))
             else:
                 self._handle(self._writer.write(effect))
                 if self._trace is not None and effect.record.landed_s:
@@ -393,13 +393,13 @@ class PrefillSender:
 
     # ------------------------------------------------------------------------------------------------------- any thread
 
-    def _handle(self, event: Event) -> list[Write | SettleWrites]:
+    def _handle(self, event: Event) -> list[Write | FenceWrites]:
         """Apply an event and carry out its effects. Return those that the caller carries out without the lock."""
-        jobs: list[Write | SettleWrites] = []
+        jobs: list[Write | FenceWrites] = []
         with self._lock:
             for effect in self.machine.handle(event, self._parts.clock.monotonic()):
                 match effect:
-                    case Write() | SettleWrites():
+                    case Write() | FenceWrites():
                         jobs.append(effect)
                     case Send() | TransferEvent() | Line():
                         self._out.put(effect)
@@ -412,8 +412,8 @@ class PrefillSender:
                         self.feed.start_sending(*effect)
                     case Stop(room):
                         self.feed.stop(room)
-                    case QueueSettle(room):
-                        self.queue.put_settle(room)
-            taken = self._out.take()
-        self._out.leave(taken)
+                    case QueueFence(room):
+                        self.queue.put_fence(room)
+            leaving = self._out.drain()
+        self._out.leave(leaving)
         return jobs

@@ -241,7 +241,7 @@ class DecodeWriter(Protocol):
         """Return the bytes of each piece that our main rank writes for these chunks; for trace records."""
         ...
 
-    def settle(self, timeout_s: float) -> bool:
+    def fence(self, timeout_s: float) -> bool:
         """Return True once no byte of an earlier write can land any more."""
         ...
 
@@ -261,43 +261,43 @@ class RankConnection:
 
 
 class ShardWriter:
-    """Implements `DecodeWriter` for one rank. `links`: in order of D's ranks; rank 0 of P has D's rank 0 first."""
+    """Implements `DecodeWriter` for one rank. `ranks`: of D, in order; rank 0 of P has D's rank 0 first."""
 
-    def __init__(self, memory: PagedMemory, links: Sequence[RankConnection], regions_per_layer: int = 2) -> None:
+    def __init__(self, memory: PagedMemory, ranks: Sequence[RankConnection], regions_per_layer: int = 2) -> None:
         self._memory = memory
         self._regions_per_layer = regions_per_layer
-        self._links = tuple(links)
+        self._ranks = tuple(ranks)
 
     @property
     def transport(self) -> str:
-        return "+".join(sorted({link.transport.name for link in self._links}))
+        return "+".join(sorted({rank.transport.name for rank in self._ranks}))
 
     def write_pages(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float
     ) -> tuple[int, ...]:
-        planned = [(link, self._plan(link, chunks, src_pages, dst_pages)) for link in self._links]
+        planned = [(rank, self._plan(rank, chunks, src_pages, dst_pages)) for rank in self._ranks]
         after = [chunk.ready for chunk in chunks if chunk.ready is not None]
-        if not all(isinstance(link.transport, OrderedTransport) for link in self._links):
+        if not all(isinstance(rank.transport, OrderedTransport) for rank in self._ranks):
             wait_for(chunks)
         deadline_s = time.monotonic() + timeout_s
-        for link, copies in planned:
+        for rank, copies in planned:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise WriteError(f"writing to the ranks before {link.handle.session_id} took {timeout_s} s", True)
-            if isinstance(link.transport, OrderedTransport):
-                link.transport.write_after(link.handle, copies, after, left_s)
+                raise WriteError(f"writing to the ranks before {rank.handle.session_id} took {timeout_s} s", True)
+            if isinstance(rank.transport, OrderedTransport):
+                rank.transport.write_after(rank.handle, copies, after, left_s)
             else:
-                link.transport.write(link.handle, copies, left_s)
+                rank.transport.write(rank.handle, copies, left_s)
         return (sum(copies.nbytes for _, copies in planned),)
 
     def buffer_lengths(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
     ) -> list[int]:
-        return [nbytes for link in self._links for nbytes in self._plan(link, chunks, src_pages, dst_pages).length]
+        return [nbytes for rank in self._ranks for nbytes in self._plan(rank, chunks, src_pages, dst_pages).length]
 
     def _plan(
         self,
-        link: RankConnection,
+        rank: RankConnection,
         chunks: Sequence[TransferKVChunk],
         src_pages: Sequence[int],
         dst_pages: Sequence[int],
@@ -305,11 +305,11 @@ class ShardWriter:
         plans = [
             plan_page_copies(
                 self._memory,
-                link.memory,
+                rank.memory,
                 src_pages[chunk.first_page : chunk.end_page],
                 dst_pages[chunk.first_page : chunk.end_page],
                 range(chunk.first_layer, chunk.end_layer),
-                link.part,
+                rank.part,
                 self._regions_per_layer,
             )
             for chunk in chunks
@@ -317,18 +317,18 @@ class ShardWriter:
         return plans[0] if len(plans) == 1 else join(*plans)
 
     def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
-        link = self._links[0]
-        copies = plan_aux_copy(self._memory, link.memory, src_slot, dst_slot)
-        link.transport.write(link.handle, copies, timeout_s)
+        rank = self._ranks[0]
+        copies = plan_aux_copy(self._memory, rank.memory, src_slot, dst_slot)
+        rank.transport.write(rank.handle, copies, timeout_s)
         return copies.nbytes
 
-    def settle(self, timeout_s: float) -> bool:
+    def fence(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
-        return all(link.transport.settle(link.handle, max(0.0, deadline_s - time.monotonic())) for link in self._links)
+        return all(rank.transport.fence(rank.handle, max(0.0, deadline_s - time.monotonic())) for rank in self._ranks)
 
     def close(self) -> None:
-        for link in self._links:
-            link.transport.disconnect(link.handle)
+        for rank in self._ranks:
+            rank.transport.disconnect(rank.handle)
 
 
 def open_shards(
@@ -343,17 +343,17 @@ def open_shards(
     Raises TransferFailed if a rank cannot be reached; nothing stays open then.
     """
     head_bytes = memory.page_bytes // kv_heads_per_rank(layout.num_kv_heads, layout.tp_size)
-    links: list[RankConnection] = []
+    connections: list[RankConnection] = []
     try:
         for rank in sorted(info.ranks, key=lambda rank: rank.tp_rank):
             heads = head_copy(layout.num_kv_heads, layout.tp_size, tp_rank, info.layout.tp_size, rank.tp_rank)
             if heads is not None:
                 part = PageSlice(*(head_bytes * number for number in heads))
-                links.append(RankConnection(rank, part, *_connect(rank, transports, info.incarnation)))
+                connections.append(RankConnection(rank, part, *_connect(rank, transports, info.incarnation)))
     except ChituError:
-        ShardWriter(memory, links).close()
+        ShardWriter(memory, connections).close()
         raise
-    return ShardWriter(memory, links, layout.regions_per_layer)
+    return ShardWriter(memory, connections, layout.regions_per_layer)
 
 
 def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:

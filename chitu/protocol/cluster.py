@@ -52,7 +52,7 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Those of `tokens` that the router did not take."""
     bytes_moved: int = 0
     suspended: tuple[int, ...] = ()
-    """P: engine ranks of the D that it does not write to until a failed write has settled."""
+    """P: engine ranks of the D that it does not write to until a failed write is fenced."""
     cached_tokens: int = 0
     """Prompt tokens since start that were in cached pages, and so were not computed (D: not moved)."""
     bytes_saved: int = 0

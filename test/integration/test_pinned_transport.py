@@ -172,7 +172,7 @@ def test_what_lies_outside_the_segments_is_refused(prefill: Prefill, decode: Dec
     ):
         with pytest.raises(WriteError, match="outside") as caught:
             prefill.inner.write(peer, copies, 5.0)
-        assert caught.value.settled
+        assert caught.value.fenced
     prefill.inner.disconnect(peer)
     with pytest.raises(WriteError, match="disconnected"):
         prefill.inner.write(peer, CopyList([pool.arena_base], [base], [8]), 5.0)
@@ -186,7 +186,7 @@ def test_kill_9_of_d_is_an_error_and_a_fresh_d_is_served(prefill: Prefill) -> No
     copies = prefill.pages(first, [1, 7], [3, 4], range(1))
     with pytest.raises(WriteError, match="has ended") as caught:
         prefill.transport.write(peer, copies, 5.0)
-    assert caught.value.settled and prefill.transport.settle(peer, 1.0)
+    assert caught.value.fenced and prefill.transport.fence(peer, 1.0)
     with pytest.raises(TransferFailed):
         prefill.connect(first)
     prefill.transport.disconnect(peer)

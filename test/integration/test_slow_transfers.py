@@ -27,7 +27,7 @@ SUSPENDED_S = 40.0
 """Time until a write of 5 s has failed, even if it starts late on a busy machine."""
 SILENT_S = 6.0
 HEALED_S = 10.0
-"""Time for settle attempts and breakers."""
+"""Time for fence attempts and breakers."""
 SETTINGS = [
     f"{KEY}.pd_disaggregation.transport=mooncake",
     f"{KEY}.pd_disaggregation.staging_mb=4",
@@ -75,7 +75,7 @@ def test_pairs_that_a_slow_and_then_silent_network_suspended_serve_again_when_it
         before = {p: cpu_s(cluster, p) for p in PREFILLS}
         threading.Event().wait(SILENT_S)
         assert all(cpu_s(cluster, p) - before[p] < SILENT_S / 2 for p in before), "a thread is busy with waiting"
-        assert any(map(cluster.suspended, PREFILLS)), "what is silent cannot have settled"
+        assert any(map(cluster.suspended, PREFILLS)), "what is silent cannot be fenced"
         network.heal()
         limit_s = 2 * (time.monotonic() - started_s) + HEALED_S
         healed_s = wait_until(lambda: not cluster.not_at_rest(), limit_s, lambda: "; ".join(cluster.not_at_rest()))

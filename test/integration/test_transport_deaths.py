@@ -37,7 +37,7 @@ def test_kill_9_of_the_peer_ends_the_write_and_a_fresh_peer_is_served(writer: Wr
     own_receiver.kill()
     thread.join(40)
     assert len(errors) == 1 and "in time" not in errors[0].message
-    assert writer.transport.settle(peer, 5.0)
+    assert writer.transport.fence(peer, 5.0)
     with pytest.raises(TransferFailed):
         writer.connect(own_receiver)
     writer.transport.disconnect(peer)
@@ -70,12 +70,12 @@ def test_a_pair_whose_connection_broke_while_it_was_idle_goes_on_by_itself(
         try:
             writer.transport.write(peer, copies, 10.0)
         except WriteError:
-            began.settle_after(peer)
+            began.fence_after(peer)
     writer.transport.disconnect(peer)
 
 
 @pytest.mark.parametrize("breaks", [False, True], ids=["connected", "broken"])
-def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
+def test_a_frozen_peer_is_fenced_only_after_it_ran_on_and_then_nothing_lands(
     writer: Writer, own_receiver: Receiver, breaks: bool
 ) -> None:
     """With `breaks`, our end of the connection ends meanwhile; the peer's kernel has bytes that its process has not
@@ -83,7 +83,7 @@ def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     if writer.kind not in ("mooncake", "nixl"):
         pytest.skip(f"{writer.kind} writes do not need the peer to run")
     if breaks and writer.kind != "mooncake":
-        pytest.skip("NIXL writes of broken connections are settled by the peer's death alone")
+        pytest.skip("NIXL writes of broken connections are fenced by the peer's death alone")
     pool, pages = writer.pool, writer.way.many_pages
     copies = writer.copies(own_receiver, pages, pages)
     peer = writer.connect(own_receiver)
@@ -91,13 +91,13 @@ def test_a_frozen_peer_is_settled_only_after_it_ran_on_and_then_nothing_lands(
     own_receiver.process.send_signal(signal.SIGSTOP)
     with pytest.raises(WriteError) as caught:
         writer.transport.write(peer, copies, 1.0)
-    assert not caught.value.settled
+    assert not caught.value.fenced
     if breaks:
         break_connections()
-    assert not writer.transport.settle(peer, 0.5)
+    assert not writer.transport.fence(peer, 0.5)
     assert trouble.cpu_share < 0.5, "a thread is busy with waiting"
     own_receiver.process.send_signal(signal.SIGCONT)
-    trouble.settle_after(peer)
+    trouble.fence_after(peer)
     for index in range(NUM_REGIONS):  # at once: a write that starts from here on would carry this value
         region(pool, index).fill_(7.0)
     late = page_crcs(pool, 0)[0]

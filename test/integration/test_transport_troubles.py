@@ -29,12 +29,12 @@ def network(writer: Writer) -> Iterator[Network]:
 
 
 @pytest.mark.parametrize("trouble", ["slow", "silent", "broken"])
-def test_a_write_that_the_network_stopped_settles_when_it_is_back_and_the_pair_goes_on(
+def test_a_write_that_the_network_stopped_is_fenced_when_it_is_back_and_the_pair_goes_on(
     writer: Writer, network: Network, own_receiver: Receiver, trouble: str
 ) -> None:
     """No thread waits busily meanwhile."""
     if trouble == "broken" and writer.kind != "mooncake":
-        pytest.skip("NIXL writes of broken connections are settled by the peer's death alone")
+        pytest.skip("NIXL writes of broken connections are fenced by the peer's death alone")
     pages = writer.way.many_pages
     copies = writer.copies(own_receiver, pages, pages)
     peer = writer.connect(own_receiver)
@@ -42,15 +42,15 @@ def test_a_write_that_the_network_stopped_settles_when_it_is_back_and_the_pair_g
     network.set("p0", "d0", rate_bytes_s=SLOW_BYTES_S, dropped=trouble == "silent")
     with pytest.raises(WriteError) as caught:
         writer.transport.write(peer, copies, 1.0)
-    assert not caught.value.settled
+    assert not caught.value.fenced
     if trouble == "broken":
         break_connections()
     for _ in range(10):
-        assert not writer.transport.settle(peer, 0.02)
+        assert not writer.transport.fence(peer, 0.02)
         threading.Event().wait(0.1)
     assert began.cpu_share < 0.5, "a thread is busy with waiting"
     network.heal()
-    began.settle_after(peer)
+    began.fence_after(peer)
     seen = own_receiver.all_crcs()
     writer.fill()
     assert own_receiver.all_crcs() == seen

@@ -116,7 +116,7 @@ def test_a_copy_out_of_range_is_refused_and_the_peer_stays_usable(writer: Writer
     ):
         with pytest.raises(WriteError, match="outside") as caught:
             writer.transport.write(peer, copies, 5.0)
-        assert caught.value.settled
+        assert caught.value.fenced
     assert receiver.crcs(0) == before
     writer.transport.write(peer, plan_page_copies(pool, memory, [1], [5], LAYERS), 5.0)
     assert receiver.crcs(0)[5] == page_crcs(pool, 0)[1]

@@ -179,12 +179,12 @@ class Trouble:
         """Return the share of a core that all threads of this process, the libraries' too, have used since."""
         return (time.process_time() - self._started_cpu_s) / (time.monotonic() - self._started_s)
 
-    def settle_after(self, peer: PeerHandle) -> None:
-        """Settle after the trouble is over, as the product does: in short attempts, each of which continues the last.
+    def fence_after(self, peer: PeerHandle) -> None:
+        """Fence after the trouble is over, as the product does: in short attempts, each of which continues the last.
         TCP retries only after as long as the trouble lasted, and may have taken that for the round trip, so that it
         waits as long again."""
         now_s = time.monotonic()
         end_s = now_s + 2 * (now_s - self._started_s) + HEALED_S
-        while not self._writer.transport.settle(peer, 0.02):
-            assert time.monotonic() < end_s, "the writes do not settle"
+        while not self._writer.transport.fence(peer, 0.02):
+            assert time.monotonic() < end_s, "the writes are not fenced"
             time.sleep(0.02)

@@ -64,7 +64,7 @@ DEADLINES = DeadlineConfig(
 REQUEST_TIMEOUT_S = 12.0
 NAMESPACE = pid_namespace()
 SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
-FAILED = {SenderState.STOPPING, SenderState.UNSETTLED, SenderState.SETTLING, SenderState.RELEASED}
+FAILED = {SenderState.STOPPING, SenderState.UNFENCED, SenderState.FENCING, SenderState.RELEASED}
 FAILED |= {ReceiverState.QUARANTINED, ReceiverState.RELEASED}
 SEQUENCE_STATES = tuple(SequenceState)
 REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]

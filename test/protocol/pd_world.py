@@ -209,8 +209,8 @@ def busy_segments(node: Node) -> list[str]:
     busy: list[str] = []
     for peer in node.sender.decode_kv_args_table.values():
         assert peer.writer is None or isinstance(peer.writer, ShardWriter)
-        for link in peer.writer._links if isinstance(peer.writer, ShardWriter) else ():
-            segments = link.handle.segments  # type: ignore[attr-defined]
+        for rank in peer.writer._ranks if isinstance(peer.writer, ShardWriter) else ():
+            segments = rank.handle.segments  # type: ignore[attr-defined]
             if segments is not None:
                 busy += ["doubtful"] * len(segments.doubtful) + ["given up"] * len(segments.given_up)
     return busy

@@ -20,7 +20,7 @@ from support.fake_transport import Fault, FaultKind
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.instance.sequences import OPEN_STATES, SequenceState
 from chitu.kv_transfer.receiver import RECEIVER_DEADLINES, Received, ReceiverState
-from chitu.kv_transfer.sender import SENDER_DEADLINES, JobTaken, SenderState, SettleWrites, Write
+from chitu.kv_transfer.sender import SENDER_DEADLINES, FenceWrites, JobDequeued, SenderState, Write
 from chitu.kv_transfer.transfer_table import Deadline
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
@@ -73,18 +73,18 @@ def p_writing(pair: Pair) -> None:
     begin_visit(pair)
 
 
-def begin_visit(pair: Pair) -> Write | SettleWrites | None:
-    """Let a transfer thread enter a write or an attempt to settle, and stay there."""
-    job = pair.p.sender.queue._take(wait=False)
+def begin_visit(pair: Pair) -> Write | FenceWrites | None:
+    """Let a transfer thread enter a write or an attempt to fence, and stay there."""
+    job = pair.p.sender.queue._dequeue(wait=False)
     assert job is not None
-    return next(iter(pair.p.sender._handle(JobTaken(job))), None)
+    return next(iter(pair.p.sender._handle(JobDequeued(job))), None)
 
 
-def end_visit(pair: Pair, visit: Write | SettleWrites) -> None:
+def end_visit(pair: Pair, visit: Write | FenceWrites) -> None:
     """Let the thread return from it."""
     sender = pair.p.sender
-    is_settle = isinstance(visit, SettleWrites)
-    sender._handle(sender._writer.settle(visit) if is_settle else sender._writer.write(visit))
+    is_fence = isinstance(visit, FenceWrites)
+    sender._handle(sender._writer.fence(visit) if is_fence else sender._writer.write(visit))
     sender.queue._busy.clear()
 
 
@@ -93,14 +93,14 @@ def p_stopping(pair: Pair) -> None:
     pair.p.abort(pair.room)
 
 
-def p_unsettled(pair: Pair) -> None:
+def p_unfenced(pair: Pair) -> None:
     p_waiting(pair)
     pair.world.fabric.inject(Fault(FaultKind.LATE))
     pair.compute_all()
 
 
-def p_settling(pair: Pair) -> None:
-    p_unsettled(pair)
+def p_fencing(pair: Pair) -> None:
+    p_unfenced(pair)
     tick(pair, pair.p, DEADLINES.retry_interval_s)
     begin_visit(pair)
 
@@ -164,8 +164,8 @@ REACH: dict[Enum, Callable[[Pair], None]] = {
     SenderState.WRITING: p_writing,
     SenderState.SUCCEEDED: p_succeeded,
     SenderState.STOPPING: p_stopping,
-    SenderState.UNSETTLED: p_unsettled,
-    SenderState.SETTLING: p_settling,
+    SenderState.UNFENCED: p_unfenced,
+    SenderState.FENCING: p_fencing,
     SenderState.RELEASED: p_released,
     ReceiverState.BOOTSTRAPPING: d_bootstrapping,
     ReceiverState.WAITING: d_waiting,
@@ -289,7 +289,7 @@ def test_a_write_that_fails_behind_its_rooms_end_is_not_told_again(kind: FaultKi
     pair.world.fabric.inject(Fault(kind))
     end_visit(pair, visit)
     is_late = kind is FaultKind.LATE
-    assert pair.p.sender.state(pair.room) is (SenderState.UNSETTLED if is_late else SenderState.RELEASED)
+    assert pair.p.sender.state(pair.room) is (SenderState.UNFENCED if is_late else SenderState.RELEASED)
     kinds = [event.kind for event in pair.p.sender.poll()]
     assert kinds == ([Kind.FAILED] if is_late else [Kind.FAILED, Kind.RELEASED])
 
@@ -315,9 +315,9 @@ def test_what_is_computed_while_a_thread_writes_is_written_behind_it(is_asked_ag
     assert pair.seen(pair.p)[-1] is pair.seen(pair.d)[-1] is Kind.SUCCESS
 
 
-def test_an_unsettled_room_is_released_when_its_d_is_dead() -> None:
+def test_an_unfenced_room_is_released_when_its_d_is_dead() -> None:
     pair = Pair()
-    p_unsettled(pair)
+    p_unfenced(pair)
     pair.world.kill(pair.d)
     pair.world.publish_view()
     tick(pair, pair.p, DEADLINES.retry_interval_s)
@@ -325,7 +325,7 @@ def test_an_unsettled_room_is_released_when_its_d_is_dead() -> None:
     assert pair.p.sender.state(pair.room) is None and pair.seen(pair.p)[-1] is Kind.RELEASED
 
 
-def test_of_one_d_one_attempt_to_settle_runs_at_a_time_and_it_is_for_all_rooms_that_waited() -> None:
+def test_of_one_d_one_attempt_to_fence_runs_at_a_time_and_it_is_for_all_rooms_that_waited() -> None:
     pair = Pair()
     p_computed(pair)
     sender, rooms = pair.p.sender, [pair.room, new_room()]
@@ -337,15 +337,15 @@ def test_of_one_d_one_attempt_to_settle_runs_at_a_time_and_it_is_for_all_rooms_t
         assert visit is not None
         pair.world.fabric.inject(Fault(FaultKind.LATE))
         end_visit(pair, visit)
-    assert [sender.state(room) for room in rooms] == [SenderState.UNSETTLED] * 2
+    assert [sender.state(room) for room in rooms] == [SenderState.UNFENCED] * 2
     for _ in range(3):
         tick(pair, pair.p, DEADLINES.retry_interval_s)
         assert len(sender.queue) == 1
     visit = begin_visit(pair)
     assert visit is not None
-    assert [sender.state(room) for room in rooms] == [SenderState.SETTLING, SenderState.UNSETTLED]
+    assert [sender.state(room) for room in rooms] == [SenderState.FENCING, SenderState.UNFENCED]
     end_visit(pair, visit)
-    assert [sender.state(room) for room in rooms] == [SenderState.UNSETTLED] * 2, "they may still land"
+    assert [sender.state(room) for room in rooms] == [SenderState.UNFENCED] * 2, "they may still land"
     pair.world.fabric.release_late_writes()
     tick(pair, pair.p, DEADLINES.retry_interval_s)
     visit = begin_visit(pair)

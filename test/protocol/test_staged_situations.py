@@ -66,14 +66,14 @@ def count_copies(node: Node) -> list[int]:
 # ----------------------------------------------------------------------------------------------- aborts and late writes
 
 
-def test_a_late_write_after_an_abort_hits_its_segment_and_the_pages_come_back_when_it_has_settled() -> None:
+def test_a_late_write_after_an_abort_hits_its_segment_and_the_pages_come_back_when_it_is_fenced() -> None:
     pair = staged_pair()
     pair.both_halves()
     compute(pair)
     pair.world.fabric.inject(Fault(FaultKind.LATE))
     assert pair.p.sender.queue.run_one()
     pages = list(pair.d.requests[pair.room].pages)
-    assert pair.p.sender.state(pair.room) is SenderState.UNSETTLED and busy_segments(pair.p) == ["doubtful"]
+    assert pair.p.sender.state(pair.room) is SenderState.UNFENCED and busy_segments(pair.p) == ["doubtful"]
     pair.d.abort(pair.room)
     pair.pump()
     assert pair.d.receiver.state(pair.room) is ReceiverState.QUARANTINED and pair.seen(pair.d) == []
@@ -86,7 +86,7 @@ def test_a_late_write_after_an_abort_hits_its_segment_and_the_pages_come_back_wh
     pair.world.check_all_returned()
 
 
-def test_a_segment_that_a_late_write_may_hit_is_not_written_before_the_d_has_settled() -> None:
+def test_a_segment_that_a_late_write_may_hit_is_not_written_before_the_d_is_fenced() -> None:
     pair = staged_pair()
     pair.both_halves()
     compute(pair)
@@ -94,7 +94,7 @@ def test_a_segment_that_a_late_write_may_hit_is_not_written_before_the_d_has_set
     assert pair.p.sender.queue.run_one()
     (peer,) = pair.p.sender.decode_kv_args_table.values()
     assert peer.is_suspended
-    link = peer.writer._links[0]  # type: ignore[union-attr]
+    link = peer.writer._ranks[0]  # type: ignore[union-attr]
     (doubtful,) = link.handle.segments.doubtful  # type: ignore[attr-defined]
     written: list[int] = []
     pair.world.fabric.on_write = lambda target, copies: written.extend(copies.dst)
@@ -106,9 +106,9 @@ def test_a_segment_that_a_late_write_may_hit_is_not_written_before_the_d_has_set
     assert memory.area is not None
     segments = {(address - memory.area.base) // memory.area.segment_bytes for address in written}
     assert segments == set(range(NUM_SEGMENTS)) - {doubtful}
-    assert not link.transport.settle(link.handle, 0.0), "it has not landed yet"
+    assert not link.transport.fence(link.handle, 0.0), "it has not landed yet"
     pair.world.fabric.release_late_writes()
-    assert link.transport.settle(link.handle, 0.0)
+    assert link.transport.fence(link.handle, 0.0)
     written.clear()
     for _ in range(NUM_SEGMENTS):
         link.transport.write(link.handle, _copy_of_a_row(pair.p, row), 1.0)
@@ -201,8 +201,8 @@ def test_a_d_that_does_not_scatter_in_time_is_suspended_and_gives_its_pages_back
     pair.d.poll()
     assert pair.seen(pair.d) == [Kind.FAILED], "the group may still be scattered"
     pair.world.advance(DEADLINES.retry_interval_s)
-    assert pair.p.sender.queue.run_one(), "P tries to settle"
-    assert pair.p.sender.state(pair.room) is SenderState.UNSETTLED and busy_segments(pair.p) == ["given up"]
+    assert pair.p.sender.queue.run_one(), "P tries to fence"
+    assert pair.p.sender.state(pair.room) is SenderState.UNFENCED and busy_segments(pair.p) == ["given up"]
     pair.world.wait_turn = turn  # type: ignore[method-assign]
     pair.world.settle_down()
     assert pair.seen(pair.d) == [Kind.FAILED, Kind.RELEASED] and not busy_segments(pair.p)
@@ -322,7 +322,7 @@ def test_a_write_that_failed_ends_its_own_room(fault: FaultKind) -> None:
 
 def granted(p: Node) -> set[int]:
     (peer,) = p.sender.decode_kv_args_table.values()
-    return set(peer.writer._links[0].handle.segments.free)  # type: ignore[union-attr, attr-defined]
+    return set(peer.writer._ranks[0].handle.segments.free)  # type: ignore[union-attr, attr-defined]
 
 
 def test_each_p_is_granted_segments_of_its_own_and_a_restarted_one_gets_those_of_its_predecessor() -> None:

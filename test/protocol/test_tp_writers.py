@@ -132,7 +132,7 @@ def test_all_ranks_write_their_heads_and_count_their_bytes(instances: Instances)
     layout = instances.d.layout
     assert len(moved) == instances.p.layout.tp_size
     assert sum(moved) == 3 * 4 * instances.d.pools[0].page_bytes * layout.tp_size
-    assert writer.settle(1.0)
+    assert writer.fence(1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -144,15 +144,15 @@ def test_a_failed_write_of_any_rank_fails_the_write_with_its_meaning(
     pair.fabric.inject(Fault(kind, to=f"d.{rank}"))
     with pytest.raises(WriteError, match=("TP rank 1: " if rank else "") + f"fake: the write to d.{rank}") as caught:
         writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
-    assert caught.value.settled == (kind is FaultKind.DROP)
-    assert writer.settle(1.0) == caught.value.settled
+    assert caught.value.fenced == (kind is FaultKind.DROP)
+    assert writer.fence(1.0) == caught.value.fenced
     pair.fabric.release_late_writes()
-    assert writer.settle(1.0)
+    assert writer.fence(1.0)
     writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
     pair.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
 
 
-def test_a_follower_that_is_late_leaves_the_write_unsettled_until_it_has_ended(
+def test_a_follower_that_is_late_leaves_the_write_unfenced_until_it_has_ended(
     pair: Instances,
 ) -> None:
     pair.fan_out.answer_grace_s = 0.05
@@ -167,11 +167,11 @@ def test_a_follower_that_is_late_leaves_the_write_unsettled_until_it_has_ended(
     pair.fabric.on_write = hold
     with pytest.raises(WriteError, match="TP rank 1 did not answer") as caught:
         writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 0.05)
-    assert begun.is_set() and not caught.value.settled
+    assert begun.is_set() and not caught.value.fenced
     with pytest.raises(TransferFailed, match="TP rank 1 did not answer"):
-        writer.settle(0.05)  # it is queued behind the write in the follower's lane
+        writer.fence(0.05)  # it is queued behind the write in the follower's lane
     go_on.set()
-    assert writer.settle(5.0), "late answers are dropped, not taken for this one"
+    assert writer.fence(5.0), "late answers are dropped, not taken for this one"
     pair.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
 
 
@@ -209,7 +209,7 @@ def test_a_closed_peer_takes_no_write_and_can_be_opened_again(pair: Instances) -
     pair.open(8)  # behind the close in the same lane, so the close is done on all ranks
     with pytest.raises(WriteError, match="TP rank 1 has no connection") as caught:
         writer.write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)
-    assert caught.value.settled
+    assert caught.value.fenced
     assert len(pair.open().write_pages([CHUNK], SRC_PAGES, DST_PAGES, 5.0)) == 2
 
 
@@ -434,7 +434,7 @@ def test_every_byte_lands_once_in_its_place(sizes: tuple[int, int, int], data: s
     for rank, (pool, transport) in enumerate(zip(prefill.pools, prefill.transports, strict=True)):
         writer = open_shards(decode.registration(), prefill.layout, rank, pool, [transport])
         moved += sum(writer.write_pages([chunk], src_pages, dst_pages, 1.0))
-        assert writer.settle(0.1)
+        assert writer.fence(0.1)
     decode.check(dst_pages, src_pages, layers)
     assert set(written.values()) == {1}
     assert moved == num_pages * 2 * len(layers) * dst_size * kv_heads_per_rank(heads, dst_size) * HEAD_BYTES

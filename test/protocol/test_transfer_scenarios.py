@@ -153,7 +153,7 @@ def test_a_late_write_keeps_both_sides_pages_until_it_landed() -> None:
     for _ in range(100):
         pair.world.advance(1.0)
         pair.pump()
-    assert pair.p.sender.state(pair.room) is SenderState.UNSETTLED
+    assert pair.p.sender.state(pair.room) is SenderState.UNFENCED
     assert pair.d.receiver.state(pair.room) is ReceiverState.QUARANTINED
     assert pair.world.fabric.release_late_writes() == 1
     pair.world.advance(1.0)

@@ -126,7 +126,7 @@ class HeldShmTransport(ShmTransport):
         pause = threading.Event()
         while self._hold is not None and self._hold.exists():
             if time.monotonic() > end_s:
-                raise WriteError(f"held for {timeout_s:g} s", settled=True)
+                raise WriteError(f"held for {timeout_s:g} s", fenced=True)
             pause.wait(HOLD_POLL_S)
         super().write(peer, copies, max(0.0, end_s - time.monotonic()))
 

@@ -28,9 +28,9 @@ NAME = "fake"
 
 class FaultKind(Enum):
     DROP = auto()
-    """Write nothing; raise WriteError, settled."""
+    """Write nothing; raise WriteError, fenced."""
     LATE = auto()
-    """Raise WriteError, not settled: the bytes (as they are by then) land at `release_late_writes`."""
+    """Raise WriteError, not fenced: the bytes (as they are by then) land at `release_late_writes`."""
     DELAY = auto()
     """Block the caller of `write` until `step`; after its timeout the write fails and becomes a late one."""
     CORRUPT = auto()
@@ -128,18 +128,18 @@ class FakeFabric:
         if self.on_write is not None:
             self.on_write(target, copies)
         if not self._is_alive(target):
-            raise WriteError(f"fake: {target} is dead", settled=True)
+            raise WriteError(f"fake: {target} is dead", fenced=True)
         self._check(source, copies.src, copies)
         self._check(target, copies.dst, copies)
         fault = self._take_fault(target)
         kind = fault.kind if fault is not None else None
         if kind is FaultKind.DROP:
-            raise WriteError(f"fake: the write to {target} was dropped", settled=True)
+            raise WriteError(f"fake: the write to {target} was dropped", fenced=True)
         if kind is FaultKind.DELAY:
             self._wait_for_step(source, target, copies, timeout_s)
         if kind is FaultKind.LATE:
             self._late.append(_LateWrite(source, target, copies))
-            raise WriteError(f"fake: the write to {target} is late", settled=False)
+            raise WriteError(f"fake: the write to {target} is late", fenced=False)
         self._land(target, copies)
         if fault is not None and kind is FaultKind.CORRUPT:
             _flip_bit(copies, fault.byte)
@@ -156,16 +156,16 @@ class FakeFabric:
             while self._steps == before and self._is_alive(target):
                 if not self._changed.wait(deadline_s - time.monotonic()):
                     self._late.append(_LateWrite(source, target, copies))
-                    raise WriteError(f"fake: the write to {target} took over {timeout_s} s", settled=False)
+                    raise WriteError(f"fake: the write to {target} took over {timeout_s} s", fenced=False)
             if not self._is_alive(target):
-                raise WriteError(f"fake: {target} died during the write", settled=True)
+                raise WriteError(f"fake: {target} died during the write", fenced=True)
 
     def _check(self, session_id: str, addresses: object, copies: CopyList) -> None:
         address_N = np.asarray(addresses, dtype=np.int64)
         length_N = np.asarray(copies.length, dtype=np.int64)
         ranges = self._endpoints[session_id].ranges
         if not any(first_outside(address_N, length_N, base, nbytes) < 0 for base, nbytes in ranges):
-            raise WriteError(f"fake: a copy lies outside the registered memory of {session_id}", settled=True)
+            raise WriteError(f"fake: a copy lies outside the registered memory of {session_id}", fenced=True)
 
 
 class FakeTransport:
@@ -199,7 +199,7 @@ class FakeTransport:
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
         self._fabric._write(self._process, peer.session_id, copies, timeout_s)
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
         """Return whether no late write of this end to the peer is left."""
         return not any((late.source, late.target) == (self._process, peer.session_id) for late in self._fabric._late)
 

@@ -144,9 +144,9 @@ def test_a_failure_of_the_second_part_fails_the_write() -> None:
     )
     with pytest.raises(WriteError) as caught:
         pair.write_pages([1, 2], [4, 5])
-    assert not caught.value.settled and not pair.p.settle(pair.peer, 1.0)
+    assert not caught.value.fenced and not pair.p.fence(pair.peer, 1.0)
     assert pair.fabric.release_late_writes() == 1
-    assert pair.p.settle(pair.peer, 1.0) and not pair.target.pages[:, 5].any()
+    assert pair.p.fence(pair.peer, 1.0) and not pair.target.pages[:, 5].any()
 
 
 @given(st.integers(0, 2**32), st.integers(1, 9))
@@ -249,13 +249,13 @@ class AuxPair(Pair):
         return wrong
 
 
-def test_a_stalled_write_fails_at_its_timeout_settled_and_nothing_arrives() -> None:
+def test_a_stalled_write_fails_at_its_timeout_fenced_and_nothing_arrives() -> None:
     pair = Pair(FaultConfig(stall_every=2))
     pair.write_pages([1], [4])
     copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
     with pytest.raises(WriteError, match=r"the write to D was stalled for 0\.0 s") as caught:
         pair.p.write(pair.peer, copies, 0.01)
-    assert caught.value.settled and (pair.target.pages[:, 5] == 255).all()
+    assert caught.value.fenced and (pair.target.pages[:, 5] == 255).all()
     pair.p.write(pair.peer, copies, 1.0)
     assert np.array_equal(pair.target.pages[:, 5], pair.source.pages[:, 2])
 

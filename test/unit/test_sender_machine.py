@@ -18,13 +18,13 @@ from chitu.kv_transfer.sender import (
     DecodeDead,
     Effect,
     Event,
+    FenceResult,
+    FenceWrites,
     FrameReceived,
-    JobTaken,
-    QueueSettle,
+    JobDequeued,
+    QueueFence,
     Requested,
     SenderMachine,
-    SettleResult,
-    SettleWrites,
     Stop,
     Write,
     Written,
@@ -57,10 +57,10 @@ LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
 MEMORY = RankMemory(0, (), 0, 1 << 20, (0, 0), 100, 50, 0, 64, 4)
 INFO = TransferInfo(D, pack_i32([3, 5]), 0, 8)
 PAGES, FIRST_PAGE = TransferKVChunk(0, 1, 0, 2), TransferKVChunk(0, 1, 0, 1)
-ROW_JOB, PAGES_JOB, SETTLE_JOB = (
+ROW_JOB, PAGES_JOB, FENCE_JOB = (
     TransferJob(ROOM, is_aux=True),
     TransferJob(ROOM, chunks=[PAGES]),
-    TransferJob(ROOM, is_settle=True),
+    TransferJob(ROOM, is_fence=True),
 )
 VISITS = frozenset({S.WRITING, S.STOPPING})
 """States in which a thread is inside a write, which will end."""
@@ -81,7 +81,7 @@ class World:
         self.effects: list[Effect] = []
         self.now_s = 100.0
         self.view.update(ClusterView(1, 1, (InstanceInfo(Role.DECODE, 0, D, "d", 1, 2, LAYOUT, 100),)))
-        settle = SettleWrites(ROOM, self.peer, (ROOM,))
+        fence = FenceWrites(ROOM, self.peer, (ROOM,))
         self.inputs: dict[str, tuple[Event, E | None]] = {
             "requested": (Requested(ROOM, "r1", 8, 0, D), E.ADD_REQUEST),
             "requested_otherwise": (Requested(ROOM, "r1", 9, 0, D), E.ADD_REQUEST),
@@ -100,16 +100,16 @@ class World:
             "d_lost": (ViewChanged(), E.PEER_LOST),
             "deadline": (Tick(), E.DEADLINE),
             "time": (Tick(), None),
-            "visit": (JobTaken(PAGES_JOB), E.WRITE_BEGAN),
-            "visit_to_settle": (JobTaken(SETTLE_JOB), None),
+            "visit": (JobDequeued(PAGES_JOB), E.WRITE_BEGAN),
+            "visit_to_fence": (JobDequeued(FENCE_JOB), None),
             "row_written": (Written(ROW_JOB, (10,)), E.WRITE_ENDED),
             "page_written": (Written(TransferJob(ROOM, chunks=[FIRST_PAGE]), (50,)), E.WRITE_ENDED),
             "pages_written": (Written(PAGES_JOB, (100,)), E.LANDED),
             "write_failed": (Written(PAGES_JOB, error=TransferFailed("reset")), E.WRITE_FAILED),
-            "write_late": (Written(PAGES_JOB, error=WriteError("slow", settled=False)), E.WRITE_UNSETTLED),
-            "not_settled": (SettleResult(settle, False), E.SETTLE_FAILED),
-            "settled": (SettleResult(settle, True), E.SETTLED),
-            "d_dead": (DecodeDead(self.peer), E.SETTLED),
+            "write_late": (Written(PAGES_JOB, error=WriteError("slow", fenced=False)), E.WRITE_UNFENCED),
+            "not_fenced": (FenceResult(fence, False), E.FENCE_FAILED),
+            "fenced": (FenceResult(fence, True), E.FENCED),
+            "d_dead": (DecodeDead(self.peer), E.FENCED),
             "another_d_dead": (DecodeDead(self.another), None),
             "ack_of_success": (FrameReceived(ROOM, StatusAck(D, KVPoll.Success), self.peer), E.ACKNOWLEDGED),
             "ack_of_failed": (FrameReceived(ROOM, StatusAck(D, KVPoll.Failed), self.peer), E.ACKNOWLEDGED),
@@ -143,8 +143,8 @@ ROAD: dict[S, tuple[str, ...]] = {
     S.WRITING: WRITING,
     S.SUCCEEDED: (*WRITING, "pages_written"),
     S.STOPPING: (*WRITING, "abort"),
-    S.UNSETTLED: (*WRITING, "write_late"),
-    S.SETTLING: (*WRITING, "write_late", "time"),
+    S.UNFENCED: (*WRITING, "write_late"),
+    S.FENCING: (*WRITING, "write_late", "time"),
     S.RELEASED: (*WRITING, "write_failed"),
 }
 
@@ -164,8 +164,8 @@ def kinds(effects: list[Effect]) -> list[Kind]:
 def event_of(state: S, name: str) -> E | None:
     """Return what an input means in a state, given the data that came with it."""
     event = World().inputs[name][1]
-    if name in ("time", "deadline") and state is S.UNSETTLED:
-        return E.SETTLE_BEGAN
+    if name in ("time", "deadline") and state is S.UNFENCED:
+        return E.FENCE_BEGAN
     if name == "requested_otherwise" and state is S.ANNOUNCED:
         return E.REFUSED
     if name == "announced_wrongly" and state is not S.REQUESTED:
@@ -194,7 +194,7 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     sent = [effect.message for effect in effects if isinstance(effect, Send)]
     statuses = [(m.poll, m.settled) for m in sent if isinstance(m, TransferStatus)]
     acks = sum(isinstance(message, AbortAck) for message in sent)
-    if name == "deadline" and state in (S.STOPPING, S.UNSETTLED, S.SETTLING):
+    if name == "deadline" and state in (S.STOPPING, S.UNFENCED, S.FENCING):
         assert statuses == [(KVPoll.Failed, False)], "no clock ends these: what D was told is repeated"
         statuses = []
     if target is None:
@@ -211,7 +211,7 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     assert kinds(effects) == told
     stops = [effect for effect in effects if isinstance(effect, Stop)]
     assert len(stops) == ends
-    is_told_early = ends and target in (S.STOPPING, S.UNSETTLED) and event not in SENDER_NO_STATUS_OWED
+    is_told_early = ends and target in (S.STOPPING, S.UNFENCED) and event not in SENDER_NO_STATUS_OWED
     is_known = state in (S.ANNOUNCED, S.WAITING) or name == "announced_wrongly"
     is_told_once = target is S.FORGOTTEN and ends and is_known and event not in SENDER_NO_STATUS_OWED
     expected = [(KVPoll.Success, True)] if target is S.SUCCEEDED else []
@@ -220,8 +220,8 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     assert statuses == expected
     assert acks == (name == "abort_of_d" and target is S.FORGOTTEN)
     assert any(isinstance(effect, Write) for effect in effects) == (event is E.WRITE_BEGAN)
-    assert any(isinstance(effect, QueueSettle) for effect in effects) == (event is E.SETTLE_BEGAN)
-    assert world.peer.is_suspended == (target in (S.UNSETTLED, S.SETTLING))
+    assert any(isinstance(effect, QueueFence) for effect in effects) == (event is E.FENCE_BEGAN)
+    assert world.peer.is_suspended == (target in (S.UNFENCED, S.FENCING))
 
 
 def test_every_pair_of_the_table_is_one_that_an_event_brings() -> None:
@@ -253,7 +253,7 @@ def test_a_room_that_is_over_stays_over(end: str, name: str) -> None:
 @pytest.mark.parametrize("state", [S.WAITING, S.TRANSFERRING])
 def test_a_d_that_is_suspended_is_not_written_to(state: S) -> None:
     world = in_state(state)
-    world.peer.unsettled.add(OTHER_ROOM)
+    world.peer.unfenced.add(OTHER_ROOM)
     effects = world.give("visit")
     assert not [effect for effect in effects if isinstance(effect, Write)]
     assert kinds(effects) == [Kind.FAILED, Kind.RELEASED]
@@ -268,7 +268,7 @@ def test_nobody_is_told_how_a_room_of_a_lost_d_ended(ending: str) -> None:
 
 
 def test_what_d_has_announced_is_of_no_other_room_while_it_may_be_written() -> None:
-    world = in_state(S.UNSETTLED)
+    world = in_state(S.UNFENCED)
     info = TransferInfo(D, pack_i32([5, 7]), 1, 8)
     effects = world.machine.handle(FrameReceived(OTHER_ROOM, info, world.peer), world.now_s)
     assert world.machine.table.get(OTHER_ROOM) is None

@@ -25,8 +25,8 @@ ROLES = {
         sender.SENDER_DEADLINES,
         {
             sender.SenderState.STOPPING,
-            sender.SenderState.UNSETTLED,
-            sender.SenderState.SETTLING,
+            sender.SenderState.UNFENCED,
+            sender.SenderState.FENCING,
             sender.SenderState.RELEASED,
         },
         sender.SENDER_FAILURES,
@@ -92,7 +92,7 @@ def test_a_room_that_failed_never_succeeds_and_one_that_succeeded_never_fails(ro
 @both_roles
 def test_no_event_leads_back_but_the_end_of_a_threads_visit(role: str) -> None:
     _, transitions, *_ = ROLES[role]
-    back = {sender.SenderEvent.WRITE_ENDED, sender.SenderEvent.SETTLE_FAILED}
+    back = {sender.SenderEvent.WRITE_ENDED, sender.SenderEvent.FENCE_FAILED}
     forward = {pair: target for pair, target in transitions.items() if pair[1] not in back}
     for source, target in {(source, target) for (source, _), target in forward.items()}:
         assert source is None or source not in reachable(forward, target), (source, target)
@@ -114,7 +114,7 @@ def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role:
     states, transitions, deadlines, *_ = ROLES[role]
     for (source, event), target in transitions.items():
         if source is not None and deadlines[source] is Deadline.HANDSHAKE:
-            writer_stopped = ("SETTLED", "STOPPED", "SUCCESS", "WRITER_DEAD", "WRITE_ENDED", "WRITE_FAILED", "LANDED")
+            writer_stopped = ("FENCED", "STOPPED", "SUCCESS", "WRITER_DEAD", "WRITE_ENDED", "WRITE_FAILED", "LANDED")
             assert event.name in writer_stopped or deadlines[target] is Deadline.HANDSHAKE
     assert set(deadlines) == set(states)
 

@@ -121,7 +121,7 @@ def test_nothing_is_written_to_a_peer_that_was_removed(ledger: Ledger) -> None:
     assert ledger.unmapped == [ledger.peer]
     with pytest.raises(WriteError, match="was disconnected") as failed, ledger.peers.writing(ledger.peer):
         pytest.fail("it let the write begin")
-    assert failed.value.settled
+    assert failed.value.fenced
 
 
 def test_a_write_whose_reader_died_is_an_error(ledger: Ledger) -> None:

@@ -8,7 +8,7 @@ Transport `cuda_ipc`: the peer is a process of the same host whose pool lies in 
 that this GPU can reach.
 
 Its arena is mapped once, by CUDA's interprocess handle. A write is one launch that copies all pieces at once, on a
-stream of its own, and `write` returns when it is over. So nothing can land later and `settle` is always True. The
+stream of its own, and `write` returns when it is over. So nothing can land later and `fence` is always True. The
 peer's process is watched by pidfd: a write to a mapping whose owner has ended is read by no process, and is an error.
 """
 

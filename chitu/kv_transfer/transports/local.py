@@ -176,9 +176,9 @@ class TransportMessages:
             raise BadFrame(f"a message to transport {message.transport[:40]!r}, which takes none here")
         transport.on_message(rank, message.incarnation, message.payload)
 
-    def fence(self, incarnation: int) -> bool:
+    def revoke(self, incarnation: int) -> bool:
         """Fence a peer that is dead. Return True once none of our own transports writes for it."""
-        return all([transport.fence(incarnation) for transport in self._transports.values()])
+        return all([transport.revoke(incarnation) for transport in self._transports.values()])
 
     def start(self, spawn: Spawn) -> None:
         for transport in self._transports.values():

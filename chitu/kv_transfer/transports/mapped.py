@@ -13,7 +13,7 @@ The process behind a peer's memory on this host: found by pid and start time, he
 Used by the transports that map another process's memory. A pid alone identifies no process: it is reused.
 
 Transports that map a peer's memory into this process and copy the bytes themselves: the common part of `shm` and
-`cuda_ipc`. A write is over when `write` returns, so nothing can land later and `settle` is always True.
+`cuda_ipc`. A write is over when `write` returns, so nothing can land later and `fence` is always True.
 
 `MappedPeers` has the peers and the writes that run into them. Owned by a transport, any thread; no lock is held while a
 write runs or a mapping is removed. Invariant: a mapping lives until its peer was removed and the last write to it has
@@ -62,7 +62,7 @@ def require_inside(
     arena: tuple[int, int],
     registered: Iterable[tuple[int, int]],
 ) -> None:
-    """Check copies a last time before a transport writes. Raises WriteError, settled, if one of the copies (sources,
+    """Check copies a last time before a transport writes. Raises WriteError, fenced, if one of the copies (sources,
     destinations, lengths) leaves the peer's arena or our registered ranges, given as base and bytes."""
     src_N, dst_N, length_N = columns
     base, nbytes = arena
@@ -71,10 +71,10 @@ def require_inside(
         raise WriteError(
             f"{transport}: copy {outside} ({length_N[outside]} bytes at {dst_N[outside]:#x}) is outside the peer's"
             f" arena ({nbytes} bytes at {base:#x})",
-            settled=True,
+            fenced=True,
         )
     if not any(first_outside(src_N, length_N, start, size) < 0 for start, size in registered):
-        raise WriteError(f"{transport}: a source lies outside the registered memory", settled=True)
+        raise WriteError(f"{transport}: a source lies outside the registered memory", fenced=True)
 
 
 def as_array(values: Int64s) -> array[int]:
@@ -242,7 +242,7 @@ class MappedPeers:
         afterwards: then no process reads what was written."""
         with self._lock:
             if peer not in self._writes or peer in self._removed:
-                raise WriteError(f"{self._transport}: {peer.session_id} was disconnected", settled=True)
+                raise WriteError(f"{self._transport}: {peer.session_id} was disconnected", fenced=True)
             self._writes[peer] += 1
         try:
             yield
@@ -250,7 +250,7 @@ class MappedPeers:
         finally:
             self._written(peer)
         if not is_alive:
-            raise WriteError(f"{self._transport}: the process of {peer.session_id} has ended", settled=True)
+            raise WriteError(f"{self._transport}: the process of {peer.session_id} has ended", fenced=True)
 
     def remove(self, peer: MappedPeer) -> None:
         """Close a peer, once its last write has returned. Idempotent."""
@@ -306,13 +306,13 @@ class MappedTransport:
     def placed(
         self, peer: MappedPeer, copies: CopyList, registered: Iterable[tuple[int, int]]
     ) -> tuple[Int64s, Int64s, Int64s]:
-        """Return copies as columns, their destinations in our address space. Raises WriteError, settled, if one leaves
+        """Return copies as columns, their destinations in our address space. Raises WriteError, fenced, if one leaves
         the peer's arena or our registered ranges."""
         src_N, dst_N, length_N = (np.asarray(column, dtype=np.int64) for column in copies)
         require_inside(self.name, (src_N, dst_N, length_N), (peer.arena_base, peer.arena_bytes), registered)
         return src_N, dst_N + (peer.local_base - peer.arena_base), length_N
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
         return True
 
     def disconnect(self, peer: PeerHandle) -> None:
@@ -343,7 +343,7 @@ class LaunchingTransport(MappedTransport):
             with self._peers.writing(peer):
                 self._copier.copy(*columns, after)
         except RuntimeError as error:  # what torch and Triton raise for a device that fails
-            raise WriteError(f"{self.name}: writing to {peer.session_id}: {error}", settled=True) from error
+            raise WriteError(f"{self.name}: writing to {peer.session_id}: {error}", fenced=True) from error
 
     def close(self) -> None:
         super().close()

@@ -17,7 +17,7 @@ over TCP; RDMA was never run here. These properties shape the code below:
   the batch.
 * A write that did not end in time goes on: queued entries are written later, from the source bytes of that moment. An
   entry is COMPLETED when the peer has acknowledged it, which it does after the last byte was put into its memory. So
-  handles of late writes are kept, and `settle` waits until they have ended: if all were COMPLETED, nothing of them can
+  handles of late writes are kept, and `fence` waits until they have ended: if all were COMPLETED, nothing of them can
   land any more. For this the engine's own timeouts are set to a day: each would drop a connection that is merely slow,
   with bytes in flight that nothing reports. TCP retransmits what a silent network has swallowed.
 * An entry is FAILED if its connection broke, and its end is not known: bytes may lie unread in the peer's kernel, and a
@@ -28,7 +28,7 @@ over TCP; RDMA was never run here. These properties shape the code below:
   thread takes turns between its connections and moves one piece (MC_TCP_SLICE_SIZE) a turn, whether it reads a piece of
   our entry or sends a piece of the drain. So it reaches the end of the entry before the end of the drain. This last
   step rests on how the engine's I/O loop works, not on a promise of its API. A dead peer (connection refused) is
-  settled at once. Over RDMA only a dead peer is settled.
+  fenced at once. Over RDMA only a dead peer is fenced.
 * `connect` fetches the peer's segment description; if the peer freezes just then, the engine waits 60 s (no setting).
 * One entry takes a round trip: over a real network many small pieces are slow, which is another reason for `staged.py`.
 * A build with CUDA registers and sends GPU memory like host memory, piece by piece (6 us each), hence `staged.py`.
@@ -118,7 +118,7 @@ FORCED_ENVIRONMENT = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": NEVER_S,
     "MC_TCP_STATUS_TIMEOUT_SEC": NEVER_S,
 }
-"""Environment of the engine that `settle` and the polling of batches rely on."""
+"""Environment of the engine that `fence` and the polling of batches rely on."""
 DEFAULT_ENVIRONMENT = {
     "MC_TRANSFER_TIMEOUT": "5",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
@@ -159,7 +159,7 @@ class MooncakePeer:
     """See `transports/transport.py`, also for `reaches_host_segments`."""
     reaches_host_segments: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while entries are in flight, and during `settle`."""
+    """Held while entries are in flight, and during `fence`."""
     late: list[LateWrite] = field(default_factory=list)
     doubts: int = 0
     """Number of writes so far whose end is not known."""
@@ -250,7 +250,7 @@ class MooncakeTransport:
         peer = MooncakePeer(session.session_id, host, int(port), arenas, reaches_pages)
         # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen. Do it
         # now, when the peer has just sent us a message, so that no write blocks on it.
-        if not any(self._fence(peer) for _ in range(FENCE_TRIES)):
+        if not any(self._fence_read(peer) for _ in range(FENCE_TRIES)):
             raise TransferFailed(f"mooncake: {session.session_id} refuses a read of its arena")
         return peer
 
@@ -265,21 +265,21 @@ class MooncakeTransport:
             part = slice(start, start + MAX_ENTRIES)
             # If this raises, the parts before this one have ended well: nothing is in flight.
             if not peer.lock.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
-                raise WriteError(f"mooncake: {peer.session_id} was busy for {timeout_s} s", settled=True)
+                raise WriteError(f"mooncake: {peer.session_id} was busy for {timeout_s} s", fenced=True)
             try:
                 if peer.is_closed:
-                    raise WriteError(f"mooncake: {peer.session_id} was disconnected", settled=True)
+                    raise WriteError(f"mooncake: {peer.session_id} was disconnected", fenced=True)
                 self._write_part(peer, src[part], dst[part], length[part], deadline_s)
             finally:
                 peer.lock.release()
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
         assert isinstance(peer, MooncakePeer)
         started_s = time.monotonic()
         if not peer.lock.acquire(timeout=timeout_s):
             return False
         try:
-            while not self._is_settled(peer):
+            while not self._is_fenced(peer):
                 waited_s = time.monotonic() - started_s
                 if waited_s >= timeout_s:
                     return False
@@ -310,19 +310,19 @@ class MooncakeTransport:
             batch = self._engine.batch_transfer_async_write(peer.session_id, src[:-1], dst[:-1], length[:-1])
             if batch == 0:
                 peer.doubt(max(length))
-                raise WriteError(f"mooncake: cannot submit {len(src) - 1} writes to {peer.session_id}", settled=False)
+                raise WriteError(f"mooncake: cannot submit {len(src) - 1} writes to {peer.session_id}", fenced=False)
         last = self._engine.transfer_submit_write(peer.session_id, src[-1], dst[-1], length[-1])
         if last == 0:
             peer.doubt(max(length))
-            raise WriteError(f"mooncake: cannot submit a write to {peer.session_id}", settled=False)
+            raise WriteError(f"mooncake: cannot submit a write to {peer.session_id}", fenced=False)
         write = LateWrite(last, batch, max(length))
         status = self._wait(last, deadline_s)
         if status == PENDING:
             peer.late.append(write)
-            raise WriteError(f"mooncake: the write to {peer.session_id} did not end in time", settled=False)
+            raise WriteError(f"mooncake: the write to {peer.session_id} did not end in time", fenced=False)
         if not self._has_ended_well(write, status):
             peer.doubt(write.largest_bytes)
-            raise WriteError(f"mooncake: the write to {peer.session_id} failed (status {status})", settled=False)
+            raise WriteError(f"mooncake: the write to {peer.session_id} failed (status {status})", fenced=False)
 
     def _wait(self, handle: int, deadline_s: float) -> int:
         """Return the status of a single entry that has ended (the engine then forgets its handle), or PENDING."""
@@ -341,7 +341,7 @@ class MooncakeTransport:
         is_batch_done = write.batch == 0 or self._engine.get_batch_transfer_status([write.batch]) == 0
         return status == DONE and is_batch_done
 
-    def _fence(self, peer: MooncakePeer) -> bool:
+    def _fence_read(self, peer: MooncakePeer) -> bool:
         """Read a few bytes of the peer. Return whether that succeeded."""
         base, _ = peer.arenas[0]
         handle = self._read(peer, int(self._scratch.ctypes.data), base, FENCE_BYTES)
@@ -351,8 +351,8 @@ class MooncakeTransport:
         """Submit a read of the peer and return its handle, or 0 if that is impossible."""
         return int(self._engine.batch_transfer_async_read(peer.session_id, [target], [source], [nbytes]))
 
-    def _is_settled(self, peer: MooncakePeer) -> bool:
-        """Return whether every write to this peer has settled; begin a drain if it is due. Its lock is held."""
+    def _is_fenced(self, peer: MooncakePeer) -> bool:
+        """Return whether every write to this peer is fenced; begin a drain if it is due. Its lock is held."""
         if self._protocol != "tcp":
             return _is_refused(peer)
         while peer.late:

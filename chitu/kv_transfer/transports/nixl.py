@@ -8,11 +8,11 @@ These properties shape the code below:
   it can read and write registered memory. A host on the loopback address gets UCX_NET_DEVICES=lo.
 * A transfer has no timeout of its own: over TCP, one to a stopped process stays in progress for ever. Releasing its
   handle does not stop it: the engine goes on, and later sends what the source holds then. So the handle of a write that
-  did not end in time is kept, and `settle` waits until it has ended: a write is done only when the peer has flushed it.
+  did not end in time is kept, and `fence` waits until it has ended: a write is done only when the peer has flushed it.
 * A connection that broke stays broken: every request to that agent fails until the agent is removed and added again.
   Idle connections break too, which casts no doubt on any write. So a connection that was idle is tested with a read
   before it is written to, and is renewed if it broke.
-* A write that ended with an error may have bytes in flight that nothing reports. It is settled once the peer's process
+* A write that ended with an error may have bytes in flight that nothing reports. It is fenced once the peer's process
   is known to be gone, which only its own host can see. Between hosts such a D stays suspended until the cluster view
   reports that it is gone.
 * The wheel has its own libibverbs and libnl. Its module for EFA alone links to the system's libefa, and so to the
@@ -193,7 +193,7 @@ class NixlTransport:
             remote = _entries(dst_N[part], length_N[part], peer.device)
             self._transfer(peer, "WRITE", (local, self._memory), remote, deadline_s)
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
         assert isinstance(peer, NixlPeer)
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -267,11 +267,11 @@ class NixlTransport:
             if other.session_id == peer.session_id:
                 self._sweep(other)
         try:
-            self._fence(peer, deadline_s)
+            self._fence_read(peer, deadline_s)
         except WriteError:
             if not self._renew(peer):
                 raise
-            self._fence(peer, deadline_s)
+            self._fence_read(peer, deadline_s)
 
     def _renew(self, peer: NixlPeer) -> bool:
         """Drop the connection after a failed request, so that the next request opens another. Return False if the peer
@@ -285,8 +285,8 @@ class NixlTransport:
             self._add(peer.session_id, known.metadata)
         return True
 
-    def _fence(self, peer: NixlPeer, deadline_s: float) -> None:
-        """Read the first bytes of the peer's arena. Raises WriteError, which is settled because nothing is written."""
+    def _fence_read(self, peer: NixlPeer, deadline_s: float) -> None:
+        """Read the first bytes of the peer's arena. Raises WriteError, which is fenced because nothing is written."""
         nbytes = min(FENCE_BYTES, peer.arena_bytes)
         local = [(self._scratch_base, nbytes, self._device)]
         remote = [(peer.arena_base, nbytes, peer.device)]
@@ -301,17 +301,17 @@ class NixlTransport:
         remote: list[tuple[int, int, int]],
         deadline_s: float,
     ) -> None:
-        """Run one request from its start to its end. Raises WriteError, which is settled if the request is a read."""
+        """Run one request from its start to its end. Raises WriteError, which is fenced if the request is a read."""
         agent = self._agent
         with self._lock:
             if peer.is_closed:
-                raise WriteError(f"nixl: {peer.session_id} was disconnected", settled=True)
+                raise WriteError(f"nixl: {peer.session_id} was disconnected", fenced=True)
             try:
                 sources, targets = agent.get_xfer_descs(*local), agent.get_xfer_descs(remote, peer.memory)
                 handle = agent.initialize_xfer(operation, sources, targets, peer.session_id)
             except Exception as error:  # a local check: nothing was sent
                 raise WriteError(
-                    f"nixl: cannot submit a request to {peer.session_id}: {error!r}", settled=True
+                    f"nixl: cannot submit a request to {peer.session_id}: {error!r}", fenced=True
                 ) from error
             known = self._known[peer.session_id]
             known.num_in_progress += 1
@@ -322,13 +322,13 @@ class NixlTransport:
             if now_s > deadline_s:
                 with self._lock:
                     peer.pending.append((handle, operation))
-                raise WriteError(f"nixl: {peer.session_id} did not answer in time", settled=operation == "READ")
+                raise WriteError(f"nixl: {peer.session_id} did not answer in time", fenced=operation == "READ")
             time.sleep(pause_s(now_s - started_s))
             state = self._ask(peer, lambda: agent.check_xfer_state(handle))
         self._ended(peer, handle, operation, state)
         if state != "DONE":
-            is_settled = operation == "READ" or peer.is_dead
-            raise WriteError(f"nixl: the request to {peer.session_id} failed: {state}", settled=is_settled)
+            is_fenced = operation == "READ" or peer.is_dead
+            raise WriteError(f"nixl: the request to {peer.session_id} failed: {state}", fenced=is_fenced)
 
     def _ended(self, peer: NixlPeer, handle: Any, operation: str, state: str) -> None:
         with self._lock:

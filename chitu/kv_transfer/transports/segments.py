@@ -15,11 +15,11 @@ Invariants: no two groups are in one segment; a segment that D may still read, o
 written; numbers of groups grow over all D and are never used twice.
 
 **`Scatterer`**, D's end: copies groups into the pool on a thread of its own and answers P. The comm thread only queues
-(`on_message`, `fence`). Invariants: no group is scattered twice; a segment is answered only when nothing reads it any
-more; nothing of a fenced P is copied any more. A segment belongs to one incarnation of P, whose numbers grow, so only
+(`on_message`, `revoke`). Invariants: no group is scattered twice; a segment is answered only when nothing reads it any
+more; nothing of a revoked P is copied any more. A segment belongs to one incarnation of P, whose numbers grow, so only
 the last number of each segment has to be remembered. Nothing checks whether the room of a group still waits: no other
 request owns its pages until P has reported that it stopped, which P does not do before each of its groups was answered,
-or until P is dead and fenced.
+or until P is dead and revoked.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class TargetSegments:
     """Free segments, least recently used first: late messages of a segment's last group are then as old as can be."""
     doubtful: list[int] = field(default_factory=list)
     given_up: list[SentGroup] = field(default_factory=list)
-    """Groups that no writer waits for any more: settled when D has answered them."""
+    """Groups that no writer waits for any more: fenced when D has answered them."""
 
     def address(self, segment: int) -> int:
         return self.base + segment * self.segment_bytes
@@ -254,14 +254,14 @@ class Gatherer:
 
     # --------------------------------------------------------------------------------------------------------- segments
 
-    def take(self, segments: TargetSegments, sent: Sequence[SentGroup], timeout_s: float) -> int | None:
+    def allocate(self, segments: TargetSegments, sent: Sequence[SentGroup], timeout_s: float) -> int | None:
         """Return a segment of D once one is free, else None. Meanwhile sends unanswered groups of `sent` again."""
-        return self._take(segments.free, sent, timeout_s)
+        return self._allocate(segments.free, sent, timeout_s)
 
-    def take_own(self, sent: Sequence[SentGroup], timeout_s: float) -> int | None:
-        return self._take(self._own_free, sent, timeout_s)
+    def allocate_own(self, sent: Sequence[SentGroup], timeout_s: float) -> int | None:
+        return self._allocate(self._own_free, sent, timeout_s)
 
-    def _take(self, free: deque[int], sent: Sequence[SentGroup], timeout_s: float) -> int | None:
+    def _allocate(self, free: deque[int], sent: Sequence[SentGroup], timeout_s: float) -> int | None:
         while self.wait(lambda: bool(free), sent, timeout_s):
             with self._changed:
                 if free:  # else another thread was first
@@ -284,13 +284,13 @@ class Gatherer:
         sent.send()
         return sent
 
-    def dropped(self, segments: TargetSegments, segment: int, is_settled: bool) -> None:
-        """Give back a segment whose write failed; D gets no group. Unless it is settled, the write may still land."""
+    def dropped(self, segments: TargetSegments, segment: int, is_fenced: bool) -> None:
+        """Give back a segment whose write failed; D gets no group. Unless it is fenced, the write may still land."""
         with self._changed:
-            (segments.free if is_settled else segments.doubtful).append(segment)
+            (segments.free if is_fenced else segments.doubtful).append(segment)
             self._changed.notify_all()
 
-    def settled(self, segments: TargetSegments, doubtful: Sequence[int]) -> None:
+    def fenced(self, segments: TargetSegments, doubtful: Sequence[int]) -> None:
         """Free doubtful segments in which nothing can land any more."""
         with self._changed:
             for segment in doubtful:
@@ -395,7 +395,7 @@ class DeviceCopier:
         return address_N
 
 
-KEPT_FENCED = 1024
+KEPT_REVOKED = 1024
 """Number of dead incarnations of P that are remembered: far more than those that late messages can come from."""
 
 
@@ -429,7 +429,7 @@ class Scatterer:
         self._segments = [_Segment() for _ in range(area.num_segments)]
         self._unfinished: Counter[int] = Counter()
         """Number of groups that wait or are being copied, by incarnation of P."""
-        self._fenced: OrderedDict[int, None] = OrderedDict()
+        self._revoked: OrderedDict[int, None] = OrderedDict()
         self._is_started = False
         self.jobs: JobThread[ScatterJob] = JobThread("scatter", self._scatter)
 
@@ -440,7 +440,7 @@ class Scatterer:
         copies = self._copies(rank, group)
         with self._lock:
             segment = self._segments[group.segment]
-            if incarnation in self._fenced:
+            if incarnation in self._revoked:
                 return
             if incarnation != segment.incarnation:
                 segment.incarnation, segment.number = incarnation, 0
@@ -454,12 +454,12 @@ class Scatterer:
         elif answer is not None:
             send(incarnation, encode(answer))
 
-    def fence(self, incarnation: int) -> bool:
+    def revoke(self, incarnation: int) -> bool:
         """Accept nothing more from this P. Return True once nothing of it is being copied."""
         with self._lock:
-            self._fenced[incarnation] = None
-            if len(self._fenced) > KEPT_FENCED:
-                self._fenced.popitem(last=False)
+            self._revoked[incarnation] = None
+            if len(self._revoked) > KEPT_REVOKED:
+                self._revoked.popitem(last=False)
             return not self._unfinished[incarnation]
 
     def start(self, spawn: Spawn) -> None:
@@ -475,7 +475,7 @@ class Scatterer:
 
     def _scatter(self, job: ScatterJob) -> None:
         with self._lock:
-            is_wanted = job.incarnation not in self._fenced
+            is_wanted = job.incarnation not in self._revoked
         error = "" if is_wanted else "it counts as dead"
         try:
             if is_wanted:

@@ -12,7 +12,7 @@ Transport `shm`: the peer is a process of the same host and user; its arena is a
 
 A session names that file: host id, pid, start time of the process, fd and inode. `connect` opens it through
 `/proc/<pid>/fd/<fd>` (which needs the same user, no ptrace rights), checks that it is that very file, and maps it; a
-write is then a copy in our own address space. It is over when `write` returns, so nothing can land later and `settle`
+write is then a copy in our own address space. It is over when `write` returns, so nothing can land later and `fence`
 is always True; bytes written after the peer died go to a file that no process reads. Nothing is ever left in /dev/shm.
 
 Transport `shm` for pools in GPU memory: through host memory, for GPUs of one host that cannot map each other's
@@ -21,7 +21,7 @@ memory.
 D has its segments in an anonymous shared file (`segments.py`) and scatters from there. P maps that file and
 pins its mapping too, and its GPU gathers straight into D's segment: one launch and one transfer over PCIe, no segment
 of its own and no copy by the host. Only segments can be written, pages and logits rows cannot (`reaches_pages`). A
-write is over when `write` returns, so `settle` is always True. A mapping stays pinned as long as it exists.
+write is over when `write` returns, so `fence` is always True. A mapping stays pinned as long as it exists.
 """
 
 from __future__ import annotations
@@ -189,9 +189,9 @@ class ShmTransport(MappedTransport):
             with self._peers.writing(peer):
                 self._engine.copy(*columns, deadline_s)
         except CopyFault as error:
-            raise WriteError(f"shm: writing to {peer.session_id}: {error}", settled=True) from error
+            raise WriteError(f"shm: writing to {peer.session_id}: {error}", fenced=True) from error
         except CopyTimeout as error:
-            raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", settled=True) from error
+            raise WriteError(f"shm: writing to {peer.session_id} took over {timeout_s} s", fenced=True) from error
 
     def close(self) -> None:
         super().close()

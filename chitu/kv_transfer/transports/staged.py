@@ -3,8 +3,8 @@
 It has the wrapped transport's name, since peers choose by name, and all bytes travel through that transport. A write is
 cut into groups of at most a segment; while the peer scatters one group, the next is gathered and written. `write`
 returns when the peer has answered the last group, so a staged write means what a direct one does: every byte is in its
-place. If it does not return in time, bytes may still come to their places; `settle` is True once the wrapped transport
-has settled and the peer has answered every group. All staged transports of a process share one `StagingEnd`
+place. If it does not return in time, bytes may still come to their places; `fence` is True once the wrapped transport
+has fenced its writes and the peer has answered every group. All staged transports of a process share one `StagingEnd`
 (`segments.py`: P's `Gatherer`, D's `Scatterer`).
 
 A write that could be direct, too, is staged from a size on, by a fixed table (`STAGED_FROM`). A staged write costs two
@@ -239,8 +239,8 @@ class StagedTransport:
         else:
             raise BadFrame("a staged group for an instance without segments")
 
-    def fence(self, incarnation: int) -> bool:
-        return self.end.scatterer is None or self.end.scatterer.fence(incarnation)
+    def revoke(self, incarnation: int) -> bool:
+        return self.end.scatterer is None or self.end.scatterer.revoke(incarnation)
 
     def start(self, spawn: Spawn) -> None:
         if self.end.scatterer is not None:
@@ -284,15 +284,15 @@ class StagedTransport:
             failure = error
         left_s = max(0.0, deadline_s - time.monotonic())
         gatherer.wait(lambda: all(group.answer is not None for group in sent), sent, left_s)
-        is_settled = not gatherer.give_up(segments, sent)
+        is_fenced = not gatherer.give_up(segments, sent)
         if isinstance(failure, WriteError):
-            raise WriteError(failure.message, settled=failure.settled and is_settled) from failure
-        if failure is not None or not is_settled:
+            raise WriteError(failure.message, fenced=failure.fenced and is_fenced) from failure
+        if failure is not None or not is_fenced:
             text = failure.message if failure is not None else "the peer did not scatter"
-            raise WriteError(f"{self.name}: writing to {peer.session_id}: {text} in {timeout_s} s", settled=is_settled)
+            raise WriteError(f"{self.name}: writing to {peer.session_id}: {text} in {timeout_s} s", fenced=is_fenced)
         errors = [told.answer.error for told in sent if told.answer is not None and told.answer.error]
         if errors:
-            raise WriteError(f"{self.name}: {peer.session_id} could not scatter: {errors[0]}", settled=True)
+            raise WriteError(f"{self.name}: {peer.session_id} could not scatter: {errors[0]}", fenced=True)
         self.bytes_staged += copies.nbytes
 
     def _put(
@@ -307,15 +307,15 @@ class StagedTransport:
         """Gather and write one group, and send it to the peer. Raises WriteError, or another ChituError before anything
         was written."""
         gatherer = self.end.gatherer
-        segment = gatherer.take(segments, sent, deadline_s - time.monotonic())
+        segment = gatherer.allocate(segments, sent, deadline_s - time.monotonic())
         if segment is None:
             raise TransferFailed("no segment was free")
-        is_settled = True
+        is_fenced = True
         try:
             self._fill(peer, segments.address(segment), copies, after, sent, deadline_s)
         except ChituError as error:
-            is_settled = not isinstance(error, WriteError) or error.settled
-            gatherer.dropped(segments, segment, is_settled)
+            is_fenced = not isinstance(error, WriteError) or error.fenced
+            gatherer.dropped(segments, segment, is_fenced)
             raise
         target_N, length_N = (np.asarray(column, dtype="<i8") for column in (copies.dst, copies.length))
         return gatherer.tell(peer, segment, target_N.tobytes(), length_N.tobytes())
@@ -333,7 +333,7 @@ class StagedTransport:
         if gathers(self.inner) or own is None:
             self._write_inner(peer, packed(copies, target), after, max(0.0, deadline_s - time.monotonic()))
             return
-        number = gatherer.take_own(sent, deadline_s - time.monotonic())
+        number = gatherer.allocate_own(sent, deadline_s - time.monotonic())
         if number is None:
             raise TransferFailed("no segment of our own was free")
         try:
@@ -345,16 +345,16 @@ class StagedTransport:
         finally:
             gatherer.give_own(number)
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
         assert isinstance(peer, StagedPeer)
         deadline_s = time.monotonic() + timeout_s
         segments = peer.segments
         doubtful, given_up = (list(segments.doubtful), list(segments.given_up)) if segments is not None else ([], [])
-        if not self.inner.settle(peer.inner, timeout_s):
+        if not self.inner.fence(peer.inner, timeout_s):
             return False
         if segments is None:
             return True
-        self.end.gatherer.settled(segments, doubtful)
+        self.end.gatherer.fenced(segments, doubtful)
         for group in given_up:
             group.send()
         left_s = max(0.0, deadline_s - time.monotonic())

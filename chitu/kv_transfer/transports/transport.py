@@ -3,7 +3,7 @@
 Backends: `shm`, `cuda_ipc`, `mooncake`, `nixl`, one module each. A backend's library is imported only inside its own
 module, lazily; its absence raises `MissingDependency` with one clear sentence.
 
-Threads: transfer threads call `write` and `settle` and block there (releasing the GIL). The comm thread, or lane 0 of a
+Threads: transfer threads call `write` and `fence` and block there (releasing the GIL). The comm thread, or lane 0 of a
 follower, opens and closes peers. The thread that builds the service calls the rest. Nothing here depends on rooms,
 pages or requests.
 """
@@ -39,11 +39,11 @@ class CopyList(NamedTuple):
 
 
 class WriteError(TransferFailed):
-    """A write did not complete. `settled`: nothing of it can land any more; if False, call `settle` first."""
+    """A write did not complete. `fenced`: nothing of it can land any more; if False, call `fence` first."""
 
-    def __init__(self, message: str, settled: bool) -> None:
+    def __init__(self, message: str, fenced: bool) -> None:
         super().__init__(message)
-        self.settled = settled
+        self.fenced = fenced
 
 
 def pause_s(waited_s: float) -> float:
@@ -92,12 +92,12 @@ class Transport(Protocol):
         """
         ...
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
-        """Return True once no byte of any earlier write to this peer can land any more. Call it after an unsettled
-        failure.
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
+        """Return True once no byte of any earlier write to this peer can land any more. Call it after a failure
+        that is not fenced.
 
         What one call has found counts for the next, so calls with a `timeout_s` of 0 get there as well. Another write
-        to this peer may run meanwhile; the next call settles what that leaves."""
+        to this peer may run meanwhile; the next call fences that one, too."""
         ...
 
     def disconnect(self, peer: PeerHandle) -> None:
@@ -146,8 +146,9 @@ class MessagingTransport(Protocol):
         """Process a message of a registered peer. Comm thread. Raises ProtocolError."""
         ...
 
-    def fence(self, incarnation: int) -> bool:
-        """Do nothing more for a peer that is dead. Return True once nothing of it is being written into our pages."""
+    def revoke(self, incarnation: int) -> bool:
+        """Revoke the access of a peer that is dead: do nothing more for it. Return True once nothing of it is being
+        written into our pages."""
         ...
 
     def start(self, spawn: Spawn) -> None:

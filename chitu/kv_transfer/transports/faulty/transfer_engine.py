@@ -126,7 +126,7 @@ class FaultyTransport:
         delay_s = timeout_s if is_stalled else min(self._faults.delay_ms / 1000, timeout_s)
         if delay_s and (self._closed.wait(delay_s) or delay_s >= timeout_s):
             what = "stalled" if is_stalled else "delayed"
-            raise WriteError(f"faults: the write to {peer.session_id} was {what} for {timeout_s:.1f} s", settled=True)
+            raise WriteError(f"faults: the write to {peer.session_id} was {what} for {timeout_s:.1f} s", fenced=True)
 
     def _write(self, peer: FaultyPeer, copies: CopyList, deadline_s: float) -> None:
         healthy, zeroed = split_at_pages(copies, peer.zeroed_bases, peer.page_bytes)
@@ -147,9 +147,9 @@ class FaultyTransport:
         is_last = not any(src + page_bytes in memory and src in memory for memory in self._registered)
         return src - page_bytes if is_last else src + page_bytes
 
-    def settle(self, peer: PeerHandle, timeout_s: float) -> bool:
+    def fence(self, peer: PeerHandle, timeout_s: float) -> bool:
         assert isinstance(peer, FaultyPeer)
-        return self._inner.settle(peer.inner, timeout_s)
+        return self._inner.fence(peer.inner, timeout_s)
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, FaultyPeer)
