@@ -1,5 +1,4 @@
-"""`Cluster` with a plain router that knows every answer: it sends requests, checks each token and end, and never
-retries."""
+"""A simulated cluster with a router: a plain one that knows every answer, and the real one."""
 
 from __future__ import annotations
 
@@ -8,25 +7,41 @@ from array import array
 from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
-from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process
-from cluster_writes import Writes
-from pd_node import mixed
+from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, Writes
+from pd_world import mixed
 from support.fake_executor import expected_tokens
 
-from chitu.errors import ChituError
+from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
+from chitu.errors import ChituError, NoInstance
+from chitu.instance.requests import FailureReports
+from chitu.net.link import LinkReceivers
+from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     CancelRequest,
     ClusterView,
     DecodeRequest,
     Finish,
+    Heartbeat,
+    InstanceInfo,
     LinkAck,
+    LoadReport,
     PrefillRequest,
+    RequestFailed,
     RequestPortMessage,
     SamplingParams,
     pack_i32,
+    peer_codec,
+    scheduler_codec,
     token_codec,
 )
+from chitu.router.policies import InstanceKey
+from chitu.router.request import GenerateRequest, Generation
+from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Cluster` with a plain router that knows every answer: it sends requests, checks each token and end, and never
+# retries.
 
 
 @dataclass
@@ -201,4 +216,304 @@ class ClusterWorld(Cluster):
 
 
 class LateWorld(ClusterWorld):
+    process_type = LateProcess
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Cluster` with the real `PDRequestRouter`: requests are retried on other pairs, streams continue elsewhere. It checks
+# what a client receives: each token once, in order and right, whatever became of its attempts, and exactly one end.
+# Token messages and requests may be lost, as with a connection that breaks.
+
+
+CONFIG = RouterConfig(
+    request_timeout_s=REQUEST_TIMEOUT_S,
+    retry=RetryConfig(max_attempts=4),
+    pd_disaggregation=PDDisaggregationConfig(deadlines=DEADLINES),
+)
+
+
+@dataclass
+class Reading:
+    """What the comm and heartbeat threads of a process have read from the router's link."""
+
+    received: LinkReceivers = field(default_factory=LinkReceivers)
+    reads: int = 0
+    due_s: float = 0.0
+    """Time of the next heartbeat."""
+
+
+@dataclass
+class Client:
+    """Client that reads like the HTTP layer: takes what is there at each wake."""
+
+    expected: list[int]
+    generation: Generation | None = None
+    tokens: list[int] = field(default_factory=list)
+    is_cut: bool = False
+    """Whether its router died."""
+
+    def wake(self) -> None:
+        if self.generation is None:
+            return  # the request is being sent now
+        self.tokens += self.generation.take()
+        assert self.tokens == self.expected[: len(self.tokens)], "a token is wrong, missing or there twice"
+
+    @property
+    def end(self) -> str:
+        generation = self.generation
+        if generation is None or not generation.done:
+            return "router gone" if self.is_cut else ""
+        return "finished" if generation.error is None else generation.error.code
+
+
+class RoutedWorld(Cluster):
+    def __init__(self, num_prefill: int = 2, num_decode: int = 2, writes: Writes | None = None) -> None:
+        self.clients: list[Client] = []
+        self._num_requests = 0
+        self.open_peers: set[InstanceKey] = set()
+        self.known: dict[int, InstanceInfo] = {}
+        self.router: PDRequestRouter | None = None
+        self.cuts: dict[int, int] = {}
+        """Number of its next token messages that a D loses, by incarnation."""
+        self.severed: dict[int, int] = {}
+        """Number of the router's next messages to a process that get lost, by incarnation."""
+        self.muted: dict[int, int] = {}
+        """Number of its next failure reports that get lost, by incarnation."""
+        self.failures: dict[int, FailureReports] = {}
+        """Failure reports by incarnation."""
+        self.readings: dict[int, Reading] = {}
+        """Link readings by incarnation."""
+        self.handed_over: set[tuple[int, bytes]] = set()
+        """Request halves that arrived: the receiver's incarnation and the room."""
+        self.silence: set[tuple[int, int]] = set()
+        """Links between P and D that lose everything: (incarnation of the sender, port of the receiver)."""
+        super().__init__(num_prefill, num_decode, writes)
+
+    # ------------------------------------------------------------------------------------------ between P and D
+
+    def link(self, host: str, port: int, room: bytes, payload: bytes) -> None:
+        if not self.silence or (peer_codec.decode(payload).incarnation, port) not in self.silence:
+            super().link(host, port, room, payload)
+
+    # ------------------------------------------------------------------------------------- as the outbox of the router
+
+    def open(self, key: InstanceKey, host: str, port: int) -> None:
+        self.open_peers.add(key)
+
+    def send(self, key: InstanceKey, frame: bytes) -> bool:
+        if key not in self.open_peers:
+            return False
+        if self.severed.get(key.incarnation, 0) > 0:
+            self.severed[key.incarnation] -= 1
+        else:
+            self.orders.append((key.incarnation, scheduler_codec.decode(frame)))
+        return True
+
+    def close_peer(self, key: InstanceKey) -> None:
+        self.open_peers.discard(key)
+
+    def hand_over(self, process: Process, message: RequestPortMessage) -> None:
+        """Handle a message as `CommLoop._drain_requests` does."""
+        received = self._reading(process).received
+        if isinstance(message, LinkAck):
+            process.tokens.take_ack(message)
+        elif received.take(message.link, message.number, message.num_kept):
+            if not isinstance(message, CancelRequest):
+                half = process.incarnation, message.room
+                assert half not in self.handed_over, "a request came twice"
+                self.handed_over.add(half)
+            process.submit(message)
+        if received.take_alarm():
+            self._beat(process)
+
+    def _reading(self, process: Process) -> Reading:
+        return self.readings.setdefault(process.incarnation, Reading())
+
+    # ------------------------------------------------------------------------------------------- instances -> router
+
+    def _beat(self, process: Process) -> None:
+        """Send heartbeats as `PDSchedulerService._heartbeat_loop` does. Loads do not matter here."""
+        reading = self._reading(process)
+        reading.reads += 1
+        if self.clock.monotonic() >= reading.due_s:
+            reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
+            for failed in self.failures[process.incarnation].repeats() if process.incarnation in self.failures else ():
+                self._tell(failed)
+        acks = reading.received.acks()
+        beat = Heartbeat(
+            process.role,
+            process.rank,
+            process.incarnation,
+            LoadReport(),
+            acks,
+            reading.reads,
+            process.kv.silent_prefills,
+        )
+        self.reports.append(lambda: self.router.on_heartbeat(beat) if self.router else None)
+
+    def take_tokens(self, frame: bytes) -> bool:
+        incarnation = token_codec.decode(frame).incarnation
+        if self.cuts.get(incarnation, 0) > 0:
+            self.cuts[incarnation] -= 1
+            return True
+        self.reports.append(lambda: self.router.on_token_frames([frame]) if self.router else None)
+        return True
+
+    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
+        failed = RequestFailed(process.role, process.rank, process.incarnation, room, error.code, error.message)
+        self.failures.setdefault(process.incarnation, FailureReports(self._tell)).add(failed)
+
+    def _tell(self, failed: RequestFailed) -> None:
+        if self.muted.get(failed.incarnation, 0) > 0:
+            self.muted[failed.incarnation] -= 1
+        else:
+            self.reports.append(lambda: self.router.on_request_failed(failed) if self.router else None)
+
+    def publish(self) -> None:
+        """Update membership as `PDCoordination` does, then publish the view."""
+        if not self.is_router_alive:
+            return
+        if self.router is None:
+            trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
+            self.router = PDRequestRouter(self, self.clock, CONFIG, trace)  # type: ignore[arg-type]
+        now_s = self.clock.monotonic()
+        joined = [p for p in self.processes if p.router == self.router_incarnation]
+        present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}
+        if present.keys() != self.known.keys():
+            lost = [info for incarnation, info in self.known.items() if incarnation not in present]
+            new = [info for incarnation, info in present.items() if incarnation not in self.known]
+            self.known = present
+            for info in new:
+                self.router.on_joined(info)
+            self.router.on_view(self._view())
+            for info in lost:
+                self.router.on_lost(info, "silent", has_died=False)
+        self.router.tick()
+        self.show(self._view())
+        for process in self.processes:
+            if not process.is_frozen and now_s >= self._reading(process).due_s:
+                self._beat(process)
+
+    def _view(self) -> ClusterView:
+        members = tuple(self.known.values())
+        return ClusterView(self.router_incarnation, 0, members, dead=self.told_dead)
+
+    # ------------------------------------------------------------------------------------------------------ the script
+
+    def op_ask(self, a: int, b: int) -> None:
+        if sum(not client.end for client in self.clients) < MAX_LIVE_REQUESTS and self.router is not None:
+            self.request(1 + b % 22, 1 + b // 22 % 14 * 2, (1, 1, 2, 3)[a // 4 % 4])
+
+    def request(self, num_tokens: int, max_tokens: int, num_choices: int = 1) -> Client | None:
+        """Send a request. Return the client of its first choice; None if no instance can serve it."""
+        assert self.router is not None
+        self._num_requests += 1
+        family = self._num_requests % 3  # prompts of a family share a prefix, up to the end of the shorter one
+        prompt = [(family * 31 + at * 7) % INFO.vocab_size for at in range(num_tokens)]
+        clients: list[Client] = []
+        requests: list[GenerateRequest] = []
+        for choice in range(num_choices):
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=float(num_choices > 1), seed=choice)
+            clients.append(Client(expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)))
+            name = f"r{self._num_requests}-{choice}"
+            requests.append(GenerateRequest(name, pack_i32(array("i", prompt)), num_tokens, sampling))
+
+        def wake() -> None:
+            for client in clients:
+                client.wake()
+
+        generations: list[Generation] = []
+        try:
+            while len(generations) < num_choices:
+                generations += self.router.add_choices(requests[len(generations) :], wake)
+        except NoInstance:
+            for generation in generations:
+                self.router.cancel(generation)
+            return None
+        for client, generation in zip(clients, generations, strict=True):
+            client.generation = generation
+        self.clients += clients
+        return clients[0]
+
+    def op_cancel(self, a: int, b: int) -> None:
+        live = [client for client in self.clients if not client.end]
+        if live and self.router is not None:
+            client = live[a % len(live)]
+            assert client.generation is not None
+            self.router.cancel(client.generation)
+
+    def op_again(self, a: int, b: int) -> None: ...
+
+    def op_cut(self, a: int, b: int) -> None:
+        """Break D's connection to the token port, which loses so many of its next messages."""
+        decodes = self.of(Role.DECODE)
+        if decodes:
+            self.cuts[decodes[a % len(decodes)].incarnation] = 1 + b % 3
+
+    def op_mute(self, a: int, b: int) -> None:
+        """Break P's connection to the stats port, which loses so many of its next failure reports."""
+        prefills = self.of(Role.PREFILL)
+        if prefills:
+            self.muted[prefills[a % len(prefills)].incarnation] = 1 + b % 3
+
+    def op_sever(self, a: int, b: int) -> None:
+        """Break the router's connection to a process, which loses what is in flight, or the next messages."""
+        process = self.processes[a % len(self.processes)]
+        self.sever(process, 1 + b % 3) if b % 2 else self.lose_orders(process)
+
+    def sever(self, process: Process, count: int) -> None:
+        self.severed[process.incarnation] = count
+
+    def lose_orders(self, process: Process) -> None:
+        """Lose all messages in flight to a process."""
+        left = [order for order in self.orders if order[0] != process.incarnation]
+        self.orders.clear()
+        self.orders.extend(left)
+
+    def op_crash(self, a: int, b: int) -> None:
+        """Let P0 or D0 die and restart; P1 and D1 live."""
+        role = (Role.PREFILL, Role.DECODE)[a % 2]
+        self.kill(next(process for process in self.of(role) if process.rank == 0))
+        self.start(len(self.missing) - 1)
+
+    def op_router(self, a: int, b: int) -> None:
+        self.is_router_alive = not self.is_router_alive
+        self.router, self.known, self.open_peers, self.told_dead = None, {}, set(), ()
+        self.orders.clear()
+        self.reports.clear()
+        for client in self.clients:
+            client.is_cut = True
+        self.router_incarnation = mixed(self.router_incarnation)
+
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def settle_down(self, limit_s: float = 30.0) -> None:
+        self.cuts.clear()
+        self.severed.clear()
+        self.muted.clear()
+        super().settle_down(limit_s)
+
+    def check(self) -> None:
+        super().check()
+        if self.router is not None:
+            attempts = self.router._attempts
+            waiting = [attempt for attempt in attempts.rooms.values() if attempt.first_token_s is None]
+            assert attempts.num_waiting == len(waiting)
+            assert waiting or attempts.num_new_tokens == 0
+        for client in self.clients:
+            assert client.end != "step_failed", "KV of another request, or torn"  # stops only its own step
+            if client.end == "finished":
+                assert client.tokens == client.expected, "an answer that is not whole"
+
+    def open_requests(self) -> list[str]:
+        return [f"a client has {len(c.tokens)} tokens" for c in self.clients if not c.end]
+
+    def check_it_still_serves(self) -> None:
+        """Check that a request still finds a pair, even if breakers are open."""
+        asked = [self.request(9, 5) for _ in range(4)]
+        self.settle_down(6.0)
+        assert [client.end for client in asked if client is not None] == ["finished"] * 4
+
+
+class LateRoutedWorld(RoutedWorld):
     process_type = LateProcess

@@ -1,26 +1,436 @@
-"""P and D cores, a model of their schedulers, fake time and the fake transport: for single situations of a transfer.
-
-`World` joins them by a reliable network; `Pair` is one P and one D. `cluster.py` runs whole processes under scripts of
-faults.
-"""
+"""P and D cores, a model of their schedulers, fake time and a fake transport, for single situations of a transfer."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from pd_node import AUX_ROW_BYTES, NUM_AUX, NUM_PAGES, PAGE_BYTES, Node, mixed
+import numpy as np
+from numpy.typing import NDArray
 from support.clock import FakeClock
-from support.fake_transport import FakeFabric
+from support.fake_transport import FakeFabric, FakeTransport
 
-from chitu.config.schema import FaultConfig
-from chitu.kv_transfer.checksums import VerifyKV
+from chitu.config.schema import DeadlineConfig, FaultConfig
+from chitu.errors import RequestCancelled
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_cache.checksum import HostPageSums
+from chitu.kv_transfer.checksums import PageSums, VerifyKV
+from chitu.kv_transfer.chunks import KVChunk
+from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.receiving import DecodeReceiver
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.shard_writer import ShardWriter
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
-from chitu.kv_transfer.transports.staged import StagedTransport, TransferWay
-from chitu.kv_transfer.transports.transport import CopyList
-from chitu.protocol import ClusterView, TransferStatus, peer_codec
-from chitu.types import Role, new_room
+from chitu.kv_transfer.transfer_table import TransferEventKind
+from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
+from chitu.kv_transfer.transports.segments import Gatherer, HostCopier, Scatterer, SentGroup, StagingArea, area_of
+from chitu.kv_transfer.transports.staged import StagedFrom, StagedTransport, StagingEnd, TransferWay
+from chitu.kv_transfer.transports.transport import CopyList, Transport
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout, TransferStatus, peer_codec
+from chitu.types import Ready, Role, instance_name, new_room
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One P or D core with fake transport, memory that exposes misuse, and a model of its scheduler. The scheduler model
+# follows the rules of `kv_transfer/transfer_table.py` and checks the events: they come once and in order, SUCCESS means
+# that every byte is right, and a released page is never written again (free pages hold a poison that is checked
+# whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
+
+
+NUM_LAYERS = 3
+PAGE_SIZE = 4
+TOKEN_BYTES = 4
+PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
+NUM_PAGES = 24
+NUM_AUX = 4
+NUM_SEGMENTS = 4
+VOCAB = 8
+AUX_ROW_BYTES = AUX_HEADER_BYTES + 64
+POISON = 0xEE
+WAIT_TURNS = 24
+"""Number of turns after which a write has timed out."""
+DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2)
+LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
+
+Kind = TransferEventKind
+
+
+def mixed(number: int) -> int:
+    """Return a distinct number for each from 1 to 1008, in mixed order."""
+    return number * 613 % 1009
+
+
+class WatchedSums:
+    """`PageSums` of a node. Counts the sums, and runs `meanwhile` in each call."""
+
+    def __init__(self, inner: PageSums) -> None:
+        self._inner = inner
+        self.num_units = 0
+        """Pages times layers summed so far."""
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
+        self.num_units += len(layers) * len(pages)
+        self.meanwhile()
+        return self._inner.sums(layers, pages)
+
+
+class WatchedCopier:
+    """`PieceCopier` of a node. `look` receives the copies; `meanwhile` runs before and after bytes move."""
+
+    def __init__(self, look: Callable[[CopyList], object] = lambda copies: None) -> None:
+        self._inner = HostCopier()
+        self._look = look
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def copy(self, copies: CopyList, after: Sequence[Ready] = ()) -> None:
+        self.meanwhile()
+        self._look(copies)
+        self._inner.copy(copies, after)
+        self.meanwhile()
+
+
+class PumpedGatherer(Gatherer):
+    """Gatherer whose waiting thread gives the rest of the world turns, in this one thread."""
+
+    def __init__(self, area: StagingArea | None, turn: Callable[[], object]) -> None:
+        super().__init__(area)
+        self._turn = turn
+
+    def wait(self, is_over: Callable[[], bool], sent: Sequence[SentGroup], timeout_s: float) -> bool:
+        for number in range(WAIT_TURNS):
+            if is_over():
+                return True
+            if number % 4 == 3:
+                for group in sent:
+                    if group.answer is None:
+                        group.send()
+            self._turn()
+        return is_over()
+
+
+def staged(
+    inner: Transport,
+    memory: Memory,
+    way: TransferWay,
+    copier: WatchedCopier,
+    role: Role,
+    rank: int,
+    num_prefill: int,
+    turn: Callable[[], object],
+) -> StagedTransport:
+    """Return a staged transport. With `auto` smaller batches are written directly, so rooms use both ways."""
+    assert memory.area is not None
+    scatterer = Scatterer(memory, memory.area, copier, range(num_prefill)) if role is Role.DECODE else None
+    threshold = StagedFrom(3, 1 << 20)
+    end = StagingEnd(way, memory, copier, memory.area, rank, scatterer, threshold=lambda transport: threshold)
+    end.gatherer = PumpedGatherer(memory.area if role is Role.PREFILL else None, turn)
+    return StagedTransport(inner, end)
+
+
+class DeviceQueue:
+    """Twin of a device: launched work runs, in order, when a thread waits for a point behind it."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], None]] = deque()
+        self._num_launched = 0
+
+    def launch(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self._num_launched += 1
+
+    def event(self) -> Point:
+        return Point(self, self._num_launched)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._work)
+
+    def run_until(self, number: int) -> None:
+        while self._num_launched - len(self._work) < number:
+            self._work.popleft()()
+
+
+@dataclass(frozen=True)
+class Point:
+    """`Ready` of the twin."""
+
+    queue: DeviceQueue
+    number: int
+
+    def synchronize(self) -> None:
+        self.queue.run_until(self.number)
+
+    def wait(self, stream: object = None) -> None:
+        raise AssertionError("the fake transport has no stream")
+
+
+class Memory:
+    """A pool in numpy: `PagedMemory` plus a free list whose pages are poisoned, and segments behind it."""
+
+    def __init__(self, page_bytes: int = PAGE_BYTES, segment_bytes: int = 0) -> None:
+        region_bytes = NUM_PAGES * page_bytes
+        pool_bytes = 2 * NUM_LAYERS * region_bytes + NUM_AUX * AUX_ROW_BYTES
+        self.arena = np.full(pool_bytes + NUM_SEGMENTS * segment_bytes, POISON, dtype=np.uint8)
+        self.arena_base = int(self.arena.ctypes.data)
+        self.arena_bytes = self.arena.nbytes
+        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * NUM_LAYERS))
+        self.page_bytes = page_bytes
+        self.num_pages = NUM_PAGES
+        self.aux_base = self.arena_base + 2 * NUM_LAYERS * region_bytes
+        self.aux_row_bytes = AUX_ROW_BYTES
+        self.num_aux_slots = NUM_AUX
+        regions = self.arena[: 2 * NUM_LAYERS * region_bytes]
+        self.kv = regions.reshape(2 * NUM_LAYERS, NUM_PAGES, page_bytes)
+        self.rows = self.arena[2 * NUM_LAYERS * region_bytes : pool_bytes].reshape(NUM_AUX, AUX_ROW_BYTES)
+        self.area: StagingArea | None = None
+        if segment_bytes:
+            self.area = area_of(self, self.arena_base + pool_bytes, segment_bytes, NUM_SEGMENTS)
+        self.aux = MetadataBuffers(self.rows, 4 * VOCAB)
+        self.free = list(range(NUM_PAGES))
+
+    def take(self, count: int, rng: random.Random) -> list[int]:
+        rng.shuffle(self.free)
+        pages = [self.free.pop() for _ in range(count)]
+        for page in pages:
+            self.check_poison(page)
+        return pages
+
+    def give(self, pages: list[int]) -> None:
+        for page in pages:
+            assert page not in self.free, "a page came back twice"
+            self.kv[:, page] = POISON
+        self.free += pages
+
+    def check_poison(self, page: int) -> None:
+        assert (self.kv[:, page] == POISON).all(), f"page {page} was written after it was given back"
+
+
+def token_bytes(room: bytes, region: int, token: int) -> bytes:
+    """Return what the model computes: a function of everything that could be confused. Never the poison."""
+    value = int.from_bytes(room[:4], "little") ^ (region * 0x01010101) ^ (token * 0x00010203 + token)
+    return bytes(b if b != POISON else 0 for b in (value & 0xFFFFFFFF).to_bytes(4, "little"))
+
+
+def logits_of(room: bytes) -> np.ndarray:
+    return np.frombuffer(room * 2, dtype=np.float32)
+
+
+@dataclass
+class Request:
+    """A room in the state of one side's scheduler."""
+
+    room: bytes
+    num_tokens: int
+    pages: list[int]
+    aux_slot: int = -1
+    computed: int = 0
+    seen: list[Kind] = field(default_factory=list)
+    is_aborted: bool = False
+    holds: bool = True
+    error: Exception | None = None
+    needs_kv: bool = True
+    """Whether D needs KV; otherwise it needs the logits row alone."""
+
+    @property
+    def is_over(self) -> bool:
+        return Kind.SUCCESS in self.seen or Kind.RELEASED in self.seen
+
+
+class Node:
+    """One process: its core, memory and scheduler model."""
+
+    def __init__(self, world: World, role: Role, rank: int) -> None:
+        self.world = world
+        self.role = role
+        self.rank = rank
+        self.incarnation = world.next_incarnation()
+        self.pid = self.incarnation
+        self.port = 1000 + self.incarnation
+        self.memory = Memory(segment_bytes=world.segment_bytes)
+        self.requests: dict[bytes, Request] = {}
+        self.is_alive = True
+        self.is_frozen = False
+        self.is_in_view = True
+        self.device: DeviceQueue | None = None
+        """If set, a step launches its work there and does not wait."""
+        self.session = f"{instance_name(role, rank)}-{self.incarnation}"
+        config = KVManagerConfig(rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES)
+        memory = self.memory
+        self.page_sums = WatchedSums(HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes))
+        self.wake: Callable[[], object] = lambda: None
+        self.copier = WatchedCopier()
+        fake = FakeTransport(world.fabric, self.session)
+        self.transport: Transport = fake if world.faults is None else FaultyTransport(fake, world.faults)
+        if world.way != "direct":
+            fake.gathers = world.gathers
+            of = self.transport, memory, world.way, self.copier, role, rank, world.num_prefill
+            self.transport = staged(*of, lambda: world.wait_turn())
+        parts = RoleParts(
+            memory=self.memory,
+            aux=self.memory.aux,
+            transports=[self.transport],
+            link=world.link,
+            wake=lambda: self.wake(),
+            clock=world.clock,
+            is_pid_alive=world.is_pid_alive,
+            page_sums=self.page_sums,
+        )
+        config = replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv)
+        self.kv = KVManager(role, config, parts)
+
+    @property
+    def sender(self) -> PrefillSender:
+        assert self.kv.sender is not None
+        return self.kv.sender
+
+    @property
+    def receiver(self) -> DecodeReceiver:
+        assert self.kv.receiver is not None
+        return self.kv.receiver
+
+    @property
+    def info(self) -> InstanceInfo:
+        return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
+
+    def verify_one(self) -> bool:
+        """Run one turn of D's verifying thread."""
+        verifier = self.kv.receiver.verifier if self.kv.receiver is not None else None
+        return verifier is not None and verifier.run_one()
+
+    def scatter_one(self) -> bool:
+        """Run one turn of the transport's thread on D."""
+        return isinstance(self.transport, StagedTransport) and self.transport.scatter_one()
+
+    # ------------------------------------------------------------------------------------------- scheduler, both roles
+
+    def poll(self) -> None:
+        for event in self.kv.side.poll():
+            request = self.requests.get(event.room)
+            assert request is not None, f"{event.kind} for a room that {self.session} does not have"
+            self._check_order(request, event.kind)
+            request.seen.append(event.kind)
+            if event.kind is Kind.FAILED:
+                assert event.error is not None
+                request.error = event.error
+            if event.kind is Kind.LOGITS_READY:
+                logits = self.memory.aux.get(request.aux_slot)
+                assert (logits.view(np.uint8) == logits_of(event.room).view(np.uint8)).all(), "wrong logits"
+            if event.kind is Kind.SUCCESS and self.role is Role.DECODE:
+                self._check_bytes(request)
+            if request.is_over:
+                self._free(request)
+
+    def _check_order(self, request: Request, kind: Kind) -> None:
+        assert kind not in request.seen, f"{kind} came twice"
+        assert not request.is_over, f"{kind} after the end"
+        if request.is_aborted:
+            assert kind is Kind.RELEASED, f"{kind} after abort"
+        elif kind is Kind.RELEASED:
+            assert Kind.FAILED in request.seen, "RELEASED without FAILED"
+        else:
+            assert Kind.FAILED not in request.seen, f"{kind} after FAILED"
+        if kind is Kind.SUCCESS:
+            before = Kind.ANNOUNCED if self.role is Role.PREFILL else Kind.LOGITS_READY
+            assert before in request.seen
+
+    def _check_bytes(self, request: Request) -> None:
+        if not request.needs_kv:
+            return
+        for token in range(request.num_tokens):
+            page, offset = request.pages[token // PAGE_SIZE], token % PAGE_SIZE * TOKEN_BYTES
+            for region in range(2 * NUM_LAYERS):
+                found = self.memory.kv[region, page, offset : offset + TOKEN_BYTES].tobytes()
+                assert found == token_bytes(request.room, region, token), f"token {token} of region {region} is wrong"
+
+    def _free(self, request: Request) -> None:
+        assert request.holds
+        request.holds = False
+        self.memory.give(request.pages)
+        if request.aux_slot >= 0:
+            self.memory.aux.free(request.aux_slot)
+
+    def abort(self, room: bytes) -> None:
+        request = self.requests[room]
+        if not request.is_over and not request.is_aborted:
+            request.is_aborted = True
+            role = self.kv.side
+            role.abort(room, RequestCancelled("the client is gone"))
+
+    # ------------------------------------------------------------------------------------------------------ scheduler D
+
+    def decode(
+        self, room: bytes, num_tokens: int, prefill: Node, needs_kv: bool = True, page_sums: bool = False
+    ) -> bool:
+        """Start a room on D. With `needs_kv` False it holds pages and needs the logits row alone."""
+        pages_wanted = -(-num_tokens // PAGE_SIZE)
+        aux_slot = self.memory.aux.allocate() if len(self.memory.free) >= pages_wanted else None
+        if aux_slot is None:
+            return False
+        pages = self.memory.take(pages_wanted, self.world.rng)
+        self.requests[room] = Request(room, num_tokens, pages, aux_slot, needs_kv=needs_kv)
+        wanted = pages if needs_kv else []
+        of = room, room.hex()[:6], wanted, aux_slot, num_tokens
+        self.receiver.announce(*of, prefill.rank, prefill.incarnation, prefix_pages=0, page_sums=page_sums)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------ scheduler P
+
+    def prefill(self, room: bytes, num_tokens: int, decode: Node) -> bool:
+        pages_wanted = -(-num_tokens // PAGE_SIZE)
+        if len(self.memory.free) < pages_wanted:
+            return False
+        self.requests[room] = Request(room, num_tokens, self.memory.take(pages_wanted, self.world.rng))
+        self.sender.add_request(room, room.hex()[:6], num_tokens, decode.rank, decode.incarnation)
+        return True
+
+    def compute(self) -> None:
+        """Run one step over some of the rooms, with the network and the transfer thread at work between the layers."""
+        rng = self.world.rng
+        chunks: list[tuple[Request, int]] = []
+        for request in self.requests.values():
+            if request.computed < request.num_tokens and not request.seen.count(Kind.FAILED) and rng.random() < 0.7:
+                if request.is_over or request.is_aborted:
+                    continue
+                chunks.append((request, min(request.num_tokens, request.computed + rng.randint(1, 9))))
+        self.sender.feed.begin_step([KVChunk(r.room, r.pages, r.computed, end) for r, end in chunks])
+        skips = rng.random() < 0.2 and self.device is None  # an executor that reports only at the end
+        for layer in range(NUM_LAYERS):
+            for request, end in chunks:
+                for token in range(request.computed, end):
+                    page, offset = request.pages[token // PAGE_SIZE], token % PAGE_SIZE * TOKEN_BYTES
+                    for region in (2 * layer, 2 * layer + 1):
+                        data = np.frombuffer(token_bytes(request.room, region, token), dtype=np.uint8)
+                        self._store(self.memory.kv[region, page, offset : offset + TOKEN_BYTES], data)
+            if not skips:
+                self.sender.feed.layer_done(layer, self.device.event() if self.device else None)
+            self.world.churn(rng.randint(0, 2))
+        self.sender.feed.end_step()
+        for request, end in chunks:
+            request.computed = end
+            if end == request.num_tokens:
+                aux_slot = self.memory.aux.allocate()
+                if aux_slot is None:
+                    self.abort(request.room)
+                    continue
+                request.aux_slot = aux_slot
+                self.memory.aux.get(aux_slot)[:] = logits_of(request.room)
+                self.sender.feed.send_aux(request.room, aux_slot)
+
+    def _store(self, place: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
+        if self.device is None:
+            place[:] = data
+        else:
+            self.device.launch(partial(np.copyto, place, data))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# P and D cores, a model of their schedulers, fake time and the fake transport: for single situations of a transfer.
+# `World` joins them by a reliable network; `Pair` is one P and one D. `cluster.py` runs whole processes under scripts
+# of faults.
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,12 @@ import os
 import random
 
 import pytest
-from cluster_process import LateProcess
-from cluster_script import Op
-from cluster_world import ClusterWorld, LateWorld
-from cluster_writes import Writes
+from cluster import Op
+from cluster_process import LateProcess, Writes
+from cluster_world import ClusterWorld, LateRoutedWorld, LateWorld, RoutedWorld
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
-from pd_node import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
-from routed_world import LateRoutedWorld, RoutedWorld
+from pd_world import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
 
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.types import Role

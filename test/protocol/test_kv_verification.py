@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from pd_node import DEADLINES, NUM_LAYERS, PAGE_BYTES
-from pd_world import Pair
+from pd_world import DEADLINES, NUM_LAYERS, PAGE_BYTES, Pair
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import Integrity, TransferTimeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from cluster_process import DEADLINES, Process
-from routed_world import CONFIG, Client, RoutedWorld
+from cluster_world import CONFIG, Client, RoutedWorld
 
 from chitu.errors import TransferFailed
 from chitu.instance.requests import REPEATS

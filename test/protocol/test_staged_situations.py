@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from pd_node import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Node
-from pd_world import Frame, Pair, World, busy_segments
+from pd_world import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Frame, Node, Pair, World, busy_segments
 from support.fake_transport import Fault, FaultKind
 
 from chitu.config.schema import FaultConfig

@@ -9,8 +9,22 @@ import random
 from pathlib import Path
 
 import pytest
-from scheduler_world import PAGE_SIZE, Instance, PSide, Wire, prompt_of, room_of
-from tiered_instances import TIMEOUT_S, Engine, MemoryStore, Stored, Tiered, TieredPair, names_of, prompt_bytes
+from scheduler_world import (
+    PAGE_SIZE,
+    TIMEOUT_S,
+    Engine,
+    Instance,
+    MemoryStore,
+    PSide,
+    Stored,
+    Tiered,
+    TieredPair,
+    Wire,
+    names_of,
+    prompt_bytes,
+    prompt_of,
+    room_of,
+)
 
 from chitu.config.schema import CacheConfig, StoreConfig
 from chitu.errors import ConfigError
@@ -409,7 +423,7 @@ def test_a_store_that_fails_is_left_out_for_a_while(error: Exception, caplog: py
     instance.evict()
     store.error = error
     assert instance.ask(1, prompt) == 0
-    assert "goes without store" in caplog.text
+    assert "does not use store" in caplog.text
     calls = store.calls
     instance.evict()
     assert instance.ask(2, prompt) == 0 and store.calls == calls

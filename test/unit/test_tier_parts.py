@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from scheduler_world import Engine, Tiered
 from support.clock import FakeClock
-from tiered_instances import Engine, Tiered
 
 from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
