@@ -42,14 +42,13 @@ from chitu.protocol import (
 )
 from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
-from chitu.router.attempts import Attempts
+from chitu.router.attempts import KEPT_RECORDS, Attempts
 from chitu.router.cross_checks import CheckResult, CrossChecks
 from chitu.router.dispatch import THE_ROUTER, Dispatcher, ReplyAddress
 from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.policies import Candidates, InstanceKey, instance_key
 from chitu.router.request import Attempt, GenerateRequest, Generation, GenerationState
-from chitu.router.request_journal import KEPT_RECORDS
 from chitu.router.selector import make_selector
 from chitu.tracing.trace_files import RouterTrace
 

@@ -29,8 +29,8 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport, Wire
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus, WorkerSnapshot
+from chitu.router.attempts import KEPT_RECORDS
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
-from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role, instance_name
 
 Loads = Mapping[tuple[Role, int], LoadReport]

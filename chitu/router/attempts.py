@@ -1,4 +1,9 @@
-"""Items by deadline, whatever the order in which they are added. One thread.
+"""Recent requests of the router: what ran where, and where its time went.
+
+Kept by `PDRequestRouter` on the loop thread; read through `GET /cluster` by the web page, `chitu chat` and the
+quickstart. Bounded: a new record evicts the oldest. Times named `_at_s` are on the router's monotonic clock.
+
+Items by deadline, whatever the order in which they are added. One thread.
 
 A wheel of buckets: adding, removing and expiring cost the same however many items there are. A heap would keep items
 that ended early until their deadline.
@@ -16,6 +21,7 @@ token is lost or delivered twice. Only `_take` gives the machine an event; it ca
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Hashable, Set
 from typing import Generic, TypeVar
 
@@ -56,10 +62,27 @@ from chitu.router.request import (
     Silent,
     TokensBegan,
 )
-from chitu.router.request_journal import RequestJournal
 from chitu.router.retry import Failure
 from chitu.router.selector import PairSelector
 from chitu.types import new_room
+
+KEPT_RECORDS = 64
+
+
+class RequestJournal:
+    def __init__(self) -> None:
+        self.ended: deque[RequestSnapshot] = deque(maxlen=KEPT_RECORDS)
+        """Attempts that ended, oldest first."""
+        self.version = 0
+        """Increases with every start, first token and end."""
+
+    def note_change(self) -> None:
+        self.version += 1
+
+    def add(self, ended: RequestSnapshot) -> None:
+        self.ended.append(ended)
+        self.version += 1
+
 
 T = TypeVar("T", bound=Hashable)
 

@@ -25,9 +25,9 @@ from chitu.protocol import (
     pack_i32,
 )
 from chitu.protocol.account import PrefillTimes, StageTimes
+from chitu.router.attempts import KEPT_RECORDS
 from chitu.router.dispatch import max_choices
 from chitu.router.request import GenerateRequest, Generation
-from chitu.router.request_journal import KEPT_RECORDS
 from chitu.types import Role
 
 
