@@ -133,7 +133,7 @@ class PDCoordination:
             return None
         if isinstance(message, Leave):
             if _proves_death(message, member.info):
-                self._note_ended(member.info)
+                self._add_ended(member.info)
             reason = f"it left ({message.reason})" if message.reason else "it left"
             self._remove(member, reason, has_died=bool(message.dead_pids))
         else:
@@ -178,7 +178,7 @@ class PDCoordination:
         if member is not None:
             self._metrics.deaths[member.info.name] += 1
             if not member.info.follower_pids:  # followers write, too, and end a little later
-                self._note_ended(member.info)
+                self._add_ended(member.info)
             self._remove(member, f"its process (pid {member.info.pid}) has ended", has_died=True)
 
     def metrics(self) -> CoordinationMetrics:
@@ -286,7 +286,7 @@ class PDCoordination:
         self._feed.put(info)
         self._events.on_change()
 
-    def _note_ended(self, info: InstanceInfo) -> None:
+    def _add_ended(self, info: InstanceInfo) -> None:
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
 
     def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:

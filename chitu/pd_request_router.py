@@ -16,7 +16,7 @@ import itertools
 import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -27,7 +27,6 @@ from chitu.errors import (
     InvalidRequest,
     NoInstance,
     ProtocolError,
-    TooManyRequests,
     from_code,
 )
 from chitu.net.aio import Outbox
@@ -43,7 +42,7 @@ from chitu.protocol import (
 from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
-from chitu.router.cross_checks import CheckResult, CrossChecks
+from chitu.router.cross_checks import CrossChecks
 from chitu.router.dispatch import THE_ROUTER, Dispatcher, ReplyAddress
 from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
@@ -67,31 +66,28 @@ class PDRequestRouter:
         trace: RouterTrace,
         reply: ReplyAddress = THE_ROUTER,
         first_turn: int = 0,
-        on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
         """`reply` is the address of this API process, if the router has several (`router.workers`), and `first_turn`
-        where its round robin begins. `on_wrong` receives every result of a cross-check except `agreed` and
-        `unanswered`."""
+        where its round robin begins."""
         self._outbox = outbox
         self._members = members = Members(config)
         self._clock = clock
-        self._max_in_flight = config.max_in_flight
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
-        self._admission = Admission(config, members, clock)
         self._dispatcher = Dispatcher(members, outbox, reply, clock, trace)
         selector = make_selector(config, members, first_turn)
-        self._attempts = Attempts(members, selector, self._dispatcher, self._admission, clock, config, self._on_end)
+        admission = Admission(config, members, clock)
+        self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
+        self._dirty = self._attempts.dirty
         self.trace = trace
         self._framed = trace.framed
         verify_compute = config.pd_disaggregation.verify_compute
         self._cross_checks: CrossChecks | None = None
         if verify_compute != "off":
-            self._cross_checks = CrossChecks(
-                verify_compute, self._start_check, lambda: self.candidates, self._attempts.counters, on_wrong
-            )
-        self._dirty: list[Generation] = []
+            self._cross_checks = CrossChecks(verify_compute, self._attempts, members)
         self._idle_waiters: list[asyncio.Future[None]] = []
+        self.check_results = self._cross_checks.results if self._cross_checks is not None else []
+        """Results of cross-checks that need an act; the reader removes them."""
         self.counters = self._attempts.counters
         self.journal = self._attempts.journal
 
@@ -125,7 +121,8 @@ class PDRequestRouter:
     def require_admission(self) -> None:
         """Raise TooManyRequests or Overloaded if no request can be admitted: a cheap check before one is parsed."""
         try:
-            self._require_admission(1, 1)
+            self._attempts.require_room(1, 1)
+            self._attempts.require_short_wait()
         except ChituError as error:
             raise self.rejected(error) from None
 
@@ -147,22 +144,9 @@ class PDRequestRouter:
                 "(router.max_tokens_in_flight)",
                 "prompt",
             )
-        self._require_admission(count, num_tokens, is_admitted)
-
-    def _require_admission(self, count: int, num_tokens: int, is_admitted: bool = False) -> None:
-        if self.in_flight + count > self._max_in_flight:
-            raise TooManyRequests(
-                f"{self.in_flight} requests are running and {count} more would pass the limit of "
-                f"{self._max_in_flight} (router.max_in_flight); try again later"
-            )
-        if self._attempts.num_tokens + num_tokens > self._max_tokens:
-            raise TooManyRequests(
-                f"prompts of {self._attempts.num_tokens} tokens are running and {num_tokens} more would pass the limit "
-                f"of {self._max_tokens} (router.max_tokens_in_flight); try again later"
-            )
-        if is_admitted:
-            return
-        self._admission.require(self._attempts.num_waiting, self._attempts.num_new_tokens)
+        self._attempts.require_room(count, num_tokens)
+        if not is_admitted:
+            self._attempts.require_short_wait()
 
     def add_request(self, request: GenerateRequest, wake: Callable[[], None]) -> Generation:
         """Send a request to a pair (or a unified instance). `wake` is called on the loop thread when there is news, at
@@ -214,6 +198,7 @@ class PDRequestRouter:
         Idempotent."""
         if not generation.done:
             self._attempts.cancel(generation, is_complete)
+            self._end_idle_waits()
 
     def fail_all(self, error: ChituError) -> None:
         """End every running request with this error (the process is about to end)."""
@@ -241,12 +226,12 @@ class PDRequestRouter:
             else:
                 batches.append(batch)
                 if framed:
-                    self._note_frame(batch, frame)
+                    self._trace_frame(batch, frame)
         self.on_tokens(*batches)
         if self._dirty:
             self.flush()
 
-    def _note_frame(self, batch: TokenBatch, frame: bytes) -> None:
+    def _trace_frame(self, batch: TokenBatch, frame: bytes) -> None:
         """Record the frame once for each request that it is about and whose frames are wanted."""
         for room in {*batch.rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
             self.trace.note_frame(self._framed[room], room, "received", "token", frame)
@@ -259,8 +244,8 @@ class PDRequestRouter:
             log.warning("ignored a bad token message: %s", error)
 
     def on_tokens(self, *batches: TokenBatch) -> None:
-        """Take the tokens of steps, in order. `flush` wakes the readers, once for all batches of a loop turn. Without a
-        pause between steps there is a batch for each token, so this does nothing per batch that it can do once."""
+        """Apply the tokens of steps, in order. `flush` wakes the readers, once for all batches of a loop turn. Without
+        a pause between steps there is a batch for each token, so this does nothing per batch that it can do once."""
         counters, member_of, attempt_of = self.counters, self._members.by_link.get, self._attempts.rooms.get
         num_tokens = 0
         for batch in batches:
@@ -278,7 +263,7 @@ class PDRequestRouter:
                 elif not self._is_next(member, batch):
                     continue
             if logprobs or batch.cached or batch.prompt_logprobs:
-                self._take_more(batch)
+                self._apply_extras(batch)
             num_tokens += len(rooms)
             for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
                 attempt = attempt_of(room)
@@ -287,8 +272,8 @@ class PDRequestRouter:
                     continue
                 generation = attempt.generation
                 generation.tokens.append(token)
-                if not generation.noted:
-                    self._note(attempt, generation)
+                if not generation.needs_no_wake:
+                    self._on_awaited_token(attempt, generation)
             for finish in batch.finished:
                 attempt = attempt_of(finish.room)
                 if attempt is not None:
@@ -306,14 +291,14 @@ class PDRequestRouter:
             receiver.given_up = 0
         return is_next
 
-    def _take_more(self, batch: TokenBatch) -> None:
-        """Take what few messages have beside tokens, ahead of these."""
+    def _apply_extras(self, batch: TokenBatch) -> None:
+        """Apply what few messages have beside tokens, ahead of these."""
         attempt_of = self._attempts.rooms.get
         for room, cached_tokens in batch.cached:
             if (attempt := attempt_of(room)) is not None:
-                attempt.note_cached(cached_tokens)
+                attempt.cached_tokens = max(0, min(cached_tokens, attempt.num_tokens))
         for room, lines in batch.prompt_logprobs:
-            for attempt in self._attempts.of(room):
+            for attempt in self._attempts.in_room(room):
                 attempt.generation.prompt_logprobs = lines
         for place, packed in batch.logprobs:
             attempt = attempt_of(batch.rooms[place])
@@ -322,7 +307,8 @@ class PDRequestRouter:
 
     def flush(self) -> None:
         """Wake the readers of all generations that changed."""
-        dirty, self._dirty = self._dirty, []
+        dirty = self._dirty[:]
+        self._dirty.clear()
         now_s, inter_token = self._clock.monotonic(), self.counters.inter_token
         counts, waited_s = inter_token.counts, 0.0
         for generation in dirty:
@@ -337,15 +323,16 @@ class PDRequestRouter:
                 waited_s += wait_s
                 generation.num_woken, generation.woken_s = num_tokens, now_s
             generation.dirty = False
-            generation.noted = not generation.request.wake_per_token
+            generation.needs_no_wake = not generation.request.wake_per_token
             generation.wake()
         inter_token.sum_s += waited_s
+        self._end_idle_waits()
 
     def on_request_failed(self, failed: RequestFailed) -> None:
         """Handle a room that P (or D before its first token) gave up: retry it elsewhere or fail it, and cancel it on
         the other side."""
         reporter = InstanceKey(failed.role, failed.engine_rank, failed.incarnation)
-        for attempt in self._attempts.of(failed.room):
+        for attempt in self._attempts.in_room(failed.room):
             if reporter in (attempt.prefill, attempt.decode):  # else of an older incarnation or another room
                 self._attempts.on_failure(attempt, from_code(failed.code, failed.message), reporter)
         self.flush()
@@ -387,32 +374,17 @@ class PDRequestRouter:
 
     # ----------------------------------------------------------------------------------------------------- internal
 
-    def _note(self, attempt: Attempt, generation: Generation) -> None:
+    def _on_awaited_token(self, attempt: Attempt, generation: Generation) -> None:
         """Handle a token that is the attempt's first or that the reader waits for."""
-        generation.noted = True
+        generation.needs_no_wake = True
         if generation.state is GenerationState.PREFILL:
             self._attempts.on_first_token(generation)
         if generation.request.wake_per_token and not generation.dirty:
             generation.dirty = True
             self._dirty.append(generation)
 
-    def _start_check(self, request: GenerateRequest, avoid: Set[InstanceKey]) -> Generation:
-        """Start a computation of a cross-check, which polls the result itself. Raises TooManyRequests, Overloaded,
-        NoInstance."""
-        self._require_admission(1, request.num_tokens)
-        now_s = self._clock.monotonic()
-        generation = Generation(request, lambda: None, now_s + (request.timeout_s or self._timeout_s), now_s)
-        self._attempts.start([generation], avoid)
-        return generation
-
-    def _on_end(self, generation: Generation, is_news: bool) -> None:
-        """Handle the end of a generation: wake its reader once more, unless the reader ended it itself."""
-        if generation.is_checked and self._cross_checks is not None:
-            self._cross_checks.on_end(generation)
-        if is_news and not generation.dirty:
-            generation.dirty = True
-            self._dirty.append(generation)
-        if not self._attempts.rooms and self._idle_waiters:
+    def _end_idle_waits(self) -> None:
+        if self._idle_waiters and not self._attempts.rooms:
             waiters, self._idle_waiters = self._idle_waiters, []
             for waiter in waiters:
                 if not waiter.done():

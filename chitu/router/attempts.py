@@ -1,33 +1,23 @@
-"""Recent requests of the router: what ran where, and where its time went.
-
-Kept by `PDRequestRouter` on the loop thread; read through `GET /cluster` by the web page, `chitu chat` and the
-quickstart. Bounded: a new record evicts the oldest. Times named `_at_s` are on the router's monotonic clock.
-
-Items by deadline, whatever the order in which they are added. One thread.
-
-A wheel of buckets: adding, removing and expiring cost the same however many items there are. A heap would keep items
-that ended early until their deadline.
-
-Attempts: each is one try of a request on one pair, with its own room, from its dispatch to its end or the next one.
+"""The attempts of requests: each is one try on one pair, with its own room, from its dispatch to its end.
 
 Owned by `PDRequestRouter`, which calls it on the loop thread for a first token, an end, a failure, a loss and a tick.
-`request.py` decides what follows, and this module carries it out: it sends, cancels and logs requests,
-selects pairs, and keeps load, breakers, metrics, deadlines and journal.
+`request.py` decides what follows, and this module carries it out: it sends, cancels and logs requests, selects pairs,
+and keeps loads, breakers, metrics, deadlines and the journal, which `GET /cluster` shows.
 
 Invariants: a room is in `rooms` exactly while its generation waits for it. Messages for an older room are stale, so no
-token is lost or delivered twice. Only `_take` gives the machine an event; it carries out all effects before it returns.
+token is lost or delivered twice. Only `_apply` gives the machine an event, and it carries out all effects at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Hashable, Set
+from collections.abc import Hashable, Set
 from typing import Generic, TypeVar
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
-from chitu.errors import ChituError, NoInstance, TokensLost
+from chitu.errors import ChituError, NoInstance, TokensLost, TooManyRequests
 from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
@@ -43,18 +33,19 @@ from chitu.router.request import (
     Blame,
     Cancel,
     Choose,
+    CountServed,
+    CountStarted,
     Ended,
     Event,
     Finished,
     FirstTokenLate,
+    GenerateRequest,
     Generation,
     GenerationMachine,
     GivenUp,
     InstanceLost,
     NoPair,
     NotDelivered,
-    NoteServed,
-    NoteStarted,
     OutOfTime,
     PairChosen,
     PromptGroup,
@@ -70,14 +61,13 @@ KEPT_RECORDS = 64
 
 
 class RequestJournal:
+    """The attempts that ended last. Times named `_at_s` are on the router's monotonic clock."""
+
     def __init__(self) -> None:
         self.ended: deque[RequestSnapshot] = deque(maxlen=KEPT_RECORDS)
         """Attempts that ended, oldest first."""
         self.version = 0
         """Increases with every start, first token and end."""
-
-    def note_change(self) -> None:
-        self.version += 1
 
     def add(self, ended: RequestSnapshot) -> None:
         self.ended.append(ended)
@@ -88,7 +78,8 @@ T = TypeVar("T", bound=Hashable)
 
 
 class TimerWheel(Generic[T]):
-    """Timer wheel. `step_s`: width of a bucket; an expiry is reported at most this late, and never early."""
+    """Items by deadline, in buckets of `step_s`; an expiry is reported at most this late, and never early. Adding,
+    removing and expiring cost the same however many items there are."""
 
     def __init__(self, step_s: float, now_s: float) -> None:
         self._step_s = step_s
@@ -121,13 +112,17 @@ class TimerWheel(Generic[T]):
 
 log = logging.getLogger(__name__)
 
+MAX_CHECKED = 16
+"""Requests that wait for a cross-check; the oldest is dropped."""
 DEADLINE_STEP_S = 0.05
 """Timer resolution: a deadline fires at most this late (plus the timer's step)."""
 
 
+def _wake_nobody() -> None: ...
+
+
 class Attempts:
-    """The running attempts. Calls `on_end(generation, is_news)` for every generation that is over; `is_news` is false
-    if the reader ended it itself."""
+    """The running attempts."""
 
     def __init__(
         self,
@@ -137,15 +132,15 @@ class Attempts:
         admission: Admission,
         clock: Clock,
         config: RouterConfig,
-        on_end: Callable[[Generation, bool], None],
     ) -> None:
         self._members = members
         self._selector = selector
         self._dispatcher = dispatcher
         self._admission = admission
         self._clock = clock
-        self._on_end = on_end
         self._machine = GenerationMachine(config)
+        self._max_in_flight = config.max_in_flight
+        self._max_tokens = config.max_tokens_in_flight
         deadlines = config.pd_disaggregation.deadlines
         self._first_token_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s + deadlines.lease_s
         self._deadlines: TimerWheel[Generation] = TimerWheel(DEADLINE_STEP_S, clock.monotonic())
@@ -160,6 +155,10 @@ class Attempts:
         """Attempts in `rooms` without a token."""
         self.num_new_tokens = 0
         """Prompt tokens that are to be computed for these."""
+        self.dirty: list[Generation] = []
+        """Generations whose readers are to be woken."""
+        self.checked: deque[Generation] = deque(maxlen=MAX_CHECKED)
+        """Requests that are over and that a cross-check wants, oldest first."""
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
 
@@ -171,6 +170,32 @@ class Attempts:
         return {key.name: {members[key].breaker.state(now_s): 1} for key in keys}
 
     # ------------------------------------------------------------------------------------------- what came from outside
+
+    def require_room(self, count: int, num_tokens: int) -> None:
+        """Raise TooManyRequests if `count` more requests, with `num_tokens` prompt tokens in all, would be too many."""
+        if len(self.rooms) + count > self._max_in_flight:
+            raise TooManyRequests(
+                f"{len(self.rooms)} requests are running and {count} more would pass the limit of "
+                f"{self._max_in_flight} (router.max_in_flight); try again later"
+            )
+        if self.num_tokens + num_tokens > self._max_tokens:
+            raise TooManyRequests(
+                f"prompts of {self.num_tokens} tokens are running and {num_tokens} more would pass the limit "
+                f"of {self._max_tokens} (router.max_tokens_in_flight); try again later"
+            )
+
+    def require_short_wait(self) -> None:
+        """Raise Overloaded if a request would wait for too long."""
+        self._admission.require(self.num_waiting, self.num_new_tokens)
+
+    def start_alone(self, request: GenerateRequest, timeout_s: float, avoid: Set[InstanceKey]) -> Generation:
+        """Start a request without a reader, whose owner polls it. Raises TooManyRequests, Overloaded, NoInstance."""
+        self.require_room(1, request.num_tokens)
+        self.require_short_wait()
+        now_s = self._clock.monotonic()
+        generation = Generation(request, _wake_nobody, now_s + timeout_s, now_s)
+        self.start([generation], avoid)
+        return generation
 
     def start(self, generations: list[Generation], avoid: Set[InstanceKey] = NO_INSTANCES) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
@@ -189,13 +214,13 @@ class Attempts:
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
-            self._take(generation, PairChosen(target, new_room(), token_ids, group=group))
+            self._apply(generation, PairChosen(target, new_room(), token_ids, group=group))
         if group is not None and (refused := self._dispatch(group.attempts[0])) is not None:
             for generation in together:
-                self._take(generation, refused)
+                self._apply(generation, refused)
         return len(together)
 
-    def of(self, room: bytes) -> list[Attempt]:
+    def in_room(self, room: bytes) -> list[Attempt]:
         """Return the attempts that an instance means by this room: that of one attempt, or of a prompt."""
         attempt = self.rooms.get(room)
         if attempt is not None:
@@ -205,14 +230,14 @@ class Attempts:
 
     def cancel(self, generation: Generation, is_complete: bool) -> None:
         """End a generation whose client is gone or has its whole answer (a stop string was found). Idempotent."""
-        self._take(generation, ReaderGone(is_complete))
+        self._apply(generation, ReaderGone(is_complete))
 
     def give_up_all(self, error: ChituError) -> None:
-        self._take_all(GivenUp(error))
+        self._apply_all(GivenUp(error))
 
     def on_lost(self, key: InstanceKey, reason: str, has_died: bool) -> None:
         """Handle the loss of an instance, which is no member any more."""
-        self._take_all(InstanceLost(key, reason, has_died))
+        self._apply_all(InstanceLost(key, reason, has_died))
 
     def on_lost_tokens(self, key: InstanceKey, count: int) -> None:
         """Handle `count` token messages that an instance gave up. The router cannot tell which requests lost tokens, so
@@ -224,8 +249,8 @@ class Attempts:
     def on_heartbeat(self, member: ClusterMember, heartbeat: Heartbeat) -> None:
         """Handle a heartbeat: retry requests that did not reach the instance, or whose P it receives nothing from."""
         for missed in self._dispatcher.on_heartbeat(member, heartbeat):
-            for attempt in self.of(missed.room):
-                self._take(attempt.generation, NotDelivered(missed.error, member.key))
+            for attempt in self.in_room(missed.room):
+                self._apply(attempt.generation, NotDelivered(missed.error, member.key))
         self._on_silent(member, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
@@ -233,31 +258,31 @@ class Attempts:
         now_s = self._clock.monotonic()
         for room in self._first_tokens.expired(now_s):
             if (late := self.rooms.get(room)) is not None:
-                self._take(late.generation, FirstTokenLate())
+                self._apply(late.generation, FirstTokenLate())
         for generation in self._deadlines.expired(now_s):
-            self._take(generation, OutOfTime())
+            self._apply(generation, OutOfTime())
 
     def on_first_token(self, generation: Generation) -> None:
-        self._take(generation, TokensBegan())
+        self._apply(generation, TokensBegan())
 
     def on_finish(self, attempt: Attempt, finish: Finish) -> None:
         prefill = attempt.prefill
         is_prefill_here = prefill is not None and self._members.get(prefill) is not None
-        self._take(attempt.generation, Finished(finish, is_prefill_here))
+        self._apply(attempt.generation, Finished(finish, is_prefill_here))
 
     def on_failure(self, attempt: Attempt, error: ChituError, reporter: InstanceKey) -> None:
         """Handle a failure that `reporter` reported, or for which the router blames it."""
         peer = attempt.prefill if reporter == attempt.decode else attempt.decode
         is_peer_here = peer is not None and self._members.get(peer) is not None
-        self._take(attempt.generation, AttemptFailed(error, reporter, is_peer_here))
+        self._apply(attempt.generation, AttemptFailed(error, reporter, is_peer_here))
 
     # ------------------------------------------------------------------------------------------- what the machine wants
 
-    def _take_all(self, event: Event) -> None:
+    def _apply_all(self, event: Event) -> None:
         for attempt in list(self.rooms.values()):
-            self._take(attempt.generation, event)
+            self._apply(attempt.generation, event)
 
-    def _take(self, generation: Generation, event: Event) -> None:
+    def _apply(self, generation: Generation, event: Event) -> None:
         """Give the machine an event and carry out the effects: the only way in which a request changes."""
         following: Event | None = event
         while following is not None:
@@ -265,10 +290,10 @@ class Attempts:
             for effect in self._machine.handle(generation, event, self._clock.monotonic()):
                 if isinstance(effect, Begin):
                     following = self._begin(effect.attempt)
-                elif isinstance(effect, NoteStarted):
-                    self._note_started(effect.attempt, effect.is_first)
-                elif isinstance(effect, NoteServed):
-                    self._note_served(effect.attempt, effect.reason)
+                elif isinstance(effect, CountStarted):
+                    self._count_started(effect.attempt, effect.is_first)
+                elif isinstance(effect, CountServed):
+                    self._count_served(effect.attempt, effect.reason)
                 elif isinstance(effect, Ended):
                     self._end(effect.attempt, effect.record, effect.is_news)
                 elif isinstance(effect, Cancel):
@@ -301,7 +326,7 @@ class Attempts:
 
     def _dispatch(self, attempt: Attempt) -> AttemptFailed | None:
         """Send an attempt, or its whole group. Return a failure if an instance does not read."""
-        self.journal.note_change()
+        self.journal.version += 1
         full = self._dispatcher.send(attempt)
         if full is None:
             return None
@@ -334,7 +359,7 @@ class Attempts:
             return
         for attempt in list(self.rooms.values()):
             if attempt.decode == decode.key and attempt.prefill is not None and attempt.prefill.incarnation in prefills:
-                self._take(attempt.generation, Silent())
+                self._apply(attempt.generation, Silent())
 
     def _blame(self, failure: Failure) -> None:
         now_s = self._clock.monotonic()
@@ -345,10 +370,10 @@ class Attempts:
                 log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
                 self.counters.breaker_openings[name] += 1
 
-    def _note_started(self, attempt: Attempt, is_first: bool) -> None:
+    def _count_started(self, attempt: Attempt, is_first: bool) -> None:
         if is_first and attempt.first_token_s is not None:
             self.counters.ttft.observe(attempt.first_token_s - attempt.generation.created_s)
-        self.journal.note_change()
+        self.journal.version += 1
         self._count_waiting(attempt, -1)
         if attempt.prefill is not None and attempt.is_group_leader:
             self._count_over(attempt.prefill, attempt.target.new_tokens)
@@ -364,7 +389,7 @@ class Attempts:
         if attempt.is_group_leader:
             self.num_new_tokens += sign * attempt.target.new_tokens
 
-    def _note_served(self, attempt: Attempt, reason: str) -> None:
+    def _count_served(self, attempt: Attempt, reason: str) -> None:
         """Count a request that was answered to its end."""
         self.counters.finished[reason] += 1
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
@@ -372,7 +397,7 @@ class Attempts:
             if key is not None and (member := self._members.get(key)) is not None:
                 self._members.on_success(member)
 
-    def _note_stages(self, record: RequestSnapshot, stages: Stages) -> None:
+    def _count_stages(self, record: RequestSnapshot, stages: Stages) -> None:
         on_p = record.prefill or record.decode
         for name, instance in (("admission", record.decode), ("queue", on_p), ("compute", on_p), ("transfer", on_p)):
             span_s = stages.span_s(name)
@@ -388,7 +413,7 @@ class Attempts:
         self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)
         if record.stages is not None and record.stages.is_reported:
-            self._note_stages(record, record.stages)
+            self._count_stages(record, record.stages)
         if attempt.first_token_s is None:
             self._count_waiting(attempt, -1)
             if attempt.prefill is not None and attempt.is_group_leader:
@@ -400,14 +425,18 @@ class Attempts:
         self._count_over(attempt.decode, new_tokens)
         generation, error = attempt.generation, attempt.error
         if error is not None:
-            self._note_failure(attempt, error, record)
+            self._count_failure(attempt, error, record)
         elif record.state == "cancelled":
             self.counters.cancelled += 1
         if record.state != "retried":
             self._deadlines.discard(generation, generation.deadline_s)
-            self._on_end(generation, is_news)
+            if generation.is_checked and generation.first_prefill is not None and generation.logprobs:
+                self.checked.append(generation)
+            if is_news and not generation.dirty:  # else the reader ended it itself
+                generation.dirty = True
+                self.dirty.append(generation)
 
-    def _note_failure(self, attempt: Attempt, error: ChituError, record: RequestSnapshot) -> None:
+    def _count_failure(self, attempt: Attempt, error: ChituError, record: RequestSnapshot) -> None:
         """Count and log a failed attempt."""
         counters, request_id, num_emitted = self.counters, record.request_id, record.output_tokens
         if record.state != "retried":

@@ -26,10 +26,10 @@ class InstanceKind(NamedTuple):
     ways: tuple[str, ...]
     """Its ways to other machines, or all of its ways if none leaves the machine."""
 
-    @classmethod
-    def of(cls, info: InstanceInfo) -> InstanceKind:
-        far = tuple(way for way in info.ways if "@" not in way)
-        return cls(info.role, info.layout, info.device, far or info.ways)
+
+def kind_of(info: InstanceInfo) -> InstanceKind:
+    far = tuple(way for way in info.ways if "@" not in way)
+    return InstanceKind(info.role, info.layout, info.device, far or info.ways)
 
 
 class MemberKinds:
@@ -40,10 +40,10 @@ class MemberKinds:
         """By kind, then by rank."""
 
     def add(self, info: InstanceInfo) -> None:
-        self._members.setdefault(InstanceKind.of(info), {})[info.engine_rank] = info
+        self._members.setdefault(kind_of(info), {})[info.engine_rank] = info
 
     def remove(self, info: InstanceInfo) -> None:
-        kind = InstanceKind.of(info)
+        kind = kind_of(info)
         members = self._members[kind]
         del members[info.engine_rank]
         if not members:

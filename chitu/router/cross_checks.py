@@ -1,6 +1,6 @@
 """Check whether a second P computes the same logits for a prompt as the first, and if not, which is wrong. Pure.
 
-`cross_check` is a generator: it yields computations to be made and is sent their results. `cross_checks.py` runs it.
+`cross_check` is a generator: it yields computations to be made and is sent their results. `CrossChecks` runs it.
 
 0. If pages of the answer did not land on D as P wrote them, by the checksums of both, the transfer is at fault.
 1. A second P computes the whole prompt of an answer that was given, without its cache. The rows of logits after the
@@ -17,10 +17,10 @@ tokens by more than that limit is not detected.
 
 Cross-checks of P (`verify_compute`): which requests are checked, and the requests that a check itself makes.
 
-Owned by `PDRequestRouter`, on the loop thread, which calls `sampled` when a request comes, `on_end` when it is over,
-and `tick` by the timer. Only `tick` starts new requests. One check runs at a time, with the lowest priority, which is
-worth a time (ADR 41): in a longer queue checks have their turn, too. If more than `WAITING` requests wait for one, the
-oldest is dropped. A checked request brings the logprobs of its first token, which its reader does not see.
+Owned by `PDRequestRouter`, on the loop thread, which calls `sampled` when a request comes and `tick` by the timer. Only
+`tick` starts new requests. One check runs at a time, with the lowest priority, which is worth a time (ADR 41): in a
+longer queue checks have their turn, too. A checked request brings the logprobs of its first token, which its reader
+does not see.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Set
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -45,8 +45,9 @@ from chitu.protocol import (
     pack_i32,
     unpack_logprobs,
 )
-from chitu.router.metrics import RouterMetrics
-from chitu.router.policies import Candidates, InstanceKey, instance_key
+from chitu.router.attempts import Attempts
+from chitu.router.members import Members
+from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
 
 Outcome = Literal["agreed", "wrong", "passing", "damaged", "unclear", "unanswered"]
@@ -184,32 +185,21 @@ log = logging.getLogger(__name__)
 
 FRACTIONS = {"off": 0.0, "sample": 0.01, "all": 1.0}
 """Fraction of requests that are checked, by `verify_compute`."""
-WAITING = 16
 ANSWER_S = 60.0
 """Seconds within which a computation of a check must be done."""
 
-Start = Callable[[GenerateRequest, Set[InstanceKey]], Generation]
-"""Sends a request to instances other than these, if there are any; raises a ChituError if it cannot be sent."""
 Steps = Generator[Recompute, Computed | None, CheckResult]
 
 
 class CrossChecks:
-    """Runs the checks. `on_wrong` receives every result except `agreed` and `unanswered`."""
+    """Runs the checks."""
 
-    def __init__(
-        self,
-        verify_compute: str,
-        start: Start,
-        candidates: Callable[[], Candidates],
-        counters: RouterMetrics,
-        on_wrong: Callable[[CheckResult], None],
-    ) -> None:
+    def __init__(self, verify_compute: str, attempts: Attempts, members: Members) -> None:
         self._fraction = FRACTIONS[verify_compute]
-        self._start = start
-        self._candidates = candidates
-        self._counters = counters
-        self._on_wrong = on_wrong
-        self._ended: deque[Generation] = deque(maxlen=WAITING)
+        self._attempts = attempts
+        self._members = members
+        self.results: list[CheckResult] = []
+        """Every result except `agreed` and `unanswered`; the reader removes them."""
         self._checked_id = ""
         self._noise: SoundNoise | None = None
         self._running: tuple[Steps, Generation] | None = None
@@ -220,24 +210,19 @@ class CrossChecks:
         themselves are not checked."""
         if request.sampling.logprobs is not None or random.random() >= self._fraction:
             return None
-        if len(self._candidates().prefill) < 2:
+        if len(self._members.candidates.prefill) < 2:
             return None
         sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS, transfer_sums=True)
         return msgspec.structs.replace(request, sampling=sampling)
-
-    def on_end(self, generation: Generation) -> None:
-        """Queue a checked request that is over, however it ended, if it has logprobs."""
-        if generation.first_prefill is not None and generation.logprobs:
-            self._ended.append(generation)
 
     def tick(self) -> None:
         if self._running is not None and self._running[1].done:
             (steps, asked), self._running = self._running, None
             self._go_on(steps, _computed(asked))
-        if self._running is None and self._ended:
-            served = self._ended.popleft()
+        if self._running is None and self._attempts.checked:
+            served = self._attempts.checked.popleft()
             computed = _computed(served)
-            layouts = [instance.layout for instance in self._candidates().prefill]
+            layouts = [instance.layout for instance in self._members.candidates.prefill]
             if computed is not None and layouts:
                 self._checked_id = served.request.request_id
                 self._noise = self._noise or SoundNoise(layouts[0].dtype)
@@ -254,7 +239,7 @@ class CrossChecks:
 
     def _send(self, ask: Recompute) -> Generation | None:
         """Start a computation. Return None if no P that may compute it takes requests."""
-        others = {instance_key(instance) for instance in self._candidates().prefill} - {ask.prefill}
+        others = {instance_key(instance) for instance in self._members.candidates.prefill} - {ask.prefill}
         sampling = SamplingParams(
             max_tokens=ask.max_tokens, temperature=0.0, logprobs=MAX_LOGPROBS, ignore_eos=True, transfer_sums=True
         )
@@ -264,20 +249,19 @@ class CrossChecks:
             len(ask.token_ids) // 4,
             sampling,
             wake_per_token=False,
-            timeout_s=ANSWER_S,
             cache_salt=None,
             priority=MAX_PRIORITY,
         )
         try:
-            return self._start(request, {ask.prefill} if ask.by_another else others)
+            return self._attempts.start_alone(request, ANSWER_S, {ask.prefill} if ask.by_another else others)
         except ChituError:
             return None
 
     def _judge(self, result: CheckResult) -> None:
-        self._counters.cross_checks[result.outcome] += 1
+        self._attempts.counters.cross_checks[result.outcome] += 1
         if result.says:
             log.error("cross-check: %s", result.says, extra=about(self._checked_id))
-            self._on_wrong(result)
+            self.results.append(result)
 
 
 def _computed(generation: Generation) -> Computed | None:

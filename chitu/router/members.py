@@ -293,7 +293,7 @@ class Members:
     def candidates(self) -> Candidates:
         """The members that may get new requests; the same object until they change."""
         if self._view is not None or self._has_lost:
-            listed = self._candidates if self._view is None else Candidates.of(self._view)
+            listed = self._candidates if self._view is None else Candidates.in_view(self._view)
             self._view, self._has_lost = None, False
             groups = [self._group(instances) for instances in (listed.prefill, listed.decode, listed.unified)]
             self.prefill, self.decode, self.unified = groups

@@ -99,7 +99,7 @@ class Candidates:
     unified: tuple[InstanceInfo, ...] = ()
 
     @classmethod
-    def of(cls, view: ClusterView) -> Candidates:
+    def in_view(cls, view: ClusterView) -> Candidates:
         usable = sorted((i for i in view.instances if not i.draining), key=lambda i: i.engine_rank)
         return cls(
             tuple(i for i in usable if i.role is Role.PREFILL),

@@ -1,29 +1,13 @@
 """A request on the router: its record, its states, and the pure machine that decides what follows.
 
-The states of a request on the router with their events and transitions.
+Owned by `Attempts`, which makes the events on the loop thread, carries out the effects in order, and answers `Choose`
+before anything else. The HTTP layer reads a `Generation` after each `wake`. Only `_enter` changes a request's state, by
+`GENERATION_TRANSITIONS` (docs/protocol.md shows it). `retry.py` decides what a failure means.
 
-Pure table, which only `router/request.py` walks; docs/protocol.md shows it. Invariants (checked over the
-table by `test/unit/test_generation_machine.py`): a request ends once; a request whose attempt failed gets another pair
-or ends, whatever else comes. Every state in which an attempt runs has the request's deadline; PREFILL also has its own.
-
-A request on the router while its output comes in: what was asked, its attempts on pairs, what its reader has taken.
-
-Written by `PDRequestRouter`, read by the HTTP layer after each `wake`; loop thread.
-
-Events of a request on the router, and effects: what its machine wants done.
-
-`Attempts` makes the events and carries out the effects in order. Only records, no code.
-
-A request on the router as one pure state machine: events and the time in, effects out.
-
-Owned by `Attempts`, which makes the events (on the loop thread), carries out the effects in order, and answers `Choose`
-before anything else. It uses no thread, socket, clock, logger or random number. Only `_take` changes a request's state,
-by `GENERATION_TRANSITIONS`; a pair that is not in the table changes nothing. `retry.py`, pure too, decides what a
-failure means and whether another attempt may follow. Only the first token of an attempt is an event.
-
-Invariants: an attempt has one Begin and one Ended, a request one Ended that is not `retried`. A Cancel precedes every
-end that D did not report itself. If another attempt is allowed, it follows the failed one in the same turn and
-continues after the tokens received.
+Invariants: a request ends once. An attempt that failed is followed by another or by the end, in the same turn, and the
+next one continues after the tokens received. An attempt has one Begin and one Ended, a request one Ended that is not
+`retried`. A Cancel precedes every end that D did not report itself. Every state in which an attempt runs has the
+request's deadline; PREFILL also has its own.
 """
 
 from __future__ import annotations
@@ -35,8 +19,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Final, Union
 
-import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import (
@@ -137,7 +120,7 @@ GENERATION_AWAITS: Final[Mapping[GenerationState, str]] = {
 """Event that a request waits for in each state that a clock ends."""
 
 
-class GenerateRequest(msgspec.Struct):
+class GenerateRequest(Struct):
     """What one choice of one prompt asks for, with every default resolved."""
 
     request_id: str
@@ -164,7 +147,7 @@ class GenerateRequest(msgspec.Struct):
     """Whether P and D record their work on it."""
 
 
-class PromptGroup(msgspec.Struct, eq=False):
+class PromptGroup(Struct, eq=False):
     """Choices of one prompt that are sent as one request: the prompt is computed once and moved once."""
 
     room: bytes
@@ -179,7 +162,7 @@ class PromptGroup(msgspec.Struct, eq=False):
         return tuple(Fork(room, request.request_id, request.sampling.seed) for room, request in requests)
 
 
-class Attempt(msgspec.Struct, eq=False):
+class Attempt(Struct, eq=False):
     """One attempt of a generation on one pair."""
 
     room: bytes
@@ -221,10 +204,6 @@ class Attempt(msgspec.Struct, eq=False):
         name = decode.name
         return name if prefill is None else f"{prefill.name}-{name}"
 
-    def note_cached(self, num_tokens: int) -> None:
-        """Set the number of cached tokens, which the instance reports with the first token."""
-        self.cached_tokens = max(0, min(num_tokens, self.num_tokens))
-
     def _stages(self, ended_s: float) -> Stages:
         finish = self.generation.finish
         # All zeros if the last token came, but D's report of the end did not.
@@ -252,8 +231,8 @@ class Attempt(msgspec.Struct, eq=False):
             attempt=self.number,
             continued_tokens=self.num_continued,
             cached_tokens=self.cached_tokens,
-            prompt_room=room_text(self.group.room) if self.group is not None else msgspec.UNSET,
-            tenant=generation.request.tenant or msgspec.UNSET,
+            prompt_room=room_text(self.group.room) if self.group is not None else UNSET,
+            tenant=generation.request.tenant or UNSET,
         )
 
 
@@ -300,7 +279,7 @@ class Generation:
     """Account of its failed attempts."""
     dirty: bool = False
     """`wake` is due at the next `flush`."""
-    noted: bool = False
+    needs_no_wake: bool = False
     """The next token only needs to be appended: `wake` is due already, or is not asked for."""
 
     @property
@@ -352,10 +331,11 @@ class Generation:
         return "length" if len(output) >= self.request.sampling.max_tokens else ""
 
 
-# --------------------------------------------------------------------------------------------------------------- events
+class Event(Struct):
+    """What happened to a request."""
 
 
-class PairChosen(Struct):
+class PairChosen(Event):
     """A pair for the first attempt, or the answer to `Choose`, with the `failure` and `token_ids` of that."""
 
     target: Target
@@ -367,17 +347,17 @@ class PairChosen(Struct):
     group: PromptGroup | None = None
 
 
-class NoPair(Struct):
+class NoPair(Event):
     """The answer to `Choose` if no pair can serve."""
 
     failure: Failure
 
 
-class TokensBegan(Struct):
+class TokensBegan(Event):
     """The present attempt received its first token."""
 
 
-class Finished(Struct):
+class Finished(Event):
     """D reported the end of the room."""
 
     finish: Finish
@@ -385,7 +365,7 @@ class Finished(Struct):
     """P is a member of the cluster."""
 
 
-class AttemptFailed(Struct):
+class AttemptFailed(Event):
     """An attempt failed. `reporter` is its P or D, or the instance that the router itself found at fault."""
 
     error: ChituError
@@ -394,14 +374,14 @@ class AttemptFailed(Struct):
     """The other instance of the pair is a member."""
 
 
-class NotDelivered(Struct):
+class NotDelivered(Event):
     """A half of the request does not reach its instance. Ignored after the first token, which took both halves."""
 
     error: ChituError
     reporter: InstanceKey
 
 
-class InstanceLost(Struct):
+class InstanceLost(Event):
     """An instance left, was silent for too long, or died."""
 
     key: InstanceKey
@@ -409,46 +389,28 @@ class InstanceLost(Struct):
     has_died: bool
 
 
-class Silent(Struct):
+class Silent(Event):
     """D receives nothing from P."""
 
 
-class FirstTokenLate(Struct):
+class FirstTokenLate(Event):
     """No first token came, and both sides must have given the attempt up by now."""
 
 
-class OutOfTime(Struct):
+class OutOfTime(Event):
     """The request's own deadline passed."""
 
 
-class GivenUp(Struct):
+class GivenUp(Event):
     """The request is ended because the router's process ends."""
 
     error: ChituError
 
 
-class ReaderGone(Struct):
+class ReaderGone(Event):
     """The client left, or `is_complete`: it has its whole answer (a stop string was found)."""
 
     is_complete: bool
-
-
-Event = Union[
-    PairChosen,
-    NoPair,
-    TokensBegan,
-    Finished,
-    AttemptFailed,
-    NotDelivered,
-    InstanceLost,
-    Silent,
-    FirstTokenLate,
-    OutOfTime,
-    GivenUp,
-    ReaderGone,
-]
-
-# -------------------------------------------------------------------------------------------------------------- effects
 
 
 class Begin(Struct):
@@ -465,7 +427,7 @@ class Choose(Struct):
     failure: Failure
 
 
-class NoteStarted(Struct):
+class CountStarted(Struct):
     """An attempt received its first token; `is_first`: it is also the first of the request."""
 
     attempt: Attempt
@@ -484,7 +446,7 @@ class Cancel(Struct):
     attempt: Attempt
 
 
-class NoteServed(Struct):
+class CountServed(Struct):
     """A request was answered to its end."""
 
     attempt: Attempt
@@ -500,7 +462,7 @@ class Ended(Struct):
     is_news: bool = True
 
 
-Effect = Union[Begin, Choose, NoteStarted, Blame, Cancel, NoteServed, Ended]
+Effect = Union[Begin, Choose, CountStarted, Blame, Cancel, CountServed, Ended]
 
 
 class GenerationMachine:
@@ -550,7 +512,7 @@ class GenerationMachine:
 
     # -------------------------------------------------------------------------------------------------------- internal
 
-    def _take(self, generation: Generation, event: GenerationEvent) -> bool:
+    def _enter(self, generation: Generation, event: GenerationEvent) -> bool:
         """Move a request to its next state: the only way its state changes. Return False if the event is absorbed."""
         target = GENERATION_TRANSITIONS.get((generation.state, event))
         if target is None:
@@ -569,10 +531,10 @@ class GenerationMachine:
             if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink)):
                 self._no_pair(generation, before, failure)
                 return
-        if not self._take(generation, _E.CHOSEN):
+        if not self._enter(generation, _E.CHOSEN):
             return
         if before is not None and failure is not None:
-            generation.record.note(failure, before.has_progressed)
+            generation.record.add(failure, before.has_progressed)
             before.error = failure.error
             self._effects.append(Cancel(before))
             self._end(generation, before, "retried")
@@ -591,15 +553,15 @@ class GenerationMachine:
         )
         if event.group is not None:
             event.group.attempts.append(attempt)
-        generation.attempt, generation.noted = attempt, False
+        generation.attempt, generation.needs_no_wake = attempt, False
         self._effects.append(Begin(attempt))
 
     def _no_pair(self, generation: Generation, attempt: Attempt, failure: Failure) -> None:
-        if self._take(generation, _E.NO_PAIR):
+        if self._enter(generation, _E.NO_PAIR):
             self._fail(generation, attempt, failure.error)
 
     def _started(self, generation: Generation, attempt: Attempt) -> None:
-        if not self._take(generation, _E.FIRST_TOKEN):
+        if not self._enter(generation, _E.FIRST_TOKEN):
             return
         attempt.first_token_s = self._now_s
         generation.cached_tokens = min(attempt.cached_tokens, generation.request.num_tokens)
@@ -607,7 +569,7 @@ class GenerationMachine:
         if is_first:
             generation.first_token_s = generation.woken_s = self._now_s
             generation.first_prefill = attempt.prefill
-        self._effects.append(NoteStarted(attempt, is_first))
+        self._effects.append(CountStarted(attempt, is_first))
 
     def _finished(self, generation: Generation, attempt: Attempt, event: Finished) -> None:
         finish = event.finish
@@ -616,16 +578,16 @@ class GenerationMachine:
             if finish.reason != "error":
                 error = Internal(f"{attempt.decode.name} ended the request as {finish.reason!r} on its own")
             self._reported(generation, attempt, AttemptFailed(error, attempt.decode, event.is_prefill_here))
-        elif self._take(generation, _E.FINISH):
-            self._effects.append(NoteServed(attempt, finish.reason))
+        elif self._enter(generation, _E.FINISH):
+            self._effects.append(CountServed(attempt, finish.reason))
             generation.finish = finish
             self._end(generation, attempt, "finished")
 
     def _reader_gone(self, generation: Generation, attempt: Attempt, is_complete: bool) -> None:
-        if not self._take(generation, _E.FINISH if is_complete else _E.CANCEL):
+        if not self._enter(generation, _E.FINISH if is_complete else _E.CANCEL):
             return
         if is_complete:
-            self._effects.append(NoteServed(attempt, "stop"))
+            self._effects.append(CountServed(attempt, "stop"))
         generation.error = RequestCancelled("the request was cancelled")
         self._effects.append(Cancel(attempt))
         self._end(generation, attempt, "finished" if is_complete else "cancelled", is_news=False)
@@ -639,7 +601,7 @@ class GenerationMachine:
             lost = PrefillLost(f"{name} is gone ({event.reason})")
             self._retry_or_keep(generation, attempt, _E.PREFILL_LOST, failure_of(lost, key, key, attempt.decode, dead))
             if event.has_died:
-                self._take(generation, _E.PREFILL_DIED)
+                self._enter(generation, _E.PREFILL_DIED)
 
     # ------------------------------------------------------------------------------------------- failures, and the end
 
@@ -657,7 +619,7 @@ class GenerationMachine:
         by: GenerationEvent = _E.FAIL,
     ) -> None:
         """End the attempt. Its request continues with another one, or ends with this error."""
-        if not self._take(generation, by):
+        if not self._enter(generation, by):
             return
         failure = failure_of(error, reporter, attempt.prefill, attempt.decode, dead)
         if failure.is_fault and attempt.is_group_leader:
@@ -667,20 +629,20 @@ class GenerationMachine:
     def _retry_or_keep(self, generation: Generation, attempt: Attempt, by: GenerationEvent, failure: Failure) -> None:
         """Retry elsewhere if possible. Else keep the attempt: what it waits for may come, and it has its deadlines. No
         breaker counts this."""
-        if self._take(generation, by):
+        if self._enter(generation, by):
             self._retry_or_finish(generation, attempt, failure)
 
     def _retry_or_finish(self, generation: Generation, attempt: Attempt, failure: Failure) -> None:
         """Seek another pair. A request that has every token is finished instead, and one that kills instances ends."""
         record = generation.record
         if reason := generation.end_reason():  # nothing is missing but the end itself
-            self._take(generation, _E.FINISH)
-            self._effects += (Cancel(attempt), NoteServed(attempt, reason))
+            self._enter(generation, _E.FINISH)
+            self._effects += (Cancel(attempt), CountServed(attempt, reason))
             generation.finish = Finish(attempt.room, reason)
             self._end(generation, attempt, "finished")
             return
         if failure.dead is not None:
-            record.note_death(failure.dead, (attempt.prefill, attempt.decode))
+            record.add_death(failure.dead, (attempt.prefill, attempt.decode))
             if record.deaths >= MAX_DEATHS:
                 text = f"{record.deaths} instances died one after the other while they had this request"
                 text += f", {failure.dead.name} last: it is not sent to another"
@@ -694,7 +656,7 @@ class GenerationMachine:
             self._no_pair(generation, attempt, failure)
 
     def _give_up(self, generation: Generation, attempt: Attempt, error: ChituError) -> None:
-        if self._take(generation, _E.GIVE_UP):
+        if self._enter(generation, _E.GIVE_UP):
             self._fail(generation, attempt, error)
 
     def _fail(self, generation: Generation, attempt: Attempt, error: ChituError) -> None:

@@ -87,15 +87,15 @@ class FailureHistory(msgspec.Struct):
     beside: frozenset[InstanceKey] = frozenset()
     """Instances that had the request when one of them died."""
 
-    def note_death(self, dead: InstanceKey, pair: Iterable[InstanceKey | None]) -> None:
-        """Note that an instance of the attempt's pair died. If both die together (they were killed, or a host was
+    def add_death(self, dead: InstanceKey, pair: Iterable[InstanceKey | None]) -> None:
+        """Record that an instance of the attempt's pair died. If both die together (they were killed, or a host was
         lost), that is one accident, though the second death may be noticed only after the next attempt went there."""
         if dead not in self.beside:
             self.deaths += 1
         self.beside |= {key for key in pair if key is not None}
 
-    def note(self, failure: Failure, has_progressed: bool) -> None:
-        """Note a failed attempt that another one follows."""
+    def add(self, failure: Failure, has_progressed: bool) -> None:
+        """Record a failed attempt that another one follows."""
         self.avoid |= failure.suspects
         self.cuts = 0 if has_progressed else self.cuts
         if not failure.is_cut:

@@ -117,7 +117,7 @@ class ApiEndpoint:
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
         trace = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
         self._traces = files
-        self.router = PDRequestRouter(self._outbox, clock, config, trace, reply, index, self._on_wrong)
+        self.router = PDRequestRouter(self._outbox, clock, config, trace, reply, index)
         self.siblings = Siblings(config, secrets, index)
         self._cluster = cluster = make_cluster(self.router, self.siblings)
         self._healing: set[asyncio.Task[None]] = set()
@@ -179,6 +179,8 @@ class ApiEndpoint:
         self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
         self.router.tick()
+        while self.router.check_results:
+            self._heal_soon(self.router.check_results.pop())
         if self._kept is not None:
             self._kept.tick()
         self._routes.tick()
@@ -204,7 +206,7 @@ class ApiEndpoint:
             log.warning("%d requests did not finish in time", self.router.in_flight)
             self.router.fail_all(NoInstance("the server is shutting down"))
 
-    def _on_wrong(self, result: CheckResult) -> None:
+    def _heal_soon(self, result: CheckResult) -> None:
         """Drain a P that a cross-check found wrong. If only one answer or a transfer was wrong, flush all caches
         instead."""
         task = asyncio.ensure_future(self._heal(result))

@@ -314,10 +314,10 @@ def _find(view: ClusterView, name: str) -> InstanceInfo:
 
 
 def _require_others(view: ClusterView, info: InstanceInfo) -> None:
-    if info.draining or not Candidates.of(view).usable:
+    if info.draining or not Candidates.in_view(view).usable:
         return
     others = tuple(other for other in view.instances if other is not info)
-    left = Candidates.of(msgspec.structs.replace(view, instances=others))
+    left = Candidates.in_view(msgspec.structs.replace(view, instances=others))
     if not left.usable:
         raise LastInstance(
             f"without {info.name} nothing could be served ({left.why_unusable()}): start another one first, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ from chitu.protocol import (
     pack_i32,
     scheduler_codec,
 )
-from chitu.router.cross_checks import CheckResult
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
 from chitu.tracing.trace_files import RouterTrace
@@ -75,7 +73,6 @@ class World:
         breaker: BreakerConfig | None = None,
         deadlines: DeadlineConfig | None = None,
         verify_compute: Literal["off", "sample", "all"] = "off",
-        on_wrong: Callable[[CheckResult], None] = lambda result: None,
     ) -> None:
         """Make one instance for each role given. The instances of a role have the ranks 0, 1, ..."""
         self.clock = FakeClock()
@@ -93,7 +90,7 @@ class World:
         )
         outbox: Any = self.outbox
         trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
-        self.router = PDRequestRouter(outbox, self.clock, config, trace, on_wrong=on_wrong)
+        self.router = PDRequestRouter(outbox, self.clock, config, trace)
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [
             InstanceInfo(role, rank, 1 + place, "127.0.0.1", 1, 2, LAYOUT, 512, num_slots=4, num_pages=20)

@@ -241,7 +241,7 @@ class ReplayWorld:
     ) -> Ask:
         """Send a request. `then` is called when it is over, or was refused."""
         attempts = self.router._attempts
-        waits_s = self.router._admission.predicted_waits_s(attempts.num_waiting, attempts.num_new_tokens)
+        waits_s = attempts._admission.predicted_waits_s(attempts.num_waiting, attempts.num_new_tokens)
         ask = Ask(self.clock.monotonic(), max(waits_s))
         self.asks.append(ask)
         token_ids = np.array(prompt, np.int32).tobytes()

@@ -192,9 +192,8 @@ def open_room(world: World) -> bytes:
 
 
 def checking(verify_compute: str = "all") -> tuple[World, list[CheckResult]]:
-    results: list[CheckResult] = []
-    world = two_pairs(verify_compute=verify_compute, on_wrong=results.append, deadlines=DeadlineConfig())
-    return world, results
+    world = two_pairs(verify_compute=verify_compute, deadlines=DeadlineConfig())
+    return world, world.router.check_results
 
 
 def test_the_router_asks_another_p_and_names_the_guilty_one() -> None:

@@ -21,6 +21,8 @@ from chitu.router.request import (
     Blame,
     Cancel,
     Choose,
+    CountServed,
+    CountStarted,
     Effect,
     Ended,
     Event,
@@ -35,8 +37,6 @@ from chitu.router.request import (
     InstanceLost,
     NoPair,
     NotDelivered,
-    NoteServed,
-    NoteStarted,
     OutOfTime,
     PairChosen,
     PromptGroup,
@@ -165,8 +165,8 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: Ge
     assert world.ended() == ended + (["retried"] if event is E.CHOSEN and begun else ends)
     is_ds_word = name == "finished"
     assert (Cancel in kinds) is (Ended in kinds and not is_ds_word)
-    assert (NoteServed in kinds) is (target is S.FINISHED)
-    assert (NoteStarted in kinds) is (event is E.FIRST_TOKEN)
+    assert (CountServed in kinds) is (target is S.FINISHED)
+    assert (CountStarted in kinds) is (event is E.FIRST_TOKEN)
     assert (Blame in kinds) is (event in (E.FAIL, E.STALL))
     assert world.in_hand() == (0 if target in OVER else 1)
     assert (world.generation.attempt is None) is (target in OVER)
@@ -251,7 +251,7 @@ def test_only_the_first_token_of_the_request_is_its_first() -> None:
     world.give(FAILS)
     world.give(world.chosen(1))
     world.emit(6)
-    started = [effect.is_first for effect in world.effects if isinstance(effect, NoteStarted)]
+    started = [effect.is_first for effect in world.effects if isinstance(effect, CountStarted)]
     assert started == [True, False]
     assert world.generation.first_token_s == NOW_S and world.generation.first_prefill == P
     assert world.generation.attempt is not None and world.generation.attempt.first_token_s == NOW_S + 5.0
@@ -342,7 +342,7 @@ def test_the_end_has_the_stages_and_whether_the_reader_knows() -> None:
     stages = StageTimes(admission_s=1.0, total_s=2.0)
     world = in_state(S.DECODE)
     served, ended = world.give(Finished(Finish(b"", "stop", stages=stages)))
-    assert isinstance(served, NoteServed)
+    assert isinstance(served, CountServed)
     assert isinstance(ended, Ended) and ended.is_news
     assert ended.record.stages is not None and ended.record.stages.is_reported
     for is_complete in (True, False):
