@@ -74,6 +74,8 @@ SHORT = {
     DETOKENIZE: "detokenize",
     RESPONSES: "responses",
     ABORT: "abort",
+    "/admin/drain": "drain",
+    "/admin/snapshot": "snapshot",
 }
 
 

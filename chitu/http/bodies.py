@@ -621,3 +621,36 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
         msgspec.Meta(min_length=1, max_length=MAX_RID_CHARS),
         note("the X-Request-Id, or the `id` of the answer"),
     ]
+
+
+class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
+    instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
+    force: Annotated[bool | None, note("true: also if no request could be served afterwards")] = None
+
+
+class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
+    request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
+
+
+class AbortHereBody(msgspec.Struct):
+    """What API processes of a router send each other."""
+
+    rid: str
+    tenant: str
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+ABORT = "/abort_request"
+BODIES: dict[str, type[msgspec.Struct]] = {
+    COMPLETIONS: CompletionBody,
+    CHAT: ChatBody,
+    RESPONSES: ResponsesBody,
+    TOKENIZE: TokenizeBody,
+    DETOKENIZE: DetokenizeBody,
+    ABORT: AbortBody,
+    "/admin/drain": DrainBody,
+    "/admin/snapshot": SnapshotBody,
+}
+"""Bodies that clients and operators send, by route."""

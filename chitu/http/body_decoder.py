@@ -24,34 +24,32 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.bodies import (
+    ABORT,
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
     LARGE_BODY_BYTES,
     NO_EFFECT,
     REFUSED,
+    RESPONSES,
     SERVED,
+    TOKENIZE,
     AbortBody,
+    AbortHereBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    DrainBody,
     Effect,
     ResponsesBody,
+    SnapshotBody,
     TokenizeBody,
 )
 
 # --------------------------------------------------------------------------------------------------------------- fields
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-ABORT = "/abort_request"
-RESPONSES = "/v1/responses"
 GENERATION = (COMPLETIONS, CHAT)
-BODIES: dict[str, type[msgspec.Struct]] = {
-    COMPLETIONS: CompletionBody,
-    CHAT: ChatBody,
-    RESPONSES: ResponsesBody,
-    TOKENIZE: TokenizeBody,
-    DETOKENIZE: DetokenizeBody,
-    ABORT: AbortBody,
-}
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -289,7 +287,8 @@ def _structs_in(kind: Any, dots: str) -> Iterator[tuple[type[msgspec.Struct], st
 @cache
 def fields_of(route: str) -> dict[str, Field]:
     """Return the fields of the route by name."""
-    fields = {field.name: field for field in _in_struct(BODIES[route])}
+    struct = BODIES.get(route)
+    fields = {field.name: field for field in _in_struct(struct)} if struct is not None else {}
     for routes, effect, rows in UNSERVED:
         if route in routes:
             fields |= {row[0]: Field(row[0], effect, *row[1:]) for row in rows}
@@ -325,6 +324,7 @@ _PARAM = re.compile(r"`\$\.?([^`]*)`")
 _TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
 _OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+)")
 _RANGES = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
 _NOT_SERVED = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?\Z", re.DOTALL)
 _INDEX = re.compile(r"\[\d+\]")
@@ -473,6 +473,9 @@ def _invalid(text: str) -> InvalidRequest:
         what = f"at most {length.group(2)} {unit} are taken"
     elif bound := _OUT_OF_RANGE.match(what):
         what = f"must be {_RANGES[bound.group(1)]} {bound.group(2).removesuffix('.0')}"
+    elif missing := _MISSING.match(what):
+        param = f"{param}.{missing.group(1)}".removeprefix(".")
+        return InvalidRequest(f"{param} is required", param)
     elif value := _NOT_SERVED.match(what):
         what = f"{value.group(1)[:NAMED_CHARS]} is not supported"
     return InvalidRequest(f"{param or 'the body'}: {what}", param or None)
@@ -538,3 +541,6 @@ tokenize_decoder = BodyDecoder(TokenizeBody, TOKENIZE)
 abort_decoder = BodyDecoder(AbortBody, ABORT)
 responses_decoder = BodyDecoder(ResponsesBody, RESPONSES)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)
+drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
+snapshot_decoder = BodyDecoder(SnapshotBody, "/admin/snapshot")
+abort_here_decoder = BodyDecoder(AbortHereBody, "/admin/abort")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -23,8 +24,10 @@ from chitu.clock import Clock
 from chitu.config.devices import is_gpu
 from chitu.config.schema import Topology
 from chitu.config.topology import instances, is_loopback
+from chitu.errors import TooManyRequests
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import joined
+from chitu.net.fair_share import NoPlace, Places
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport, Wire
 from chitu.protocol.account import RequestSnapshot
@@ -283,3 +286,39 @@ def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load:
         return InstanceSnapshot(name, role, "down", host, 0, "", None)
     status: InstanceStatus = "draining" if info.draining else "up"
     return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load, info.layout)
+
+
+MAX_WATCHERS = 256
+"""Event streams at once; each costs the loop an encoded snapshot's write per change. One client has a quarter at most
+(`Places`)."""
+PAUSE_S = SnapshotSource.MIN_AGE_S + 0.002
+"""Time between two looks. The loop may wake a millisecond early, when the last snapshot is not old enough yet."""
+HEARTBEAT_TURNS = 5
+"""Looks after which an event comes without a change, since loads change without a request too."""
+
+
+class Watchers:
+    """The open event streams, shared by the clients (`Access.client`)."""
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self._source = source
+        self._places: Places[bytes] = Places(MAX_WATCHERS)
+
+    def require_room(self, client: bytes) -> None:
+        """Raise TooManyRequests if the client has its share of the streams."""
+        try:
+            with self._places.place(client):
+                pass
+        except NoPlace:
+            free = self._places.num_free
+            raise TooManyRequests(f"too many event streams of one client: {free} are reserved for others") from None
+
+    async def events(self, client: bytes, tenant: str | None) -> AsyncIterator[bytes]:
+        with suppress(NoPlace), self._places.place(client):
+            while not self._source.is_closed:
+                encoded, shown = await self._source.shared(tenant)
+                yield b"data: %b\n\n" % encoded
+                for _ in range(HEARTBEAT_TURNS):
+                    await asyncio.sleep(PAUSE_S)
+                    if self._source.is_closed or await self._source.change(tenant) != shown:
+                        break

@@ -6,7 +6,7 @@ and their values can neither be sent to another process nor added up over proces
 
 `/metrics` of the router, in the text formats of Prometheus and OpenMetrics. Pure; loop thread.
 
-Called by the route in `control_routes.py` with the counts of the API processes, the state of the membership and the
+Called by the route in `routes.py` with the counts of the API processes, the state of the membership and the
 newest load report of each instance. Instances are not scraped: their numbers come with their heartbeats.
 `docs/metrics.md` has a row for every family made here, and a test compares the two. Labels are bounded: names of
 instances, states and codes of closed lists.

@@ -63,8 +63,21 @@ def query_value(scope: Scope, name: str) -> str | None:
     return values[0] if values else None
 
 
-def error_object(error: ChituError) -> dict[str, Any]:
-    """Return OpenAI's error object."""
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    """OpenAI's error object."""
+
+    error: ErrorDetail
+
+
+def error_body(error: ChituError) -> bytes:
+    """Return the error as OpenAI's error object."""
     status = error.http_status
     if status == 429:
         kind = "rate_limit_error"
@@ -75,11 +88,7 @@ def error_object(error: ChituError) -> dict[str, Any]:
     else:
         kind = "server_error"
     param = error.param if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.code}}
-
-
-def error_body(error: ChituError) -> bytes:
-    return msgspec.json.encode(error_object(error))
+    return msgspec.json.encode(ErrorReply(ErrorDetail(error.message, kind, param, error.code)))
 
 
 def error_headers(error: ChituError) -> Headers:

@@ -11,7 +11,7 @@ import asyncio
 import gc
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,22 +19,28 @@ import zmq
 
 import chitu
 from chitu.clock import RealClock
-from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import Topology
-from chitu.config.topology import with_router, with_router_ports
+from chitu.config.topology import with_router
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.app import RouterApp
 from chitu.http.body_reader import BodyReader
 from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource
-from chitu.http.control_routes import add_admin_routes, add_trace_route, make_control_app
 from chitu.http.generate import GenerationRoutes
 from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.routes import (
+    HOT_ROUTES,
+    client_routes,
+    cluster_routes,
+    control_app,
+    operator_routes,
+    page_routes,
+    trace_routes,
+)
 from chitu.http.served_model import ServedModel
 from chitu.http.spans import SpanExport
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
-from chitu.net.http import Scope
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import TraceLines
@@ -143,22 +149,16 @@ class ApiEndpoint:
             self._kept = KeptRequests(folder, model, self.router, bodies, routes, access.require_kept_priority, clock)
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
-        running = self._routes.running
-
-        async def abort(name: str, scope: Scope) -> int:
-            tenant = access.cache_salt(scope)
-            return running.abort(name, tenant) + await self.siblings.abort(name, tenant)
-
-        cold = make_control_app(
-            model, self.router, cluster, self._snapshots, bodies, access, config, chitu.__version__, abort
-        )
-
-        def for_joining() -> Topology:
-            return _for_joining(topology, {"token_port": self.token_port, **cluster.ports()})
-
-        snapshot = self._kept.snapshot if self._kept is not None else None
-        add_admin_routes(cold, cluster, for_joining, running.abort, snapshot, access.trace_tenant)
-        add_trace_route(cold, cluster, files.folder, access.trace_tenant, clock)
+        running, elsewhere = self._routes.running, self.siblings.abort
+        rows = [
+            *HOT_ROUTES,
+            *client_routes(model, self.router, bodies, access, running, elsewhere, takes_unknown),
+            *cluster_routes(self.router, cluster, self._snapshots, access, chitu.__version__),
+            *page_routes(model.name),
+            *operator_routes(cluster, topology, self.token_port, running, self._kept, access),
+            *trace_routes(cluster, files.folder, access, clock),
+        ]
+        cold = control_app(chitu.__version__, rows)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
@@ -245,11 +245,6 @@ def with_share(topology: Topology, index: int) -> Topology:
         max_tokens_in_flight=max(1, config.max_tokens_in_flight // workers),
         max_total_body_bytes=max(1, config.max_total_body_bytes // workers),
     )
-
-
-def _for_joining(topology: Topology, ports: Mapping[str, int]) -> Topology:
-    """Return what a joining instance needs: the topology with actual ports and without secrets."""
-    return with_router_ports(with_api_keys(with_cluster_key(topology, ""), ()), ports)
 
 
 def freeze_gc() -> None:

@@ -15,14 +15,15 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import TooManyRequests
 from chitu.http.cluster_snapshot import (
+    MAX_WATCHERS,
     PIECE_INSTANCES,
     RouterRecord,
     SnapshotSource,
+    Watchers,
     WorkerReport,
     report_of,
     transport_in_use,
 )
-from chitu.http.web_routes import MAX_WATCHERS, Watchers
 from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, TransferSums, encode
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.types import Role

@@ -1,0 +1,211 @@
+"""Answers of the routes as structs, from which the OpenAPI document is made and which encode them. Pure.
+
+Parts of an answer to a generation that grow with it (choices, logprobs) are written between the struct's fields as they
+are due (`sse.py`). The error object is `net/http.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from chitu.http.proof import Proof
+
+
+class CachedTokensReply(msgspec.Struct):
+    cached_tokens: int
+
+
+class ReasoningTokensReply(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageReply(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokensReply
+    completion_tokens_details: ReasoningTokensReply
+
+
+class CompletionLogprobsReply(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class PromptLogprobReply(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobsReply = list[dict[str, PromptLogprobReply] | None]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobsReply | None
+    finish_reason: Literal["stop", "length"]
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """Present with `return_token_ids`."""
+    prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
+    """Present with the request field of that name."""
+
+
+class CompletionReply(msgspec.Struct):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
+    """Present with `return_proof`."""
+
+
+class CalledFunctionReply(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallReply(msgspec.Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunctionReply
+
+
+class ChatReplyMessage(msgspec.Struct):
+    role: Literal["assistant"]
+    content: str | None
+    """Null if the message has only reasoning or calls."""
+    refusal: None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallReply] | msgspec.UnsetType = msgspec.UNSET
+
+
+class TopLogprobReply(msgspec.Struct):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+
+
+class TokenLogprobReply(msgspec.Struct):
+    token: str
+    bytes: list[int] | None
+    logprob: float
+    top_logprobs: list[TopLogprobReply]
+
+
+class ChatLogprobsReply(msgspec.Struct):
+    content: list[TokenLogprobReply]
+    refusal: None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatReplyMessage
+    logprobs: ChatLogprobsReply | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatReply(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
+
+
+class TokenizeReply(msgspec.Struct):
+    count: int
+    max_model_len: int | None
+    """Maximum tokens of a request; null while no instance serves."""
+    tokens: list[int]
+    token_strs: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+class ResponsesUsageReply(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int
+    total_tokens: int
+    input_tokens_details: CachedTokensReply
+    output_tokens_details: ReasoningTokensReply
+
+
+class ResponsesReply(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Literal["completed", "incomplete"]
+    output: list[dict[str, Any]]
+    """Items of the types reasoning, message and function_call."""
+    usage: ResponsesUsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
+
+
+class AbortReply(msgspec.Struct):
+    aborted: int
+    """Number of requests that this call ended."""
+
+
+class ModelReply(msgspec.Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["chitu"]
+    root: str
+    """Path of the checkpoint."""
+    max_model_len: int | None
+    """Maximum tokens of a request; null while no instance serves."""
+
+
+class ModelsReply(msgspec.Struct):
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+class HealthInstance(msgspec.Struct):
+    name: str
+    role: Literal["prefill", "decode", "unified"]
+    incarnation: int
+    draining: bool
+
+
+class HealthReply(msgspec.Struct):
+    status: Literal["ok", "unavailable", "ending"]
+    reason: str
+    """Empty if the status is ok."""
+    in_flight: int
+    instances: list[HealthInstance]
+    ready: dict[str, bool]
+    """Whether an instance of the role can be used, by role."""
+
+
+class StatusReply(msgspec.Struct):
+    status: str
+
+
+class DrainReply(msgspec.Struct):
+    instance: str
+    incarnation: str
+    """Incarnation in decimal. It distinguishes this process from one that takes its place."""
+    status: Literal["draining"]
+
+
+class ExampleReply(msgspec.Struct):
+    prompt: str
+    answer: str
+    value: str
