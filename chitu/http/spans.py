@@ -79,12 +79,12 @@ def request_span(
 
 
 def _last_attempt(choice: int, last: RequestSnapshot, stages: Iterable[tuple[str, float, float]]) -> RequestSpan:
-    """Return the span of a choice's last attempt, with its stages on P and D."""
+    """Return the span of a choice's last attempt, with its stages on P and D that took any time."""
     spans = [span for span in stages if span[0] in ATTEMPT_STAGES]
     parts = [
         RequestSpan(*span, _of_stage(span[0], last), _instance(span[0], last))
         for span in spans
-        if span[0] != "messages"
+        if span[0] != "messages" and span[1] < span[2]
     ]
     return RequestSpan("attempt", spans[0][1], spans[-1][2], _of_attempt(choice, last), "", last.error, tuple(parts))
 

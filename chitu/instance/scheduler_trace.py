@@ -50,7 +50,7 @@ class SchedulerTrace:
         layout = tracer.kv_layout
         pages = self._cache.get_page_indices(sequence.room)
         traced = self.rooms.get(sequence.room)
-        is_moved = sequence.aux_slot >= 0
+        is_moved, times = sequence.aux_slot >= 0, sequence.stage_times(now_s)
         tracer.add(
             sequence.room,
             TraceRestored,
@@ -62,9 +62,9 @@ class SchedulerTrace:
             layout=tracer.layout,
             bytes_by_layer=(layer_bytes,) * layout.num_layers,
             total_bytes=layer_bytes * layout.num_layers + (aux_row_bytes(layout.vocab_size) if is_moved else 0),
-            admission_s=max(0.0, sequence.announced_s - sequence.arrival_s),
-            landed_s=now_s - sequence.arrival_s,
-            times=sequence.prefill_times,
+            admission_s=times.admission_s,
+            landed_s=times.total_s,
+            times=times.prefill,
             hashes=None if traced is None else traced.hashes,
         )
 

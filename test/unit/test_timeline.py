@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from chitu.protocol.account import PrefillTimes, RequestSnapshot
@@ -105,6 +106,18 @@ def test_clocks_of_machines_need_not_agree(p_zero_s: float, d_zero_s: float, d_l
     assert writes.end_s <= came.end_s + 1e-6 <= 0.411
     assert came.start_s <= writes.start_s and line.total_s == pytest.approx(0.7)
     assert [span.where for span in line.spans if span.what in ("receive", "prepare", "answer")] == ["router"] * 3
+
+
+@pytest.mark.parametrize(("queue_s", "starts_s"), [(0.05, 0.11), (0.005, 0.105)])
+def test_the_queue_of_p_begins_when_d_has_announced(queue_s: float, starts_s: float) -> None:
+    """D announces 10 ms after the arrival, at 0.1 s of the timeline. What P computes before has no queue."""
+    times = PrefillTimes(queue_s, 0.2 - queue_s, 0.1)
+    given = [
+        msgspec.structs.replace(record, times=times) if isinstance(record, TraceSent) else record
+        for record in records(p_zero_s=3.0, d_zero_s=9.0)
+    ]
+    queue = span_of(timeline_of(FoundRecords(given), "r"), "P0", "queue")
+    assert (queue.start_s, queue.end_s) == pytest.approx((starts_s, 0.1 + queue_s), abs=1e-6)
 
 
 def test_heads_that_ranks_share_count_once_and_a_page_that_differs_is_named() -> None:

@@ -3,7 +3,7 @@
 
 import { pair, span } from "./format.js";
 import { containsValue } from "./message.js";
-import { isRunning } from "./stages.js";
+import { isRunning, totalS } from "./stages.js";
 
 /** A browser opens six connections to a server of HTTP/1.1, and the event stream has one of them. */
 const SIZE = 5;
@@ -73,7 +73,7 @@ export class Burst {
       const request = snapshot.requests.findLast(({ request_id: id }) => id === cell.requestId);
       if (request === undefined) continue;
       cell.isTraced = !isRunning(request);
-      const total = cell.isTraced ? ` · ${span(request.ended_at_s - request.created_at_s)}` : "";
+      const total = cell.isTraced ? ` · ${span(totalS(request))}` : "";
       cell.where.textContent = `${pair(request)}${total}`;
     }
   }

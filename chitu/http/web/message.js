@@ -2,7 +2,7 @@
  * for it. Text from outside only ever becomes a text node. */
 
 import { UNKNOWN, bytes, count, pair, span } from "./format.js";
-import { drawStageBar, firstTokenS, isRunning, newStageBar, stagesOf } from "./stages.js";
+import { drawStageBar, firstTokenS, isRunning, newStageBar, stagesOf, totalS } from "./stages.js";
 
 /** Longer texts are folded in the log. */
 const FOLD_CHARS = 600;
@@ -161,6 +161,6 @@ function traceOf(request, nowS) {
     items.push(item("transfer", span(stages?.transfer_s)));
   }
   items.push(item("first token", span(firstTokenS(request))));
-  items.push(item("total", isRunning(request) ? UNKNOWN : span(request.ended_at_s - request.created_at_s)));
+  items.push(item("total", isRunning(request) ? UNKNOWN : span(totalS(request))));
   return [drawStageBar(newStageBar(), stagesOf(request, nowS)), ...items];
 }

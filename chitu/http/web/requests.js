@@ -1,7 +1,7 @@
 /* The table of the latest requests, newest first. Fed by main.js; rows are kept and changed in place. */
 
 import { UNKNOWN, bytes, count, pair, shortId, span } from "./format.js";
-import { drawStageBar, isRunning, newStageBar, stagesOf, stagesText, word } from "./stages.js";
+import { drawStageBar, isRunning, newStageBar, stagesOf, stagesText, totalS, word } from "./stages.js";
 import { setText } from "./svg.js";
 
 const ROWS = 12;
@@ -84,7 +84,7 @@ class Row {
     setText(kv, request.kv_bytes > 0 ? bytes(request.kv_bytes) : UNKNOWN);
     const parts = stagesOf(request, nowS);
     drawStageBar(this.bar, parts);
-    setText(this.total, span((request.ended_at_s ?? nowS) - request.created_at_s));
+    setText(this.total, span(totalS(request, nowS)));
     this.#showParts(request, parts);
   }
 

@@ -9,14 +9,17 @@ export const isRunning = (request) => request.state === "prefill" || request.sta
 /** The stages of a request in order, as the router tells them when it has ended (`protocol/account.py`); until then, the
  * time to its first token and the time since, at `nowS` on the router's clock. */
 export function stagesOf(request, nowS) {
-  const { stages, created_at_s: createdS, first_token_at_s: firstS } = request;
+  const { stages } = request;
   if (stages !== null) return Object.entries(stages).map(([field, seconds]) => ({ name: field.slice(0, -2), seconds }));
-  const now = Math.max(nowS, createdS);
-  if (firstS === null) return [{ name: "prefill", seconds: now - createdS }];
-  return [
-    { name: "prefill", seconds: firstS - createdS },
-    { name: "decode", seconds: Math.max(0, now - firstS) },
-  ];
+  const total = totalS(request, nowS);
+  const first = firstTokenS(request);
+  if (first === null) return [{ name: "prefill", seconds: total }];
+  return [{ name: "prefill", seconds: first }, { name: "decode", seconds: Math.max(0, total - first) }];
+}
+
+/** From the attempt to its end, or until `nowS` while it runs, in seconds. */
+export function totalS(request, nowS) {
+  return Math.max(0, (request.ended_at_s ?? nowS) - request.created_at_s);
 }
 
 export const word = (name) => name.replace("_", " ");
