@@ -14,30 +14,17 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 
-from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
-from chitu.config.devices import overlaps_steps
-from chitu.config.schema import InstanceConfig, Topology
-from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.engine.executor import Executor
 from chitu.errors import ChituError, ConfigError, RankTaken
-from chitu.grammars import GrammarStore
-from chitu.instance.comm import CommCallbacks, CommLoop, SilenceWatch
+from chitu.instance.build import Build
+from chitu.instance.comm import CommLoop, SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.page_sums import FinishedPages
 from chitu.instance.requests import FailureReports
-from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole, UnifiedRole
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
-from chitu.kv_transfer.kv_manager import KVManager
-from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.sending import PrefillSender
-from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker
 from chitu.pd_scheduler import PDScheduler
@@ -46,14 +33,11 @@ from chitu.protocol import (
     Drain,
     Heartbeat,
     InstanceInfo,
-    KVLayout,
     Leave,
     LinkAck,
     RequestFailed,
     encode,
 )
-from chitu.tracing.tracer import Tracer
-from chitu.types import Incarnation, Role, instance_name
 
 logger = logging.getLogger(__name__)
 
@@ -68,56 +52,25 @@ SIGNAL_QUIET_S = 0.5
 takes another connection; if it arrived before these tokens, it would fail a request that has just finished."""
 
 
-@dataclass(slots=True)
-class EngineParts:
-    """The parts of a built engine. The service itself never names a tensor."""
-
-    wake: Waker
-    """Wakes the step thread; the transfer layer uses it too."""
-    executor: Executor
-    layout: KVLayout
-    cache: PagedKVCacheManager
-    aux: MetadataBuffers
-    kv: KVManager | None
-    """None on a unified instance."""
-    prepare_step_thread: Callable[[], None]
-    """Called first on the step thread: per-thread settings of the math library."""
-    close: Callable[[], None]
-    follower_pids: tuple[int, ...] = ()
-    """Process ids of the other TP ranks."""
-    tiers: PrefixTiers | NoTiers = field(default_factory=NoTiers)
-    grammars: GrammarStore | None = None
-    finished_pages: FinishedPages | None = None
-    tracer: Tracer | None = None
-
-
-@dataclass(slots=True, frozen=True)
-class Identity:
-    """Role, rank and incarnation of this process."""
-
-    role: Role
-    engine_rank: int
-    incarnation: Incarnation
-    instance: InstanceConfig
-    yields: bool = False
-    """Whether this process was added to a running cluster (`chitu join`): it does not replace one that holds its rank,
-    and ends if the router stays away."""
-
-    @property
-    def name(self) -> str:
-        return instance_name(self.role, self.engine_rank)
-
-
 class PDSchedulerService:
     """A P, D or unified process. `comm` is bound already; `engine` is loaded. Call `warm_up`, then `run`."""
 
-    def __init__(self, topology: Topology, identity: Identity, comm: CommLoop, engine: EngineParts) -> None:
-        router = topology.dp_config.router
-        self._deadlines = router.pd_disaggregation.deadlines
-        self._identity = identity
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        info: InstanceInfo,
+        comm: CommLoop,
+        engine: LoadedEngine,
+        waker: Waker,
+        build: Build,
+    ) -> None:
+        """`info` describes the process, without what depends on its composition, which `build` makes. `waker` wakes the
+        step thread."""
+        self._deadlines = settings.deadlines
+        self._name = settings.name
         self._comm = comm
         self._engine = engine
-        self._wake = engine.wake
+        self._waker = waker
         self._stop = threading.Event()
         """Set by a signal, a refusal or a drain: `run` ends."""
         self._signalled = threading.Event()
@@ -135,68 +88,26 @@ class PDSchedulerService:
         self._failures = FailureReports(comm.send_stats)
         self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
-        self._token_socket: PushSocket | None = None
-        # P never connects to a token port. 0: the router is several processes; each names its port in its requests.
-        if identity.role is not Role.PREFILL and router.token_port:
-            self._token_socket = PushSocket(comm.context, comm.router.host, router.token_port)
+        router = comm.router
+        self._token_socket = PushSocket(comm.context, router.host, router.token_port) if router.token_port else None
         self._tokens = TokenManager(
-            *(identity.incarnation, self._send_tokens, self._open_token_port),
+            info.incarnation,
+            self._send_tokens,
+            self._open_token_port,
             repeat_s=self._deadlines.heartbeat_interval_s,
             patience_s=self._deadlines.lease_s,
         )
-        kv = engine.kv
-        settings = SchedulerSettings(
-            topology.scheduler,
-            self._deadlines,
-            identity.name,
-            router.request_timeout_s,
-            overlaps_steps(topology.scheduler, identity.instance),
-        )
-        loaded = LoadedEngine(
-            engine.executor,
-            engine.cache,
-            engine.aux,
-            engine.tiers,
-            engine.grammars,
-            engine.finished_pages,
-        )
         core = InstanceCore(
-            settings,
-            loaded,
-            self._tokens,
-            self._report_failure,
-            RealClock(),
-            engine.tracer,
-            Inbox(engine.wake.wake),
+            settings, engine, self._tokens, self._report_failure, RealClock(), comm.tracer, Inbox(waker)
         )
-        role: InstanceRole
-        if kv is None:
-            role = UnifiedRole(core)
-        elif isinstance(kv.side, PrefillSender):
-            role = PrefillRole(core, kv.side)
-        else:
-            role = DecodeRole(core, kv.side)
-        self._scheduler = PDScheduler(core, role)
+        composition = build(core)
+        self._transfer = composition.transfer
+        self._scheduler = PDScheduler(core, composition.role)
+        self.on_request = self._scheduler.submit
         self._cache_flush = 0
         """Number of the last cache flush that a view requested."""
-        self._info = InstanceInfo(
-            role=identity.role,
-            engine_rank=identity.engine_rank,
-            incarnation=identity.incarnation,
-            host=identity.instance.host,
-            port=comm.port,
-            control_port=comm.control_port if kv is not None else 0,
-            layout=engine.layout,
-            max_model_len=engine.executor.info.max_model_len,
-            num_slots=engine.executor.info.num_slots,
-            num_pages=engine.cache.num_pages,
-            pid=os.getpid(),
-            follower_pids=engine.follower_pids,
-            pid_namespace=pid_namespace(),
-            start_ticks=start_ticks(os.getpid()),
-            device=identity.instance.devices[MAIN_RANK].partition(":")[0],
-            ways=kv.ways if kv is not None else (),
-            yields=identity.yields,
+        self._info = msgspec.structs.replace(
+            info, control_port=composition.control_port, ways=composition.transfer.ways
         )
 
     # ----------------------------------------------------------------------------------------------------- main thread
@@ -221,24 +132,22 @@ class PDSchedulerService:
             ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
         ]
         self._engine.tiers.start(ServiceThread)
-        if self._engine.kv is not None:
-            self._engine.kv.start()
+        self._transfer.start()
         for thread in threads:
             thread.start()
         self._stop.wait()
         self._finish_running()
         self._stop_step.set()
-        self._wake.wake()
+        self._waker.wake()
         self._heartbeat_wake.wake()
         step.join(timeout=2.0)
-        if self._engine.tracer is not None:
-            self._engine.tracer.close()
+        if self._comm.tracer is not None:
+            self._comm.tracer.close()
         self._leave()
         for thread in threads:
             thread.join(timeout=2.0)
         self._engine.tiers.close()  # its copies may need the lanes to other ranks
-        if self._engine.kv is not None:
-            self._engine.kv.close()
+        self._transfer.close()
         if step.is_alive():
             # A forward pass that exceeds its grace period still uses the model: do not finalize the interpreter.
             logger.warning("shutting down without waiting for the running step")
@@ -261,8 +170,8 @@ class PDSchedulerService:
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
         logger.info("draining %s", "after a signal" if self._signalled.is_set() else "at an operator's request")
-        identity = self._identity
-        self._comm.send_coordination(Drain(identity.role, identity.engine_rank, identity.incarnation))
+        info = self._info
+        self._comm.send_coordination(Drain(info.role, info.engine_rank, info.incarnation))
         clock = RealClock()
         now_s = busy_s = clock.monotonic()
         end_s = math.inf
@@ -282,9 +191,9 @@ class PDSchedulerService:
                 return
 
     def _leave(self) -> None:
-        identity = self._identity
+        info = self._info
         reason = "stopped" if self._signalled.is_set() else "drained"
-        self._comm.send_coordination(Leave(identity.role, identity.engine_rank, identity.incarnation, reason))
+        self._comm.send_coordination(Leave(info.role, info.engine_rank, info.incarnation, reason))
         self._comm.stop()
 
     # ----------------------------------------------------------------------------------------------------- step thread
@@ -300,7 +209,7 @@ class PDSchedulerService:
         self._is_warm.set()  # not behind any other error, which ends the process
         while not self._stop_step.is_set():
             if not self._scheduler.step():
-                self._wake.wait(IDLE_WAIT_S)
+                self._waker.wait(IDLE_WAIT_S)
         self._scheduler.close()
         if self._token_socket is not None:
             self._token_socket.close()
@@ -312,43 +221,44 @@ class PDSchedulerService:
         return PushSocket(self._comm.context, self._comm.router.host, port)
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
-        identity = self._identity
+        info = self._info
         self._failures.add(
-            RequestFailed(identity.role, identity.engine_rank, identity.incarnation, room, error.code, error.message)
+            RequestFailed(info.role, info.engine_rank, info.incarnation, room, error.code, error.message)
         )
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def _comm_loop(self) -> None:
-        callbacks = CommCallbacks(
-            self._scheduler.submit,
-            self._on_link_ack,
-            self._on_view,
-            self._scheduler.cancel_all,
-            self._on_refused,
-            on_drain=self._on_drain,
-            on_worker_gone=self._scheduler.cancel_worker,
-            on_missing=self._heartbeat_wake.wake,
-        )
-        kv = self._engine.kv.side if self._engine.kv is not None else None
-        self._comm.run(self._info, kv, callbacks, self._deadlines.retry_interval_s, self._deadlines.lease_s)
+        self._comm.run(self._info, self._transfer.side, self, self._deadlines)
 
-    def _on_link_ack(self, ack: LinkAck) -> None:
+    def on_link_ack(self, ack: LinkAck) -> None:
         self._tokens.take_ack(ack)
-        self._wake.wake()
+        self._waker.wake()
 
-    def _on_view(self, view: ClusterView) -> None:
+    def on_view(self, view: ClusterView) -> None:
         if view.cache_flush not in (0, self._cache_flush):
             self._cache_flush = view.cache_flush
             self._scheduler.flush_cache()
-        self._wake.wake()
+        self._waker.wake()
 
-    def _on_drain(self) -> None:
+    def on_new_router(self) -> None:
+        """Cancel all requests (`CommOwner`)."""
+        self._scheduler.cancel_all()
+
+    def on_worker_gone(self, incarnation: int) -> None:
+        """Cancel the requests of an API process (`CommOwner`)."""
+        self._scheduler.cancel_worker(incarnation)
+
+    def on_missing(self) -> None:
+        """Report a lost request at once (`CommOwner`)."""
+        self._heartbeat_wake.wake()
+
+    def on_drain(self) -> None:
         self.was_drained = not self._signalled.is_set()  # else the view reflects our own Drain
         self._stop.set()
 
-    def _on_refused(self, code: str, message: str) -> None:
-        logger.error("the router refused %s: %s (%s)", self._identity.name, message, code)
+    def on_refused(self, code: str, message: str) -> None:
+        logger.error("the router refused %s: %s (%s)", self._name, message, code)
         self.rank_was_taken = code == RankTaken.code
         self._exit_code = 1
         self._stop.set()
@@ -356,7 +266,7 @@ class PDSchedulerService:
     # ---------------------------------------------------------------------------------------------------- other threads
 
     def _heartbeat_loop(self, on_member: Callable[[bool], None]) -> None:
-        identity = self._identity
+        info = self._info
         # Only the newest state is worth sending: a router that was away needs no history.
         address = self._comm.router.host, self._comm.router.stats_port
         socket = PushSocket(self._comm.context, *address, most_queued=10, queues_unconnected=False)
@@ -376,18 +286,20 @@ class PDSchedulerService:
             if (is_member := self._comm.joined and not self._stop.is_set()) != was_member:
                 was_member = is_member
                 on_member(is_member)
-            kv = self._engine.kv
             load = msgspec.structs.replace(
                 self._scheduler.load,
-                unknown_frames=self._unknown_frames(),
-                suspended=kv.suspended_ranks if kv is not None else (),
+                unknown_frames=self._comm.bad_frames + self._comm.unknown_frames + self._transfer.unknown_frames,
+                suspended=self._transfer.suspended_ranks,
             )
             message = Heartbeat(
-                *(identity.role, identity.engine_rank, identity.incarnation, load),
+                info.role,
+                info.engine_rank,
+                info.incarnation,
+                load,
                 # Evaluated in this order: `acks` covers all messages that those reads took.
                 reads=self._comm.num_reads,
                 acks=self._comm.received.acks(),
-                silent=kv.silent_prefills if kv is not None else (),
+                silent=self._transfer.silent_prefills,
             )
             if socket.send(encode(message)):
                 if is_away:
@@ -406,11 +318,7 @@ class PDSchedulerService:
         if silence_s:
             logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
             self._scheduler.end_all(silence_s)
-        if self._identity.yields and watch.is_abandoned and not self._stop.is_set():
+        if self._info.yields and watch.is_abandoned and not self._stop.is_set():
             logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
             self._exit_code = 1
             self._stop.set()
-
-    def _unknown_frames(self) -> int:
-        kv = self._engine.kv
-        return self._comm.bad_frames + self._comm.unknown_frames + (kv.unknown_frames if kv is not None else 0)

@@ -1,8 +1,9 @@
 """The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
 
 It owns the request port (PULL), the P<->D control port (PULL), the coordination DEALER, the view SUB, the stats PUSH
-and one PUSH per peer. Other threads pass it frames through a queue and an eventfd. It passes messages on by callbacks
-that return at once. A bad frame is counted and has no other effect. `SilenceWatch` is the heartbeat thread's.
+and one PUSH per peer. Other threads pass it frames through queues and an eventfd. It gives messages to its owner and to
+the transfer, whose methods return at once. A bad frame is counted and has no other effect. `SilenceWatch` is the
+heartbeat thread's.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -91,26 +92,34 @@ class RouterAddress:
     stats_port: int
     coordination_port: int
     metadata_sync_port: int
+    token_port: int = 0
+    """0 on P, which sends no tokens, and if the router is several processes: each names its port in its requests."""
 
 
-@dataclass(slots=True)
-class CommCallbacks:
-    """What `CommLoop` calls, always on the comm thread. Every callback returns at once."""
+class CommOwner(Protocol):
+    """The owner of a `CommLoop`, which calls these methods on the comm thread. Each returns at once."""
 
-    on_request: Callable[[SchedulerMessage], None]
-    on_link_ack: Callable[[LinkAck], None]
-    """Called with the router's acknowledgement of tokens."""
-    on_view: Callable[[ClusterView], None]
-    on_new_router: Callable[[], None]
-    """Called when a router with another incarnation appears: nothing reads the tokens of the old one's requests."""
-    on_refused: Callable[[str, str], None]
-    """Called with the router's error code and message if it refuses this instance for good."""
-    on_drain: Callable[[], None]
-    """Called once when the router stops sending requests: finish the running requests and leave."""
-    on_worker_gone: Callable[[int], None]
-    """Called with the incarnation of an API process that left the view: nothing reads its requests' tokens."""
-    on_missing: Callable[[], None]
-    """Called when a request was lost in transit: send the next heartbeat, which reports it, without delay."""
+    def on_request(self, message: SchedulerMessage, /) -> None: ...
+
+    def on_link_ack(self, ack: LinkAck) -> None:
+        """Take the router's acknowledgement of tokens."""
+
+    def on_view(self, view: ClusterView) -> None: ...
+
+    def on_new_router(self) -> None:
+        """Drop all requests: a router with another incarnation appeared, and nothing reads tokens of the old one's."""
+
+    def on_worker_gone(self, incarnation: int) -> None:
+        """Drop the requests of an API process that left the view."""
+
+    def on_refused(self, code: str, message: str) -> None:
+        """End: the router refuses this instance for good."""
+
+    def on_drain(self) -> None:
+        """Finish the running requests and leave: the router sends no more. Called once."""
+
+    def on_missing(self) -> None:
+        """Send the next heartbeat, which reports that a request was lost in transit, without delay."""
 
 
 class CommLoop:
@@ -136,7 +145,10 @@ class CommLoop:
         self._view = self._open_view()
         self._stats = connect(self.context, zmq.PUSH, router.host, router.stats_port)
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
-        self._outbox: deque[tuple[str, int, tuple[bytes, ...]]] = deque()
+        self._to_peers: deque[tuple[str, int, bytes, bytes]] = deque()
+        """Frames for peers: host, port, room, message."""
+        self._to_stats: deque[bytes] = deque()
+        self._to_coordination: deque[bytes] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write later
         self._stopping = False
@@ -162,17 +174,17 @@ class CommLoop:
 
     def send_peer(self, host: str, port: int, room: bytes, payload: bytes) -> None:
         """Queue a P<->D control message (`SendFrame`)."""
-        self._outbox.append((host, port, (room, payload)))
+        self._to_peers.append((host, port, room, payload))
         os.eventfd_write(self._wake_fd, 1)
 
     def send_stats(self, message: Wire) -> None:
         """Queue a message to the router's stats port."""
-        self._outbox.append(("stats", 0, (encode(message),)))
+        self._to_stats.append(encode(message))
         os.eventfd_write(self._wake_fd, 1)
 
     def send_coordination(self, message: Drain | Leave) -> None:
         """Queue a message to the router's coordination port."""
-        self._outbox.append(("coordination", 0, (encode(message),)))
+        self._to_coordination.append(encode(message))
         os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
@@ -185,26 +197,26 @@ class CommLoop:
     def run(
         self,
         instance: InstanceInfo,
-        kv: TransferSide | None,
-        callbacks: CommCallbacks,
-        join_interval_s: float,
-        lease_s: float,
+        transfer: TransferSide,
+        owner: CommOwner,
+        deadlines: DeadlineConfig,
     ) -> None:
         """Serve the sockets until `stop`; send Join while the newest view lacks this instance.
 
         After `lease_s` without a view the router may have removed this instance, and the view without it may be lost on
         a half-open connection, so the view socket is replaced. Join waits for a new view even then. If it came before a
         new router's first view, requests sent ahead of that view would be dropped as its predecessor's."""
+        join_interval_s = deadlines.retry_interval_s
         silence = Silence(join_interval_s)
         poller = zmq.Poller()
         for socket in (self._requests, self._control, self._coordination, self._view):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        while not self._stopping or self._outbox:
+        while not self._stopping or self._to_peers or self._to_stats or self._to_coordination:
             now_s = self._clock.monotonic()
             if now_s >= self._next_join_s and not self._stopping:
                 self._next_join_s = now_s + join_interval_s
-                if silence.seconds(self.num_views) >= lease_s:
+                if silence.seconds(self.num_views) >= deadlines.lease_s:
                     silence = Silence(join_interval_s)
                     self._renew_view(poller)
                 if not self.joined:
@@ -212,18 +224,17 @@ class CommLoop:
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
-            self._flush_outbox()
-            if self._requests not in ready or self._drain_requests(callbacks):
+            self._flush()
+            if self._requests not in ready or self._drain_requests(owner):
                 self.num_reads += 1
             if self._control in ready:
-                self._drain_control(kv)
+                self._drain_control(transfer)
             if self._coordination in ready:
-                instance = self._drain_coordination(instance, callbacks)
+                instance = self._drain_coordination(instance, owner)
             if self._view in ready:
-                instance = self._drain_views(instance, kv, callbacks)
-            if kv is not None:
-                kv.tick(self._clock.monotonic())
-                self._flush_outbox()
+                instance = self._drain_views(instance, transfer, owner)
+            transfer.tick(self._clock.monotonic())
+            self._flush()
         self._close()
 
     def _open_view(self) -> zmq.Socket[bytes]:
@@ -247,29 +258,32 @@ class CommLoop:
         with contextlib.suppress(zmq.Again):  # not connected; Join is sent again
             self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
 
-    def _flush_outbox(self) -> None:
-        while self._outbox:
-            host, port, frames = self._outbox.popleft()
+    def _flush(self) -> None:
+        """Hand what is queued to its sockets. A full one drops a message: protocol messages are retransmitted until
+        they are answered, so such a peer has left 100,000 messages unread."""
+        while self._to_peers:
+            host, port, room, payload = self._to_peers.popleft()
+            if self.tracer is not None and self.tracer.rooms:
+                self.tracer.frame(room, "sent", "control", payload)
             try:
-                if port:
-                    if self.tracer is not None and self.tracer.rooms:
-                        self.tracer.frame(frames[0], "sent", "control", frames[1])
-                    socket = self._peer(host, port)
-                else:
-                    socket = self._stats if host == "stats" else self._coordination
-                socket.send_multipart(frames, zmq.NOBLOCK)
+                self._peer(host, port).send_multipart((room, payload), zmq.NOBLOCK)
             except BadFrame as error:  # the address came in a message
                 self.bad_frames += 1
                 logger.warning("cannot connect to a peer: %s", error)
             except Capacity as error:
-                logger.warning("message dropped: %s", error)  # it is retransmitted until it is answered
+                logger.warning("message dropped: %s", error)
             except zmq.Again:
-                # Protocol messages are retransmitted until answered, so this peer has left 100,000 messages unread.
-                # Messages to the coordination port are of no use to a router that is down.
-                if host == "coordination":
-                    logger.info("not connected to the router's coordination port: dropped a message")
-                else:
-                    logger.warning("dropped a message to %s:%d: the socket is full", host, port)
+                logger.warning("dropped a message to %s:%d: the socket is full", host, port)
+        while self._to_stats:
+            try:
+                self._stats.send(self._to_stats.popleft(), zmq.NOBLOCK)
+            except zmq.Again:
+                logger.warning("dropped a message to the router's stats port: the socket is full")
+        while self._to_coordination:
+            try:
+                self._coordination.send(self._to_coordination.popleft(), zmq.NOBLOCK)
+            except zmq.Again:  # such messages are of no use to a router that is down
+                logger.info("not connected to the router's coordination port: dropped a message")
 
     def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._peers.get((host, port))
@@ -277,7 +291,7 @@ class CommLoop:
             socket = self._peers[host, port] = connect(self.context, zmq.PUSH, host, port)
         return socket
 
-    def _drain_requests(self, callbacks: CommCallbacks) -> bool:
+    def _drain_requests(self, owner: CommOwner) -> bool:
         """Take the requests that are ready; return False if more may wait. A frame that cannot be decoded has no
         sequence number, so it counts as lost."""
         frames = _received(self._requests)
@@ -287,11 +301,11 @@ class CommLoop:
                     raise BadFrame(f"{len(frame)} frames instead of 1")
                 message = scheduler_codec.decode(frame[0])
                 if isinstance(message, LinkAck):
-                    callbacks.on_link_ack(message)
+                    owner.on_link_ack(message)
                 elif self.received.take(message.link, message.number, message.num_kept):
                     if self.tracer is not None:
                         self._trace_request(self.tracer, message, frame[0])
-                    callbacks.on_request(message)
+                    owner.on_request(message)
             except UnknownKind as error:
                 self.unknown_frames += 1
                 logger.warning("request port: ignored: %s", error)
@@ -301,7 +315,7 @@ class CommLoop:
         if len(frames) == MAX_MESSAGES_PER_TURN:
             return False
         if self.received.take_alarm():
-            callbacks.on_missing()
+            owner.on_missing()
         return True
 
     def _trace_request(self, tracer: Tracer, message: SchedulerMessage, frame: bytes) -> None:
@@ -311,17 +325,17 @@ class CommLoop:
         elif tracer.rooms:
             tracer.frame(message.room, "received", "request", frame)
 
-    def _drain_control(self, kv: TransferSide | None) -> None:
+    def _drain_control(self, transfer: TransferSide) -> None:
         for frame in _received(self._control):
-            if len(frame) != 2 or len(frame[0]) != 16 or kv is None:
+            if len(frame) != 2 or len(frame[0]) != 16:
                 self.bad_frames += 1
                 logger.warning("control port: bad frame of %d parts", len(frame))
                 continue
             if self.tracer is not None and self.tracer.rooms:
                 self.tracer.frame(frame[0], "received", "control", frame[1])
-            kv.on_frame(frame[0], frame[1])
+            transfer.on_frame(frame[0], frame[1])
 
-    def _drain_coordination(self, instance: InstanceInfo, callbacks: CommCallbacks) -> InstanceInfo:
+    def _drain_coordination(self, instance: InstanceInfo, owner: CommOwner) -> InstanceInfo:
         """Take Drain and refusals; return this instance's info from now on, as `_drain_views` does."""
         for frame in _received(self._coordination):
             try:
@@ -331,12 +345,12 @@ class CommLoop:
                 logger.warning("coordination: bad frame: %s", error)
                 continue
             if isinstance(reply, JoinReply) and reply.code and reply.incarnation == instance.incarnation:
-                callbacks.on_refused(reply.code, reply.message)
+                owner.on_refused(reply.code, reply.message)
             elif isinstance(reply, Drain) and reply.incarnation == instance.incarnation:
-                instance = _draining(instance, callbacks)
+                instance = _draining(instance, owner)
         return instance
 
-    def _drain_views(self, instance: InstanceInfo, kv: TransferSide | None, callbacks: CommCallbacks) -> InstanceInfo:
+    def _drain_views(self, instance: InstanceInfo, transfer: TransferSide, owner: CommOwner) -> InstanceInfo:
         is_sign = False
         for frame in _received(self._view):
             try:
@@ -359,22 +373,21 @@ class CommLoop:
         if own is not None and not instance.returns:
             instance = msgspec.structs.replace(instance, first_view=(view.router_incarnation, view.version))
         if own is not None and own.draining:
-            instance = _draining(instance, callbacks)
+            instance = _draining(instance, owner)
         if view.router_incarnation != self._router_incarnation:
             if self._router_incarnation:
                 logger.warning("a new router took over")
-                callbacks.on_new_router()
+                owner.on_new_router()
             self._router_incarnation = view.router_incarnation
         self._view_version = view.version
         workers = {process.incarnation for process in view.workers}
         for worker in self._workers - workers:
             logger.warning("an API process of the router is gone")
-            callbacks.on_worker_gone(worker)
+            owner.on_worker_gone(worker)
         self._workers = workers
         self._forget_peers(view)
-        if kv is not None:
-            kv.on_view(view)
-        callbacks.on_view(view)
+        transfer.on_view(view)
+        owner.on_view(view)
         return instance
 
     def _forget_peers(self, view: ClusterView) -> None:
@@ -391,10 +404,10 @@ class CommLoop:
             socket.close(200)
 
 
-def _draining(instance: InstanceInfo, callbacks: CommCallbacks) -> InstanceInfo:
+def _draining(instance: InstanceInfo, owner: CommOwner) -> InstanceInfo:
     """Return the info marked as draining; call `on_drain` once. A router that restarts meanwhile learns it by Join."""
     if not instance.draining:
-        callbacks.on_drain()
+        owner.on_drain()
     return msgspec.structs.replace(instance, draining=True)
 
 

@@ -41,6 +41,14 @@ class LoadedEngine:
     """Compiled grammars for the executor's sampler; None if this instance does not support grammars."""
     finished_pages: FinishedPages | None = None
     """Checksums of finished requests' pages; None on P, and if pages cannot be summed."""
+    prepare_step_thread: Callable[[], None] = lambda: None
+    """Called first on the step thread: per-thread settings of the math library."""
+
+    def close(self) -> None:
+        """Free what the engine holds. No step runs any longer."""
+        self.executor.close()
+        if self.grammars is not None:
+            self.grammars.close()
 
 
 @dataclass(slots=True, frozen=True)

@@ -25,6 +25,7 @@ from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
+from chitu.net.threads import Waker
 from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, SchedulerMessage, TransferSums, UnifiedRequest
 from chitu.protocol.account import NO_TIMES, PrefillTimes, StageTimes
 
@@ -506,9 +507,9 @@ class Inbox:
     """What other threads have for the step thread, in the order of arrival. A deque suffices: operations at its ends
     are atomic."""
 
-    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` wakes the step thread if it sleeps; any thread calls it."""
-        self._wake = wake
+    def __init__(self, waker: Waker | None = None) -> None:
+        """`waker`: what the step thread sleeps in; any thread wakes it."""
+        self.waker = waker or Waker()
         self._commands: deque[StepCommand] = deque()
 
     def __len__(self) -> int:
@@ -516,7 +517,7 @@ class Inbox:
 
     def put(self, command: StepCommand) -> None:
         self._commands.append(command)
-        self._wake()
+        self.waker.wake()
 
     def take(self) -> Iterator[StepCommand]:
         """Yield messages until none is left, including those that arrive meanwhile."""

@@ -1,4 +1,4 @@
-"""`KVManager`: the transfer layer of one instance; picks one role object at construction.
+"""`KVManager`: the transfer layer of one instance, with the side that its role has.
 
 Built by the service's main thread once the pool exists: buffers are registered only then, once. In place of a blocking
 `recv_kv_cache_and_insert` there is `receiver.announce` followed by `poll`: nothing here ever blocks the step thread.
@@ -6,54 +6,66 @@ Built by the service's main thread once the pool exists: buffers are registered 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
+
 from chitu.errors import ConfigError
 from chitu.kv_transfer.checksums import head_copies
-from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
-from chitu.kv_transfer.ranks import TPPageSums
+from chitu.kv_transfer.parts import KVManagerConfig, OwnMemory, TransferContext
+from chitu.kv_transfer.ranks import FanOut, TPPageSums
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.local import register_memory, ways_of
-from chitu.types import Role
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import ClusterView, RankMemory
 
-__all__ = ["KVManager", "KVManagerConfig", "TransferSide"]
-
-TransferSide = PrefillSender | DecodeReceiver
-"""Role object that the comm thread feeds, and the step thread uses as `sender` or `receiver`."""
+__all__ = ["KVManager", "KVManagerConfig", "NoPeers", "TransferSide", "manager_of_decode", "manager_of_prefill"]
 
 
-class KVManager:
-    """Transfer layer of one instance. Transports that cannot register the memory are left out with a warning.
+class NoPeers:
+    """The side of a unified instance, which has no peers: every frame is unknown."""
 
-    On an instance of several TP ranks this lives on the main rank: D needs the memory of its followers, P a way to make
-    its followers write, and both a way to make them compute checksums unless `verify_kv` is off. `parts.page_sums` is
-    of the main rank's own pages.
-    """
+    stale_frames = 0
+    suspended_ranks: tuple[int, ...] = ()
+    silent_prefills: tuple[int, ...] = ()
 
-    def __init__(self, role: Role, config: KVManagerConfig, parts: RoleParts) -> None:
-        if role is Role.UNIFIED:
-            raise ConfigError("a unified instance transfers nothing and has no KVManager")
-        fan_out, page_sums = parts.fan_out, parts.page_sums
-        num_followers = len(parts.follower_memories) if role is Role.DECODE else fan_out.num_followers if fan_out else 0
-        if num_followers != config.layout.tp_size - 1:
-            raise ConfigError(f"tp_size {config.layout.tp_size} with {num_followers} followers")
-        if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
-            raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
-        if page_sums is not None and fan_out is not None:
-            parts.page_sums = TPPageSums(fan_out, page_sums, head_copies(config.layout), role is Role.DECODE)
-        self._parts = parts
-        parts.sessions = register_memory(parts.memory, parts.transports)
-        self.ways = ways_of(parts.sessions)
-        """Ways to reach this instance (`ways_of`), of which a peer must share one."""
-        is_prefill = role is Role.PREFILL
-        self.side: TransferSide = (PrefillSender if is_prefill else DecodeReceiver)(config, parts)
+    def __init__(self) -> None:
+        self.unknown_frames = 0
 
-    @property
-    def sender(self) -> PrefillSender | None:
-        return self.side if isinstance(self.side, PrefillSender) else None
+    def start(self) -> None: ...
 
-    @property
-    def receiver(self) -> DecodeReceiver | None:
-        return self.side if isinstance(self.side, DecodeReceiver) else None
+    def close(self) -> None: ...
+
+    def on_frame(self, room: bytes, payload: bytes) -> None:
+        """Count a frame."""
+        self.unknown_frames += 1
+
+    def on_view(self, view: ClusterView) -> None: ...
+
+    def tick(self, now_s: float) -> None: ...
+
+
+TransferSide = PrefillSender | DecodeReceiver | NoPeers
+"""Object that the comm thread feeds. The step thread uses P's as `sender` and D's as `receiver`."""
+Side = TypeVar("Side", bound=TransferSide, covariant=True)
+
+
+class KVManager(Generic[Side]):
+    """Transfer layer of one instance; on one of several TP ranks it lives on the main rank."""
+
+    def __init__(
+        self,
+        side: Side,
+        transports: Sequence[Transport] = (),
+        ways: tuple[str, ...] = (),
+        fan_out: FanOut | None = None,
+    ) -> None:
+        """`ways` to reach this instance (`ways_of`), of which a peer must share one."""
+        self.side: Side = side
+        self.ways = ways
+        self._transports = transports
+        self._fan_out = fan_out
 
     @property
     def unknown_frames(self) -> int:
@@ -62,12 +74,12 @@ class KVManager:
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
         """Engine ranks of the D that P does not write to until a failed write is fenced."""
-        return self.sender.suspended_ranks if self.sender is not None else ()
+        return self.side.suspended_ranks
 
     @property
     def silent_prefills(self) -> tuple[int, ...]:
         """Incarnations of P that do not answer D."""
-        return self.receiver.silent_prefills() if self.receiver is not None else ()
+        return self.side.silent_prefills
 
     def start(self) -> None:
         """Start P's transfer threads, or D's verifying thread."""
@@ -76,7 +88,46 @@ class KVManager:
     def close(self) -> None:
         """Join the transfer threads, then close the transports, after the step and comm threads ended."""
         self.side.close()
-        if self._parts.fan_out is not None:
-            self._parts.fan_out.close()
-        for transport in self._parts.transports:
+        if self._fan_out is not None:
+            self._fan_out.close()
+        for transport in self._transports:
             transport.close()
+
+
+def manager_of_prefill(
+    config: KVManagerConfig, memory: OwnMemory, context: TransferContext, fan_out: FanOut | None = None
+) -> KVManager[PrefillSender]:
+    """Build P's layer. On several TP ranks `fan_out` makes the followers write and compute checksums."""
+    num_followers = fan_out.num_followers if fan_out is not None else 0
+    memory = _registered(config, memory, fan_out, num_followers, is_decode=False)
+    sender = PrefillSender(config, memory, context, fan_out)
+    return KVManager(sender, memory.transports, ways_of(memory.sessions), fan_out)
+
+
+def manager_of_decode(
+    config: KVManagerConfig,
+    memory: OwnMemory,
+    context: TransferContext,
+    fan_out: FanOut | None = None,
+    followers: Sequence[RankMemory] = (),
+) -> KVManager[DecodeReceiver]:
+    """Build D's layer. On several TP ranks `followers` are the memories of ranks 1, 2, ...; `fan_out` makes them
+    compute checksums."""
+    memory = _registered(config, memory, fan_out, len(followers), is_decode=True)
+    receiver = DecodeReceiver(config, memory, context, followers)
+    return KVManager(receiver, memory.transports, ways_of(memory.sessions), fan_out)
+
+
+def _registered(
+    config: KVManagerConfig, memory: OwnMemory, fan_out: FanOut | None, num_followers: int, *, is_decode: bool
+) -> OwnMemory:
+    """Return the memory of the main rank with its sessions, and with the checksums of all ranks. A transport that
+    cannot register it gets no session, and a warning."""
+    if num_followers != config.layout.tp_size - 1:
+        raise ConfigError(f"tp_size {config.layout.tp_size} with {num_followers} followers")
+    page_sums = memory.page_sums
+    if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
+        raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
+    if page_sums is not None and fan_out is not None:
+        page_sums = TPPageSums(fan_out, page_sums, head_copies(config.layout), is_decode)
+    return replace(memory, page_sums=page_sums, sessions=register_memory(memory.pool, memory.transports))

@@ -1,6 +1,6 @@
-"""Parts of both roles of `KVManager`: settings, what is injected, and the outbox that keeps locks short.
+"""What both sides of the transfer have: settings, memory, context, and the outbox that keeps locks short.
 
-`TransferOutbox` collects frames, log lines and the request to wake the step thread while a role holds its lock. They
+`TransferOutbox` collects frames, log lines and the request to wake the step thread while a side holds its lock. They
 leave after the lock was released, so no lock is ever held across `link`, `wake`, logging or a transport.
 """
 
@@ -16,11 +16,10 @@ from chitu.config.schema import DeadlineConfig
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory
 from chitu.kv_transfer.peer_view import PidAlive, pid_alive
-from chitu.kv_transfer.ranks import FanOut
 from chitu.kv_transfer.transfer_table import Send, TransferEvent, TransferEventKind, Wake
 from chitu.kv_transfer.transports.transport import SendFrame, Transport
 from chitu.log import about
-from chitu.protocol import KVLayout, RankMemory, TransportSession, encode
+from chitu.protocol import KVLayout, TransportSession, encode
 from chitu.tracing.tracer import Tracer
 
 TICK_INTERVAL_S = 0.02
@@ -53,28 +52,30 @@ class KVManagerConfig:
         return -(-num_tokens // self.layout.page_size)
 
 
-@dataclass(slots=True)
-class RoleParts:
-    """What is injected into a role: memory, transports and outgoing channels."""
+@dataclass(slots=True, frozen=True)
+class OwnMemory:
+    """The memory of this rank that transfers read or write, and how they reach it."""
 
-    memory: PagedMemory
+    pool: PagedMemory
     aux: MetadataBuffers
     transports: list[Transport]
-    """Transports in order of preference."""
+    """Transports in order of preference. Those that cannot register the memory leave the list."""
+    page_sums: PageSums | None = None
+    """Checksums of the pages of all our ranks; for `verify_kv` (unless it is off) and the hashes of trace records."""
+    sessions: Sequence[TransportSession] = ()
+    """Sessions of the transports that could register the memory (`registered`)."""
+
+
+@dataclass(slots=True, frozen=True)
+class TransferContext:
+    """What a side of the transfer reaches of its process."""
+
     link: SendFrame
     wake: Wake
     clock: Clock
-    is_pid_alive: PidAlive = pid_alive
-    sessions: Sequence[TransportSession] = ()
-    """Sessions of the transports that could register the memory; `KVManager` registers it."""
-    follower_memories: Sequence[RankMemory] = ()
-    """Memory of ranks 1, 2, ... of a D of several TP ranks."""
-    fan_out: FanOut | None = None
-    """Lanes to the followers, with several TP ranks: P makes them write, both roles make them compute checksums."""
-    page_sums: PageSums | None = None
-    """Checksums of the pages of all our ranks; for `verify_kv` (unless it is off) and the hashes of trace records."""
     tracer: Tracer | None = None
     """Tracer of its rooms; None in tests without tracing."""
+    is_pid_alive: PidAlive = pid_alive
 
 
 class Line(NamedTuple):
@@ -90,8 +91,8 @@ class Line(NamedTuple):
 class TransferOutbox:
     """Frames, log lines and events of a role. `put` to `drain` are called under its lock, `leave` after it."""
 
-    def __init__(self, parts: RoleParts, logger: logging.Logger) -> None:
-        self._parts = parts
+    def __init__(self, context: TransferContext, logger: logging.Logger) -> None:
+        self._link, self._wake = context.link, context.wake
         self._logger = logger
         self._leaving: list[Send | Line | TransferEvent] = []
         self._events: list[TransferEvent] = []
@@ -121,8 +122,8 @@ class TransferOutbox:
         """Send the frames, write the lines, and wake the step thread if it has events to poll."""
         for effect in leaving:
             if isinstance(effect, Send):
-                self._parts.link(effect.host, effect.port, effect.room, encode(effect.message))
+                self._link(effect.host, effect.port, effect.room, encode(effect.message))
             elif isinstance(effect, Line):
                 self._logger.log(effect.level, effect.text, *effect.values, extra=about(effect.request_id))
         if any(isinstance(effect, TransferEvent) for effect in leaving):
-            self._parts.wake()
+            self._wake()

@@ -29,7 +29,7 @@ from chitu.kv_transfer.checksums import (
     transfer_sums,
 )
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, OwnMemory, TransferContext, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
 from chitu.kv_transfer.receiver import (
     Announced,
@@ -52,6 +52,7 @@ from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
     KVArgsRegisterInfo,
+    RankMemory,
     TransferInfo,
     TransferSums,
     pack_i32,
@@ -64,17 +65,25 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeReceiver:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts) -> None:
+    def __init__(
+        self,
+        config: KVManagerConfig,
+        memory: OwnMemory,
+        context: TransferContext,
+        followers: Sequence[RankMemory] = (),
+    ) -> None:
+        """`followers`: memory of ranks 1, 2, ... of several TP ranks."""
         self._config = config
-        self._parts = parts
+        self._memory = memory
+        self._clock, self._tracer = context.clock, context.tracer
         self._lock = threading.Lock()
-        self._out = TransferOutbox(parts, logger)
-        self._view = PeerView(Role.PREFILL, config.host, parts.is_pid_alive)
-        self.machine = ReceiverMachine(config, _registration(config, parts), self._view)
-        self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
+        self._out = TransferOutbox(context, logger)
+        self._view = PeerView(Role.PREFILL, config.host, context.is_pid_alive)
+        self.machine = ReceiverMachine(config, _registration(config, memory, followers), self._view)
+        self._messages = TransportMessages(config.incarnation, memory.transports, context.link, self._address_of)
         self.verifier: JobThread[CheckPages] | None = None
-        if parts.page_sums is not None:
-            self.verifier = JobThread("verify", partial(self._check_pages, parts.page_sums))
+        if memory.page_sums is not None:
+            self.verifier = JobThread("verify", partial(self._check_pages, memory.page_sums))
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Number of undecodable or misdirected frames so far."""
@@ -102,8 +111,12 @@ class DecodeReceiver:
         """Number of frames from incarnations that are gone or are not the writer of their room."""
         return self.machine.stale_frames
 
+    suspended_ranks: tuple[int, ...] = ()
+    """D writes to no peer."""
+
+    @property
     def silent_prefills(self) -> tuple[int, ...]:
-        """Return the incarnations of P that rooms wait for and that do not answer. Any thread."""
+        """Incarnations of P that rooms wait for and that do not answer. Any thread."""
         with self._lock:
             return self.machine.prefills.silent()
 
@@ -138,14 +151,14 @@ class DecodeReceiver:
             prefix_pages=prefix_pages,
             page_sums=page_sums and self.verifier is not None,
         )
-        memory = self._parts.memory
+        pool = self._memory.pool
         # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
-        page_bytes = memory.page_bytes * self._config.layout.tp_size * len(memory.region_bases)
+        page_bytes = pool.page_bytes * self._config.layout.tp_size * len(pool.region_bases)
         record = ReceiveRoom(
             request_id,
             info,
             aux_slot,
-            (len(pages) - prefix_pages) * page_bytes + memory.aux_row_bytes,
+            (len(pages) - prefix_pages) * page_bytes + pool.aux_row_bytes,
             prefix_pages * page_bytes,
             prefill_rank,
             prefill_incarnation,
@@ -209,7 +222,7 @@ class DecodeReceiver:
         """Apply an event and carry out its effects. Raises ProtocolError for an invalid frame."""
         jobs: list[CheckRow | CheckPages | Deliver] = []
         with self._lock:
-            for effect in self.machine.handle(event, self._parts.clock.monotonic()):
+            for effect in self.machine.handle(event, self._clock.monotonic()):
                 if isinstance(effect, Send | TransferEvent | Line):
                     self._out.put(effect)
                 elif isinstance(effect, DropEvents):
@@ -232,7 +245,7 @@ class DecodeReceiver:
     def _check_row(self, job: CheckRow) -> None:
         """Verify a logits row (half a megabyte) without the lock. The room keeps its slot until RELEASED or SUCCESS."""
         try:
-            checked = RowChecked(job.room, None, self._parts.aux.verify(job.aux_slot, job.room))
+            checked = RowChecked(job.room, None, self._memory.aux.verify(job.aux_slot, job.room))
         except Integrity as error:
             checked = RowChecked(job.room, error)
         self._handle(checked)
@@ -261,18 +274,16 @@ class DecodeReceiver:
         self._handle(PagesChecked(job.room, error, sums))
 
     def _is_traced(self, room: bytes) -> bool:
-        tracer = self._parts.tracer
-        return tracer is not None and room in tracer.rooms
+        return self._tracer is not None and room in self._tracer.rooms
 
     def _note_sums(self, room: bytes, positions_N: Int64s, found: Int64s) -> None:
         """Store the checksums for the trace record that the scheduler makes when it receives SUCCESS."""
-        tracer = self._parts.tracer
-        traced = tracer.rooms.get(room) if tracer is not None else None
+        traced = self._tracer.rooms.get(room) if self._tracer is not None else None
         if traced is not None:
             traced.hashes = traced_sums(positions_N, found, head_copies(self._config.layout))
 
 
-def _registration(config: KVManagerConfig, parts: RoleParts) -> KVArgsRegisterInfo:
+def _registration(config: KVManagerConfig, memory: OwnMemory, followers: Sequence[RankMemory]) -> KVArgsRegisterInfo:
     return KVArgsRegisterInfo(
         protocol_version=PROTOCOL_VERSION,
         engine_rank=config.engine_rank,
@@ -280,5 +291,5 @@ def _registration(config: KVManagerConfig, parts: RoleParts) -> KVArgsRegisterIn
         endpoint=config.host,
         dst_port=config.control_port,
         layout=config.layout,
-        ranks=(rank_memory(parts.memory, MAIN_RANK, parts.sessions), *parts.follower_memories),
+        ranks=(rank_memory(memory.pool, MAIN_RANK, memory.sessions), *followers),
     )

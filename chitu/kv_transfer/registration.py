@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import BadFrame, ChituError, IncompatibleLayout
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
-from chitu.kv_transfer.parts import KVManagerConfig, RoleParts
+from chitu.kv_transfer.parts import KVManagerConfig, OwnMemory
 from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.ranks import FanOut
 from chitu.kv_transfer.shard_writer import DecodeWriter, ShardWriter, open_shards
 from chitu.net.sockets import check_address
 from chitu.protocol import (
@@ -60,9 +61,10 @@ class DecodePeer:
 
 
 class DecodePeers:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts, view: PeerView) -> None:
+    def __init__(self, config: KVManagerConfig, memory: OwnMemory, fan_out: FanOut | None, view: PeerView) -> None:
         self._config = config
-        self._parts = parts
+        self._memory = memory
+        self._fan_out = fan_out
         self._view = view
         self.table: dict[int, DecodePeer] = {}
         """Registered D, by incarnation."""
@@ -80,7 +82,7 @@ class DecodePeers:
         known = self.table.get(info.incarnation)
         if known is None:
             try:
-                memory = check_registration(info, self._config.layout, self._parts.memory)
+                memory = check_registration(info, self._config.layout, self._memory.pool)
                 peer = DecodePeer(info, memory, self._open(info))
             except ChituError as error:
                 refusal = error
@@ -129,12 +131,12 @@ class DecodePeers:
 
     def _open(self, info: KVArgsRegisterInfo) -> DecodeWriter:
         """Connect all our ranks to those of a D. Raises TransferFailed."""
-        parts = self._parts
+        own, fan_out = self._memory, self._fan_out
 
         def open_own() -> ShardWriter:
-            return open_shards(info, self._config.layout, MAIN_RANK, parts.memory, parts.transports)
+            return open_shards(info, self._config.layout, MAIN_RANK, own.pool, own.transports)
 
-        return open_own() if parts.fan_out is None else parts.fan_out.open(info, open_own)
+        return open_own() if fan_out is None else fan_out.open(info, open_own)
 
 
 def check_return_address(info: KVArgsRegisterInfo) -> None:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from chitu.clock import Clock
 from chitu.errors import BadFrame, ChituError, ProtocolError, TransferFailed
 from chitu.kv_transfer.checksums import MAX_SUMS, RoomSums, choose_pages, summed, trace_window, traced_sums
 from chitu.kv_transfer.chunks import ChunkFeed, TransferJob, TransferQueue, merged
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, RoleParts, TransferOutbox
+from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, OwnMemory, TransferContext, TransferOutbox
 from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.ranks import FanOut
 from chitu.kv_transfer.registration import DecodePeer, DecodePeers
 from chitu.kv_transfer.sender import (
     DecodeDead,
@@ -143,9 +145,10 @@ class SenderTrace:
 
 
 class PageWriter:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts, trace: SenderTrace | None) -> None:
+    def __init__(self, config: KVManagerConfig, memory: OwnMemory, clock: Clock, trace: SenderTrace | None) -> None:
         self._config = config
-        self._parts = parts
+        self._memory = memory
+        self._clock = clock
         self._trace = trace
 
     def fence(self, failed: FenceWrites) -> FenceResult:
@@ -165,7 +168,7 @@ class PageWriter:
             if self._trace is not None and is_traced:
                 self._trace.note_send(job.room, write)
             if job.is_aux:
-                self._parts.aux.seal(computed.aux_slot, job.room, computed.cached_tokens)
+                self._memory.aux.seal(computed.aux_slot, job.room, computed.cached_tokens)
                 slots = computed.aux_slot, write.destination.info.dst_aux_index
                 return Written(job, self._noted(write, writer, [], lambda: (writer.write_aux(*slots, timeout_s),)))
             chunks = merged(job.chunks)
@@ -180,7 +183,7 @@ class PageWriter:
         self, write: Write, writer: DecodeWriter, chunks: list[TransferKVChunk], act: Callable[[], tuple[int, ...]]
     ) -> tuple[int, ...]:
         """Call `act` and return the bytes that it wrote. Add a trace record if the room is traced."""
-        trace, clock = self._trace, self._parts.clock
+        trace, clock = self._trace, self._clock
         if trace is None or not trace.has(write.job.room):
             return act()
         started_s, error = clock.monotonic(), ""
@@ -200,7 +203,7 @@ class PageWriter:
     def _begin_sums(self, write: Write, transport: str, is_traced: bool) -> None:
         record, verify_kv = write.record, self._config.verify_kv
         info = write.destination.info
-        is_wanted = self._parts.page_sums is not None and (verify_kv != "off" or is_traced or info.page_sums)
+        is_wanted = self._memory.page_sums is not None and (verify_kv != "off" or is_traced or info.page_sums)
         if is_wanted and record.kv_sums is None:
             span = info.prefix_pages, len(write.destination.pages)
             if info.page_sums:
@@ -214,7 +217,7 @@ class PageWriter:
 
     def _add_sums(self, chunks: Sequence[TransferKVChunk], write: Write) -> None:
         """Add the checksums of the chosen pages of these chunks, from our own memory."""
-        room_sums, page_sums = write.record.kv_sums, self._parts.page_sums
+        room_sums, page_sums = write.record.kv_sums, self._memory.page_sums
         if room_sums is None or page_sums is None:
             return
         added = np.zeros_like(room_sums.sums)
@@ -238,21 +241,28 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillSender:
-    def __init__(self, config: KVManagerConfig, parts: RoleParts) -> None:
+    def __init__(
+        self,
+        config: KVManagerConfig,
+        memory: OwnMemory,
+        context: TransferContext,
+        fan_out: FanOut | None = None,
+    ) -> None:
+        """`fan_out`: lanes to the followers, with several TP ranks."""
         self._config = config
-        self._parts = parts
+        self._clock = context.clock
         self._lock = threading.Lock()
-        self._out = TransferOutbox(parts, logger)
-        self._view = PeerView(Role.DECODE, config.host, parts.is_pid_alive)
-        unit_bytes = parts.memory.page_bytes * len(parts.memory.region_bases) // config.layout.num_layers
+        self._out = TransferOutbox(context, logger)
+        self._view = PeerView(Role.DECODE, config.host, context.is_pid_alive)
+        unit_bytes = memory.pool.page_bytes * len(memory.pool.region_bases) // config.layout.num_layers
         self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
-        self._peers = DecodePeers(config, parts, self._view)
+        self._peers = DecodePeers(config, memory, fan_out, self._view)
         self.machine = SenderMachine(config, self._view)
-        self.feed = ChunkFeed(config, parts.clock, self.queue, self._lock)
+        self.feed = ChunkFeed(config, context.clock, self.queue, self._lock)
         """Takes computed pages from the step thread."""
-        self._trace = None if parts.tracer is None else SenderTrace(parts.tracer, config.layout, parts.memory)
-        self._writer = PageWriter(config, parts, self._trace)
-        self._messages = TransportMessages(config.incarnation, parts.transports, parts.link, self._address_of)
+        self._trace = None if context.tracer is None else SenderTrace(context.tracer, config.layout, memory.pool)
+        self._writer = PageWriter(config, memory, context.clock, self._trace)
+        self._messages = TransportMessages(config.incarnation, memory.transports, context.link, self._address_of)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Number of undecodable or misdirected frames so far."""
@@ -277,6 +287,9 @@ class PrefillSender:
     def stale_frames(self) -> int:
         """Number of frames from incarnations that are not (or no longer) registered, or not the D of their room."""
         return self._unregistered_frames + self.machine.stale_frames
+
+    silent_prefills: tuple[int, ...] = ()
+    """P has no P as its peer."""
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
@@ -397,7 +410,7 @@ class PrefillSender:
         """Apply an event and carry out its effects. Return those that the caller carries out without the lock."""
         jobs: list[Write | FenceWrites] = []
         with self._lock:
-            for effect in self.machine.handle(event, self._parts.clock.monotonic()):
+            for effect in self.machine.handle(event, self._clock.monotonic()):
                 match effect:
                     case Write() | FenceWrites():
                         jobs.append(effect)

@@ -24,7 +24,7 @@ from chitu import __version__
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
-from chitu.config.devices import is_auto, on_visible_devices
+from chitu.config.devices import is_auto, on_visible_devices, overlaps_steps
 from chitu.config.load import load_topology, pd_master_addr, router_host, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
@@ -33,29 +33,31 @@ from chitu.config.topology_checks import check, warn_of_faults, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError
+from chitu.instance.build import Build, build_decode, build_prefill, build_unified
 from chitu.instance.comm import CommLoop, RouterAddress
+from chitu.instance.core import LoadedEngine, SchedulerSettings
 from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.parts import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.ranks import FanOut, TPPageCopies
 from chitu.kv_transfer.transports.local import RankPool
 from chitu.log import setup_logging
 from chitu.net.curve import derive
+from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import Waker, end_process
-from chitu.pd_service import EngineParts, Identity, PDSchedulerService
+from chitu.pd_service import PDSchedulerService
 from chitu.process.child import die_with_torchrun
 from chitu.process.placement import place
 from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
-from chitu.protocol import RankMemory
+from chitu.protocol import InstanceInfo
 from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer
-from chitu.types import Role, instance_name, new_incarnation
+from chitu.types import Incarnation, Role, instance_name, new_incarnation
 
 if TYPE_CHECKING:
     from chitu.instance.ranks import RankHello
@@ -119,7 +121,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
 
         return follow(topology, instance, ranks.rank)
     progress = ProgressWriter()
-    identity = Identity(instance.role, instance.engine_rank, new_incarnation(), instance.config, yields)
+    incarnation = new_incarnation()
     router = topology.dp_config.router
     secrets = derive(cluster_key_of(topology))
     base_port = topology.dp_config.scheduler_base_port
@@ -133,20 +135,20 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
                 router.stats_port,
                 router.pd_disaggregation.coordination_port,
                 router.pd_disaggregation.metadata_sync_port,
+                0 if instance.role is Role.PREFILL else router.token_port,
             ),
             RealClock(),
             secrets,
         )
     except zmq.ZMQError as error:
         raise ConfigError(f"{instance.key}.port: cannot listen on {error}") from error
-    engine = build_engine(topology, instance, identity, comm, progress, factories)
-    service = PDSchedulerService(topology, identity, comm, engine)
+    service = _build(topology, instance, incarnation, yields, comm, progress, factories)
     progress.state("warmup")
     service.warm_up()
     _stop_on_signals(service.stop)
-    progress.ready(identity.incarnation)
-    logger.info("%s serves on port %d", identity.name, comm.port)
-    code = service.run(lambda is_member: progress.ready(identity.incarnation, is_member=is_member))
+    progress.ready(incarnation)
+    logger.info("%s serves on port %d", instance.name, comm.port)
+    code = service.run(lambda is_member: progress.ready(incarnation, is_member=is_member))
     if service.was_drained:
         progress.state(DRAINED)
     elif service.rank_was_taken:
@@ -162,27 +164,27 @@ def _stop_on_signals(stop: Callable[[], None]) -> None:
     signal.signal(signal.SIGINT, handle)
 
 
-def build_engine(
+def _build(
     topology: Topology,
     instance: Instance,
-    identity: Identity,
+    incarnation: Incarnation,
+    yields: bool,
     comm: CommLoop,
     progress: ProgressWriter,
     factories: Factories,
-) -> EngineParts:
-    """Load the model and build everything that accesses its memory."""
-    engine = factories.build_rank(topology, instance, MAIN_RANK, progress)
-    wake = Waker()
-    fingerprint = _fingerprint(topology, instance, engine)
-    cache = PagedKVCacheManager(engine.pool.num_pages, engine.pool.layout.page_size, fingerprint)
-    fan_out = _fan_out(topology, instance) if engine.group is not None else None
+) -> PDSchedulerService:
+    """Load the model and build everything that accesses its memory. From here on the pool never moves."""
+    rank = factories.build_rank(topology, instance, MAIN_RANK, progress)
+    waker, pool, pd = Waker(), rank.pool, topology.dp_config.router.pd_disaggregation
+    cache = PagedKVCacheManager(pool.num_pages, pool.layout.page_size, _fingerprint(topology, instance, rank))
+    fan_out = _fan_out(topology, instance) if rank.group is not None else None
     tiers: PrefixTiers | NoTiers = NoTiers()
     tier_file = -1
     if has_tiers(topology, instance):
-        tiers, tier_file = _build_tiers(topology, instance, engine.pool, cache, wake, fan_out)
-    executor: Executor = engine.runner
+        tiers, tier_file = _build_tiers(topology, instance, pool, cache, waker, fan_out)
+    executor: Executor = rank.runner
     greetings: list[RankHello] = []
-    if engine.group is not None:
+    if rank.group is not None:
         from chitu.engine.model_runner import ModelRunner
         from chitu.engine.process_watch import ProcessWatch, open_lifelines
         from chitu.engine.tp_executor import TensorParallelExecutor
@@ -190,41 +192,66 @@ def build_engine(
 
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
         lifelines = open_lifelines(instance.config.tp_size - 1)
-        greetings = exchange_hellos(engine.group, RankHello(os.getpid(), None, *lanes, tier_file, lifelines))
+        greetings = exchange_hellos(rank.group, RankHello(os.getpid(), None, *lanes, tier_file, lifelines))
         if fan_out is not None:
             fan_out.wait_connected()
-        assert isinstance(engine.runner, ModelRunner)
+        assert isinstance(rank.runner, ModelRunner)
         watch = ProcessWatch([greeting.pid for greeting in greetings[1:]])
-        executor = TensorParallelExecutor(engine.runner, engine.group, watch)
-    memories = [greeting.memory for greeting in greetings if greeting.memory is not None]
-    aux = MetadataBuffers(engine.pool.aux_rows, 4 * engine.pool.layout.vocab_size)
-    tracer = comm.tracer = _tracer(identity, comm, engine.pool)
-    kv: KVManager | None = None
-    if instance.role is not Role.UNIFIED:
-        kv = _build_transfer(*(topology, identity, comm, engine.pool, aux, wake, memories, fan_out, factories, tracer))
-
-    def close() -> None:
-        if kv is None and fan_out is not None:
-            fan_out.close()
-        executor.close()
-        if engine.grammars is not None:
-            engine.grammars.close()
-
-    return EngineParts(
-        wake=wake,
-        executor=executor,
-        layout=engine.pool.layout,
-        cache=cache,
-        aux=aux,
-        kv=kv,
-        prepare_step_thread=engine.prepare_thread,
-        close=close,
-        follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
-        tiers=tiers,
-        grammars=engine.grammars,
-        finished_pages=_finished_pages(instance, engine.pool, cache),
-        tracer=tracer,
+        executor = TensorParallelExecutor(rank.runner, rank.group, watch)
+    comm.tracer = _tracer(instance, incarnation, comm, pool)
+    engine = LoadedEngine(
+        executor,
+        cache,
+        MetadataBuffers(pool.aux_rows, 4 * pool.layout.vocab_size),
+        tiers,
+        rank.grammars,
+        _finished_pages(instance, pool, cache),
+        rank.prepare_thread,
     )
+    settings = SchedulerSettings(
+        topology.scheduler,
+        pd.deadlines,
+        instance.name,
+        topology.dp_config.router.request_timeout_s,
+        overlaps_steps(topology.scheduler, instance.config),
+    )
+    info = InstanceInfo(
+        role=instance.role,
+        engine_rank=instance.engine_rank,
+        incarnation=incarnation,
+        host=instance.config.host,
+        port=comm.port,
+        control_port=0,
+        layout=pool.layout,
+        max_model_len=executor.info.max_model_len,
+        num_slots=executor.info.num_slots,
+        num_pages=cache.num_pages,
+        pid=os.getpid(),
+        follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
+        pid_namespace=pid_namespace(),
+        start_ticks=start_ticks(os.getpid()),
+        device=_device_kind(instance),
+        yields=yields,
+    )
+    build: Build = partial(build_unified, fan_out=fan_out)
+    if instance.role is not Role.UNIFIED:
+        config = KVManagerConfig(
+            engine_rank=instance.engine_rank,
+            incarnation=incarnation,
+            host=instance.config.host,
+            control_port=comm.control_port,
+            layout=pool.layout,
+            deadlines=pd.deadlines,
+            transfer_threads=pd.transfer_threads,
+            verify_kv=pd.verify_kv,
+        )
+        memory = _own_memory(topology, instance, pool, engine.aux, factories)
+        context = TransferContext(comm.send_peer, waker.wake, RealClock(), comm.tracer)
+        # A follower of P has memory too, but no instance writes to it.
+        followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
+        parts = partial(build_decode, followers=followers) if instance.role is Role.DECODE else build_prefill
+        build = partial(parts, config=config, memory=memory, context=context, fan_out=fan_out)
+    return PDSchedulerService(settings, info, comm, engine, waker, build)
 
 
 def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:
@@ -245,7 +272,7 @@ def _build_tiers(
 ) -> tuple[PrefixTiers, int]:
     """Return the tiers, and the file descriptor of their memory for the other ranks (-1 if there are none)."""
     config = decode_cache(topology.cache) if instance.role is Role.DECODE else topology.cache
-    kind, name, host = instance.config.devices[MAIN_RANK].partition(":")[0], instance.name, instance.config.host
+    kind, name, host = _device_kind(instance), instance.name, instance.config.host
     build = partial(build_tiers, config, name, host, pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
     if fan_out is None:
         return build(), -1
@@ -259,10 +286,17 @@ def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManag
     return None if sums is None else FinishedPages(sums, cache, pool.layout)
 
 
-def _tracer(identity: Identity, comm: CommLoop, pool: RankPool) -> Tracer:
+def _device_kind(instance: Instance) -> str:
+    return instance.config.devices[MAIN_RANK].partition(":")[0]
+
+
+def _tracer(instance: Instance, incarnation: Incarnation, comm: CommLoop, pool: RankPool) -> Tracer:
     return Tracer(
-        *(identity.role, identity.engine_rank, identity.incarnation, pool.layout),
-        identity.instance.devices[MAIN_RANK].partition(":")[0],
+        instance.role,
+        instance.engine_rank,
+        incarnation,
+        pool.layout,
+        _device_kind(instance),
         lambda: PushSocket(comm.context, comm.router.host, comm.router.stats_port, MAX_MESSAGES),
         RealClock(),
     )
@@ -279,53 +313,22 @@ def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> b
     return lasting_fingerprint(fingerprint, engine.weights_digest(), __version__, settings)
 
 
-def _build_transfer(
-    topology: Topology,
-    identity: Identity,
-    comm: CommLoop,
-    pool: RankPool,
-    aux: MetadataBuffers,
-    wake: Waker,
-    follower_memories: Sequence[RankMemory],
-    fan_out: FanOut | None,
-    factories: Factories,
-    tracer: Tracer,
-) -> KVManager:
-    """Build the transfer layer over the pool; from here on the pool never moves."""
+def _own_memory(
+    topology: Topology, instance: Instance, pool: RankPool, aux: MetadataBuffers, factories: Factories
+) -> OwnMemory:
+    """Return the memory of the main rank, with the transports that could reach it."""
     router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
     transports = factories.wrap_transports(
-        factories.open_transports(pd, identity.instance.host, identity.instance.devices[MAIN_RANK]),
+        factories.open_transports(pd, instance.config.host, instance.config.devices[MAIN_RANK]),
         router,
-        identity.role,
-        identity.engine_rank,
-        identity.instance,
+        instance.role,
+        instance.engine_rank,
+        instance.config,
         pool,
     )
-    config = KVManagerConfig(
-        engine_rank=identity.engine_rank,
-        incarnation=identity.incarnation,
-        host=identity.instance.host,
-        control_port=comm.control_port,
-        layout=pool.layout,
-        deadlines=pd.deadlines,
-        transfer_threads=pd.transfer_threads,
-        verify_kv=pd.verify_kv,
-    )
-    parts = RoleParts(
-        memory=pool,
-        aux=aux,
-        transports=transports,
-        link=comm.send_peer,
-        wake=wake.wake,
-        clock=RealClock(),
-        # A follower of P has memory too, but no instance writes to it.
-        follower_memories=follower_memories if identity.role is Role.DECODE else (),
-        fan_out=fan_out,
-        # `verify_kv` reports why they are impossible; the hashes of trace records can be left out.
-        page_sums=(optional_page_sums_of if pd.verify_kv == "off" else page_sums_of)(cast("KVPool", pool), MAIN_RANK),
-        tracer=tracer,
-    )
-    return KVManager(identity.role, config, parts)
+    # `verify_kv` reports why checksums are impossible; the hashes of trace records can be left out.
+    sums_of = optional_page_sums_of if pd.verify_kv == "off" else page_sums_of
+    return OwnMemory(pool, aux, transports, sums_of(cast("KVPool", pool), MAIN_RANK))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ from ports import free_ports
 from support.router_process import wait_until
 
 from chitu.clock import RealClock
-from chitu.instance.comm import CommCallbacks, CommLoop, RouterAddress
+from chitu.config.schema import DeadlineConfig
+from chitu.instance.comm import CommLoop, RouterAddress
+from chitu.kv_transfer.kv_manager import NoPeers
 from chitu.net.sockets import PushSocket, bind, connect
 from chitu.net.threads import ServiceThread, Waker
 from chitu.net.view_feed import asked_topic
@@ -67,48 +69,39 @@ class Router:
         self.drains = 0
         self.gone_workers: list[int] = []
         self.alarms = 0
-        callbacks = CommCallbacks(
-            self._on_request,
-            self._on_link_ack,
-            self._on_view,
-            self._on_new_router,
-            self._on_refused,
-            self._on_drain,
-            self._on_worker_gone,
-            self._on_missing,
-        )
-        self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, None, callbacks, JOIN_S, LEASE_S))
+        deadlines = DeadlineConfig(retry_interval_s=JOIN_S, lease_s=LEASE_S)
+        self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, NoPeers(), self, deadlines))
         self.thread.start()
 
-    def _on_worker_gone(self, incarnation: int) -> None:
+    def on_worker_gone(self, incarnation: int) -> None:
         self.gone_workers.append(incarnation)
         self.happened.wake()
 
-    def _on_missing(self) -> None:
+    def on_missing(self) -> None:
         self.alarms += 1
         self.happened.wake()
 
-    def _on_request(self, message: SchedulerMessage) -> None:
+    def on_request(self, message: SchedulerMessage) -> None:
         self.requests.append(message)
         self.happened.wake()
 
-    def _on_link_ack(self, word: LinkAck) -> None:
+    def on_link_ack(self, word: LinkAck) -> None:
         self.acks.append(word)
         self.happened.wake()
 
-    def _on_view(self, view: ClusterView) -> None:
+    def on_view(self, view: ClusterView) -> None:
         self.views.append(view)
         self.happened.wake()
 
-    def _on_new_router(self) -> None:
+    def on_new_router(self) -> None:
         self.new_routers += 1
         self.happened.wake()
 
-    def _on_refused(self, code: str, message: str) -> None:
+    def on_refused(self, code: str, message: str) -> None:
         self.refusals.append((code, message))
         self.happened.wake()
 
-    def _on_drain(self) -> None:
+    def on_drain(self) -> None:
         self.drains += 1
         self.happened.wake()
 

@@ -37,8 +37,8 @@ from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import VerifyKV
 from chitu.kv_transfer.chunks import TransferJob
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_decode, manager_of_prefill
+from chitu.kv_transfer.parts import OwnMemory, TransferContext
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender import SenderState
 from chitu.kv_transfer.transfer_table import TransferEvent
@@ -360,17 +360,11 @@ class Process:
             max_batch_bytes=writes.max_batch_bytes,
             verify_kv=writes.verify_kv,
         )
-        parts = RoleParts(
-            memory=memory,
-            aux=memory.aux,
-            transports=[self.transport],
-            link=world.link,
-            wake=lambda: None,
-            clock=world.clock,
-            is_pid_alive=world.is_pid_alive,
-            page_sums=HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes),
-        )
-        return KVManager(self.role, config, parts)
+        sums = HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes)
+        own = OwnMemory(memory, memory.aux, [self.transport], sums)
+        context = TransferContext(world.link, lambda: None, world.clock, is_pid_alive=world.is_pid_alive)
+        build = manager_of_prefill if self.role is Role.PREFILL else manager_of_decode
+        return build(config, own, context)
 
     def _tap(self) -> None:
         """Observe what passes between the parts, without changing it."""
@@ -389,8 +383,8 @@ class Process:
             return events
 
         role.poll, role.abort = tapped, tapped_abort  # type: ignore[method-assign]
-        if self.kv.sender is not None:
-            queue = self.kv.sender.queue
+        if self.role is Role.PREFILL:
+            queue = self.kv.side.queue
             work = queue._work
 
             def noted(batch: TransferJob) -> None:
@@ -429,10 +423,9 @@ class Process:
             return False
         self._is_writing = True
         try:
-            if self.kv.sender is not None:
-                return self.kv.sender.queue.run_one()
-            assert self.kv.receiver is not None
-            verifier = self.kv.receiver.verifier
+            if self.role is Role.PREFILL:
+                return self.kv.side.queue.run_one()
+            verifier = self.kv.side.verifier
             has_scattered = isinstance(self.transport, StagedTransport) and self.transport.scatter_one()
             return any([has_scattered, verifier is not None and verifier.run_one()])
         finally:

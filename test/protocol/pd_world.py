@@ -19,9 +19,9 @@ from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_transfer.checksums import PageSums, VerifyKV
 from chitu.kv_transfer.chunks import KVChunk
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
+from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode, manager_of_prefill
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.parts import OwnMemory, TransferContext
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.shard_writer import ShardWriter
@@ -269,28 +269,21 @@ class Node:
             fake.gathers = world.gathers
             of = self.transport, memory, world.way, self.copier, role, rank, world.num_prefill
             self.transport = staged(*of, lambda: world.wait_turn())
-        parts = RoleParts(
-            memory=self.memory,
-            aux=self.memory.aux,
-            transports=[self.transport],
-            link=world.link,
-            wake=lambda: self.wake(),
-            clock=world.clock,
-            is_pid_alive=world.is_pid_alive,
-            page_sums=self.page_sums,
-        )
+        own = OwnMemory(memory, memory.aux, [self.transport], self.page_sums)
+        context = TransferContext(world.link, lambda: self.wake(), world.clock, is_pid_alive=world.is_pid_alive)
         config = replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv)
-        self.kv = KVManager(role, config, parts)
+        build = manager_of_prefill if role is Role.PREFILL else manager_of_decode
+        self.kv = build(config, own, context)
 
     @property
     def sender(self) -> PrefillSender:
-        assert self.kv.sender is not None
-        return self.kv.sender
+        assert isinstance(self.kv.side, PrefillSender)
+        return self.kv.side
 
     @property
     def receiver(self) -> DecodeReceiver:
-        assert self.kv.receiver is not None
-        return self.kv.receiver
+        assert isinstance(self.kv.side, DecodeReceiver)
+        return self.kv.side
 
     @property
     def info(self) -> InstanceInfo:
@@ -298,7 +291,7 @@ class Node:
 
     def verify_one(self) -> bool:
         """Run one turn of D's verifying thread."""
-        verifier = self.kv.receiver.verifier if self.kv.receiver is not None else None
+        verifier = self.kv.side.verifier if self.role is Role.DECODE else None
         return verifier is not None and verifier.run_one()
 
     def scatter_one(self) -> bool:
@@ -600,7 +593,7 @@ class World:
             left += [f"{node.session} {r.room.hex()[:6]} {r.seen}" for r in node.requests.values() if not r.is_over]
             if len(role.machine.table):
                 left.append(f"{node.session} keeps {[entry.state for _, entry in role.machine.table.items()]}")
-            if node.kv.sender is not None:
+            if node.role is Role.PREFILL:
                 left += [f"{node.session} keeps segments: {busy}" for busy in busy_segments(node)]
         return left
 

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from pd_world import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
 
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.types import Role
 
@@ -93,8 +94,8 @@ def test_without_faults_every_request_finishes(script: list[Op], writes: Writes)
     assert {asked.end for asked in world.requests.values()} <= {"finished"}
     if writes.way == "staged":
         for process in world.of(Role.PREFILL):
-            assert isinstance(process.transport, StagedTransport) and process.kv.sender is not None
-            assert process.transport.bytes_staged == process.kv.sender.machine.bytes_moved
+            assert isinstance(process.transport, StagedTransport) and isinstance(process.kv.side, PrefillSender)
+            assert process.transport.bytes_staged == process.kv.side.machine.bytes_moved
 
 
 @settings(MANY, max_examples=max(1, CASES // 3))

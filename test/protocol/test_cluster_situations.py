@@ -130,10 +130,10 @@ def test_a_message_of_another_incarnation_than_the_rooms_own_changes_nothing_on_
     asked = ask(world)
     until(world, d, SequenceState.TRANSFER)
     p.is_frozen = True
-    state = d.kv.receiver.state(asked.room)  # type: ignore[union-attr]
+    state = d.kv.side.state(asked.room)  # type: ignore[union-attr]
     d.on_frame(asked.room, encode(message))
     d.step()
-    assert d.kv.receiver.state(asked.room) is state is ReceiverState.WAITING  # type: ignore[union-attr]
+    assert d.kv.side.state(asked.room) is state is ReceiverState.WAITING  # type: ignore[union-attr]
     world.end(asked, "cancelled")
     world.turns(2)
     d.on_frame(asked.room, encode(message))
@@ -148,9 +148,9 @@ def test_a_message_of_another_incarnation_than_the_rooms_own_changes_nothing_on_
     asked = ask(world)
     until(world, p, SequenceState.INFLIGHT)
     other = world.of(Role.DECODE)[1].incarnation
-    before = p.kv.sender.state(asked.room)  # type: ignore[union-attr]
+    before = p.kv.side.state(asked.room)  # type: ignore[union-attr]
     p.on_frame(asked.room, encode(msgspec.structs.replace(message, incarnation=other)))
-    assert p.kv.sender.state(asked.room) is before  # type: ignore[union-attr]
+    assert p.kv.side.state(asked.room) is before  # type: ignore[union-attr]
     world.settle_down()
     assert asked.end == "finished"
 
@@ -288,7 +288,7 @@ def test_a_half_that_never_came_ends_the_other_within_its_deadline(lost: int) ->
 
 def test_cached_pages_leave_before_the_rest_of_the_prompt_is_computed() -> None:
     world, prefill, decode = pair()
-    sender, execute = prefill.kv.sender, prefill.executor.execute
+    sender, execute = prefill.kv.side, prefill.executor.execute
     assert sender is not None
     moved: list[int] = []
 

@@ -228,7 +228,7 @@ def test_a_room_ends_at_its_states_deadline_and_not_before_and_the_error_says_al
     pair = Pair()
     REACH[state](pair)
     node = side(pair, state)
-    role = node.kv.sender or node.kv.receiver
+    role = node.kv.side
     assert role is not None and role.state(pair.room) is state
     pair.world.frames.clear()
     tick(pair, node, limit_s(state) - 0.05)
@@ -272,7 +272,7 @@ def test_no_time_frees_memory_that_a_peer_may_touch(state: Enum) -> None:
         while pair.p.sender.queue.run_one():
             pass
         node.poll()
-    role = node.kv.sender or node.kv.receiver
+    role = node.kv.side
     assert role is not None and role.state(pair.room) is state
     assert Kind.RELEASED not in pair.seen(node)
 
@@ -389,7 +389,7 @@ def test_a_request_that_the_router_forgot_ends_on_its_instance_too(state: Sequen
         world.of(Role.PREFILL)[0].write = lambda: False  # type: ignore[method-assign]
     if state is SequenceState.STARTED:  # the row is sent, and no page
         p = world.of(Role.PREFILL)[0]
-        queue, write = p.kv.sender.queue, p.write
+        queue, write = p.kv.side.queue, p.write
         p.write = lambda: any(job.is_aux for job in queue._pending.values()) and write()  # type: ignore[method-assign]
     world.ask(0, 22, 30)
     if state is SequenceState.RETRACTED:

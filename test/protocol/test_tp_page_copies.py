@@ -17,12 +17,11 @@ from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
 from chitu.kv_transfer import ranks as fan_out_module
 from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode
+from chitu.kv_transfer.parts import OwnMemory, TransferContext
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TierMemory, TPPageCopies, TPPageSums
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.protocol import KVLayout
-from chitu.types import Role
 
 HEADS = 4
 SIZES = [(1, 2), (2, 1), (2, 2), (4, 2), (2, 8), (8, 4), (8, 1)]
@@ -248,16 +247,9 @@ def test_a_manager_that_must_verify_but_cannot_says_so_at_once() -> None:
     ranks = Ranks(FakeFabric(), "d", layout_of(HEADS, 1))
     pool = ranks.pools[0]
     with pytest.raises(ConfigError, match="verify_kv all without a way"):
-        KVManager(
-            Role.DECODE,
+        manager_of_decode(
             KVManagerConfig(0, 1, "h", 1, ranks.layout, verify_kv="all"),
-            RoleParts(
-                memory=pool,
-                aux=None,  # type: ignore[arg-type]
-                transports=list(ranks.transports),
-                link=lambda *frame: None,
-                wake=lambda: None,
-                clock=None,  # type: ignore[arg-type]
-            ),
+            OwnMemory(pool, None, list(ranks.transports)),  # type: ignore[arg-type]
+            TransferContext(lambda *frame: None, lambda: None, None),  # type: ignore[arg-type]
         )
     assert np.all(pool.kv == -1)

@@ -22,10 +22,11 @@ from chitu.errors import (
     TransferTimeout,
 )
 from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig
-from chitu.kv_transfer.parts import RoleParts
+from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_prefill
+from chitu.kv_transfer.parts import OwnMemory, TransferContext
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender import SenderState
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import TransferWay
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
@@ -231,7 +232,7 @@ def test_after_an_abort_only_released_follows_even_where_success_was_waiting() -
 def test_real_transfer_threads_deliver_what_the_pump_delivers() -> None:
     pair = Pair().join()
     done = threading.Event()
-    pair.p.sender._parts.wake = done.set
+    pair.p.wake = done.set
     pair.p.kv.start()
     assert pair.d.decode(pair.room, 10, pair.p) and pair.p.prefill(pair.room, 10, pair.d)
     while pair.world.frames:
@@ -304,8 +305,8 @@ def test_no_lock_is_held_while_frames_leave_bytes_are_written_or_lines_are_logge
         pair.world.link(host, port, room, payload)
 
     for role in (pair.p.sender, pair.d.receiver):
-        role._parts.link = link
-        role._parts.wake = lambda: leaves("wake")
+        role._out._link = link
+        role._out._wake = lambda: leaves("wake")
     pair.world.fabric.on_write = lambda peer, copies: leaves("write")
     watch, root = Watch(), logging.getLogger("chitu.kv_transfer")
     level = root.level
@@ -478,14 +479,13 @@ def test_a_manager_without_a_usable_transport_or_with_several_ranks_says_so_at_o
     world = World(0)
     node = world.of(Role.PREFILL)[0]
 
-    def build(role: Role, tp_size: int) -> KVManager:
+    def build(tp_size: int) -> KVManager[PrefillSender]:
         layout = msgspec.structs.replace(LAYOUT, tp_size=tp_size)
         config = KVManagerConfig(0, 1, "h", 1, layout)
-        return KVManager(role, config, RoleParts(node.memory, node.memory.aux, [], world.link, bool, world.clock))
+        own = OwnMemory(node.memory, node.memory.aux, [])
+        return manager_of_prefill(config, own, TransferContext(world.link, lambda: None, world.clock))
 
     with pytest.raises(TransferFailed, match="none was given"):
-        build(Role.PREFILL, 1)
+        build(1)
     with pytest.raises(ConfigError, match="tp_size 2"):
-        build(Role.PREFILL, 2)
-    with pytest.raises(ConfigError, match="unified"):
-        build(Role.UNIFIED, 1)
+        build(2)
