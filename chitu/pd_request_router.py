@@ -140,7 +140,7 @@ class PDRequestRouter:
             raise NoInstance(self.candidates.why_unusable())
         if num_tokens > self._max_tokens:
             raise InvalidRequest(
-                f"prompts times choices are {num_tokens} tokens; at most {self._max_tokens} are taken at once "
+                f"prompts times choices are {num_tokens} tokens; at most {self._max_tokens} are accepted at once "
                 "(router.max_tokens_in_flight)",
                 "prompt",
             )

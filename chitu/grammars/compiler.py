@@ -183,7 +183,7 @@ def _lark_of_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if len(text) > MAX_GBNF_CHARS:
-        raise ValueError(f"{len(text)} characters of GBNF; at most {MAX_GBNF_CHARS} are taken, and more in Lark")
+        raise ValueError(f"{len(text)} characters of GBNF; at most {MAX_GBNF_CHARS} are accepted, and more in Lark")
     try:
         return any_to_lark(text)
     except Exception as error:  # the library raises bare Exception

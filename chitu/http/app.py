@@ -79,7 +79,7 @@ class MethodNotAllowed(ChituError):
     http_status = 405
 
     def __init__(self, path: str, method: str, allowed: str) -> None:
-        super().__init__(f"{path} takes {allowed}, not {method}")
+        super().__init__(f"{path} accepts {allowed}, not {method}")
         self.allowed = allowed.encode()
 
 

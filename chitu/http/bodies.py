@@ -137,9 +137,9 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         note(
             "up to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of "
             f"`properties`. Of `format`, {', '.join(sorted(ENFORCED_FORMATS))} hold; any other is an annotation and "
-            "has no effect. `oneOf` holds if a type, a constant or its `discriminator` tells its schemas apart. "
-            "`nullable: true` beside a `type` allows null. What cannot be "
-            "enforced (`not`, `if`, `uniqueItems`, any other `oneOf`, ...) is refused with its place"
+            "has no effect. `oneOf` holds if a type, a constant or its `discriminator` distinguishes its schemas. "
+            "`nullable: true` beside a `type` allows null. Keywords that cannot be "
+            "enforced (`not`, `if`, `uniqueItems`, any other `oneOf`, ...) are rejected with their place"
         ),
     ] = msgspec.UNSET
     name: Annotated[str | None, ignored()] = None
@@ -150,7 +150,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: _FormatType
     json_schema: Annotated[JsonSchemaFormat | None, note("with `type` `json_schema` or `json_object`")] = None
-    schema: Annotated[_Object, note("the same schema, as other servers take it")] = msgspec.UNSET
+    schema: Annotated[_Object, note("the same schema, as in other servers")] = msgspec.UNSET
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

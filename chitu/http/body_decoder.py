@@ -407,7 +407,7 @@ class BodyDecoder(Generic[_BodyT]):
             num_bytes = len(getattr(outline, name))
             most = MAX_TOOLS_BYTES if name == "tools" else MAX_FIELD_BYTES
             if num_bytes > most:
-                raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {most} are taken", name)
+                raise InvalidRequest(f"{name}: {num_bytes} bytes of JSON; at most {most} are accepted", name)
 
     def _decode_with_unserved_fields(
         self, raw: bytes | bytearray, outline: msgspec.Struct, warnings: list[str] | None
@@ -470,7 +470,7 @@ def _invalid(text: str) -> InvalidRequest:
     param = found.group(1) if found else ""
     if length := _TOO_LONG.match(what):
         unit = "characters" if length.group(1) == "str" else "entries"
-        what = f"at most {length.group(2)} {unit} are taken"
+        what = f"at most {length.group(2)} {unit} are accepted"
     elif bound := _OUT_OF_RANGE.match(what):
         what = f"must be {_RANGES[bound.group(1)]} {bound.group(2).removesuffix('.0')}"
     elif missing := _MISSING.match(what):

@@ -108,7 +108,7 @@ class RequestParser:
 
     def _too_large(self) -> HeadersTooLarge:
         limits = self._limits
-        return HeadersTooLarge(f"at most {limits.max_headers} headers and {limits.max_head_bytes} bytes are taken")
+        return HeadersTooLarge(f"at most {limits.max_headers} headers and {limits.max_head_bytes} bytes are accepted")
 
     # ------------------------------------------------------------------------------------ calls of the parser; what is
     # raised in these leaves `feed_data` as another exception

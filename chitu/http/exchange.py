@@ -151,7 +151,7 @@ class Exchange:
         coding = header(self.scope, b"content-encoding") or b"identity"
         if (self.more_body or self._num_received) and coding.lower() != b"identity":
             self.release_body()
-            raise UnsupportedEncoding(f"Content-Encoding: {coding[:40].decode('latin-1')!r} is not taken")
+            raise UnsupportedEncoding(f"Content-Encoding: {coding[:40].decode('latin-1')!r} is not supported")
         while True:
             if self.connection.is_gone:
                 raise ClientGone
@@ -320,4 +320,4 @@ class Exchange:
 
 
 def _too_large(num_bytes: int, max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"a body of {num_bytes} bytes; at most {max_bytes} are taken (router.max_body_bytes)")
+    return PayloadTooLarge(f"a body of {num_bytes} bytes; at most {max_bytes} are accepted (router.max_body_bytes)")

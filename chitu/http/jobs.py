@@ -380,7 +380,7 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         broken = InvalidRequest(f"prompt is not valid JSON: {error}", "prompt")
         raise cut_character(bytes(given), "prompt") or broken from error
-    raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are taken", "prompt")
+    raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are accepted", "prompt")
 
 
 ROLES = {"developer": "system"}

@@ -188,7 +188,7 @@ async def _body(request: Request, decoder: BodyDecoder[StructT], takes_unknown: 
     """Return a small body. Unknown fields of it are errors, or warnings if `takes_unknown`."""
     raw = await request.body()
     if len(raw) > LARGE_BODY_BYTES:
-        raise PayloadTooLarge(f"a body of {len(raw)} bytes; at most {LARGE_BODY_BYTES} are taken here")
+        raise PayloadTooLarge(f"a body of {len(raw)} bytes; at most {LARGE_BODY_BYTES} are accepted here")
     warnings: list[str] = []
     body = decoder.decode(raw, warnings if takes_unknown else None)
     if warnings:
@@ -200,7 +200,7 @@ async def _body(request: Request, decoder: BodyDecoder[StructT], takes_unknown: 
 
 
 KEPT_REQUEST: dict[str, Any] = {
-    "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), as it was asked for",
+    "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), in the requested form",
     "operationId": "read_kept_request",
     "parameters": [
         {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}},
@@ -298,7 +298,7 @@ def cluster_routes(
         among several changes nothing."""
         record = await cluster.record()
         candidates = router.candidates
-        reason = "the router has got a signal to end" if record.is_ending else candidates.why_unusable()
+        reason = "the router received a signal to end" if record.is_ending else candidates.why_unusable()
         answer = HealthReply(
             "ending" if record.is_ending else "unavailable" if reason else "ok",
             reason,

@@ -386,7 +386,7 @@ def _of_outputs(outputs: StructuredOutputs, name: str) -> list[tuple[Grammar, st
 
 def _grammar(kind: GrammarKind, text: str, param: str) -> tuple[Grammar, str]:
     if len(text) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequest(f"{param}: {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken", param)
+        raise InvalidRequest(f"{param}: {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are accepted", param)
     return Grammar(kind, text), param
 
 

@@ -141,13 +141,15 @@ class ServedModel:
             for text in (bare, " " + bare):
                 ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
                 if len(ids) > MAX_BAD_WORD_TOKENS:
-                    raise InvalidRequest(f"{param}: {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are taken", param)
+                    raise InvalidRequest(
+                        f"{param}: {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are accepted", param
+                    )
                 if ids:
                     self.require_known(ids, limits, param, is_text=True)
                     found[ids] = None
         if len(found) > MAX_BAD_WORDS:
             raise InvalidRequest(
-                f"bad_words: {len(found)} sequences of tokens, a text being two; at most {MAX_BAD_WORDS} are taken",
+                f"bad_words: {len(found)} sequences of tokens, a text being two; at most {MAX_BAD_WORDS} are accepted",
                 "bad_words",
             )
         return tuple(found)

@@ -387,7 +387,7 @@ class RequestArrivals:
         if not 0 <= sequence.num_continued < sequence.prompt_len:
             return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are marked as output")
         if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
-            return InvalidRequest(f"{sequence.num_continued} tokens are output already, all that were asked for")
+            return InvalidRequest(f"{sequence.num_continued} tokens are output already, the requested number")
         total, choices = sequence.choices[0].final_len, len(sequence.choices)
         if sequence.forks and (sequence.num_continued or choices > MAX_FORKS):
             return InvalidRequest(
@@ -438,14 +438,14 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
     if len(bias) > MAX_LOGIT_BIAS or len(stops) > MAX_STOP_TOKEN_IDS:
         return (
             f"logit_bias of {len(bias)} tokens and {len(stops)} stop_token_ids; at most {MAX_LOGIT_BIAS} and "
-            f"{MAX_STOP_TOKEN_IDS} are taken"
+            f"{MAX_STOP_TOKEN_IDS} are accepted"
         )
     allowed, words = sampling.allowed_token_ids, sampling.bad_words
     longest = max(map(len, words), default=0)
     if len(allowed) > MAX_ALLOWED_TOKEN_IDS or len(words) > MAX_BAD_WORDS or longest > MAX_BAD_WORD_TOKENS:
         return (
             f"{len(allowed)} allowed_token_ids and {len(words)} bad_words of up to {longest} tokens; at most "
-            f"{MAX_ALLOWED_TOKEN_IDS} and {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS} are taken"
+            f"{MAX_ALLOWED_TOKEN_IDS} and {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS} are accepted"
         )
     if () in words:
         return "a bad word has no tokens"

@@ -53,7 +53,7 @@ class Codec(Generic[T]):
 
     def decode(self, frame: bytes | memoryview) -> T:
         if len(frame) > self._max_bytes:
-            raise BadFrame(f"a frame of {len(frame)} bytes; at most {self._max_bytes} are taken")
+            raise BadFrame(f"a frame of {len(frame)} bytes; at most {self._max_bytes} are accepted")
         try:
             return self._decoder.decode(frame)
         except msgspec.ValidationError as error:

@@ -144,7 +144,7 @@ class ChatTerminal:
 
     def _example(self, argument: str) -> bool:
         if argument and not (argument.isdecimal() and int(argument) > 0):
-            self._note(f"/example takes a number of tokens, not {argument}")
+            self._note(f"/example needs a number of tokens, not {argument}")
             return False
         tokens = int(argument) if argument else EXAMPLE_TOKENS
         example = recall_example(random.Random(), tokens, self._client.cluster().max_model_len)

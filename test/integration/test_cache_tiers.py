@@ -270,7 +270,7 @@ def test_a_store_that_hangs_or_is_lost_costs_its_deadline_and_no_request(
         def rests() -> bool:
             return all(map(is_whole, instance_loads(cluster.url).values()))
 
-        wait_until(lambda: all("goes without store" in text for text in logs()), PATIENCE_S, logs)
+        wait_until(lambda: all("does not use store" in text for text in logs()), PATIENCE_S, logs)
         wait_until(rests, 15.0, lambda: instance_loads(cluster.url))
         for name in ("P0", "D0"):
             cluster.kill(name, signal.SIGTERM)  # a thread inside a store call must not delay the shutdown

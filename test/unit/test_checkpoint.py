@@ -381,7 +381,7 @@ def test_a_published_config_is_read(name, tmp_path):
         ({**LLAMA, "rope_tetha": 5e5}, "'rope_tetha' is not known .*'rope_theta'"),
         ({**LLAMA, "dual_chunk_attention_config": {}}, "'dual_chunk_attention_config' is not known"),
         ({**LLAMA, "gradient_checkpointing": True}, "is not known; remove"),
-        ({**LLAMA, "text_config": {}}, "text_config is of a model of more than text"),
+        ({**LLAMA, "text_config": {}}, "text_config belongs to a multimodal model"),
         ({**LLAMA, "model_type": "mistral"}, "LlamaForCausalLM has the model_type 'llama', not 'mistral'"),
         ({**LLAMA, "hidden_size": "64"}, "hidden_size is '64', not a whole number"),
         ({**LLAMA, "rms_norm_eps": None}, "rms_norm_eps is None"),

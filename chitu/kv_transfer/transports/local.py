@@ -173,7 +173,7 @@ class TransportMessages:
         """Deliver a message of a registered peer. Raises ProtocolError."""
         transport = self._transports.get(message.transport)
         if transport is None:
-            raise BadFrame(f"a message to transport {message.transport[:40]!r}, which takes none here")
+            raise BadFrame(f"a message to transport {message.transport[:40]!r}, which accepts none here")
         transport.on_message(rank, message.incarnation, message.payload)
 
     def revoke(self, incarnation: int) -> bool:
