@@ -5,7 +5,7 @@ Starts 1P1D (real processes, real transfers), measures with a closed loop the ra
 last one within `--done-s`; a client that waited that long disconnects. With admission control the router rejects early
 every request that would wait longer than `--max-queue-s`; `--without-admission` shows the cluster without it.
 
-`--engine timed` (default): steps take a configured time (`checksum_engine.py`), so the figures are the system's and not
+`--engine timed` (default): steps take a configured time (`executors.py`), so the figures are the system's and not
 the machine's. P is the bottleneck, or D with `--bottleneck decode` (few running requests). `--engine tiny`: chitu-tiny
 computes, on the cores that router and load generator also use.
 

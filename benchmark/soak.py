@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 import psutil  # type: ignore[import-untyped]
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.fake_executor import expected_tokens
+from support.executors import expected_tokens
 from support.steady_load import LEFT, RIGHT, Ask, SteadyLoad, count_outcomes
 
 from chitu.assets import TINY_MODEL_DIR

@@ -21,7 +21,7 @@ from typing import Literal
 from chaos_proxy import Wires
 from nursery import forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.fake_executor import expected_tokens
+from support.executors import expected_tokens
 from support.router_process import wait_until
 from support.steady_load import HUNG, RIGHT, WRONG, Ask, SteadyLoad
 

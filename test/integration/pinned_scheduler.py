@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pin_twin import DeviceBlocks, SecondMappings
-from support.checksum_engine import ChecksumPool
 from support.checksum_scheduler import ChecksumRank, build_checksum_rank
+from support.executors import ChecksumPool
 
 from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
 from chitu.config.staging import staging_prefills

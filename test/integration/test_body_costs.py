@@ -23,7 +23,7 @@ from completions import complete_all, instance_loads, is_whole
 from nursery import forked
 from raw_http import RawClient, http_request
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.fake_executor import expected_tokens
+from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.config.load import load_topology

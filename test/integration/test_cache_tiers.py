@@ -17,9 +17,8 @@ import pytest
 from completions import complete_all, instance_loads, is_whole
 from mooncake_store import Store, mooncake_store
 from nursery import forked
-from support.checksum_engine import checksum_layout
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.fake_executor import expected_tokens
+from support.executors import checksum_layout, expected_tokens
 from support.router_process import wait_until
 
 from chitu import __version__

@@ -34,7 +34,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
-from support.fake_executor import expected_tokens
+from support.executors import expected_tokens
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_NAME

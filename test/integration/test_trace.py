@@ -23,8 +23,8 @@ from typing import Any
 import msgpack
 import pytest
 from nursery import forked, forked_router
-from support.checksum_engine import NUM_LAYERS, RECORD_BYTES, checksum_layout
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.executors import NUM_LAYERS, RECORD_BYTES, checksum_layout
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR

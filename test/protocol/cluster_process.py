@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pd_world import LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, Memory, WatchedCopier, staged
 from support.clock import FakeClock
-from support.fake_executor import FakeExecutor
+from support.executors import FakeExecutor, LateExecutor
 from support.fake_transport import FakeFabric, FakeTransport
-from support.late_executor import LateExecutor
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, Writes
 from pd_world import mixed
-from support.fake_executor import expected_tokens
+from support.executors import expected_tokens
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance

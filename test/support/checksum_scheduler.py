@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from support.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+from support.executors import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import PDDisaggregationConfig, Topology

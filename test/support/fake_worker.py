@@ -24,7 +24,7 @@ from typing import get_type_hints
 
 import msgspec
 import zmq
-from support.fake_executor import fake_logprobs
+from support.executors import fake_logprobs
 
 from chitu.config.load import cluster_key
 from chitu.instance.token_manager import TokenManager

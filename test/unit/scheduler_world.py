@@ -12,10 +12,17 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.checksum_engine import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
 from support.clock import FakeClock
-from support.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
-from support.late_executor import LateExecutor
+from support.executors import (
+    ChecksumExecutor,
+    ChecksumPool,
+    FakeExecutor,
+    LateExecutor,
+    Pace,
+    checksum_layout,
+    expected_tokens,
+    fake_logprobs,
+)
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.clock import FakeClock
-from support.fake_executor import FakeExecutor
+from support.executors import FakeExecutor
 
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult

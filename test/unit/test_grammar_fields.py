@@ -11,7 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 from scheduler_world import Instance, prompt_of, room_of
-from support.fake_executor import FakeExecutor
+from support.executors import FakeExecutor
 from test_jobs import World, copy_of_tiny
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult

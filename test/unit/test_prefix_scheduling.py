@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
-from support.fake_executor import FakeExecutor, expected_tokens
+from support.executors import FakeExecutor, expected_tokens
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 from support.clock import FakeClock
-from support.fake_executor import FakeExecutor
+from support.executors import FakeExecutor
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig

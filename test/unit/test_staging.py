@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import msgspec
 import numpy as np
 import pytest
-from support.checksum_engine import ChecksumPool, checksum_layout
+from support.executors import ChecksumPool, checksum_layout
 
 from chitu.config.load import load_topology
 from chitu.config.staging import StagingPlan, plan_staging

@@ -11,8 +11,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
-from support.fake_executor import FakeExecutor, InvariantViolation, expected_tokens
-from support.late_executor import LateExecutor, LateStep
+from support.executors import FakeExecutor, InvariantViolation, LateExecutor, LateStep, expected_tokens
 from test_step_overlap import check
 
 from chitu.config.schema import SchedulerConfig

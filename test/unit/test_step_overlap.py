@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
-from support.fake_executor import FakeExecutor, expected_tokens, fake_logprobs
-from support.late_executor import LateExecutor
+from support.executors import FakeExecutor, LateExecutor, expected_tokens, fake_logprobs
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig

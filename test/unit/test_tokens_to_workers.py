@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
-from support.fake_executor import expected_tokens
+from support.executors import expected_tokens
 
 from chitu.instance.token_manager import TokenManager
 from chitu.protocol import DecodeRequest, Finish, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec

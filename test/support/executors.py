@@ -1,26 +1,21 @@
-"""An executor without tensors, for the scheduler's tests and benchmarks. Only the step thread calls it.
-
-The next token of a slot is a checksum of the KV of all tokens it holds, so a token lost, doubled or put in the wrong
-order by admission, retraction or hand-over changes every token after it; `expected_tokens` is the oracle. Every record
-of a plan is checked against the needs of a real executor (pages, KV, slots), and an impossible plan raises
-`InvariantViolation` with the values.
-
-It keeps no KV (`checksum_engine.py` does), only which sequence uses which page and which tokens' KV was computed into
-it: several slots may use a page, and then none may write to it. It keeps the logits rows: `aux` takes writable memory,
-in which a row has the state of the checksum, so that a transport can carry it from P to D.
-"""
+"""Executors without tensors: one that checks every plan, one whose KV is real bytes, and one whose steps run late."""
 
 from __future__ import annotations
 
+import ctypes
 import struct
+import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from chitu.engine.executor import (
+    MAX_UNREAD_STEPS,
     Admit,
     AppendPages,
     CopyPage,
@@ -35,8 +30,21 @@ from chitu.engine.executor import (
     StepResult,
 )
 from chitu.errors import Internal
-from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
-from chitu.protocol import SamplingParams, pack_logprobs, unpack_i32
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
+from chitu.kv_cache.pool import shared_memory
+from chitu.protocol import KVLayout, SamplingParams, pack_logprobs, unpack_i32
+from chitu.types import Ready
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An executor without tensors, for the scheduler's tests and benchmarks. Only the step thread calls it. The next token
+# of a slot is a checksum of the KV of all tokens it holds, so a token lost, doubled or put in the wrong order by
+# admission, retraction or hand-over changes every token after it; `expected_tokens` is the oracle. Every record of a
+# plan is checked against the needs of a real executor (pages, KV, slots), and an impossible plan raises
+# `InvariantViolation` with the values. It keeps no KV (`ChecksumExecutor` does), only which sequence uses which page
+# and which tokens' KV was computed into it: several slots may use a page, and then none may write to it. It keeps the
+# logits rows: `aux` takes writable memory, in which a row has the state of the checksum, so that a transport can carry
+# it from P to D.
+
 
 NUM_REGIONS = 4
 RECORD_BYTES = 16
@@ -372,3 +380,284 @@ class FakeExecutor:
 def _check(holds: bool, message: str) -> None:
     if not holds:
         raise InvariantViolation(message)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An engine without torch whose tokens depend on every byte of KV in its pages, for tests and benchmarks of failures. It
+# starts in a fraction of a second, uses almost no CPU, and its KV goes over the real transports. It is the fake
+# executor, which checks every plan, except that a token is the checksum of the KV that a step reads from the pages. So
+# a page that is missing, stale, of another request or in the wrong order changes every token after it. Only the step
+# thread calls `ChecksumExecutor`. Invariant: it keeps no KV, only the token ids of a slot.
+
+
+NUM_LAYERS = NUM_REGIONS // 2
+
+
+def checksum_layout(page_size: int, vocab_size: int) -> KVLayout:
+    return KVLayout("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
+
+
+class ChecksumDevice(NamedTuple):
+    type: str
+
+
+class ChecksumPool:
+    """A `PagedMemory` with pages, aux rows and space for transports in one shared file, laid out as in `KVPool`."""
+
+    device = ChecksumDevice("cpu")
+
+    def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, transfer_bytes: int = 0) -> None:
+        self.layout = layout
+        self.num_pages = num_pages
+        self.num_aux_slots = num_aux_slots
+        self.page_bytes = layout.page_size * RECORD_BYTES
+        self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
+        region_bytes = num_pages * self.page_bytes
+        transfer_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
+        self.arena_bytes = transfer_offset + transfer_bytes
+        mapping = shared_memory("chitu-kv", self.arena_bytes, "the KV cache")
+        self.arena_base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(NUM_REGIONS))
+        self.aux_base = self.arena_base + NUM_REGIONS * region_bytes
+        self.transfer_base = self.arena_base + transfer_offset
+        arena = np.frombuffer(mapping, dtype=np.uint8)
+        shape = (NUM_REGIONS, num_pages * layout.page_size, RECORD_BYTES)
+        self.kv: NDArray[np.uint8] = arena[: NUM_REGIONS * region_bytes].reshape(shape)
+        """KV of shape `[region, page * page_size + offset, RECORD_BYTES]`."""
+        self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : transfer_offset].reshape(
+            -1, self.aux_row_bytes
+        )
+        """Aux rows: instead of logits, the checksum of the prompt's KV, and zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Simulated computing times. The thread sleeps, so they cost no CPU."""
+
+    step_s: float = 0.0
+    prompt_token_s: float = 0.0
+
+
+class ChecksumExecutor(FakeExecutor):
+    """`FakeExecutor` with KV as real bytes in a pool, and with computing times. The KV in the pages determines the
+    token. `hold("prefill")` is called before the last of several chunks of a prompt."""
+
+    def __init__(
+        self,
+        info: ExecutorInfo,
+        pool: ChecksumPool,
+        pace: Pace,
+        hold: Callable[[str], None] = lambda what: None,
+    ) -> None:
+        super().__init__(info, pool.num_pages, pool.layout.page_size, pool.aux_rows)
+        self._pool = pool
+        self._pace = pace
+        self._hold = hold
+        self._host: dict[int, NDArray[np.uint8]] = {}
+        self._begins: dict[int, int] = {}
+        """Start of the first chunk by slot, after the cached tokens."""
+        self._computed: list[tuple[NDArray[np.int64], NDArray[np.uint8]]] = []
+        """Rows of this step's chunks, and their KV `[tokens, regions, RECORD_BYTES]`."""
+
+    def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
+        for key in plan.drop:
+            self._host.pop(key, None)
+        if plan.decode:
+            time.sleep(self._pace.step_s)
+        pause_s = self._pace.prompt_token_s * sum(chunk.length for chunk in plan.prefill) / NUM_LAYERS
+
+        def compute(layer: int, ready: Ready | None = None) -> None:
+            time.sleep(pause_s)
+            for rows, kv in self._computed:
+                for region in (2 * layer, 2 * layer + 1):
+                    self._pool.kv[region, rows] = kv[:, region]
+            if on_layer is not None:
+                on_layer(layer)
+
+        self._computed = []
+        return super().execute(plan, compute)
+
+    def _admit(self, admit: Admit) -> None:
+        super()._admit(admit)
+        self._begins[admit.slot] = admit.kv_len
+
+    def _holds(self, pages: Sequence[int], tokens: list[int]) -> bool:
+        """Accept any pages, since they may come from another process. Their contents show in the tokens."""
+        return True
+
+    def _rows(self, state: _FakeSlot, end: int) -> NDArray[np.int64]:
+        """Return the rows of the KV of its first `end` tokens."""
+        pages = np.array(state.pages[: -(-end // self.page_size)], np.int64) * self.page_size
+        return np.add.outer(pages, np.arange(self.page_size)).ravel()[:end]
+
+    def _attention(self, state: _FakeSlot, end: int) -> int:
+        """Return the checksum of the KV of its first `end` tokens, as it is in the pages now."""
+        return zlib.crc32(self._pool.kv[:, self._rows(state, end)].swapaxes(0, 1).tobytes())
+
+    def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
+        state, end = self._live(chunk.slot, "prefill"), chunk.start + chunk.length
+        self._require_pages(chunk.slot, state, end)
+        if chunk.start > self._begins[chunk.slot] and end == len(state.tokens):
+            self._hold("prefill")
+        found, records = self._attention(state, chunk.start), []
+        for position in range(chunk.start, end):
+            records.append(kv_of(state.tokens[position], position, found))
+            found = zlib.crc32(records[-1], found)
+        kv = np.frombuffer(b"".join(records), np.uint8).reshape(chunk.length, NUM_REGIONS, RECORD_BYTES)
+        self._computed.append((self._rows(state, end)[chunk.start :], kv))
+        if end == len(state.tokens):
+            state.state = found
+        super()._prefill(chunk, result)
+
+    def _first_token(self, first: FirstToken, result: StepResult) -> None:
+        # Take the state from the row, which was transferred as bytes, too.
+        self._live(first.slot, "first token").state = self.logits(first.aux_slot)
+        super()._first_token(first, result)
+
+    def _decode(self, slot: int, result: StepResult) -> None:
+        state = self._live(slot, "decode")
+        length = state.kv_len
+        self._require_pages(slot, state, length + 1)
+        record = kv_of(state.tokens[length], length, self._attention(state, length))
+        self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
+        state.state = self._attention(state, length + 1)
+        super()._decode(slot, result)
+
+    def _copy(self, copy: CopyPage) -> None:
+        super()._copy(copy)
+        rows = np.arange(self.page_size)
+        kv, source = self._pool.kv, copy.source * self.page_size + rows
+        kv[:, copy.target * self.page_size + rows] = kv[:, source]
+
+    def _offload(self, offload: Offload) -> None:
+        state = self._live(offload.slot, "offload")
+        self._host[offload.key] = self._pool.kv[:, self._rows(state, state.kv_len)].copy()
+        super()._offload(offload)
+
+    def _restore(self, restore: Restore) -> None:
+        super()._restore(restore)
+        state = self._live(restore.slot, "restore")
+        self._pool.kv[:, self._rows(state, state.kv_len)] = self._host.pop(restore.key)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An asynchronous device for tests: a step runs some time after its launch, when the test says so or a caller waits for
+# it. Wraps an executor that computes at once (`FakeExecutor`, or one with KV of real bytes). Only the step thread calls
+# it. As on a device, steps run in the order of their launches, layers are handed over before they are computed (with an
+# event that completes when they are), and offloaded KV is in host memory when `launch` returns. The wrapped executor
+# raises its errors about a plan when the step runs.
+
+
+@dataclass(slots=True, eq=False)
+class LateStep:
+    """A launched step. Implements `StepHandle`, and `Ready` of all of its layers."""
+
+    executor: LateExecutor
+    plan: StepPlan
+    slots: frozenset[int]
+    """Slots that take part in the step."""
+    pages: frozenset[int]
+    """Pages of these slots, which the step may read or write."""
+    aux_slots: frozenset[int]
+    tokens: StepResult | None = None
+    """Result of the step; None until it has run."""
+
+    def is_done(self) -> bool:
+        return self.tokens is not None
+
+    def result(self) -> StepResult:
+        tokens = self._wait()
+        self.executor.take(self)
+        return tokens
+
+    def _wait(self) -> StepResult:
+        while self.tokens is None:
+            if not self.executor.run_next():
+                raise InvariantViolation("a step waits for itself while it runs")
+        return self.tokens
+
+    def synchronize(self) -> None:
+        self._wait()
+
+    def wait(self, stream: Any = None) -> None:
+        self.synchronize()
+
+
+class LateExecutor:
+    """Executor whose steps run late. `unread` has the launched steps whose result was not read; the first may have run
+    already."""
+
+    def __init__(self, inner: FakeExecutor) -> None:
+        self.inner = inner
+        self.unread: deque[LateStep] = deque()
+        self.is_running = False
+        """Whether a step is running; waiting for it now would never return."""
+        self._waiting: deque[LateStep] = deque()
+        self._tables: dict[int, list[int]] = {}
+        """Pages of each slot after the newest launched step."""
+
+    @property
+    def info(self) -> ExecutorInfo:
+        return self.inner.info
+
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> LateStep:
+        if len(self.unread) >= MAX_UNREAD_STEPS:
+            raise InvariantViolation(f"a step was launched with {MAX_UNREAD_STEPS} unread")
+        step = self._step(plan)
+        self.unread.append(step)
+        self._waiting.append(step)
+        if on_layer is not None:
+            for layer in range(self.info.num_layers):
+                on_layer(layer, step)
+        if plan.offload:
+            step.synchronize()
+        return step
+
+    def _step(self, plan: StepPlan) -> LateStep:
+        for offload in plan.offload:
+            self._tables.pop(offload.slot, None)
+        for slot in plan.release:
+            self._tables.pop(slot, None)
+        for admit in plan.admit:
+            self._tables[admit.slot] = list(admit.pages)
+        for append in plan.append:
+            self._tables[append.slot] += append.pages
+        slots = {restore.slot for restore in plan.restore} | {first.slot for first in plan.first_tokens}
+        slots |= {chunk.slot for chunk in plan.prefill} | set(plan.decode)
+        aux_slots = {first.aux_slot for first in plan.first_tokens} | {chunk.aux_slot for chunk in plan.prefill}
+        pages = frozenset(page for slot in slots for page in self._tables.get(slot, ()))
+        pages |= {copy.source for copy in plan.copy}
+        return LateStep(self, plan, frozenset(slots), pages, frozenset(aux_slots - {-1}))
+
+    def forget(self, slots: Collection[int]) -> None:
+        if self.unread:
+            raise InvariantViolation("slots are forgotten with a step in flight")
+        for slot in slots:
+            self._tables.pop(slot, None)
+        self.inner.forget(slots)
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return self.inner.saved_keys
+
+    def run_next(self) -> bool:
+        """Run one step. Return False if there is none, or one is running."""
+        if not self._waiting or self.is_running:
+            return False
+        step = self._waiting.popleft()
+        self.is_running = True
+        step.tokens = self.inner.execute(step.plan)
+        self.is_running = False
+        return True
+
+    def take(self, step: LateStep) -> None:
+        """Remove a step whose result was read."""
+        if step is not self.unread[0]:
+            raise InvariantViolation("a step was read before the one launched ahead of it")
+        self.unread.popleft()
+
+    def warmup(self) -> None:
+        """Do nothing: there is nothing to warm up."""
+
+    def close(self) -> None:
+        self.inner.close()
