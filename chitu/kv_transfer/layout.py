@@ -1,16 +1,15 @@
-"""How one rank's memory is described to a peer, and whether two ranks may exchange pages at all.
+"""Memory as a peer sees it: the record of a rank's memory, whether two ranks may exchange pages, and the aux rows.
 
-Pure: integers in, records or errors out. The service builds a `RankMemory` of its pool with `rank_memory`; the comm
-thread of P checks every registration with `check_compatible` and `check_rank_memory` before an address of it is used.
-Invariant: a `RankMemory` that passed the check describes regions and aux rows that lie inside its arena and do not
-overlap, so an index that is in range can never name a byte outside of them.
+Addresses (pure): the service builds a `RankMemory` of its pool with `rank_memory`; the comm thread of P checks every
+registration with `check_compatible` and `check_rank_memory` before an address of it is used. Invariant: a `RankMemory`
+that passed the check describes regions and aux rows that lie inside its arena and do not overlap, so an index that is
+in range can never name a byte outside of them.
 
 Aux slots: one row per request between P and D, a 64 byte header and then the logits of the prompt's last token.
-
-Owns the header, and which slots are free. P seals a row once its logits are in place, the row crosses as one copy, D
-verifies it before it samples from it. The header names the room and carries a checksum, so a row that is stale, torn or
-of another room never verifies. `allocate` and `free` belong to the step thread; any thread that has the slot may call
-`seal` and `verify`. The rows themselves live in the pool's arena (`KVPool.aux_rows`), on its device. The checksum is
+`MetadataBuffers` owns the header, and which slots are free. P seals a row once its logits are in place, the row crosses
+as one copy, D verifies it before it samples from it. The header names the room and carries a checksum, so a row that is
+stale, torn or of another room never verifies. `allocate` and `free` belong to the step thread; any thread that has the
+slot may call `seal` and `verify`. The rows lie in the pool's arena (`KVPool.aux_rows`), on its device. The checksum is
 always computed on the host: of the row if it is in host memory, else of a copy.
 
 Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits, seeded with the number that

@@ -1,30 +1,22 @@
-"""Orders of a main rank to its followers (to transfer, to compute checksums, to copy), and their answers.
-
-Inside one instance, over `ipc` sockets. Both ends are the same build, so this is not part of the wire protocol and has
-no version. MessagePack arrays; page lists as int32. Each order carries a number that its answer repeats, so an answer
-that came too late is recognised and dropped.
-
-The main rank makes all TP ranks work: it sends an order to every follower, does its own part, then waits for all
-answers.
+"""Tensor parallelism of a transfer: the main rank orders, its followers write, sum up and copy their own pages.
 
 On P all ranks write pages and compute their checksums; on D, which writes nothing, they compute checksums
-(`verify_kv`). If pages are kept in tiers, every rank copies its own.
+(`verify_kv`). If pages are kept in tiers, every rank copies its own. The main rank sends an order to every follower,
+does its own part, then waits for all answers. Orders are MessagePack arrays over `ipc` sockets inside one instance.
+Both ends are the same build, so they are not part of the wire protocol and have no version. Each order carries a number
+that its answer repeats, so an answer that came too late is recognised and dropped.
 
-`FanOut` owns the *lanes* to the followers. A lane is one socket per follower. One thread at a time uses it, under its
-lock; at the other end each follower has one thread per lane (`ranks.py`). Lane 0 opens and closes peers (comm
-thread), lane 1 computes checksums (transfer threads, D's verifying thread), lane 2 copies pages (`tiers`), the other
-lanes write and fence (transfer threads). A copy may take longer than a checksum may wait, so they do not share a lane.
-The sockets lie in a folder that only this user can enter, until all followers have connected.
-Invariant: all writes and fences of one D go through the same lane, which a follower processes in order, so a fence
-that was answered comes after every earlier write, also after one whose answer the main rank did not wait for.
+`FanOut` (main rank) owns the *lanes*: one socket per follower each. One thread at a time uses a lane, under its lock;
+at the other end each follower has one thread per lane (`ShardFollower`), which owns its socket and processes its orders
+one after the other. Lane 0 opens and closes peers (comm thread), lane 1 computes checksums (transfer threads, D's
+verifying thread), lane 2 copies pages (`tiers`), the other lanes write and fence (transfer threads). A copy may take
+longer than a checksum may wait, so they do not share a lane. The sockets lie in a folder that only this user can enter,
+until all followers have connected. Invariant: all writes and fences of one D go through the same lane, which a follower
+processes in order, so a fence that was answered comes after every earlier write, also after one whose answer the main
+rank did not wait for.
 
-A TP follower in the transfer layer: on orders of the main rank it writes its shard of P, computes checksums and
-copies pages.
-
-One thread per lane of the main rank (`ranks.py`); each owns its socket and processes its orders one after the other.
-A follower has no rooms and no requests: an order names pages, layers and the incarnation of D. On D there is nothing to
-write, only checksums to compute (`verify_kv`). An order that fails is answered with its error; only an unreadable
-order, which our own main rank cannot send, ends the process.
+A follower has no rooms and no requests: an order names pages, layers and the incarnation of D. An order that fails is
+answered with its error; only an unreadable order, which our own main rank cannot send, ends the process.
 """
 
 from __future__ import annotations

@@ -382,12 +382,12 @@ class PrefillDirectory:
                 asked += self._register(peer, now_s)
         return asked
 
-    def ask(self, rank: int, incarnation: int, now_s: float) -> list[Effect]:
+    def probe(self, rank: int, incarnation: int, now_s: float) -> list[Effect]:
         """Probe a P for which a room has waited `retry_interval_s`, unless a frame of it just came."""
         peer = self.peer(rank, incarnation)
         return self._register(peer, now_s) if peer is not None else []
 
-    def heard(self, incarnation: int, now_s: float) -> None:
+    def on_frame(self, incarnation: int, now_s: float) -> None:
         """Record that a frame of this P came."""
         for peer in self._peers.values():
             if peer.incarnation == incarnation:
@@ -492,7 +492,7 @@ class ReceiverMachine:
         if error is not None and record.error is None:
             record.error = error
             if event is not E.ABORT:
-                self._tell(Kind.FAILED, room, error)
+                self._emit(Kind.FAILED, room, error)
         self._enter(room, record, before, entry.state)
         return True
 
@@ -513,7 +513,7 @@ class ReceiverMachine:
             self._send_abort(room, record)
         elif state is S.RELEASED:
             assert record.error is not None
-            self._tell(Kind.RELEASED, room)
+            self._emit(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(record.error.code, record.error.message))
 
     def _verify(self, room: bytes, record: ReceiveRoom) -> None:
@@ -545,8 +545,8 @@ class ReceiverMachine:
     def _announce(self, room: bytes, record: ReceiveRoom) -> None:
         if self.table.tombstone(room) is not None:
             error = Internal("this room ended already")
-            self._tell(Kind.FAILED, room, error)
-            self._tell(Kind.RELEASED, room)
+            self._emit(Kind.FAILED, room, error)
+            self._emit(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(error.code, error.message))
         elif not self._apply(room, E.ANNOUNCE, new=record):
             raise ValueError(f"room {room_text(room)} was announced already")
@@ -561,9 +561,9 @@ class ReceiverMachine:
         if self.table.get(room) is not None:
             self._apply(room, E.ABORT, error)
         elif tombstone is None:
-            self._tell(Kind.RELEASED, room)
+            self._emit(Kind.RELEASED, room)
         elif not tombstone.code:  # it succeeded: report RELEASED once, not at every call
-            self._tell(Kind.RELEASED, room)
+            self._emit(Kind.RELEASED, room)
             self.table.bury(room, Tombstone(error.code, error.message))
 
     def _offer(self, room: bytes, record: ReceiveRoom) -> None:
@@ -581,17 +581,17 @@ class ReceiverMachine:
         if isinstance(message, RegisterReply):
             if room != REGISTRATION_ROOM:
                 raise BadFrame(f"a registration reply in room {room_text(room)}")
-            self.prefills.heard(message.incarnation, self._now_s)
+            self.prefills.on_frame(message.incarnation, self._now_s)
             self._on_reply(message)
         elif isinstance(message, TransportMessage):
-            self.prefills.heard(message.incarnation, self._now_s)
+            self.prefills.on_frame(message.incarnation, self._now_s)
             self._on_transport_message(message)
         elif len(room) != 16 or room == REGISTRATION_ROOM:
             raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
         elif isinstance(message, TransferStatus) and message.poll not in (KVPoll.Success, KVPoll.Failed):
             raise BadFrame(f"a status with poll {message.poll}")
         elif isinstance(message, AuxReady | TransferStatus | AbortAck | AbortTransfer):
-            self.prefills.heard(message.incarnation, self._now_s)
+            self.prefills.on_frame(message.incarnation, self._now_s)
             self._on_room_message(room, message)
         else:
             raise BadFrame(f"a {type(message).__name__} sent to D")
@@ -693,7 +693,7 @@ class ReceiverMachine:
         if entry.state is S.WAITING:
             self._send_repeated(room, record, record.info)
         record.repeat_due_s = self._now_s + self._retry_interval_s
-        self._effects += self.prefills.ask(record.prefill_rank, record.prefill_incarnation, self._now_s)
+        self._effects += self.prefills.probe(record.prefill_rank, record.prefill_incarnation, self._now_s)
 
     def _fail_lost(self) -> None:
         """Fail the rooms whose P left the view or was replaced. Their pages stay quarantined: P may only be frozen."""
@@ -704,7 +704,7 @@ class ReceiverMachine:
 
     # --------------------------------------------------------------------------------------------------------- outgoing
 
-    def _tell(self, kind: Kind, room: bytes, error: ChituError | None = None) -> None:
+    def _emit(self, kind: Kind, room: bytes, error: ChituError | None = None) -> None:
         self._effects.append(TransferEvent(kind, room, error))
 
     def _send_abort(self, room: bytes, record: ReceiveRoom) -> None:

@@ -1,15 +1,12 @@
-"""What transports need of the CUDA driver (libcuda, stable C interface): interprocess handles, and host memory that a
-device can reach.
+"""Transport `cuda_ipc`: the peer is a process of this host whose pool lies in GPU memory that our GPU can reach.
 
-A handle stands for a whole allocation of its process, so an address inside it travels as handle and offset.
-`cuda_ipc` uses handles, `shm` between GPUs pins host memory.
+Its arena is mapped once, by CUDA's interprocess handle. A handle stands for a whole allocation of its process, so an
+address inside it travels as handle and offset. A write is one launch that copies all pieces at once, on a stream of its
+own, and `write` returns when it is over. So nothing can land later and `fence` is always True. The peer's process is
+watched by pidfd: a write to a mapping whose owner has ended is read by no process, and is an error.
 
-Transport `cuda_ipc`: the peer is a process of the same host whose pool lies in device memory, on this GPU or on one
-that this GPU can reach.
-
-Its arena is mapped once, by CUDA's interprocess handle. A write is one launch that copies all pieces at once, on a
-stream of its own, and `write` returns when it is over. So nothing can land later and `fence` is always True. The
-peer's process is watched by pidfd: a write to a mapping whose owner has ended is read by no process, and is an error.
+`CudaDriver` is all that transports need of libcuda (stable C interface): these handles, and pinned host memory that a
+device can reach, which `shm` between GPUs uses.
 """
 
 from __future__ import annotations

@@ -1,19 +1,10 @@
-"""What transports share: lists of copies, arenas, memory of this host, and peers whose memory is mapped.
+"""What transports share that map a peer's memory and copy the bytes themselves: `shm` and `cuda_ipc`.
 
-Lists of copies as columns of numbers: last check before a transport writes, and back to plain sequences. Pure.
-
-The ranges of a peer's memory that a transport may write: its pool, a second allocation, or both.
-
-What the kernel reports of a range of our own memory (/proc/self/maps): whether it is host memory, and of which file.
-
-Device memory has no readable mapping, so it is told apart without asking its driver.
-
-The process behind a peer's memory on this host: found by pid and start time, held by a pidfd, watched for its end.
-
-Used by the transports that map another process's memory. A pid alone identifies no process: it is reused.
-
-Transports that map a peer's memory into this process and copy the bytes themselves: the common part of `shm` and
-`cuda_ipc`. A write is over when `write` returns, so nothing can land later and `fence` is always True.
+Lists of copies as columns of numbers, and their last check before a transport writes (pure). What the kernel reports of
+a range of our own memory (/proc/self/maps): host memory or not, and of which file; device memory has no readable
+mapping, so it is told apart without asking its driver. The process behind a peer's memory, found by pid and start time
+and held by a pidfd, since a pid alone is reused. A write is over when `write` returns, so nothing can land later and
+`fence` is always True.
 
 `MappedPeers` has the peers and the writes that run into them. Owned by a transport, any thread; no lock is held while a
 write runs or a mapping is removed. Invariant: a mapping lives until its peer was removed and the last write to it has

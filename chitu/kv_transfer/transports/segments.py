@@ -276,7 +276,7 @@ class Gatherer:
 
     # ------------------------------------------------------------------------------------------------------- the groups
 
-    def tell(self, peer: StagedPeer, segment: int, targets: bytes, lengths: bytes) -> SentGroup:
+    def send(self, peer: StagedPeer, segment: int, targets: bytes, lengths: bytes) -> SentGroup:
         """Send a group for a segment that is written. The segment is D's until D answers."""
         with self._changed:
             sent = SentGroup(peer, Group(next(self._numbers), segment, targets, lengths))
@@ -290,7 +290,7 @@ class Gatherer:
             (segments.free if is_fenced else segments.doubtful).append(segment)
             self._changed.notify_all()
 
-    def fenced(self, segments: TargetSegments, doubtful: Sequence[int]) -> None:
+    def release_fenced(self, segments: TargetSegments, doubtful: Sequence[int]) -> None:
         """Free doubtful segments in which nothing can land any more."""
         with self._changed:
             for segment in doubtful:

@@ -290,7 +290,7 @@ class StagedTransport:
         if failure is not None or not is_fenced:
             text = failure.message if failure is not None else "the peer did not scatter"
             raise WriteError(f"{self.name}: writing to {peer.session_id}: {text} in {timeout_s} s", fenced=is_fenced)
-        errors = [told.answer.error for told in sent if told.answer is not None and told.answer.error]
+        errors = [group.answer.error for group in sent if group.answer is not None and group.answer.error]
         if errors:
             raise WriteError(f"{self.name}: {peer.session_id} could not scatter: {errors[0]}", fenced=True)
         self.bytes_staged += copies.nbytes
@@ -318,7 +318,7 @@ class StagedTransport:
             gatherer.dropped(segments, segment, is_fenced)
             raise
         target_N, length_N = (np.asarray(column, dtype="<i8") for column in (copies.dst, copies.length))
-        return gatherer.tell(peer, segment, target_N.tobytes(), length_N.tobytes())
+        return gatherer.send(peer, segment, target_N.tobytes(), length_N.tobytes())
 
     def _fill(
         self,
@@ -354,7 +354,7 @@ class StagedTransport:
             return False
         if segments is None:
             return True
-        self.end.gatherer.fenced(segments, doubtful)
+        self.end.gatherer.release_fenced(segments, doubtful)
         for group in given_up:
             group.send()
         left_s = max(0.0, deadline_s - time.monotonic())
