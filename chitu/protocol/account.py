@@ -161,17 +161,18 @@ def attempt_stages(
         return Stages(prefill_s=prefill / 1e6, decode_s=(total - prefill) / 1e6)
     # Each moment is counted from the arrival, and is not before the one that it follows, nor after the end.
     of_p = report.prefill
-    end = min(max(0, round(1e6 * report.total_s)), total)
-    started = min(max(0, round(1e6 * of_p.queue_s)), end)
-    computed = min(max(started, round(1e6 * (of_p.queue_s + of_p.compute_s))), end)
-    announced = min(max(0, round(1e6 * report.admission_s)), end) if is_pair else 0
+    end = _within(report.total_s, 0, total)
+    started = _within(of_p.queue_s, 0, end)
+    computed = _within(of_p.queue_s + of_p.compute_s, started, end)
+    announced = _within(report.admission_s, 0, end) if is_pair else 0
     # P may compute before the announcement: what the request waits for is the rest of the time until both are done.
-    queue, compute, ready = max(0, started - announced), computed - started, max(computed, announced)
-    first = min(max(ready, round(1e6 * report.first_token_s)), end)
+    queue = started - announced if started > announced else 0
+    compute, ready = computed - started, computed if computed > announced else announced
+    first = _within(report.first_token_s, ready, end)
     landed, here = ready, first
     if is_pair:
-        landed = min(max(ready, round(1e6 * (of_p.queue_s + of_p.compute_s + of_p.transfer_s))), first)
-        here = min(max(first, round(1e6 * report.kv_landed_s)), end)
+        landed = _within(of_p.queue_s + of_p.compute_s + of_p.transfer_s, ready, first)
+        here = _within(report.kv_landed_s, first, end)
     return Stages(
         admission_s=(ready - compute - queue) / 1e6 if is_pair else msgspec.UNSET,
         queue_s=queue / 1e6,
@@ -215,6 +216,12 @@ def laid_out(stages: Stages, start_s: float) -> Iterator[tuple[str, float, float
 
 def _us(moment_s: float) -> int:
     return round(1e6 * moment_s)
+
+
+def _within(span_s: float, low: int, high: int) -> int:
+    """Return the microseconds of a span, at least `low` and at most `high`, whatever number an instance sent."""
+    span = 1e6 * span_s
+    return round(span) if low < span < high else high if span >= high else low
 
 
 # ---------------------------------------------------------------------------------------------------------- the record

@@ -28,8 +28,9 @@ NEAR_S = st.integers(-1, 30).map(lambda number: number / 3e6)
 """Parts of a microsecond, few enough that any two often meet."""
 CLOCK_S = NEAR_S | st.floats(-1e5, 1e5)
 SPAN_S = NEAR_S | st.floats(-1.0, 1e4)
-TIMES = st.builds(PrefillTimes, SPAN_S, SPAN_S, SPAN_S) | st.just(PrefillTimes())
-REPORTS = st.none() | st.builds(StageTimes, TIMES, SPAN_S, SPAN_S, SPAN_S, SPAN_S)
+REPORTED_S = SPAN_S | st.floats()
+TIMES = st.builds(PrefillTimes, REPORTED_S, REPORTED_S, REPORTED_S) | st.just(PrefillTimes())
+REPORTS = st.none() | st.builds(StageTimes, TIMES, REPORTED_S, REPORTED_S, REPORTED_S, REPORTED_S)
 
 
 def us(span_s: float) -> int:
