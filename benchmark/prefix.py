@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
+from benchmark.routing import NO_OUTBOX
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import PolicyName, RouterConfig
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
@@ -82,7 +83,7 @@ class Outcome:
 def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages: int, tokens_s: float) -> Outcome:
     """Replay the trace. Each P has `num_pages` pages (0: no cache) and computes `tokens_s` tokens a second."""
     config = RouterConfig(prefill_policy=policy)
-    members = Members(config)
+    members = Members(config, NO_OUTBOX)
     selector = make_selector(config, members)
     ranks = [(Role.PREFILL, rank) for rank in range(num_prefills)] + [(Role.DECODE, 0)]
     view = ClusterView(1, 1, tuple(InstanceInfo(role, rank, 1, "h", 1, 2, LAYOUT, 1 << 30) for role, rank in ranks))

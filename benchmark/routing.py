@@ -21,12 +21,15 @@ import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 from support.fake_worker import STARTED
 from support.router_process import RouterUnderTest, wait_until
 
 from chitu.config.schema import RouterConfig
 from chitu.launch.router_client import RouterClient
+from chitu.net.aio import Outbox
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
 from chitu.router.members import Members
 from chitu.router.policies import Target, instance_key
@@ -40,6 +43,8 @@ SIZES = (5, 100, 1000)
 PROMPT_TOKENS = 512
 IN_FLIGHT = 256
 JOIN_TIMEOUT_S = 30.0
+NO_OUTBOX = cast(Outbox, SimpleNamespace(open=lambda instance: None))
+"""Nothing is sent where only decisions are measured."""
 
 
 def made_up_view(size: int) -> ClusterView:
@@ -64,7 +69,7 @@ def decisions(policy: str, size: int, count: int) -> list[float]:
     """Return the CPU seconds of each decision."""
     view, prompts = made_up_view(size), made_up_prompts(512)
     config = RouterConfig(policy=policy)  # type: ignore[arg-type]
-    members = Members(config)
+    members = Members(config, NO_OUTBOX)
     selector = make_selector(config, members)
     for info in view.instances:
         members.add(info)

@@ -60,7 +60,7 @@ _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 class PDRequestRouter:
     def __init__(
         self,
-        outbox: Outbox[InstanceKey],
+        outbox: Outbox,
         clock: Clock,
         config: RouterConfig,
         trace: RouterTrace,
@@ -69,12 +69,11 @@ class PDRequestRouter:
     ) -> None:
         """`reply` is the address of this API process, if the router has several (`router.workers`), and `first_turn`
         where its round robin begins."""
-        self._outbox = outbox
-        self._members = members = Members(config)
+        self._members = members = Members(config, outbox)
         self._clock = clock
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
-        self._dispatcher = Dispatcher(members, outbox, reply, clock, trace)
+        self._dispatcher = Dispatcher(members, reply, clock, trace)
         selector = make_selector(config, members, first_turn)
         admission = Admission(config, members, clock)
         self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
@@ -204,6 +203,10 @@ class PDRequestRouter:
         """End every running request with this error (the process is about to end)."""
         self._attempts.give_up_all(error)
         self.flush()
+
+    def close(self) -> None:
+        """Close the sockets to all instances. Nothing is sent any more."""
+        self._members.close()
 
     async def idle(self) -> None:
         """Wait until nothing is in flight."""
@@ -352,7 +355,6 @@ class PDRequestRouter:
 
     def on_joined(self, instance: InstanceInfo) -> None:
         """Add an instance. Raises Capacity if there is no socket for it; then it is no member."""
-        self._outbox.open(instance_key(instance), instance.host, instance.port)
         self._members.add(instance)
 
     def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
@@ -360,7 +362,6 @@ class PDRequestRouter:
         that it prefilled are retried if no token came yet; otherwise only D knows whether all KV had landed, and
         reports it if not."""
         key = instance_key(instance)
-        self._outbox.close_peer(key)
         self._members.remove(key)
         self._attempts.on_lost(key, reason, has_died)
         self.flush()

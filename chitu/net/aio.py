@@ -1,7 +1,7 @@
 """ZMQ sockets on an asyncio loop, without a task or a future per message.
 
 Owned and called by the loop thread alone (the router). `FrameReader` and `BulkReader` drain a socket when its
-descriptor wakes the loop; `Outbox` keeps one PUSH socket per live peer. The descriptor of a ZMQ socket is
+descriptor wakes the loop; `Outbox` opens one PUSH socket per live peer. The descriptor of a ZMQ socket is
 edge-triggered: after it fires, the socket must be read until EAGAIN, and checked again after a send on it (`poke`).
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
+from collections.abc import Callable
 
 import zmq
 
 from chitu.errors import ProtocolError
 from chitu.net.sockets import connect
+from chitu.protocol import InstanceInfo
 
 log = logging.getLogger(__name__)
 
@@ -130,39 +130,34 @@ class BulkReader(FrameReader):
 
 LINGER_MS = 200
 """Time in which queued messages may still leave when a process ends."""
-Key = TypeVar("Key", bound=Hashable)
 
 
-class Outbox(Generic[Key]):
-    """One PUSH socket per peer incarnation. A closed peer's queued messages are dropped with its socket, so that its
-    successor on the same port never receives them."""
+class PeerSocket:
+    """PUSH socket to one incarnation of a peer."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._context = context
-        self._sockets: dict[Key, zmq.Socket[bytes]] = {}
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
 
-    def open(self, key: Key, host: str, port: int) -> None:
-        if key not in self._sockets:
-            self._sockets[key] = connect(self._context, zmq.PUSH, host, port)
-
-    def send(self, key: Key, frame: bytes) -> bool:
-        """Queue a frame. Return False if the peer is not (or no longer) open or its queue is full."""
-        socket = self._sockets.get(key)
-        if socket is None:
-            return False
+    def send(self, frame: bytes) -> bool:
+        """Queue a frame. Return False if the queue is full."""
         try:
-            socket.send(frame, zmq.NOBLOCK)
+            self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
 
-    def close_peer(self, key: Key) -> None:
-        socket = self._sockets.pop(key, None)
-        if socket is not None:
-            socket.close(linger=0)
+    def close(self, linger_ms: int = 0) -> None:
+        """Close it. Queued messages are dropped after `linger_ms`, so that a successor on the same port never receives
+        them."""
+        self._socket.close(linger=linger_ms)
 
-    def close(self, linger_ms: int = LINGER_MS) -> None:
-        """Close every peer; queued messages (cancellations) may still leave within `linger_ms`."""
-        for socket in self._sockets.values():
-            socket.close(linger=linger_ms)
-        self._sockets.clear()
+
+class Outbox:
+    """Opens the sockets to instances."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+
+    def open(self, instance: InstanceInfo) -> PeerSocket:
+        """Return a socket that connects to it. Raises Capacity if this process has no socket left."""
+        return PeerSocket(connect(self._context, zmq.PUSH, instance.host, instance.port))

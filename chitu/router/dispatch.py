@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from chitu.clock import Clock
 from chitu.errors import RequestLost
-from chitu.net.aio import Outbox
 from chitu.net.link import Sent
 from chitu.protocol import (
     MAX_FORKS,
@@ -71,14 +70,12 @@ class Dispatcher:
     def __init__(
         self,
         members: Members,
-        outbox: Outbox[InstanceKey],
         reply: ReplyAddress,
         clock: Clock,
         trace: RouterTrace,
     ) -> None:
         self.trace = trace
         self._members = members
-        self._outbox = outbox
         self._reply = reply
         self._clock = clock
 
@@ -175,7 +172,7 @@ class Dispatcher:
         if news.repeat:
             log.warning("messages to %s were lost or are late: %d are sent again", member.name, len(news.repeat))
         for frame in news.repeat:
-            self._outbox.send(key, frame)
+            member.peer.send(frame)
         for sent in news.given_up:
             if sent.about.is_cancel:
                 self._cancel(key, sent.about.room)
@@ -184,21 +181,21 @@ class Dispatcher:
     def _acknowledge(self, member: ClusterMember) -> None:
         """Acknowledge the instance's tokens. If this is lost, the answer to the next heartbeat repeats it."""
         receiver = member.receiver
-        self._outbox.send(member.key, encode(LinkAck(member.sender.link, receiver.last, receiver.has_gap)))
+        member.peer.send(encode(LinkAck(member.sender.link, receiver.last, receiver.has_gap)))
 
     def _cancel(self, key: InstanceKey, room: bytes) -> None:
         member = self._members.get(key)
         if member is not None:
             sender = member.sender
             message = encode(CancelRequest(room, sender.link, sender.number, sender.num_kept))
-            self._outbox.send(key, message)  # if its queue is full, it is sent again
+            member.peer.send(message)  # if its queue is full, it is sent again
             sender.note(message, Dispatched(room, True), self._clock.monotonic())
 
     def _post(self, member: ClusterMember, message: SchedulerMessage, now_s: float) -> bool:
         """Send the half of a request with the next number of its link. Return False, with nothing sent, if too much
         waits there."""
         frame = encode(message)
-        if member.sender.is_full or not self._outbox.send(member.key, frame):
+        if member.sender.is_full or not member.peer.send(frame):
             return False
         member.sender.note(frame, Dispatched(message.room, False), now_s)
         if not isinstance(message, CancelRequest) and message.trace == "frames":

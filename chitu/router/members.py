@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from chitu.config.schema import BreakerConfig, RouterConfig
+from chitu.net.aio import LINGER_MS, Outbox, PeerSocket
 from chitu.net.link import LinkReceiver, LinkSender
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.router.policies import Candidates, InstanceGroup, InstanceKey, instance_key
@@ -213,6 +214,8 @@ class ClusterMember:
     key: InstanceKey
     info: InstanceInfo
     """As in the newest view that was used."""
+    peer: PeerSocket
+    """Socket to its request port."""
     sender: LinkSender[Dispatched]
     """Sending end of the link with it."""
     load: RoutedLoad
@@ -237,7 +240,8 @@ class ClusterMember:
 
 
 class Members:
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, outbox: Outbox) -> None:
+        self._outbox = outbox
         self._breaker = config.breaker
         self._deadlines = config.pd_disaggregation.deadlines
         self._memory_s = min(max(MEMORY_S[0], longest_wait_s(config)), MEMORY_S[1])
@@ -261,7 +265,7 @@ class Members:
         return self._members[key]
 
     def add(self, info: InstanceInfo) -> None:
-        """Add an instance that joined. Idempotent."""
+        """Add an instance that joined. Idempotent. Raises Capacity if this process has no socket for it."""
         key = instance_key(info)
         if key in self._members:
             return
@@ -270,6 +274,7 @@ class Members:
         self._members[key] = self.by_link[link] = ClusterMember(
             key,
             info,
+            self._outbox.open(info),
             LinkSender(link, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s),
             RoutedLoad(key.role is Role.PREFILL),
             Breaker(self._breaker),
@@ -277,13 +282,22 @@ class Members:
         )
 
     def remove(self, key: InstanceKey) -> None:
-        """Remove an instance that is gone, although the newest view may have it."""
+        """Remove an instance that is gone, although the newest view may have it, and drop what is queued for it."""
         member = self._members.pop(key, None)
         if member is not None:
             del self.by_link[member.sender.link]
+            member.peer.close()
             self._open.pop(key, None)
             self.num_cut_off -= bool(member.silent)
             self._has_lost = True
+
+    def close(self, linger_ms: int = LINGER_MS) -> None:
+        """Remove all. Queued messages (cancellations) may still leave within `linger_ms`."""
+        for member in self._members.values():
+            member.peer.close(linger_ms)
+        self._members.clear()
+        self.by_link.clear()
+        self._has_lost = True
 
     def on_view(self, view: ClusterView) -> None:
         """Apply a new cluster view; the next choice uses it."""

@@ -46,7 +46,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import TraceLines
 from chitu.router.cross_checks import CheckResult
 from chitu.router.dispatch import ReplyAddress
-from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.policies import instance_key
 from chitu.serve.body_pool import BodyProcesses
 from chitu.serve.siblings import Siblings
 from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
@@ -110,7 +110,6 @@ class ApiEndpoint:
         """`worker`: index and incarnation of this process; None if it keeps the membership."""
         config = topology.dp_config.router
         self._clock = clock = RealClock()
-        self._outbox: Outbox[InstanceKey] = Outbox(context)
         port = config.token_port
         try:
             socket, self.token_port = bind(context, zmq.PULL, config.host, port)
@@ -123,7 +122,7 @@ class ApiEndpoint:
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
         trace = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
         self._traces = files
-        self.router = PDRequestRouter(self._outbox, clock, config, trace, reply, index)
+        self.router = PDRequestRouter(Outbox(context), clock, config, trace, reply, index)
         self.siblings = Siblings(config, secrets, index)
         self._cluster = cluster = make_cluster(self.router, self.siblings)
         self._healing: set[asyncio.Task[None]] = set()
@@ -226,7 +225,7 @@ class ApiEndpoint:
     def close(self) -> None:
         if self._token_reader is not None:
             self._token_reader.close()
-        self._outbox.close()
+        self.router.close()
         self._body_processes.close()
         self._traces.close()
         if self._spans is not None:

@@ -10,6 +10,7 @@ from cluster import MAX_LIVE_REQUESTS, Cluster
 from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, Writes
 from pd_world import mixed
 from support.executors import expected_tokens
+from support.keyed_peer import KeyedPeer
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance
@@ -34,7 +35,7 @@ from chitu.protocol import (
     scheduler_codec,
     token_codec,
 )
-from chitu.router.policies import InstanceKey
+from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
@@ -297,8 +298,9 @@ class RoutedWorld(Cluster):
 
     # ------------------------------------------------------------------------------------- as the outbox of the router
 
-    def open(self, key: InstanceKey, host: str, port: int) -> None:
-        self.open_peers.add(key)
+    def open(self, instance: InstanceInfo) -> KeyedPeer:
+        self.open_peers.add(instance_key(instance))
+        return KeyedPeer(self, instance_key(instance))
 
     def send(self, key: InstanceKey, frame: bytes) -> bool:
         if key not in self.open_peers:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from support.clock import FakeClock
+from support.keyed_peer import KeyedPeer
 
 from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.pd_request_router import PDRequestRouter
@@ -31,15 +32,16 @@ LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
 
 
 class RecordingOutbox:
-    """The three methods of the outbox; records what is sent instead of writing to sockets."""
+    """An outbox that records what is sent instead of writing to sockets."""
 
     def __init__(self) -> None:
         self.peers: set[InstanceKey] = set()
         self.full: set[InstanceKey] = set()
         self.sent: list[tuple[str, object]] = []
 
-    def open(self, key: InstanceKey, host: str, port: int) -> None:
-        self.peers.add(key)
+    def open(self, instance: InstanceInfo) -> KeyedPeer:
+        self.peers.add(instance_key(instance))
+        return KeyedPeer(self, instance_key(instance))
 
     def send(self, key: InstanceKey, frame: bytes) -> bool:
         if key not in self.peers or key in self.full:

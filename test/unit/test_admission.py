@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_world import RecordingOutbox
 from support.clock import FakeClock
 from test_router_requests import World, pair
 
@@ -37,7 +38,7 @@ class Door:
             pd_disaggregation=PDDisaggregationConfig(deadlines=deadlines),
         )
         self.clock = FakeClock(100.0)
-        self.members = Members(config)
+        self.members = Members(config, RecordingOutbox())
         self.admission = Admission(config, self.members, self.clock)
         self.on_view(instances)
         self._seconds: dict[InstanceKey, float] = {}

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from router_world import RecordingOutbox
 from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor
+from support.keyed_peer import KeyedPeer
 
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
@@ -165,7 +167,8 @@ class ReplayWorld:
 
     # --------------------------------------------------------------------------------------- as the router's outbox
 
-    def open(self, key: InstanceKey, host: str, port: int) -> None: ...
+    def open(self, instance: InstanceInfo) -> KeyedPeer:
+        return KeyedPeer(self, instance_key(instance))
 
     def send(self, key: InstanceKey, frame: bytes) -> bool:
         instance, message = self.instances[key], scheduler_codec.decode(frame)
@@ -456,7 +459,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
     scheduler = SchedulerConfig(max_running_requests=8, max_batched_tokens=64, chunk_size=32)
     instance = Instance(200, chunk=32, clock=clock, config=scheduler)
     config = RouterConfig(admission=AdmissionConfig(max_queue_s=MAX_QUEUE_S))
-    members = Members(config)
+    members = Members(config, RecordingOutbox())
     members.add(UNIFIED_INFO)
     members.on_view(ClusterView(1, 1, (UNIFIED_INFO,)))
     admission, member = Admission(config, members, clock), members[instance_key(UNIFIED_INFO)]

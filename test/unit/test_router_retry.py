@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from router_world import LAYOUT, ONE_TRY, Client, World, pair, two_pairs
+from router_world import LAYOUT, ONE_TRY, Client, RecordingOutbox, World, pair, two_pairs
 from support.clock import FakeClock
 
 from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
@@ -416,7 +416,7 @@ KEY = InstanceKey(Role.DECODE, 0, 1)
 
 
 def one_member(breaker: BreakerConfig) -> tuple[Members, ClusterMember]:
-    members = Members(RouterConfig(breaker=breaker))
+    members = Members(RouterConfig(breaker=breaker), RecordingOutbox())
     members.add(InstanceInfo(*KEY, "127.0.0.1", 1, 2, LAYOUT, 512))
     return members, members[KEY]
 

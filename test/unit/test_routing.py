@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_world import RecordingOutbox
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
@@ -50,7 +51,7 @@ class Routing:
     def __init__(self, *policies: Policy, random_bits: Callable[[int], int] = random.getrandbits, **fields: Any):
         """Take two policies, or what the configuration says."""
         config = RouterConfig(**fields)
-        self._members = members = Members(config)
+        self._members = members = Members(config, RecordingOutbox())
         chosen = PairSelector(members, *policies, random_bits) if policies else make_selector(config, members)
         self.select, self.on_lost = chosen.select, members.remove
 
