@@ -106,9 +106,7 @@ class PDSchedulerService:
         self.on_request = self._scheduler.submit
         self._cache_flush = 0
         """Number of the last cache flush that a view requested."""
-        self._info = msgspec.structs.replace(
-            info, control_port=composition.control_port, ways=composition.transfer.ways
-        )
+        self._info = msgspec.structs.replace(info, control_port=self._transfer.control_port, ways=self._transfer.ways)
 
     # ----------------------------------------------------------------------------------------------------- main thread
 
@@ -289,7 +287,7 @@ class PDSchedulerService:
             load = msgspec.structs.replace(
                 self._scheduler.load,
                 unknown_frames=self._comm.bad_frames + self._comm.unknown_frames + self._transfer.unknown_frames,
-                suspended=self._transfer.suspended_ranks,
+                suspended=self._transfer.side.suspended_ranks,
             )
             message = Heartbeat(
                 info.role,
@@ -299,7 +297,7 @@ class PDSchedulerService:
                 # Evaluated in this order: `acks` covers all messages that those reads took.
                 reads=self._comm.num_reads,
                 acks=self._comm.received.acks(),
-                silent=self._transfer.silent_prefills,
+                silent=self._transfer.side.silent_prefills,
             )
             if socket.send(encode(message)):
                 if is_away:

@@ -20,9 +20,10 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit, AppendPages, CopyPage, FirstToken, Offload, Restore, StepPlan
-from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, Sequences, SequenceState
+from chitu.instance.core import InstanceCore
+from chitu.instance.load import InstanceLoad
+from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
 
 
 class GrowthReserve:
@@ -111,14 +112,14 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
 class DecodeManager:
     """The sequences that decode on an instance."""
 
-    def __init__(self, config: SchedulerConfig, sequences: Sequences) -> None:
-        self._config = config
-        self._sequences = sequences
-        self._resources = sequences.resources
+    def __init__(self, core: InstanceCore, load: InstanceLoad) -> None:
+        self._config = core.settings.config
+        self._load = load
+        self._sequences = core.sequences
+        self._resources = core.sequences.resources
         self._cache = self._resources.cache
         self._slots = self._resources.slots
         self._offload_keys = itertools.count()
-        self.retractions = 0
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -193,7 +194,7 @@ class DecodeManager:
         plan.offload.append(Offload(sequence.slot, sequence.offload_key))
         self._resources.vacate(sequence, is_offloaded=True)
         self._sequences.take(sequence, SequenceEvent.RETRACT)
-        self.retractions += 1
+        self._load.retractions += 1
 
     def _resume(self, plan: StepPlan) -> None:
         retracted = self._sequences.queue(SequenceState.RETRACTED)

@@ -7,14 +7,13 @@ over all time would not measure capacity, because an instance without a queue wo
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from chitu.instance.core import InstanceCore
-from chitu.instance.decode import DecodeManager
-from chitu.instance.prefill import PrefillManager
 from chitu.instance.sequences import Sequence
 from chitu.instance.sequences import SequenceState as S
 from chitu.protocol import LoadReport
+
+NEWEST = 16
+"""About how many of the newest prompts `cached_share` covers."""
 
 
 class BacklogMeter:
@@ -35,11 +34,12 @@ class BacklogMeter:
         self._last_s, self._last_work, self._waits = now_s, total_work, waits
 
 
-class InstanceLoad(ABC):
-    """The load of an instance. `report` makes the snapshot that heartbeats carry."""
+class InstanceLoad:
+    """The work done by an instance, which its role and managers count, and its load: `report` makes the snapshot that
+    heartbeats carry. This one is of a unified instance."""
 
-    reports_held_by_prefill = False
-    """Whether what waits here may wait for prompts, not for requests that decode."""
+    decodes = True
+    """Whether requests decode here, so that those that wait may wait for prompts or for requests that decode."""
 
     def __init__(self, core: InstanceCore) -> None:
         self._engine = core.engine
@@ -52,12 +52,29 @@ class InstanceLoad(ABC):
         self._has_room = True
         """Whether a new prompt would compute in the next step."""
         self._is_held_by_prefill = False
+        self._newest_tokens = self._newest_cached = 0.0
         self.steps = 0
+        self.admissions = 0
+        """Requests that got pages since the start; a prompt with forks counts once for each."""
         self.prompt_tokens = 0
         """Prompt tokens computed since the start."""
+        self.loaded_tokens = 0
+        """Prompt tokens since the start that came from a tier, of which it was not known before that it had them."""
+        self.retractions = 0
         self.bytes_moved = self.bytes_saved = 0
         self.unsound = 0
         self.report()
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the tokens of the newest prompts that were cached."""
+        return self._newest_cached / self._newest_tokens if self._newest_tokens else 0.0
+
+    def note_prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Note how much of a prompt that is computed now was cached."""
+        kept = 1 - 1 / NEWEST
+        self._newest_tokens = self._newest_tokens * kept + num_tokens
+        self._newest_cached = self._newest_cached * kept + num_cached
 
     def note_backlog(self, now_s: float, is_full: bool) -> None:
         """Update the backlog meters. Called once a turn, when the step is planned. The queue for steps moves by prompt
@@ -66,11 +83,13 @@ class InstanceLoad(ABC):
         for_decode = is_waiting and self._is_held_by_decoding()
         self._update(now_s, is_full, is_waiting, for_decode)
         self._has_room = not (is_full or is_waiting)
-        self._is_held_by_prefill = is_waiting and not for_decode and self.reports_held_by_prefill
+        self._is_held_by_prefill = self.decodes and is_waiting and not for_decode
 
-    @abstractmethod
     def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
-        """Update the meters of the role."""
+        work = self.prompt_tokens + self.loaded_tokens
+        self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
+        if self.decodes:
+            self._decode_backlog.update(now_s, self.admissions, for_decode)
 
     def _is_held_by_decoding(self) -> bool:
         """Return whether most of what requests hold here, while others wait for it, waits for decoding, not for
@@ -123,35 +142,22 @@ class InstanceLoad(ABC):
             bytes_moved=self.bytes_moved,
             bytes_saved=self.bytes_saved,
             unsound=self.unsound,
-            retractions=self._num_retractions,
+            retractions=self.retractions,
             backlog_s=self._backlog.seconds,
             backlog_work=self._backlog.work,
             decode_backlog_s=self._decode_backlog.seconds,
             decode_backlog_work=self._decode_backlog.work,
-            cached_share=self._cached_share,
+            cached_share=self.cached_share,
         )
 
     @property
     def _num_tokens(self) -> int:
+        """Tokens that the instance has made since the start."""
         return self._tokens.tokens_sent
-
-    @property
-    def _num_retractions(self) -> int:
-        return 0
-
-    @property
-    def _cached_share(self) -> float:
-        return 0.0
 
 
 class PrefillLoad(InstanceLoad):
-    def __init__(self, core: InstanceCore, prefill: PrefillManager) -> None:
-        self._prefill = prefill
-        super().__init__(core)
-
-    def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
-        work = self.prompt_tokens + self._prefill.loaded_tokens
-        self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
+    decodes = False
 
     def _is_held_by_decoding(self) -> bool:
         """Return whether D has no room for most of the computed prompts."""
@@ -162,47 +168,10 @@ class PrefillLoad(InstanceLoad):
     def _num_tokens(self) -> int:
         return self.prompt_tokens
 
-    @property
-    def _cached_share(self) -> float:
-        return self._prefill.cached_share
-
 
 class DecodeLoad(InstanceLoad):
-    reports_held_by_prefill = True
-
-    def __init__(self, core: InstanceCore, decode: DecodeManager) -> None:
-        self._decode = decode
-        self.admissions = 0
-        """Requests announced to P since the start."""
-        super().__init__(core)
-
     def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
         self._backlog.update(now_s, self.admissions, is_waiting)
 
     def _to_compute(self) -> list[Sequence]:
         return []
-
-    @property
-    def _num_retractions(self) -> int:
-        return self._decode.retractions
-
-
-class UnifiedLoad(InstanceLoad):
-    reports_held_by_prefill = True
-
-    def __init__(self, core: InstanceCore, prefill: PrefillManager, decode: DecodeManager) -> None:
-        self._prefill, self._decode = prefill, decode
-        super().__init__(core)
-
-    def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
-        work = self.prompt_tokens + self._prefill.loaded_tokens
-        self._backlog.update(now_s, work, is_full or (is_waiting and not for_decode))
-        self._decode_backlog.update(now_s, self._prefill.admissions, for_decode)
-
-    @property
-    def _num_retractions(self) -> int:
-        return self._decode.retractions
-
-    @property
-    def _cached_share(self) -> float:
-        return self._prefill.cached_share

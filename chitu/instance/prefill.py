@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.instance.core import InstanceCore
 from chitu.instance.decode import admit
+from chitu.instance.load import InstanceLoad
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceEvent, SequenceState
 from chitu.kv_cache.tiers.pages import PageLoad
 
@@ -48,8 +49,6 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
     return chunks
 
 
-NEWEST = 16
-"""About how many of the newest prompts `cached_share` covers."""
 ESTIMATE_S = 0.25
 """Shortest time between two estimates of what is cached of the prompts that wait."""
 
@@ -70,8 +69,9 @@ class PromptOwner(Protocol):
 class PrefillManager:
     """The prompts that an instance computes for `owner`."""
 
-    def __init__(self, core: InstanceCore, owner: PromptOwner) -> None:
+    def __init__(self, core: InstanceCore, load: InstanceLoad, owner: PromptOwner) -> None:
         self._owner = owner
+        self._load = load
         self._config = core.settings.config
         self._sequences = core.sequences
         self._resources = core.sequences.resources
@@ -84,11 +84,6 @@ class PrefillManager:
         self._unread_s: deque[float] = deque()
         """Planning times of the launched steps with chunks that are not read yet."""
         self._estimated_s = -math.inf
-        self._newest_tokens = self._newest_cached = 0.0
-        self.admissions = 0
-        """Choices of the prompts that were admitted since the start."""
-        self.loaded_tokens = 0
-        """Prompt tokens since the start that came from a tier, of which it was not known before that it had them."""
 
     def add(self, sequence: Sequence) -> None:
         if sequence.prompt_logprobs is not None:
@@ -97,11 +92,6 @@ class PrefillManager:
         self._sequences.add(sequence)
 
     # -------------------------------------------------------------------------------------------------------- estimates
-
-    @property
-    def cached_share(self) -> float:
-        """Share of the tokens of the newest prompts that were cached."""
-        return self._newest_cached / self._newest_tokens if self._newest_tokens else 0.0
 
     def _estimate_again(self) -> None:
         """Estimate what is cached of the prompts that wait, from time to time: those before them add pages and evict
@@ -128,12 +118,6 @@ class PrefillManager:
 
     def _holds(self, key: bytes) -> bool:
         return self._cache.holds(key) or self._tiers.holds(key)
-
-    def _note_prompt(self, sequence: Sequence) -> None:
-        """Note how much of a prompt that is computed now was cached."""
-        kept = 1 - 1 / NEWEST
-        self._newest_tokens = self._newest_tokens * kept + sequence.prompt_len
-        self._newest_cached = self._newest_cached * kept + sequence.cached_tokens
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -172,7 +156,7 @@ class PrefillManager:
             sequence.kv_len += chunk.length
             if sequence.remaining_prompt:
                 continue
-            self._note_prompt(sequence)
+            self._load.note_prompt(sequence.prompt_len, sequence.cached_tokens)
             if self._owner.leaves_row(sequence):
                 self._resources.free_slot(sequence)
                 self._sequences.take(sequence, SequenceEvent.COMPUTED)
@@ -216,15 +200,15 @@ class PrefillManager:
             pages = self._cache.get_page_indices(sequence.room)
             sequence.capacity_tokens = len(pages) * self._cache.page_size
             self._sequences.take(sequence, SequenceEvent.ADMIT)
-            self.admissions += len(sequence.choices)
-            sequence.load = self._load(sequence)
+            self._load.admissions += len(sequence.choices)
+            sequence.load = self._load_pages(sequence)
             if sequence.load is None:
                 sequence.known_tokens = 0  # it was an estimate, and `kv_len` is exact
                 admit(sequence, self._cache, plan)
 
     # ---------------------------------------------------------------------------------------------------------- tiers
 
-    def _load(self, sequence: Sequence) -> PageLoad | None:
+    def _load_pages(self, sequence: Sequence) -> PageLoad | None:
         """Load what the tiers hold of the prompt beyond the pages cached here. The last token is always computed."""
         if sequence.keys is None:
             return None
@@ -238,7 +222,7 @@ class PrefillManager:
         for sequence in computing:
             if sequence.load is not None and (sequence.load.is_done or self._clock.monotonic() >= sequence.load.end_s):
                 sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
-                self.loaded_tokens += max(0, sequence.cached_tokens - max(sequence.kv_len, sequence.known_tokens))
+                self._load.loaded_tokens += max(0, sequence.cached_tokens - max(sequence.kv_len, sequence.known_tokens))
                 sequence.kv_len, sequence.known_tokens, sequence.load = sequence.cached_tokens, 0, None
                 self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.kv_len)
                 admit(sequence, self._cache, plan)

@@ -17,7 +17,7 @@ from chitu.errors import ChituError, DecodeLost, Internal, PrefillLost
 from chitu.instance.core import InstanceCore
 from chitu.instance.decode import DecodeManager
 from chitu.instance.early import EarlyAdmission
-from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad, UnifiedLoad
+from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad
 from chitu.instance.prefill import Chunk, PrefillManager
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
 from chitu.kv_transfer.chunks import KVChunk
@@ -115,8 +115,8 @@ class PrefillRole(InstanceRole):
         self._sequences = core.sequences
         self._sender = sender
         self._early = EarlyAdmission(core.sequences, sender)
-        self._prefill = PrefillManager(core, self)
-        self.load = PrefillLoad(core, self._prefill)
+        self.load = PrefillLoad(core)
+        self._prefill = PrefillManager(core, self.load, self)
         self.layer_done = sender.feed.layer_done
 
     def arrive(self, sequence: Sequence, message: Request) -> None:
@@ -196,8 +196,8 @@ class DecodeRole(InstanceRole):
         self._resources = core.sequences.resources
         self._cache = core.engine.cache
         self._receiver = receiver
-        self._decode = DecodeManager(core.settings.config, core.sequences)
-        self.load: DecodeLoad = DecodeLoad(core, self._decode)
+        self.load = DecodeLoad(core)
+        self._decode = DecodeManager(core, self.load)
 
     def arrive(self, sequence: Sequence, message: Request) -> None:
         assert isinstance(message, DecodeRequest)
@@ -310,9 +310,9 @@ class UnifiedRole(InstanceRole):
         self._core = core
         self._sequences = core.sequences
         self._cache = core.engine.cache
-        self._decode = DecodeManager(core.settings.config, core.sequences)
-        self._prefill = PrefillManager(core, self)
-        self.load = UnifiedLoad(core, self._prefill, self._decode)
+        self.load = InstanceLoad(core)
+        self._decode = DecodeManager(core, self.load)
+        self._prefill = PrefillManager(core, self.load, self)
 
     def arrive(self, sequence: Sequence, message: Request) -> None:
         sequence.announced = True

@@ -57,29 +57,22 @@ class KVManager(Generic[Side]):
     def __init__(
         self,
         side: Side,
+        fan_out: FanOut | None = None,
         transports: Sequence[Transport] = (),
         ways: tuple[str, ...] = (),
-        fan_out: FanOut | None = None,
+        control_port: int = 0,
     ) -> None:
-        """`ways` to reach this instance (`ways_of`), of which a peer must share one."""
+        """`ways`: ways to reach this instance (`ways_of`), of which a peer must share one. `control_port`: port of the
+        messages between P and D; 0 on a unified instance."""
         self.side: Side = side
         self.ways = ways
+        self.control_port = control_port
         self._transports = transports
         self._fan_out = fan_out
 
     @property
     def unknown_frames(self) -> int:
         return self.side.unknown_frames + self.side.stale_frames
-
-    @property
-    def suspended_ranks(self) -> tuple[int, ...]:
-        """Engine ranks of the D that P does not write to until a failed write is fenced."""
-        return self.side.suspended_ranks
-
-    @property
-    def silent_prefills(self) -> tuple[int, ...]:
-        """Incarnations of P that do not answer D."""
-        return self.side.silent_prefills
 
     def start(self) -> None:
         """Start P's transfer threads, or D's verifying thread."""
@@ -101,7 +94,7 @@ def manager_of_prefill(
     num_followers = fan_out.num_followers if fan_out is not None else 0
     memory = _registered(config, memory, fan_out, num_followers, is_decode=False)
     sender = PrefillSender(config, memory, context, fan_out)
-    return KVManager(sender, memory.transports, ways_of(memory.sessions), fan_out)
+    return KVManager(sender, fan_out, memory.transports, ways_of(memory.sessions), config.control_port)
 
 
 def manager_of_decode(
@@ -115,7 +108,7 @@ def manager_of_decode(
     compute checksums."""
     memory = _registered(config, memory, fan_out, len(followers), is_decode=True)
     receiver = DecodeReceiver(config, memory, context, followers)
-    return KVManager(receiver, memory.transports, ways_of(memory.sessions), fan_out)
+    return KVManager(receiver, fan_out, memory.transports, ways_of(memory.sessions), config.control_port)
 
 
 def _registered(

@@ -41,6 +41,7 @@ from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
+from chitu.kv_transfer.kv_manager import KVManager, NoPeers, manager_of_decode, manager_of_prefill
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.parts import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.ranks import FanOut, TPPageCopies
@@ -233,7 +234,7 @@ def _build(
         device=_device_kind(instance),
         yields=yields,
     )
-    build: Build = partial(build_unified, fan_out=fan_out)
+    build: Build = partial(build_unified, transfer=KVManager(NoPeers(), fan_out))
     if instance.role is not Role.UNIFIED:
         config = KVManagerConfig(
             engine_rank=instance.engine_rank,
@@ -247,10 +248,11 @@ def _build(
         )
         memory = _own_memory(topology, instance, pool, engine.aux, factories)
         context = TransferContext(comm.send_peer, waker.wake, RealClock(), comm.tracer)
-        # A follower of P has memory too, but no instance writes to it.
-        followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
-        parts = partial(build_decode, followers=followers) if instance.role is Role.DECODE else build_prefill
-        build = partial(parts, config=config, memory=memory, context=context, fan_out=fan_out)
+        if instance.role is Role.PREFILL:  # its followers have memory too, but no instance writes to it
+            build = partial(build_prefill, transfer=manager_of_prefill(config, memory, context, fan_out))
+        else:
+            followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
+            build = partial(build_decode, transfer=manager_of_decode(config, memory, context, fan_out, followers))
     return PDSchedulerService(settings, info, comm, engine, waker, build)
 
 

@@ -349,7 +349,7 @@ class RoutedWorld(Cluster):
             LoadReport(),
             acks,
             reading.reads,
-            process.kv.silent_prefills,
+            process.kv.side.silent_prefills,
         )
         self.reports.append(lambda: self.router.on_heartbeat(beat) if self.router else None)
 

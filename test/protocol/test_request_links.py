@@ -288,5 +288,5 @@ def test_a_p_that_computes_for_long_is_not_silent() -> None:
     serving(world, client, Role.PREFILL).is_slow = True
     for _ in range(20):
         world.turns(10)
-        assert all(not process.kv.silent_prefills for process in world.of(Role.DECODE))
+        assert all(not process.kv.side.silent_prefills for process in world.of(Role.DECODE))
     assert not client.tokens and attempts(client) == 1

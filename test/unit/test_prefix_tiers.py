@@ -332,7 +332,7 @@ def test_what_host_memory_has_is_no_work_to_do() -> None:
     instance.step()  # it is admitted and loads
     assert instance.scheduler.load.waiting_tokens == 1
     instance.run()
-    assert instance.scheduler.load.cached_share > 0.4 and instance.role._prefill.loaded_tokens == 0
+    assert instance.scheduler.load.cached_share > 0.4 and instance.scheduler._load.loaded_tokens == 0
 
 
 def test_what_comes_from_a_store_was_work_to_do_and_is_work_done() -> None:
@@ -344,7 +344,7 @@ def test_what_comes_from_a_store_was_work_to_do_and_is_work_done() -> None:
     instance.step()
     assert instance.scheduler.load.waiting_tokens == 33, "nobody knows yet what the store has"
     instance.run()
-    assert instance.cached[room_of(2)] == instance.role._prefill.loaded_tokens == 32
+    assert instance.cached[room_of(2)] == instance.scheduler._load.loaded_tokens == 32
 
 
 # ----------------------------------------------------------------------------------------------------------------------
