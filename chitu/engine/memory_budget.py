@@ -209,7 +209,7 @@ def small_pool(num_pages: int, page_size: int, max_model_len: int) -> str:
         return ""
     return (
         f"the KV pool of {num_pages} pages holds {tokens} tokens, the limit of a request, prompt and answer "
-        f"together; the model takes {max_model_len}, which are {-(-max_model_len // page_size)} pages"
+        f"together; the model's limit is {max_model_len}, which are {-(-max_model_len // page_size)} pages"
     )
 
 

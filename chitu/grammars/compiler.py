@@ -87,7 +87,7 @@ class Matcher:
             if self._matcher.is_error():
                 self._error = _in_one_line(self._matcher.get_error())
             elif not bits.any():
-                self._error = "none of the model's tokens may come next"
+                self._error = "no token of the model is allowed next"
             elif self._spent_s > MASK_GRACE_S + MASK_S_PER_TOKEN * self._num_tokens:
                 self._error = f"it took {self._spent_s:.1f} s of processor time for {self._num_tokens} tokens"
         if self._error:

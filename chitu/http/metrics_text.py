@@ -318,7 +318,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_unsound_requests", "Requests whose logits were not finite (NaN or infinite)", "unsound"),
         ("chitu_instance_retractions", "Requests moved to host memory for want of pages", "retractions"),
         ("chitu_instance_unknown_frames", "Messages that were unreadable or of an unknown sender", "unknown_frames"),
-        ("chitu_instance_backlog_seconds", "Time in which work waited that no step could take", "backlog_s"),
+        ("chitu_instance_backlog_seconds", "Time in which work waited because no step had room", "backlog_s"),
         (
             "chitu_instance_decode_backlog_seconds",
             "Unified: time in which requests waited for decoding ones to end",

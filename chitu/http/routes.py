@@ -172,7 +172,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 404:
             response = _error_response(_HTTPError(404, f"there is no {path}", "not_found"))
         elif error.status_code == 405:
-            response = _error_response(_HTTPError(405, f"{path} does not take {method}", "method_not_allowed"))
+            response = _error_response(_HTTPError(405, f"{path} does not accept {method}", "method_not_allowed"))
         else:
             response = _error_response(_HTTPError(error.status_code, str(error.detail), "invalid_request"))
         for name, value in (error.headers or {}).items():

@@ -164,7 +164,9 @@ def sampling_params(
     body. `max_tokens` is already capped by the context. `more_eos` are ids that end a text in addition to D's own eos
     ids. `bad_words` are token sequences."""
     if body.allowed_token_ids == []:
-        raise InvalidRequest("allowed_token_ids must not be empty; left out, any may come", "allowed_token_ids")
+        raise InvalidRequest(
+            "allowed_token_ids must not be empty; leave it out to allow all tokens", "allowed_token_ids"
+        )
     min_tokens, top_k, seed, stop_ids = body.min_tokens or 0, body.top_k or 0, body.seed, body.stop_token_ids
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens must be from 0 to max_tokens ({max_tokens}), not {min_tokens}", "min_tokens")

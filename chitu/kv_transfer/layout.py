@@ -213,7 +213,7 @@ class MetadataBuffers:
             raise Integrity(f"{where}: {logits_bytes} bytes of logits, expected {self._logits_bytes}")
         actual = zlib.crc32(row[AUX_HEADER_BYTES:].data, cached_tokens)
         if actual != checksum:
-            raise Integrity(f"{where}: checksum of the logits is {actual:#010x}, the header says {checksum:#010x}")
+            raise Integrity(f"{where}: checksum of the logits is {actual:#010x}, the header has {checksum:#010x}")
         return int(cached_tokens)
 
     def _check(self, slot: int) -> None:

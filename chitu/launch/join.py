@@ -74,7 +74,7 @@ def join(options: JoinOptions, overrides: Sequence[str]) -> int:
         except RankTaken:
             if options.rank is not None:
                 raise
-            tell(f"another process has become {instance_name(options.role, rank)} meanwhile: the next rank is tried")
+            tell(f"another process has joined as {instance_name(options.role, rank)} meanwhile: the next rank is tried")
 
 
 def _wait_for(client: RouterClient, timeout_s: float) -> None:

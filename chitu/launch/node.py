@@ -325,7 +325,7 @@ def give_up(reason: str, on_failure: str | None) -> int:
 
 
 def _taken(name: str) -> RankTaken:
-    return RankTaken(f"another process has become {name} meanwhile: give another --rank, or none")
+    return RankTaken(f"another process has joined as {name} meanwhile: give another --rank, or none")
 
 
 def _log_dir(config: str, overrides: Sequence[str], options: NodeOptions) -> str | None:

@@ -178,7 +178,7 @@ def cure_of_missing(extra: str, python: tuple[int, ...]) -> str:
     if extra == "mooncake" and python[:2] > MOONCAKE_PYTHON:
         return (
             "Mooncake has wheels for Python 3.11 to 3.13 (with CUDA 13, the extra mooncake-cuda13: to 3.14): make .venv"
-            f" with one of them, or take nixl ({PD}.transport)"
+            f" with one of them, or use nixl ({PD}.transport)"
         )
     return f"install the extra {extra}: pip install -e '.[{extra}]' in the project's folder"
 

@@ -60,7 +60,7 @@ def drain(client: RouterClient, names: Sequence[str], *, force: bool, wait: bool
     left = {}
     for name in map(str.upper, names):
         left[name] = client.drain(name, force)
-        say(f"{name} drains: it gets no new requests, finishes what runs, and leaves")
+        say(f"{name} drains: it gets no new requests, finishes its own, and leaves")
     shown: dict[str, int] = {}
     while wait and left:
         snapshot = client.cluster()

@@ -185,7 +185,7 @@ class RouterClient:
         except ValueError as error:
             raise ConfigError(f"{url!r} is no URL: {error}") from error
         if parts.scheme not in ("http", "https") or not self._host:
-            raise ConfigError(f"{url!r} is no URL of a router, which looks like http://127.0.0.1:21003")
+            raise ConfigError(f"{url!r} is no URL of a router, such as http://127.0.0.1:21003")
         self._is_tls = parts.scheme == "https"
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"

@@ -243,7 +243,7 @@ def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, 
         prefix = before.most_common(1)[0][0]
         return f": its tensors have {prefix!r} before their names, as parts of a larger model do"
     if name == HEAD and all(other in entries for other in wanted if other != HEAD):
-        return ": only the head is missing (if it is the embedding, config.json says tie_word_embeddings: true)"
+        return ": only the head is missing (if it is the embedding, set tie_word_embeddings: true in config.json)"
     num_missing = sum(other not in entries for other in wanted)
     return f", nor {num_missing - 1} others of the {len(wanted)} that the config asks for" if num_missing > 1 else ""
 

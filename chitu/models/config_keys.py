@@ -134,13 +134,13 @@ NO_EFFECT: dict[str, str] = {
     "training": """
         initializer_range attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits
         pretraining_tp ep_size""",
-    "how transformers computes, or what it returns beside the logits": """
+    "transformers' own computation, or its outputs beside the logits": """
         use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss
         chunk_size_feed_forward _attn_implementation_autoset _flash_attn_2_enabled""",
     "encoders, classifiers, earlier versions": """
         is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id
         finetuning_task id2label label2id num_labels problem_type classifier_dropout task_specific_params""",
-    "a request says how it is sampled, and the tokenizer what stands around a text": """
+    "sampling comes from the request, special tokens from the tokenizer": """
         max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
         top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
         bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id

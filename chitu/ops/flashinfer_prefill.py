@@ -257,9 +257,9 @@ def why_not(shape: PrefillShape, capability: tuple[int, int], is_installed: bool
     if capability != CAPABILITY:
         return f"its FA3 kernels are for compute capability 9.0, the device has {capability[0]}.{capability[1]}"
     if shape.dtype not in DTYPES or shape.kv_dtype != shape.dtype:
-        return f"it takes pages of bfloat16 or float16, not {shape.kv_dtype} for a model of {shape.dtype}"
+        return f"it supports pages of bfloat16 or float16, not {shape.kv_dtype} for a model of {shape.dtype}"
     if shape.head_dim not in HEAD_DIMS:
-        return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} numbers, not {shape.head_dim}"
+        return f"it supports heads of {', '.join(map(str, HEAD_DIMS))} numbers, not {shape.head_dim}"
     return None
 
 

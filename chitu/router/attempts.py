@@ -330,7 +330,7 @@ class Attempts:
         full = self._dispatcher.send(attempt)
         if full is None:
             return None
-        text = f"{full.name} does not take requests (its queue is full)"
+        text = f"{full.name} accepts no requests (its queue is full)"
         return AttemptFailed(NoInstance(text), full)
 
     def _choose(self, generation: Generation, wanted: Choose) -> Event:

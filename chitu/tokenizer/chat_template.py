@@ -146,7 +146,7 @@ class ChatTemplate:
         template = self._templates.get(name)
         if template is None:
             raise InvalidRequest(
-                "this model has no chat template, so it takes prompts (/v1/completions) but no messages",
+                "this model has no chat template, so it accepts prompts (/v1/completions) but no messages",
                 param="messages",
             )
         given = {

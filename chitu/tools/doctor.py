@@ -283,7 +283,7 @@ def libraries(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
         else:
             is_useful = group.startswith("gpu") and bool(facts.devices.devices)
             level = Level.ERROR if group in wanted else Level.WARNING if is_useful else Level.OK
-            cure = f"{cure_of_missing(group, facts.python)}, where it is wanted"
+            cure = f"{cure_of_missing(group, facts.python)}, if it is needed"
             yield Finding(level, group, f"the extra {group} is not installed", cure)
     if facts.missing_shared and any("mooncake" in name for name in facts.libraries):
         level = Level.ERROR if "mooncake" in wanted else Level.WARNING
@@ -323,7 +323,7 @@ def driver(facts: NodeFacts) -> Iterator[Finding]:
         return
     if not facts.driver_cuda or not facts.torch_cuda:
         return
-    says = f"driver {facts.driver} takes CUDA {facts.driver_cuda}; torch is built for {facts.torch_cuda}"
+    says = f"driver {facts.driver} supports CUDA {facts.driver_cuda}; torch is built for {facts.torch_cuda}"
     if _numbers(facts.torch_cuda)[0] > _numbers(facts.driver_cuda)[0]:
         cure = "update the driver, or install torch for an older CUDA"
         yield Finding(Level.ERROR, "driver", says, cure)
@@ -402,7 +402,7 @@ def absent(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
                 Level.ERROR,
                 host,
                 f"the node {host} has not reported",
-                "run chitu doctor there at the same time, with its --node-index; look for a firewall",
+                "run chitu doctor there at the same time, with its --node-index; check the firewall",
             )
 
 
@@ -431,7 +431,7 @@ def unlike_nodes(topology: Topology, nodes: Sequence[NodeFacts]) -> Iterator[Fin
     if len(memory) > 1:
         says = "; ".join(f"{kind} on {', '.join(hosts)}" for kind, hosts in memory.items())
         cure = f"give all of them GPUs, or have all serve on CPUs with {VISIBLE}= (empty)"
-        yield Finding(Level.ERROR, "devices", f"P and D need the same kind of device, and have {says}", cure)
+        yield Finding(Level.ERROR, "devices", f"P and D need the same kind of device, but have {says}", cure)
     elif len(protocols) > 1 and needed_library(topology) == "mooncake":
         says = "; ".join(f"{protocol} on {', '.join(hosts)}" for protocol, hosts in protocols.items())
         cure = f"fix RDMA on the nodes without it, or {KEY}=tcp"

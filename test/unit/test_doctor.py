@@ -75,7 +75,7 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("no compiler", {"compiler": ""}, (), Level.ERROR, "no C compiler", "apt-get install gcc"),
     ("compiler, CPUs", {"compiler": "", "devices": NO_CARDS}, (), Level.WARNING, "no C compiler", "gcc"),
     ("no Python.h", {"has_python_header": False}, (), Level.ERROR, "Python.h", "python3-dev"),
-    ("old driver", {"driver_cuda": "12.4"}, (), Level.ERROR, "takes CUDA 12.4", "update the driver"),
+    ("old driver", {"driver_cuda": "12.4"}, (), Level.ERROR, "supports CUDA 12.4", "update the driver"),
     ("CPU torch", {"devices": NodeDevices(CARDS.devices, "x", True, "no CUDA")}, (), Level.ERROR, "no CUDA", ""),
     ("too few", {}, ("dp_config.router.decode_schedulers.0.tp_size=4",), Level.ERROR, "1 GPU", ""),
     ("a named card", {}, ("dp_config.router.decode_schedulers.0.devices=[cuda:7]",), Level.ERROR, "cuda:7", ""),

@@ -200,7 +200,7 @@ def test_a_pool_of_a_few_tokens_is_warned_of() -> None:
     topology = local("cache.num_pages=2")
     (finding,) = memory_findings(topology, SPEC, instances(topology), 8 * GIB)
     assert finding.level is Level.WARNING
-    assert "2 pages holds 32 tokens" in finding.says and f"takes {SPEC.max_model_len}" in finding.says
+    assert "2 pages holds 32 tokens" in finding.says and f"limit is {SPEC.max_model_len}" in finding.says
     assert small_pool(MIN_CONTEXT_TOKENS // 16 - 1, 16, 4096)
     assert not small_pool(MIN_CONTEXT_TOKENS // 16, 16, 4096)
     assert not small_pool(4, 16, 64), "all that the model takes"

@@ -380,7 +380,7 @@ def test_a_message_has_as_many_choices_as_d_has_slots_and_pages_for(
 def test_all_choices_are_taken_or_none() -> None:
     world = pair(retry=ONE_TRY)
     world.outbox.full = set(world.outbox.peers)
-    with pytest.raises(Exception, match="does not take requests"):
+    with pytest.raises(Exception, match="accepts no requests"):
         world.add_choices(3)
     assert world.router.in_flight == 0 and not world.router._attempts.groups
     world = pair(max_in_flight=8)

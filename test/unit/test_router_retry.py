@@ -341,7 +341,7 @@ def test_an_instance_that_does_not_read_is_passed_over() -> None:
     assert all(world.pair(client.generation).endswith("D1") for client in clients)
     alone = pair()
     alone.outbox.full |= alone.outbox.peers
-    with pytest.raises(NoInstance, match="D0 does not take requests"):
+    with pytest.raises(NoInstance, match="D0 accepts no requests"):
         alone.add_client()
     assert alone.router.in_flight == 0 and alone.router.counters.failed == {"no_instance": 1}
 

@@ -122,7 +122,7 @@ def test_wrong_bytes_tokens_ids_and_errors_are_said() -> None:
     failed = CheckedRequest(0, error="decode_lost: D1 is gone")
     assert reasons(cluster, [*requests, failed]) == ["1 of 13 requests failed: decode_lost: D1 is gone"]
     short = CheckedRequest(9, "x4", (1,), served=asked(9, "P0-D0", "x4").served)
-    assert reasons(cluster, [*requests, short]) == ["1 of 13 requests got 1 tokens where the router counted 3"]
+    assert reasons(cluster, [*requests, short]) == ["1 of 13 requests got 1 tokens, but the router counted 3"]
 
 
 def answered(pair: str, request_id: str, *logprobs: float, tokens: tuple[int, ...] = (0, 5, 6)) -> CheckedRequest:

@@ -224,7 +224,7 @@ class DiskPages:
                 return
             else:
                 raise OSError(
-                    errno.EBUSY, f"other processes or files have it and {MAX_FOLDERS - 1} more", str(self._named)
+                    errno.EBUSY, f"other processes or files use it and {MAX_FOLDERS - 1} more", str(self._named)
                 )
             time.sleep(0.05)
 

@@ -227,7 +227,7 @@ def _request_reasons(asked: Sequence[CheckedRequest], layouts: dict[str, KVLayou
                 f"of {prefilled_tokens(served)} prompt tokens over {pair} moved {served.kv_bytes} bytes, not {right}"
             ] += 1
         if not one.tokens or len(one.tokens) != served.output_tokens:
-            reasons[f"got {len(one.tokens)} tokens where the router counted {served.output_tokens}"] += 1
+            reasons[f"got {len(one.tokens)} tokens, but the router counted {served.output_tokens}"] += 1
     lines = [f"{count} of {len(asked)} requests {reason}" for reason, count in reasons.items()]
     twice = [name for name, count in Counter(one.request_id for one in asked if one.request_id).items() if count > 1]
     return lines + [f"the request id {name} was given more than once" for name in twice]
