@@ -36,6 +36,7 @@ from chitu.http.jobs import (
     offered_tools,
     template_variables,
 )
+from chitu.http.replies import DetokenizeReply, TokenizeReply
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
@@ -74,9 +75,9 @@ class TokenCounts:
             raise InvalidRequest(f"{param}: at most {most} tokens are counted", param)
         context.require_client()
         ids = model.tokenizer.encode(text, add_special_tokens)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": max_len, "tokens": ids}
+        answer = TokenizeReply(len(ids), max_len, ids)
         if body.return_token_strs:
-            answer["token_strs"] = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+            answer.token_strs = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
         return TokensAnswer(msgspec.json.encode(answer), warnings)
 
     def detokenize(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
@@ -86,7 +87,7 @@ class TokenCounts:
                 raise InvalidRequest(f"tokens: {token} is no token id (0 to {context.facts.vocab_size - 1})", "tokens")
         context.require_client()
         text = self._model.tokenizer.decode(body.tokens, bool(body.skip_special_tokens))
-        return TokensAnswer(msgspec.json.encode({"prompt": text}), warnings)
+        return TokensAnswer(msgspec.json.encode(DetokenizeReply(text)), warnings)
 
     def _body(self, decoder: BodyDecoder[BodyT], raw: bytes | bytearray) -> tuple[BodyT, list[str]]:
         warnings: list[str] = []

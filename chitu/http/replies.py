@@ -21,7 +21,7 @@ class ReasoningTokensReply(msgspec.Struct):
     reasoning_tokens: int
 
 
-class UsageReply(msgspec.Struct):
+class UsageReply(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -45,13 +45,13 @@ class PromptLogprobReply(msgspec.Struct):
 PromptLogprobsReply = list[dict[str, PromptLogprobReply] | None]
 
 
-class CompletionChoice(msgspec.Struct):
+class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
-    logprobs: CompletionLogprobsReply | None
     finish_reason: Literal["stop", "length"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     """Present with `return_token_ids`."""
+    logprobs: CompletionLogprobsReply | None
     prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
     """Present with the request field of that name."""
 
@@ -105,12 +105,12 @@ class ChatLogprobsReply(msgspec.Struct):
     refusal: None
 
 
-class ChatChoice(msgspec.Struct):
+class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatReplyMessage
-    logprobs: ChatLogprobsReply | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    logprobs: ChatLogprobsReply | None
 
 
 class ChatReply(msgspec.Struct):
@@ -138,10 +138,19 @@ class DetokenizeReply(msgspec.Struct):
 
 class ResponsesUsageReply(msgspec.Struct):
     input_tokens: int
-    output_tokens: int
-    total_tokens: int
     input_tokens_details: CachedTokensReply
+    output_tokens: int
     output_tokens_details: ReasoningTokensReply
+    total_tokens: int
+
+
+class ResponsesError(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
 
 
 class ResponsesReply(msgspec.Struct):
@@ -149,10 +158,29 @@ class ResponsesReply(msgspec.Struct):
     object: Literal["response"]
     created_at: int
     model: str
-    status: Literal["completed", "incomplete"]
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    """`in_progress` and `failed` are only in events."""
+    error: ResponsesError | None
+    incomplete_details: IncompleteDetails | None
+    # fields of the request, repeated (`echo_of`)
+    instructions: str | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    temperature: float
+    top_p: float
+    max_output_tokens: int | None
+    tool_choice: Any
+    tools: list[Any]
+    reasoning: dict[str, Any]
+    text: dict[str, Any]
+    truncation: Literal["disabled"]
+    store: bool
+    background: bool
+    previous_response_id: None
     output: list[dict[str, Any]]
     """Items of the types reasoning, message and function_call."""
-    usage: ResponsesUsageReply
+    usage: ResponsesUsageReply | None
+    """Null only in events before the last one."""
     chitu: Proof | msgspec.UnsetType = msgspec.UNSET
 
 

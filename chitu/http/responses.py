@@ -7,13 +7,14 @@ of its own. The last event is the whole answer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.messages.delta import CallDelta, MessageDelta
 from chitu.http.proof import Proof
+from chitu.http.replies import IncompleteDetails, ResponsesError, ResponsesReply, ResponsesUsageReply
 from chitu.http.sse import ID_PREFIXES, FinishedChoice, UsageCount
 
 _json = msgspec.json.Encoder().encode
@@ -26,18 +27,20 @@ class ResponsesFormat:
     def __init__(self, response_id: str, created_s: int, model: str, echo: dict[str, Any]) -> None:
         """`echo`: see `echo_of`."""
         self._id = response_id
-        self._whole: dict[str, Any] = {
-            "id": ID_PREFIXES[2] + response_id,
-            "object": "response",
-            "created_at": created_s,
-            "model": model,
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
+        self._whole = ResponsesReply(
+            id=ID_PREFIXES[2] + response_id,
+            object="response",
+            created_at=created_s,
+            model=model,
+            status="in_progress",
+            error=None,
+            incomplete_details=None,
             **echo,
-            "output": [],
-            "usage": None,
-        }
+            output=[],
+            usage=None,
+        )
+        self._reason = ""
+        """Why the text ended, once it has."""
         self._output: list[dict[str, Any]] = []
         """Items so far; the last one is open unless `_kind` is empty."""
         self._text: list[str] = []
@@ -73,16 +76,15 @@ class ResponsesFormat:
         logprobs: bytes = b"null",
     ) -> bytes:
         """Return the events of the last text. The answer itself follows with its usage."""
-        self._whole["finish_reason"] = reason
+        self._reason = reason
         return self._take(text)
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
         assert usage is not None  # this route's answers always have it
         self._add_proof(proof)
-        reason = self._whole.pop("finish_reason")
-        closing = self._close(_status(reason))
-        self._ended(reason, usage)
-        return closing + self._lifecycle(f"response.{self._whole['status']}")
+        closing = self._close(_status(self._reason))
+        whole = self._ended(self._reason, usage)
+        return closing + self._lifecycle(f"response.{whole.status}")
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         return event
@@ -90,29 +92,31 @@ class ResponsesFormat:
     def error(self, error: ChituError) -> bytes:
         """Return the last events of an answer that has begun."""
         closing = self._close("incomplete")
-        self._whole.update(status="failed", error={"code": error.code, "message": error.message}, output=self._output)
+        whole = self._whole
+        whole.status, whole.error, whole.output = "failed", ResponsesError(error.code, error.message), self._output
         return closing + self._lifecycle("response.failed")
 
     # -------------------------------------------------------------------------------------------------------- the items
 
     def _add_proof(self, proof: Proof | None) -> None:
         if proof is not None:
-            self._whole["chitu"] = proof
+            self._whole.chitu = proof
 
-    def _ended(self, reason: str, usage: UsageCount) -> dict[str, Any]:
-        self._close(_status(reason))
-        self._whole["status"] = _status(reason)
+    def _ended(self, reason: str, usage: UsageCount) -> ResponsesReply:
+        status, whole = _status(reason), self._whole
+        self._close(status)
+        whole.status, whole.output = status, self._output
         if reason == "length":
-            self._whole["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._whole["output"] = self._output
-        self._whole["usage"] = {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-        return self._whole
+            whole.incomplete_details = IncompleteDetails("max_output_tokens")
+        told = usage.reply()
+        whole.usage = ResponsesUsageReply(
+            told.prompt_tokens,
+            told.prompt_tokens_details,
+            told.completion_tokens,
+            told.completion_tokens_details,
+            told.total_tokens,
+        )
+        return whole
 
     def _take(self, delta: str | MessageDelta) -> bytes:
         """Return a part of the message as events."""
@@ -200,5 +204,5 @@ def _part(kind: str, text: str) -> dict[str, Any]:
     return {"type": name, "text": text, **more}
 
 
-def _status(reason: str) -> str:
+def _status(reason: str) -> Literal["incomplete", "completed"]:
     return "incomplete" if reason == "length" else "completed"

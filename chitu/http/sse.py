@@ -23,6 +23,16 @@ from fastapi.responses import Response, StreamingResponse
 from chitu.errors import ChituError, InvalidRequest
 from chitu.http.messages.delta import CallDelta, MessageDelta
 from chitu.http.proof import Proof
+from chitu.http.replies import (
+    CachedTokensReply,
+    CalledFunctionReply,
+    ChatChoice,
+    ChatReplyMessage,
+    CompletionChoice,
+    ReasoningTokensReply,
+    ToolCallReply,
+    UsageReply,
+)
 from chitu.http.token_logprobs import PromptLogprobs
 from chitu.net.http import Scope, error_body, header, query_value
 
@@ -104,14 +114,10 @@ class UsageCount(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
     """Completion tokens that are reasoning."""
 
-    def as_dict(self) -> dict[str, int | dict[str, int]]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
+    def reply(self) -> UsageReply:
+        cached, reasoning = CachedTokensReply(self.cached_tokens), ReasoningTokensReply(self.reasoning_tokens)
+        total_tokens = self.prompt_tokens + self.completion_tokens
+        return UsageReply(self.prompt_tokens, self.completion_tokens, total_tokens, cached, reasoning)
 
 
 class FinishedChoice(msgspec.Struct, frozen=True):
@@ -165,11 +171,15 @@ def _proof(proof: Proof | None) -> bytes:
     return b"" if proof is None else b',"chitu":' + _json(proof)
 
 
-def _call(call: CallDelta) -> dict[str, Any]:
-    """Return a call in the form of a chat. A later part of a call has only its arguments."""
+def _call(call: CallDelta) -> ToolCallReply:
+    return ToolCallReply(call.id, "function", CalledFunctionReply(call.name, call.arguments))
+
+
+def _call_part(call: CallDelta) -> dict[str, Any]:
+    """Return a part of a call in a chunk. A later part has only its arguments."""
     if not call.id:
-        return {"function": {"arguments": call.arguments}}
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        return {"index": call.place, "function": {"arguments": call.arguments}}
+    return {"index": call.place, **msgspec.structs.asdict(_call(call))}
 
 
 def _parts(delta: MessageDelta) -> bytes:
@@ -180,7 +190,7 @@ def _parts(delta: MessageDelta) -> bytes:
     if delta.content:
         fields["content"] = delta.content
     if delta.calls:
-        fields["tool_calls"] = [{"index": call.place, **_call(call)} for call in delta.calls]
+        fields["tool_calls"] = [_call_part(call) for call in delta.calls]
     return _json(fields)[1:-1]
 
 
@@ -213,32 +223,33 @@ class _Format(abc.ABC):
         return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + _ids(token_ids) + b"}" + self._close
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
-        told = b"" if usage is None else b',"usage":' + _json(usage.as_dict())
+        told = b"" if usage is None else b',"usage":' + _json(usage.reply())
         return self._start + b"]" + told + _proof(proof) + b"}\n\n"
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         """Return an event of a choice with the usage added to it."""
-        return event.removesuffix(self._close) + b'],"usage":' + _json(usage.as_dict()) + b"}\n\n"
+        return event.removesuffix(self._close) + b'],"usage":' + _json(usage.reply()) + b"}\n\n"
 
     def error(self, error: ChituError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
 
     @abc.abstractmethod
-    def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        """Return one entry of `choices` of an unstreamed response, without logprobs."""
+    def _choice(self, index: int, choice: FinishedChoice) -> CompletionChoice | ChatChoice:
+        """Return one entry of `choices` of an unstreamed response, without logprobs: a null stands for them at its
+        end."""
 
     def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
         shared = None
         start = _json({**self._head, "object": self.object_name})[:-1] + b',"choices":['
         for i, choice in enumerate(choices):
-            yield start + _json(self._choice_dict(i, choice))[:-1] + b',"logprobs":'
+            yield start + _json(self._choice(i, choice)).removesuffix(b"null}")
             yield from choice.logprobs
             if self.repeats_prompt_logprobs:
                 yield from _prompt_logprobs(choice.prompt_logprobs)
             elif i == 0:
                 shared = choice.prompt_logprobs
             start = b"},"
-        yield b'}],"usage":' + _json(usage.as_dict())
+        yield b'}],"usage":' + _json(usage.reply())
         yield from _prompt_logprobs(shared)
         yield _proof(proof) + b"}"
 
@@ -281,15 +292,11 @@ class CompletionFormat(_Format):
     ) -> bytes:
         return self._text_of(index) + _json(text) + self._end(_json(reason), token_ids, logprobs)
 
-    def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        result: dict[str, Any] = {
-            "index": index,
-            "text": choice.text,
-            "finish_reason": choice.finish_reason,
-        }
-        if choice.token_ids is not None:
-            result["token_ids"] = choice.token_ids
-        return result
+    def _choice(self, index: int, choice: FinishedChoice) -> CompletionChoice:
+        assert isinstance(choice.text, str)
+        token_ids = msgspec.UNSET if choice.token_ids is None else choice.token_ids
+        reason: Any = choice.finish_reason
+        return CompletionChoice(index=index, text=choice.text, finish_reason=reason, token_ids=token_ids, logprobs=None)
 
 
 class ChatFormat(_Format):
@@ -326,20 +333,15 @@ class ChatFormat(_Format):
         content = _parts(text if isinstance(text, MessageDelta) else MessageDelta(text))
         return self._delta_of(index) + content + b"}" + self._end(_json(reason), token_ids, logprobs)
 
-    def _choice_dict(self, index: int, choice: FinishedChoice) -> dict[str, Any]:
-        text = choice.text
-        more: dict[str, Any] = {}
-        if isinstance(text, MessageDelta):
-            if text.reasoning:
-                more["reasoning_content"] = text.reasoning
-            if text.calls:
-                more["tool_calls"] = [_call(call) for call in text.calls]
-        content = text.content or None if isinstance(text, MessageDelta) else text
-        result: dict[str, Any] = {
-            "index": index,
-            "message": {"role": "assistant", "content": content, "refusal": None, **more},
-            "finish_reason": choice.finish_reason,
-        }
-        if choice.token_ids is not None:
-            result["token_ids"] = choice.token_ids
-        return result
+    def _choice(self, index: int, choice: FinishedChoice) -> ChatChoice:
+        text = choice.text if isinstance(choice.text, MessageDelta) else MessageDelta(choice.text)
+        message = ChatReplyMessage(
+            "assistant",
+            text.content if text.content or isinstance(choice.text, str) else None,
+            None,
+            text.reasoning or msgspec.UNSET,
+            [_call(call) for call in text.calls] or msgspec.UNSET,
+        )
+        token_ids = msgspec.UNSET if choice.token_ids is None else choice.token_ids
+        reason: Any = choice.finish_reason
+        return ChatChoice(index=index, message=message, finish_reason=reason, token_ids=token_ids, logprobs=None)

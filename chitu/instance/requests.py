@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -40,13 +41,10 @@ from chitu.instance.sequences import (
 from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.log import about
 from chitu.protocol import (
-    MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
     MAX_FORKS,
-    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_STOP_TOKEN_IDS,
+    MAX_SAMPLING_ENTRIES,
     CancelRequest,
     DecodeRequest,
     Finish,
@@ -434,31 +432,22 @@ def _wrong_logprobs(count: int | None) -> str:
 def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
     """Return why these parameters would fail, or cost without bound, within a step; empty if they would not. The router
     has checked all of them before."""
-    bias, stops = sampling.logit_bias, sampling.stop_token_ids
-    if len(bias) > MAX_LOGIT_BIAS or len(stops) > MAX_STOP_TOKEN_IDS:
-        return (
-            f"logit_bias of {len(bias)} tokens and {len(stops)} stop_token_ids; at most {MAX_LOGIT_BIAS} and "
-            f"{MAX_STOP_TOKEN_IDS} are accepted"
-        )
-    allowed, words = sampling.allowed_token_ids, sampling.bad_words
-    longest = max(map(len, words), default=0)
-    if len(allowed) > MAX_ALLOWED_TOKEN_IDS or len(words) > MAX_BAD_WORDS or longest > MAX_BAD_WORD_TOKENS:
-        return (
-            f"{len(allowed)} allowed_token_ids and {len(words)} bad_words of up to {longest} tokens; at most "
-            f"{MAX_ALLOWED_TOKEN_IDS} and {MAX_BAD_WORDS} of {MAX_BAD_WORD_TOKENS} are accepted"
-        )
-    if () in words:
-        return "a bad word has no tokens"
-    for count in (sampling.logprobs, sampling.prompt_logprobs):
-        if wrong := _wrong_logprobs(count):
-            return wrong
-    numbers = (sampling.temperature, sampling.top_p, sampling.min_p, *bias.values())
-    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-    if not all(map(math.isfinite, (*numbers, *penalties))):
-        return "a sampling parameter is not a finite number"
-    lists = {"logit_bias": tuple(bias), "stop_token_ids": stops, "allowed_token_ids": allowed}
-    lists["bad_words"] = tuple(token for word in words for token in word)
-    return next(filter(None, (_wrong_ids(name, ids, vocab_size) for name, ids in lists.items())), "")
+    for name, value in msgspec.structs.asdict(sampling).items():
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                return f"{name} is not a finite number"
+        elif isinstance(value, dict | tuple):
+            if len(value) > MAX_SAMPLING_ENTRIES[name]:
+                return f"{name} of {len(value)} entries; at most {MAX_SAMPLING_ENTRIES[name]} are accepted"
+            if isinstance(value, dict) and not all(map(math.isfinite, value.values())):
+                return f"{name} has a value that is not a finite number"
+            if name == "bad_words":
+                if not all(0 < len(word) <= MAX_BAD_WORD_TOKENS for word in value):
+                    return f"a bad word has no tokens, or more than {MAX_BAD_WORD_TOKENS}"
+                value = tuple(chain.from_iterable(value))
+            if wrong := _wrong_ids(name, tuple(value), vocab_size):
+                return wrong
+    return _wrong_logprobs(sampling.logprobs) or _wrong_logprobs(sampling.prompt_logprobs)
 
 
 REPEATS = 3

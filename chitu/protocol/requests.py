@@ -17,6 +17,13 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 """Maximum number of token sequences. Each word of a client needs two: with and without a leading space."""
 MAX_BAD_WORD_TOKENS = 16
+MAX_SAMPLING_ENTRIES = {
+    "logit_bias": MAX_LOGIT_BIAS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
+"""The same by field of `SamplingParams`: an instance checks each collection there against it."""
 MAX_PRIORITY = (1 << 31) - 1
 """Largest priority; the smallest is its negative. The lowest goes first; 0 is the default."""
 MAX_FORKS = 128

@@ -7,6 +7,8 @@ import json
 import msgspec
 from router_world import World, pair, two_pairs
 
+from chitu.http.body_decoder import responses_decoder
+from chitu.http.jobs import echo_of
 from chitu.http.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
 from chitu.http.responses import ResponsesFormat
 from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
@@ -16,6 +18,8 @@ from chitu.router.request import Generation
 from chitu.types import Role
 
 STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)
+
+ECHO = echo_of(responses_decoder.decode(b'{"input": "a"}'))
 
 
 def micros(span_s: float) -> int:
@@ -166,9 +170,9 @@ def test_every_form_of_an_answer_has_it_whole_or_streamed() -> None:
         event = json.loads(form.usage(usage, made).removeprefix(b"data: "))
         assert (event["choices"], event["chitu"], event["usage"]["total_tokens"]) == ([], told, 4)
         assert "chitu" not in json.loads(b"".join(form.full([FinishedChoice("a", "stop", None)], usage)))
-    response = ResponsesFormat("id", 1, "m", {})
+    response = ResponsesFormat("id", 1, "m", ECHO)
     assert json.loads(b"".join(response.full([FinishedChoice("a", "stop", None)], usage, made)))["chitu"] == told
-    streamed = ResponsesFormat("id", 1, "m", {})
+    streamed = ResponsesFormat("id", 1, "m", ECHO)
     streamed.last(0, "a", "stop", None)
     completed = json.loads(streamed.usage(usage, made).rsplit(b"data: ", 1)[1])
     assert (completed["type"], completed["response"]["chitu"]) == ("response.completed", told)
