@@ -27,6 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from support.faults import ENVIRONMENT, FaultConfig
+
 from chitu.assets import TINY_MODEL_DIR
 from chitu.assets.tiny_tasks import Example, facts_for, recall
 from chitu.config.load import load_topology
@@ -36,6 +39,7 @@ from chitu.launch.router_client import RouterClient
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 PASS_RATE = 0.99
+PLANTED = Entries(scheduler="support.planted_scheduler")
 PAGE_SIZE = 128
 """Tokens for each page in the run with the broken page."""
 MAX_OUTPUT_TOKENS = 24
@@ -144,11 +148,13 @@ def by_cluster(
     prompts: Sequence[RecallPrompt],
     overrides: Sequence[str] = (),
     concurrency: int = 8,
-    entries: Entries | None = None,
+    entries: Entries = PLANTED,
+    zero_page: int | None = None,
 ) -> Run:
-    """Answer through a fresh cluster on this machine, `concurrency` requests at a time."""
+    """Answer through a fresh cluster on this machine, `concurrency` requests at a time; `zero_page` is broken on D."""
     settings = [f"model.path={model}", "model.served_name=m", "model.dtype=float32", *PATIENCE, *overrides]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=entries) as cluster:
+    env = {ENVIRONMENT: msgspec.json.encode(FaultConfig(zero_page=zero_page)).decode()}
+    with LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=entries, env=env) as cluster:
         cluster.wait_ready()
         client, start_s = RouterClient(cluster.url), time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
@@ -159,14 +165,13 @@ def by_cluster(
     return Run(answers, seconds, Counter(line.split()[-1] for line in created), logs)
 
 
-def broken_page(page: int, max_tokens: int) -> list[str]:
-    """Return the overrides of a 1P1D that breaks `page` of every prompt; see the module's docstring."""
+def small_pool(max_tokens: int) -> list[str]:
+    """Return the overrides of a 1P1D whose D has a pool for one request; see the module's docstring."""
     num_pages = -(-(max_tokens + MAX_OUTPUT_TOKENS) // PAGE_SIZE)
     return [
         f"cache.page_size={PAGE_SIZE}",
         f"cache.num_pages={num_pages}",
         "cache.prefix_cache=false",  # cached pages would move the next prompt to other pages
-        f"dp_config.router.pd_disaggregation.faults.zero_page={page}",
     ]
 
 
@@ -202,7 +207,7 @@ def main() -> int:
     for name, overrides in TOPOLOGIES.items():
         runs[name] = by_cluster(arguments.model, prompts, [*overrides, transport])
     broken = f"1P1D, page {page} broken"
-    runs[broken] = by_cluster(arguments.model, prompts, [*broken_page(page, arguments.tokens), transport], 1)
+    runs[broken] = by_cluster(arguments.model, prompts, [*small_pool(arguments.tokens), transport], 1, zero_page=page)
 
     reference = runs["transformers"].answers
     rows = []

@@ -179,29 +179,6 @@ class AdmissionConfig(Section, frozen=True):
     """Requests that may arrive at once within `requests_per_s`."""
 
 
-class FaultConfig(Section, frozen=True):
-    """Fault injection into transfers, to test its detection. For tests; everything is off by default."""
-
-    zero_page: Annotated[int, Meta(ge=0)] | None = None
-    """Page of D's pool (K and V of all layers) into which P's writes arrive as zeros."""
-    neighbour_page: Annotated[int, Meta(ge=0)] | None = None
-    """Page of D's pool into which P writes its neighbouring page."""
-    flip_byte_every: Annotated[int, Meta(ge=0)] = 0
-    """One byte of every Nth KV write of a P rank arrives with all bits flipped. 0: never."""
-    flip_logits_every: Annotated[int, Meta(ge=0)] = 0
-    """One byte of every Nth logits row arrives with all bits flipped. 0: never."""
-    delay_ms: NotNegative = 0.0
-    """Delay before every write begins; past its timeout the write fails."""
-    stall_every: Annotated[int, Meta(ge=0)] = 0
-    """Every Nth write, of KV or of logits, hangs until its timeout and fails; nothing of it arrives. 0: never."""
-
-    def describe(self) -> str:
-        """Return the faults that are on, as `key=value`, or "" if none is."""
-        default = FaultConfig()
-        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
-        return " ".join(f"{name}={value}" for name, value in values if value != getattr(default, name))
-
-
 class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     """ZMQ: join, leave and drain of P and D."""
@@ -237,7 +214,6 @@ class PDDisaggregationConfig(Section, frozen=True):
     """A second P computes the prompt again, of no request, of one in 100, or of each, after the answer. A P whose
     logits are wrong is reported in the log and drained. Needs two P."""
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
-    faults: FaultConfig = field(default_factory=FaultConfig)
 
 
 class InstanceConfig(Section, frozen=True):

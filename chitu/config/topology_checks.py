@@ -1,7 +1,7 @@
 """The checks of a topology that need more than one key.
 
 Pure, except that they check whether the model folder exists. Called by `chitu serve`, `chitu plan` and by every process
-entry before a model loads. `check` raises the first problem; `problems` lists all; `warn_of_faults`, `warn_without_key`
+entry before a model loads. `check` raises the first problem; `problems` lists all; `warn_without_key`
 and `warn_of_open_api` log.
 """
 
@@ -37,12 +37,6 @@ logger = logging.getLogger(__name__)
 
 PLACEHOLDER_SUFFIX = ".example"
 """Suffix of the placeholder host names in the multi-node files (RFC 2606 keeps them unresolvable)."""
-
-
-def warn_of_faults(topology: Topology) -> None:
-    """Log a warning if faults are injected into transfers, so that such a cluster is not taken for a sound one."""
-    if faults := topology.dp_config.router.pd_disaggregation.faults.describe():
-        logger.warning("FAULTS ARE ON (%s): KV transfers are broken on purpose and answers will be wrong", faults)
 
 
 def warn_without_key(topology: Topology) -> None:
@@ -189,11 +183,6 @@ def _device_problems(topology: Topology) -> Iterator[str]:
         )
     elif by_kind.keys() == {"cpu"} and config.transport == "cuda_ipc":
         yield f"{prefix}.transport is cuda_ipc, but no P or D has a CUDA device: use auto or shm"
-    elif by_kind.keys() == {"cuda"}:
-        faults = config.faults
-        pages = faults.zero_page, faults.neighbour_page
-        if pages != (None, None) or faults.flip_byte_every or faults.flip_logits_every:
-            yield f"{prefix}.faults: wrong pages and flips are made on the host, but P and D have GPUs: use cpu"
 
 
 def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]:

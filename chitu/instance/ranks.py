@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 import msgspec
 
-from chitu.config.schema import Topology
+from chitu.config.schema import PDDisaggregationConfig, Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance
 from chitu.engine.build import BuildProgress, RankEngine, build_rank
@@ -24,7 +25,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.ranks import ShardFollower, TierMemory
-from chitu.kv_transfer.transports.local import open_transports, register_memory
+from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.net.threads import ServiceThread
 from chitu.protocol import RankMemory
@@ -54,6 +55,9 @@ def exchange_hellos(group: RankGroup, mine: RankHello) -> list[RankHello]:
     return [msgspec.msgpack.decode(each, type=RankHello) for each in group.collect(msgspec.msgpack.encode(mine))]
 
 
+OpenTransports = Callable[[PDDisaggregationConfig, str, str], list[Transport]]
+
+
 class _Silent:
     """Build progress of a follower, which is not reported: the main rank's stands for all."""
 
@@ -62,7 +66,7 @@ class _Silent:
     def loading(self, done: int, total: int) -> None: ...
 
 
-def follow(topology: Topology, instance: Instance, tp_rank: int) -> int:
+def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports: OpenTransports) -> int:
     """Run a follower from start to end; return the exit code."""
     silent: BuildProgress = _Silent()
     engine = build_rank(topology, instance, tp_rank, silent)

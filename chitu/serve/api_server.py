@@ -25,7 +25,7 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import listening_host, with_router, with_router_ports
-from chitu.config.topology_checks import warn_of_faults, warn_of_open_api, warn_without_key
+from chitu.config.topology_checks import warn_of_open_api, warn_without_key
 from chitu.errors import ChituError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
@@ -143,7 +143,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         topology = load_topology(args.config, args.overrides)
         handler = setup_logging("router", topology.log.level, topology.log.modules, topology.log.format, deferred=True)
-        warn_of_faults(topology)
         warn_without_key(topology)
         warn_of_open_api(topology)
         uvloop.run(_serve(topology, handler.flush))

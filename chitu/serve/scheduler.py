@@ -29,7 +29,7 @@ from chitu.config.load import load_topology, pd_master_addr, router_host, shown_
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, is_loopback
-from chitu.config.topology_checks import check, warn_of_faults, warn_without_key
+from chitu.config.topology_checks import check, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.errors import ChituError, ConfigError
@@ -81,7 +81,6 @@ def main(argv: Sequence[str] | None = None, factories: Factories = Factories()) 
         setup_logging(
             f"{name}.{tp_rank}" if tp_rank else name, topology.log.level, topology.log.modules, topology.log.format
         )
-        warn_of_faults(topology)
         warn_without_key(topology)
         return _serve(topology, instance, factories, arguments.if_free)
     except ConfigError as error:
@@ -120,7 +119,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     if ranks.rank != MAIN_RANK:
         from chitu.instance.ranks import follow
 
-        return follow(topology, instance, ranks.rank)
+        return follow(topology, instance, ranks.rank, factories.open_transports)
     progress = ProgressWriter()
     incarnation = new_incarnation()
     router = topology.dp_config.router

@@ -175,7 +175,9 @@ def test_a_key_on_a_command_line_is_refused_and_not_repeated(override: str, cure
 def test_a_key_of_the_file_is_no_reason_to_refuse_an_override(tmp_path: Path) -> None:
     file = tmp_path / "topology.yaml"
     file.write_text(f"dp_config: {{router: {{api_keys: [{API_KEY}], pd_disaggregation: {{cluster_key: {KEY}}}}}}}")
-    topology = load_topology(str(file), ["dp_config.router.workers=2", "dp_config.router.pd_disaggregation.faults={}"])
+    topology = load_topology(
+        str(file), ["dp_config.router.workers=2", "dp_config.router.pd_disaggregation.deadlines={}"]
+    )
     assert (cluster_key_of(topology), topology.dp_config.router.api_keys) == (KEY, (API_KEY,))
 
 

@@ -19,6 +19,7 @@ import pytest
 from chaos_cluster import VOCAB_SIZE, right_tokens
 from nursery import forked
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
+from support.faults import ENVIRONMENT
 from support.router_process import wait_until
 from support.steady_load import Ask, SteadyLoad
 
@@ -44,6 +45,7 @@ class Planted:
     says: str = ""
     engine: EngineConfig = field(default_factory=EngineConfig)
     settings: tuple[str, ...] = ()
+    faults: dict[str, float] = field(default_factory=dict)
     clients: int = 4
     prompt: int = 40
     tokens: int = 8
@@ -52,14 +54,13 @@ class Planted:
 
 
 DEADLINES = f"{ROUTER}.pd_disaggregation.deadlines"
-FAULTS = f"{ROUTER}.pd_disaggregation.faults"
 PLANTED = {
     "P computes slowly": Planted("prefill_compute", engine=EngineConfig(0.0, 0.001), clients=1),
     "one slow P": Planted("prefill_instance", "P1 takes", EngineConfig(0.0, 0.001, slow={"P1": 8.0}), clients=2),
     "one slow D": Planted("decode_instance", "D0 takes", EngineConfig(0.004, slow={"D0": 6.0}), clients=4, tokens=20),
-    "a slow link": Planted("transfer", settings=(f"{FAULTS}.delay_ms=60",)),
+    "a slow link": Planted("transfer", faults={"delay_ms": 60}),
     "writes that hang": Planted(
-        "failures", "transfer_", settings=(f"{FAULTS}.stall_every=9", f"{DEADLINES}.transfer_s=0.5")
+        "failures", "transfer_", settings=(f"{DEADLINES}.transfer_s=0.5",), faults={"stall_every": 9}
     ),
     "a small pool of D": Planted(
         "pages",
@@ -98,7 +99,10 @@ def serving(folder: Path, planted: Planted) -> Iterator[tuple[LocalCluster, Stea
     def next_ask(rng: random.Random) -> Ask:
         return Ask(tuple(rng.randrange(16, VOCAB_SIZE) for _ in range(planted.prompt)), planted.tokens)
 
-    with LocalCluster(topology, entries=forked(ENTRIES), log_dir=str(folder / "logs"), restart=False) as cluster:
+    env = {ENVIRONMENT: json.dumps(planted.faults)}
+    with LocalCluster(
+        topology, entries=forked(ENTRIES), log_dir=str(folder / "logs"), restart=False, env=env
+    ) as cluster:
         cluster.wait_ready(60)
         load = SteadyLoad(lambda: cluster.url, "m", next_ask, right_tokens, 120.0)
         try:

@@ -5,14 +5,17 @@ The reference is a unified instance of the same model, which transfers no KV.
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 from completions import complete_all, instance_loads, is_whole
 from nursery import FORKED
+from support.faults import ENVIRONMENT
 from support.router_process import wait_until
 
 from chitu.config.load import load_topology
@@ -21,6 +24,7 @@ from chitu.tools.make_model import make_model
 
 ROUTER = "dp_config.router"
 PD = f"{ROUTER}.pd_disaggregation"
+PLANTED = replace(FORKED, scheduler="support.planted_scheduler")
 NUM_REQUESTS = 24
 EVERY = 5
 """One of this many KV writes, and of logits rows, is broken."""
@@ -62,14 +66,15 @@ def expected(settings: list[str]) -> list[list[int]]:
         return [answer.token_ids for answer in complete_all(cluster.url, *requests())]
 
 
-def broken(settings: list[str], *more: str) -> LocalCluster:
+def broken(settings: list[str], *more: str, **faults: int) -> LocalCluster:
     """Return a cluster with faults and without an effective breaker, which would rightly shut the broken link and end
     the test early. A long prompt has a write per layer, so most of its attempts fail; each attempt with sound logits
     brings a token, and 24 finish the request."""
-    faults = [f"{PD}.faults.flip_byte_every={EVERY}", f"{ROUTER}.retry.max_attempts=200"]
+    patience = [f"{ROUTER}.retry.max_attempts=200", f"{ROUTER}.breaker.failures=1000"]
     return LocalCluster(
-        load_topology("pd_disagg_1p1d_local.yaml", [*settings, *faults, f"{ROUTER}.breaker.failures=1000", *more]),
-        entries=FORKED,
+        load_topology("pd_disagg_1p1d_local.yaml", [*settings, *patience, *more]),
+        entries=PLANTED,
+        env={ENVIRONMENT: json.dumps({"flip_byte_every": EVERY, **faults})},
     )
 
 
@@ -91,8 +96,7 @@ def assert_whole(cluster: LocalCluster) -> None:
 def test_with_all_kv_verified_every_answer_is_right_and_the_broken_tries_are_counted(
     shape: str, settings: list[str], expected: list[list[int]]
 ) -> None:
-    more = [f"{PD}.verify_kv=all", f"{PD}.faults.flip_logits_every={EVERY}", *SHAPES[shape]]
-    with broken(settings, *more) as cluster:
+    with broken(settings, f"{PD}.verify_kv=all", *SHAPES[shape], flip_logits_every=EVERY) as cluster:
         cluster.wait_ready()
         answers = [answer.token_ids for answer in complete_all(cluster.url, *requests())]
         assert answers == expected
@@ -100,7 +104,7 @@ def test_with_all_kv_verified_every_answer_is_right_and_the_broken_tries_are_cou
         assert counted(cluster.url, "chitu_requests_failed", "integrity") == 0
         assert_whole(cluster)
         decodes = "".join(cluster.logs(name) for name in instance_loads(cluster.url) if name.startswith("D"))
-        assert "is not what P wrote by shm" in decodes and "checksum of the logits" in decodes
+        assert "of the prompt), written over shm" in decodes and "checksum of the logits" in decodes
 
 
 def test_without_verification_the_same_faults_give_wrong_answers(
@@ -116,8 +120,8 @@ def test_without_verification_the_same_faults_give_wrong_answers(
 
 def test_without_retries_a_broken_transfer_is_a_typed_error_and_never_a_second_token(settings: list[str]) -> None:
     """Token 1 may have been sent: its logits have a checksum of their own and come before the KV."""
-    once = [f"{PD}.verify_kv=all", f"{PD}.faults.flip_byte_every=1", f"{ROUTER}.retry.max_attempts=1"]
-    with broken(settings, *once) as cluster:
+    once = [f"{PD}.verify_kv=all", f"{ROUTER}.retry.max_attempts=1"]
+    with broken(settings, *once, flip_byte_every=1) as cluster:
         cluster.wait_ready()
         for length in (1, 5, 150):
             body = {"model": "m", "prompt": list(range(10, 10 + length)), "max_tokens": 8, "ignore_eos": True}

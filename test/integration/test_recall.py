@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from nursery import FORKED
@@ -15,13 +16,14 @@ from nursery import FORKED
 from benchmark.recall import (
     PAGE_SIZE,
     PASS_RATE,
+    PLANTED,
     TOPOLOGIES,
     Recaller,
     RecallPrompt,
     Run,
-    broken_page,
     by_cluster,
     by_transformers,
+    small_pool,
 )
 from chitu.assets import TINY_MODEL_DIR
 
@@ -97,8 +99,7 @@ def prompts_for_fault(recaller: Recaller) -> list[RecallPrompt]:
 def num_right_of_sound(recaller: Recaller, prompts_for_fault: list[RecallPrompt]) -> int:
     """Return the number of right answers with nothing broken and an equally small pool: only the broken page
     differs."""
-    *same_pool, _ = broken_page(BROKEN_PAGE, 2048)
-    sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, same_pool, 1, FORKED)
+    sound = by_cluster(TINY_MODEL_DIR, prompts_for_fault, small_pool(2048), 1, FORKED)
     assert sound.answers == by_transformers(TINY_MODEL_DIR, prompts_for_fault).answers
     return recaller.num_right(prompts_for_fault, sound.answers)
 
@@ -111,12 +112,12 @@ def test_one_broken_page_shows_in_the_answers(
     """Shows that the test above can fail: a single wrong page of KV shows in the answers, and only there. Every
     transfer succeeds and no process reports an error."""
     assert num_right_of_sound >= 2 * NUM_ASKED - 1
-    overrides = [*broken_page(BROKEN_PAGE, 2048), transport]
-    run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, overrides, 1, FORKED)
+    entries = replace(FORKED, scheduler=PLANTED.scheduler)
+    run = by_cluster(TINY_MODEL_DIR, prompts_for_fault, [*small_pool(2048), transport], 1, entries, BROKEN_PAGE)
     right = [recaller.is_right(p, answer) for p, answer in zip(prompts_for_fault, run.answers, strict=True)]
     assert not any(right[:NUM_ASKED]), "half of all answers are wrong: nobody can know a value from the broken page"
     assert sum(right[NUM_ASKED:]) >= num_right_of_sound - NUM_ASKED - 1, "the other pages are as good as ever"
-    for name, text in run.logs.items():
-        warnings = re.findall(rf" {name} [WEC] (.*)", text)
+    for name in ("P0", "D0"):
+        warnings = re.findall(rf" {name} [WEC] (.*)", run.logs[name])
         assert len(warnings) == 1 and f"FAULTS ARE ON (zero_page={BROKEN_PAGE})" in warnings[0], warnings
     assert run.logs["P0"].count("finished kv cache transfer for") == len(prompts_for_fault)

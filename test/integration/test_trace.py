@@ -25,6 +25,7 @@ import pytest
 from nursery import forked, forked_router
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 from support.executors import NUM_LAYERS, RECORD_BYTES, checksum_layout
+from support.faults import ENVIRONMENT
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trace")
 
 
-def started(folder: Path, *settings: str, step_s: float = 0.0) -> LocalCluster:
+def started(folder: Path, *settings: str, step_s: float = 0.0, faults: dict[str, int] | None = None) -> LocalCluster:
     holds = folder / "holds"
     holds.mkdir(parents=True, exist_ok=True)
     model = make_checksum_model(folder / "model", EngineConfig(step_s, holds=str(holds)))
@@ -73,7 +74,8 @@ def started(folder: Path, *settings: str, step_s: float = 0.0) -> LocalCluster:
             *settings,
         ],
     )
-    return LocalCluster(topology, entries=forked(ENTRIES), log_dir=str(folder / "logs"), restart=False)
+    env = {ENVIRONMENT: json.dumps(faults or {})}
+    return LocalCluster(topology, entries=forked(ENTRIES), log_dir=str(folder / "logs"), restart=False, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +247,7 @@ def test_a_web_page_gets_no_records(cluster: LocalCluster) -> None:
 
 
 def test_a_wrong_byte_and_a_killed_decode_instance_are_in_the_time_line(tmp_path: Path) -> None:
-    flips = f"{ROUTER}.pd_disaggregation.faults.flip_byte_every=1"
-    with started(tmp_path, "trace.sample=1.0", flips, step_s=0.05) as cluster:
+    with started(tmp_path, "trace.sample=1.0", step_s=0.05, faults={"flip_byte_every": 1}) as cluster:
         cluster.wait_ready(60)
         ask(cluster, "flipped", max_tokens=2)
         found = traced(cluster, "flipped")

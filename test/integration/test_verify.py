@@ -17,10 +17,10 @@ from typing import Any
 
 import httpx
 import msgspec
-import planted_scheduler
 import pytest
 from nursery import FORKED
 from safetensors.torch import load_file, save_file
+from support import planted_scheduler
 from support.router_process import wait_until
 
 from chitu import cli
@@ -94,7 +94,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     pairs = [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]"]
     pairs += [f"{ROUTER}.decode_schedulers=[{{port: 0, num_pages: {PAGES[0]}}}, {{port: 0, num_pages: {PAGES[1]}}}]"]
     env = {planted_scheduler.ENVIRONMENT: str(folder / "planted.json")}
-    entries = replace(FORKED, scheduler="planted_scheduler")
+    entries = replace(FORKED, scheduler="support.planted_scheduler")
     with (
         LocalCluster(load_topology("unified_local.yaml", settings), entries=FORKED) as engine,
         LocalCluster(
@@ -217,7 +217,7 @@ def test_an_answer_shows_what_was_damaged_whatever_its_dtype(dtype: str, size: i
     settings += [f"{ROUTER}.decode_schedulers=[{{port: 0, tp_size: {size}, devices: [{', '.join(['cpu'] * size)}]}}]"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
     env = {planted_scheduler.ENVIRONMENT: str(file)}
-    with LocalCluster(topology, entries=replace(FORKED, scheduler="planted_scheduler"), env=env) as cluster:
+    with LocalCluster(topology, entries=replace(FORKED, scheduler="support.planted_scheduler"), env=env) as cluster:
         cluster.wait_ready(PATIENCE_S)
         client = RouterClient(cluster.url)
         prober = Prober(client, client.model_name(), max_tokens=3, timeout_s=60.0)
@@ -299,7 +299,7 @@ def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: 
     settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
     settings += [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]", f"{PD}.verify_compute=all"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
-    with LocalCluster(topology, entries=replace(FORKED, scheduler="planted_scheduler"), env=env) as cluster:
+    with LocalCluster(topology, entries=replace(FORKED, scheduler="support.planted_scheduler"), env=env) as cluster:
         cluster.wait_ready(PATIENCE_S)
         client = RouterClient(cluster.url)
         body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 3}
@@ -320,7 +320,7 @@ def test_verify_compute_finds_pages_that_were_damaged_on_their_way_and_accuses_n
     settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
     settings += [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]", f"{PD}.verify_compute=all"]
     topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
-    with LocalCluster(topology, entries=replace(FORKED, scheduler="planted_scheduler"), env=env) as cluster:
+    with LocalCluster(topology, entries=replace(FORKED, scheduler="support.planted_scheduler"), env=env) as cluster:
         cluster.wait_ready(PATIENCE_S)
         url, logs = cluster.url, lambda: cluster.logs("router")
         body = {"prompt": list(range(5, 45)), "max_tokens": 3, "cache_prompt": False, "return_proof": True}

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import planted_scheduler
 import pytest
 from nursery import FORKED
+from support import planted_scheduler
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
@@ -111,7 +111,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     (folder / "planted.json").write_text("{}")
     settings = settings_of(str(TINY_MODEL_DIR), request.param)
     env = {planted_scheduler.ENVIRONMENT: str(folder / "planted.json")}
-    entries = replace(FORKED, scheduler="planted_scheduler")
+    entries = replace(FORKED, scheduler="support.planted_scheduler")
     with (
         LocalCluster(load_topology("unified_local.yaml", settings), entries=FORKED) as engine,
         LocalCluster(load_topology("pd_disagg_1p1d_local.yaml", settings), entries=entries, env=env) as cluster,

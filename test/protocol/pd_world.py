@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 from support.clock import FakeClock
 from support.fake_transport import FakeFabric, FakeTransport
+from support.faults import FaultConfig, FaultyTransport
 
-from chitu.config.schema import DeadlineConfig, FaultConfig
+from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
@@ -26,7 +27,6 @@ from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.shard_writer import ShardWriter
 from chitu.kv_transfer.transfer_table import TransferEventKind
-from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.transports.segments import Gatherer, HostCopier, Scatterer, SentGroup, StagingArea, area_of
 from chitu.kv_transfer.transports.staged import StagedFrom, StagedTransport, StagingEnd, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from pd_world import DEADLINES, NUM_LAYERS, NUM_SEGMENTS, PAGE_BYTES, POISON, Frame, Node, Pair, World, busy_segments
 from support.fake_transport import Fault, FaultKind
+from support.faults import FaultConfig
 
-from chitu.config.schema import FaultConfig
 from chitu.errors import Integrity, TransferFailed
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender import SenderState

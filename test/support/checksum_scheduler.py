@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 from support.executors import ChecksumExecutor, ChecksumPool, Pace, checksum_layout
+from support.faults import with_faults
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import PDDisaggregationConfig, Topology
@@ -141,8 +142,8 @@ def _main() -> int:
 
     def open_transports(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
         if config.transport == "mooncake":
-            return local.open_transports(config, host, device)
-        return local.with_faults([HeldShmTransport(holds)], config)
+            return with_faults(local.open_transports(config, host, device))
+        return with_faults([HeldShmTransport(holds)])
 
     return main(factories=Factories(build, open_transports))
 

@@ -14,14 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind
+from support.faults import ENVIRONMENT, FaultConfig, FaultyTransport, split_at_pages, with_faults
 
-from chitu.config.load import load_topology
-from chitu.config.schema import FaultConfig, PDDisaggregationConfig
-from chitu.config.topology_checks import warn_of_faults
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import join, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport, split_at_pages
-from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.transport import CopyList, Transport, WriteError
 from chitu.protocol import RankMemory
 
@@ -173,21 +169,12 @@ def moves(copies: CopyList) -> list[tuple[int, int]]:
     ]
 
 
-def test_faults_are_off_by_default_and_wrap_every_transport_when_on() -> None:
-    (plain,) = open_transports(PDDisaggregationConfig(transport="shm"), "127.0.0.1")
-    assert not isinstance(plain, FaultyTransport)
-    config = PDDisaggregationConfig(transport="shm", faults=FaultConfig(zero_page=0))
-    (faulty,) = open_transports(config, "127.0.0.1")
+def test_a_process_with_faults_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    plain: Transport = FakeTransport(FakeFabric(), "P")
+    assert with_faults([plain]) == [plain] and caplog.text == ""
+    monkeypatch.setenv(ENVIRONMENT, '{"zero_page": 0}')
+    (faulty,) = with_faults([plain])
     assert isinstance(faulty, FaultyTransport) and faulty.name == plain.name
-    for transport in (plain, faulty):
-        transport.close()
-
-
-def test_a_process_with_faults_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        warn_of_faults(load_topology("pd_disagg_1p1d_local"))
-        assert caplog.text == ""
-        warn_of_faults(load_topology("pd_disagg_1p1d_local", ["dp_config.router.pd_disaggregation.faults.zero_page=0"]))
     assert "FAULTS ARE ON (zero_page=0)" in caplog.text
 
 

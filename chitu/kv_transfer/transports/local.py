@@ -33,7 +33,6 @@ from chitu.errors import BadFrame, ChituError, ConfigError, MissingDependency, T
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_transfer.layout import PagedMemory
 from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, CudaIpcTransport
-from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyTransport
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
 from chitu.kv_transfer.transports.nixl import NixlTransport
 from chitu.kv_transfer.transports.segments import (
@@ -62,17 +61,6 @@ def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cp
     MissingDependency if the configured library is absent; `auto` logs that and goes on. A loopback `host` has its peers
     on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
-    return with_faults(_open(config, host, device), config)
-
-
-def with_faults(transports: list[Transport], config: PDDisaggregationConfig) -> list[Transport]:
-    """Return the transports, broken on purpose if that is configured."""
-    if not config.faults.describe():
-        return transports
-    return [FaultyTransport(transport, config.faults) for transport in transports]
-
-
-def _open(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
     if config.transport == "shm":
         return [ShmTransport() if device == "cpu" else _open_on_gpu(config, host, device)[-1]]
     if config.transport == "cuda_ipc":

@@ -1,20 +1,25 @@
-"""A transport that breaks another one on purpose, so that tests can show what chitu detects.
+"""A transport that breaks another one on purpose, so that tests show which damage chitu detects.
 
-`open_transports` wraps every transport in it if `pd_disaggregation.faults` is set; no other code depends on it. All
-bytes still travel through the wrapped transport, and byte counts stay as they are. Threads as in
-`kv_transfer.transports.transport`.
+All bytes travel through the wrapped transport, and byte counts stay as they are. Threads as in
+`kv_transfer.transports.transport`. An entry of tests wraps the transports of its process by `with_faults`.
 
 `zero_page`: page n of every peer's pool is a broken page. K and V of all layers that are written into it arrive as
 zeros, from a buffer that is registered like the pool itself. What the peer computes into that page on its own stays.
 `neighbour_page`: the same page gets the bytes that lie one page further in our own pool.
-`flip_byte_every`, `flip_logits_every`: a correct write, then one byte of it again, flipped (`flips.py`). `delay_ms`,
-`stall_every`: a write that takes long, or as long as its timeout. Writes are counted per transport and process.
+`flip_byte_every`, `flip_logits_every`: after the correct write one byte of it is written again, flipped, from a small
+buffer that the wrapped transport has registered; P's checksums are of the sound source. The byte is the upper one of a
+4 byte word (sign and exponent of a float32, or of one of two bfloat16), so that a flip is no rounding error. For pools
+in host memory only: the byte is read by its address. `delay_ms`, `stall_every`: a write that takes long, or as long as
+its timeout. Writes are counted per transport and process.
 Invariant: a byte that no fault names arrives as with the wrapped transport, however copies cross page borders.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import os
+import random
 import threading
 import time
 from array import array
@@ -22,22 +27,98 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from chitu.config.schema import FaultConfig
-from chitu.kv_transfer.transports.faulty.flips import ByteFlipper, EveryNth
-from chitu.kv_transfer.transports.transport import (
-    CopyList,
-    PeerHandle,
-    Transport,
-    WriteError,
-    gathers,
-    reaches_pages,
-)
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError, gathers, reaches_pages
 from chitu.protocol import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)
+
+ENVIRONMENT = "CHITU_TEST_FAULTS"
+"""JSON of the `FaultConfig` of every P."""
+WORD_BYTES = 4
+AUX_PADDING_BYTES = 64
+"""Bytes at the end of an aux row that may be padding, which is never read."""
+
+
+class FaultConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Faults of the writes of a P; by default there is none."""
+
+    zero_page: int | None = None
+    """Page of D's pool (K and V of all layers) into which P's writes arrive as zeros."""
+    neighbour_page: int | None = None
+    """Page of D's pool into which P writes its neighbouring page."""
+    flip_byte_every: int = 0
+    """One byte of every Nth KV write of a P rank arrives with all bits flipped. 0: never."""
+    flip_logits_every: int = 0
+    """One byte of every Nth logits row arrives with all bits flipped. 0: never."""
+    delay_ms: float = 0.0
+    """Delay before every write begins; past its timeout the write fails."""
+    stall_every: int = 0
+    """Every Nth write, of KV or of logits, hangs until its timeout and fails; nothing of it arrives. 0: never."""
+
+    def describe(self) -> str:
+        """Return the faults that are on, as `key=value`, or "" if none is."""
+        default = FaultConfig()
+        values = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return " ".join(f"{name}={value}" for name, value in values if value != getattr(default, name))
+
+
+class EveryNth:
+    """Counter that strikes at every Nth call, from any thread. 0: never."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def strikes(self) -> bool:
+        if not self._every:
+            return False
+        with self._lock:
+            self._count += 1
+            return self._count % self._every == 0
+
+
+class ByteFlipper:
+    """Flips bytes of finished writes. Several transfer threads call `flip`."""
+
+    def __init__(self, inner: Transport, kv_every: int, logits_every: int) -> None:
+        self._inner = inner
+        self._kv_writes = EveryNth(kv_every)
+        self._logits_writes = EveryNth(logits_every)
+        self._lock = threading.Lock()
+        self._random = random.Random(0)
+        self._scratch = np.zeros(1, np.uint8)
+        self._is_prepared = False
+
+    def prepare(self) -> None:
+        """Register the buffer, before the first write."""
+        if not self._is_prepared:
+            self._inner.register(int(self._scratch.ctypes.data), 1)
+            self._is_prepared = True
+
+    def flip(self, peer: PeerHandle, copies: CopyList, aux_rows: range, deadline_s: float) -> None:
+        """Flip a byte of this write, which is over, if it is its turn. Raises errors of the wrapped transport."""
+        if not len(copies.src):
+            return
+        is_aux = copies.dst[0] in aux_rows
+        if not (self._logits_writes if is_aux else self._kv_writes).strikes():
+            return
+        with self._lock:
+            index = self._random.randrange(len(copies.src))
+            first, end = 0, copies.length[index]
+            if is_aux:
+                first, end = AUX_HEADER_BYTES, max(AUX_HEADER_BYTES + WORD_BYTES, end - AUX_PADDING_BYTES)
+            word = self._random.randrange(max(1, (end - first) // WORD_BYTES))
+            offset = min(first + word * WORD_BYTES + WORD_BYTES - 1, end - 1)
+            self._scratch[0] = ctypes.c_uint8.from_address(copies.src[index] + offset).value ^ 0xFF
+            one = CopyList([int(self._scratch.ctypes.data)], [copies.dst[index] + offset], [1])
+            self._inner.write(peer, one, max(0.0, deadline_s - time.monotonic()))
+        logger.warning("faults: flipped a byte of %s written to %s", "logits" if is_aux else "KV", peer.session_id)
 
 
 @dataclass(slots=True, frozen=True)
@@ -195,3 +276,12 @@ def split_at_pages(copies: CopyList, bases: Sequence[int], page_bytes: int) -> t
                 values.append(value)
             at = until
     return CopyList(*outside), CopyList(*inside)
+
+
+def with_faults(transports: list[Transport]) -> list[Transport]:
+    """Return the transports, broken as the environment variable says."""
+    faults = msgspec.json.decode(os.environ.get(ENVIRONMENT, "{}"), type=FaultConfig)
+    if not (on := faults.describe()):
+        return transports
+    logger.warning("FAULTS ARE ON (%s): KV transfers are broken on purpose and answers will be wrong", on)
+    return [FaultyTransport(transport, faults) for transport in transports]

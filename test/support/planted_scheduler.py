@@ -1,9 +1,9 @@
 """Process entry of instances with a planted fault, by instance in the file that CHITU_TEST_PLANTED names. P and D are
-not aware of it. `python -m planted_scheduler`
+not aware of it. `python -m support.planted_scheduler`
 
 `model`: a folder that replaces the topology's. `kernel`: a layer whose attention is wrong. `flip`: of all writes to the
-D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`. `faults`: those
-of `pd.faults`, of this instance alone.
+D whose pool has `num_pages`, one byte of position `page` of the first piece that goes to this `layer`. `faults`: a
+`FaultConfig`, of this instance alone.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from support.faults import FaultConfig, FaultyPeer, FaultyTransport, with_faults
 
-from chitu.config.schema import FaultConfig, InstanceConfig, RouterConfig
-from chitu.config.topology import Instance, Topology
-from chitu.kv_transfer.transports.faulty.transfer_engine import FaultyPeer, FaultyTransport
-from chitu.kv_transfer.transports.local import RankPool, wrap_transports
+from chitu.config.schema import InstanceConfig, PDDisaggregationConfig, RouterConfig, Topology
+from chitu.config.topology import Instance
+from chitu.kv_transfer.transports.local import RankPool, open_transports, wrap_transports
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.net.threads import end_process
 from chitu.process.progress import ProgressWriter
@@ -33,7 +33,7 @@ ENVIRONMENT = "CHITU_TEST_PLANTED"
 
 
 def planted(name: str) -> dict[str, Any]:
-    return json.loads(Path(os.environ[ENVIRONMENT]).read_text()).get(name, {})
+    return json.loads(Path(os.environ[ENVIRONMENT]).read_text()).get(name, {}) if ENVIRONMENT in os.environ else {}
 
 
 class WrongAttention:
@@ -109,5 +109,10 @@ def wrap(
     return wrap_transports(broken, router, role, engine_rank, instance, pool)
 
 
+def open_faulty(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:
+    """Open the transports, with the faults of all P (`faults.py`)."""
+    return with_faults(open_transports(config, host, device))
+
+
 if __name__ == "__main__":
-    end_process(main(factories=Factories(build_rank, wrap_transports=wrap)))
+    end_process(main(factories=Factories(build_rank, open_faulty, wrap)))
