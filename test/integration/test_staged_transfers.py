@@ -1,15 +1,19 @@
-"""Real P and D with `transfer: staged`, over shm and Mooncake: right tokens, no leaks, and P and D may be killed.
+"""Real P and D with staged transfers over shm, Mooncake, and shm between pools of GPUs: right tokens, no leaks, and P
+and D may be killed.
 
 The instances have the checksum engine: every token depends on every byte of KV in the pages, and `expected_tokens`
 gives the right ones whichever way the bytes came. There are two segments of 1 MiB, so requests wait for each other.
+Pools of GPUs (`pinned`) are twins: only D's segments can be written, so `transfer: auto` stages pages and logits rows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -21,6 +25,7 @@ from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.launch.plan import Entries
 
 PD = "dp_config.router.pd_disaggregation"
 VOCAB_SIZE = 1280
@@ -30,7 +35,6 @@ SETTINGS = [
     "model.max_model_len=2048",
     "cache.num_pages=1200",
     "scheduler.chunk_size=128",
-    f"{PD}.transfer=staged",
     f"{PD}.staging_mb=2",
     f"{PD}.staging_segment_mb=1",
     f"{PD}.deadlines.heartbeat_interval_s=0.2",
@@ -38,7 +42,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["shm", "mooncake"])
+@pytest.fixture(scope="module", params=["shm", "mooncake", pytest.param("pinned", marks=pytest.mark.emulated)])
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     if request.param == "mooncake":
         try:
@@ -46,10 +50,16 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         except (ImportError, OSError) as error:
             pytest.skip(f"mooncake does not import here: {error}")
     model = make_checksum_model(tmp_path_factory.mktemp("models") / "model", EngineConfig(0.001, 0.0))
-    settings = [f"model.path={model}", f"{PD}.transport={request.param}", *SETTINGS]
-    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=forked(ENTRIES)) as cluster:
-        cluster.wait_ready()
-        yield cluster
+    is_pinned = request.param == "pinned"
+    ways = ["transport=shm", "verify_kv=all"] if is_pinned else [f"transport={request.param}", "transfer=staged"]
+    entries = Entries(scheduler="pinned_scheduler", torchrun=False) if is_pinned else ENTRIES
+    settings = [f"model.path={model}", *(f"{PD}.{way}" for way in ways), *SETTINGS]
+    with pytest.MonkeyPatch.context() as environment:
+        if is_pinned:
+            environment.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=forked(entries)) as cluster:
+            cluster.wait_ready(60)
+            yield cluster
 
 
 def prompts_of(count: int, seed: int, longest: int = 1200) -> list[list[int]]:
