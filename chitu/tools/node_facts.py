@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -162,18 +162,18 @@ def _driver() -> tuple[str, str]:
     return parse_smi_head(done.stdout)
 
 
-def missing_shared(distributions: Iterable[str]) -> tuple[str, ...]:
-    """Return the Debian packages of libraries that Mooncake in `distributions` needs and that cannot be loaded."""
-    of_cuda = CUDA_SHARED_LIBRARIES if not set(MOONCAKE_WITH_CUDA).isdisjoint(distributions) else {}
-    return tuple(package for name, package in (SHARED_LIBRARIES | of_cuda).items() if not _loads(name))
-
-
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
     except OSError:
         return False
     return True
+
+
+def missing_shared(distributions: Iterable[str], loads: Callable[[str], bool] = _loads) -> tuple[str, ...]:
+    """Return the Debian packages of libraries that Mooncake in `distributions` needs and that cannot be loaded."""
+    of_cuda = CUDA_SHARED_LIBRARIES if not set(MOONCAKE_WITH_CUDA).isdisjoint(distributions) else {}
+    return tuple(package for name, package in (SHARED_LIBRARIES | of_cuda).items() if not loads(name))
 
 
 def _text(path: Path) -> str:

@@ -15,7 +15,6 @@ from chitu.errors import ConfigError, Integrity, Internal, TransferFailed
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
-from chitu.kv_transfer import ranks as fan_out_module
 from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
 from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode
 from chitu.kv_transfer.parts import OwnMemory, TransferContext
@@ -92,9 +91,8 @@ def test_a_copy_may_have_the_longest_time_of_a_topology() -> None:
     instance.close()
 
 
-def test_a_rank_that_does_not_answer_ends_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_answer_ends_the_instance() -> None:
     """The rank may write later to an unknown place, so these pages cannot be used again."""
-    monkeypatch.setattr(fan_out_module, "SEND_TIMEOUT_MS", 10)
     layout = layout_of(HEADS, 2)
     pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout), "cpu")
     fan_out = FanOut(1, 0)

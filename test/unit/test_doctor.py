@@ -16,7 +16,6 @@ from chitu.launch.preflight import Bind, Finding, Level, ModelFacts
 from chitu.models.config import read_model_spec
 from chitu.net.rdma_devices import Rdma
 from chitu.process.node_devices import Device, NodeDevices
-from chitu.tools import node_facts
 from chitu.tools.doctor import check_cluster, check_node
 from chitu.tools.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, missing_shared, parse_smi_head
 
@@ -153,10 +152,12 @@ def test_libraries_of_mooncakes_wheel_are_named_by_their_packages() -> None:
     assert found.level is Level.ERROR and found.cure == "apt-get install libnuma1"
 
 
-def test_the_wheels_with_cuda_need_more_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_facts, "_loads", lambda library: library == "libibverbs.so.1")
-    assert missing_shared(["mooncake-transfer-engine-non-cuda"]) == ("libnuma1", "libcurl4")
-    assert "ibverbs-providers" in missing_shared(["mooncake-transfer-engine-cuda13"])
+def test_the_wheels_with_cuda_need_more_libraries() -> None:
+    def loads(library: str) -> bool:
+        return library == "libibverbs.so.1"
+
+    assert missing_shared(["mooncake-transfer-engine-non-cuda"], loads) == ("libnuma1", "libcurl4")
+    assert "ibverbs-providers" in missing_shared(["mooncake-transfer-engine-cuda13"], loads)
 
 
 @pytest.mark.parametrize(

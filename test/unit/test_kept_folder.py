@@ -214,12 +214,23 @@ def test_a_place_that_is_none_is_refused(query: bytes) -> None:
         events_read({"query_string": query, "headers": []})
 
 
+class UnsteadyFolder(KeptFolder):
+    """A folder on a file system that may lose its handle."""
+
+    is_stale = False
+
+    def found(self, now_s: float, model_hash: str, dtype: str) -> list[tuple[str, KeptRequest]]:
+        if self.is_stale:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().found(now_s, model_hash, dtype)
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_it_is_read(
-    tmp_path: Path, leaves: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, leaves: bool
 ) -> None:
     """A request that this router will never serve is put aside. That no instance serves just now is no such reason."""
-    of = folder(tmp_path, max_age_s=1e12)
+    of = UnsteadyFolder(KeptRequestsConfig(max_age_s=1e12), tmp_path / "kept")
     of.write(record(expires_s=1e12))
     limits, clock = [ModelLimits(2, 100), None] if leaves else [ModelLimits(2, 100)] * 4, FakeClock()
     model = SimpleNamespace(layout=KVLayout("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0))
@@ -228,9 +239,6 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
 
     async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
         return SimpleNamespace(why_not_kept="", priority=-1)
-
-    def stale_handle(*_: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
 
     def require_priority(tenant: str, priority: int) -> None:
         assert (tenant, priority) == ("t", -1)
@@ -253,7 +261,7 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
             await asked
         asked = asyncio.ensure_future(kept.find("r", "t"))
         clock.advance(LOOK_S)
-        monkeypatch.setattr(of, "found", stale_handle)
+        of.is_stale = True
         kept.tick()
         with pytest.raises(NoInstance, match="try again"):
             await asked
