@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -68,28 +68,27 @@ class _Member:
     load: LoadReport = field(default_factory=LoadReport)
 
 
-@dataclass(slots=True)
-class CoordinationEvents:
-    """Callbacks. If `on_joined` raises, the instance is not admitted. `on_lost` runs once the instance is no member;
-    the next view lacks it. `on_change` runs after every change of what the next view has."""
+class MembershipListener(Protocol):
+    """Owner of the sockets and of the requests, which follow the membership."""
 
-    on_joined: Callable[[InstanceInfo], None]
-    on_lost: Callable[[InstanceInfo, str, bool], None]
-    """The instance, the reason, and whether its process is known to have died: not if it was silent or left by
-    itself."""
-    on_change: Callable[[], None]
-    """Soon after it `next_change` has to be called, once for any number of changes."""
-    on_heartbeat: Callable[[Heartbeat], None]
-    """Called when a live incarnation renewed its lease."""
+    def on_joined(self, instance: InstanceInfo) -> None:
+        """Connect to an instance that joins. If this raises, it is not admitted."""
+
+    def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+        """Handle the loss of an instance, which is no member any more; the next view lacks it. `has_died`: its process
+        is known to have ended, so it was not only silent, and did not leave by itself."""
+
+    def on_change(self) -> None:
+        """Call `next_change` soon, once for any number of changes."""
 
 
 class PDCoordination:
     def __init__(
-        self, clock: Clock, deadlines: DeadlineConfig, router_incarnation: int, events: CoordinationEvents
+        self, clock: Clock, deadlines: DeadlineConfig, router_incarnation: int, listener: MembershipListener
     ) -> None:
         self._clock = clock
         self._deadlines = deadlines
-        self._events = events
+        self._listener = listener
         self._members: dict[tuple[Role, int], _Member] = {}
         self._last: dict[tuple[Role, int], InstanceInfo] = {}
         """Incarnation that joined last as this instance, member or not."""
@@ -150,7 +149,6 @@ class PDCoordination:
         member.heard_s = self._clock.monotonic()
         member.lease_end_s = member.heard_s + self._deadlines.lease_s
         member.load = heartbeat.load
-        self._events.on_heartbeat(heartbeat)
         return True
 
     def tick(self, read_until_s: float = math.inf) -> None:
@@ -170,7 +168,7 @@ class PDCoordination:
             dead = [incarnation for due_s, incarnation in self._ended if due_s <= now_s]
             del self._ended[: len(dead)]
             self._feed.note_dead(dead)
-            self._events.on_change()
+            self._listener.on_change()
 
     def on_death(self, role: Role, engine_rank: int, incarnation: int) -> None:
         """Remove an instance whose process has ended, without waiting for its lease."""
@@ -193,13 +191,13 @@ class PDCoordination:
     def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
         """Set the API processes that live (`router.workers`); requests of one that is left out have no reader."""
         self._feed.set_workers(workers)
-        self._events.on_change()
+        self._listener.on_change()
 
     def flush_caches(self, number: int) -> None:
         """Publish a flush: every instance that sees a view with this number drops its cache; views repeat
         it."""
         self._feed.set_cache_flush(number)
-        self._events.on_change()
+        self._listener.on_change()
 
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """Return the last report of each member."""
@@ -267,7 +265,7 @@ class PDCoordination:
             return
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
-        self._events.on_joined(info)  # raises if it gets no socket: then it is no member
+        self._listener.on_joined(info)  # raises if it gets no socket: then it is no member
         if is_other:
             self._replaced[last.incarnation] = None
             if len(self._replaced) > KEPT_REPLACED:
@@ -277,14 +275,14 @@ class PDCoordination:
         self._kinds.add(info)
         log.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
         self._feed.put(info)
-        self._events.on_change()
+        self._listener.on_change()
 
     def _set_info(self, member: _Member, info: InstanceInfo) -> None:
         self._kinds.remove(member.info)
         self._kinds.add(info)
         member.info = info
         self._feed.put(info)
-        self._events.on_change()
+        self._listener.on_change()
 
     def _add_ended(self, info: InstanceInfo) -> None:
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
@@ -294,8 +292,8 @@ class PDCoordination:
         self._kinds.remove(member.info)
         log.warning("%s is gone: %s", member.info.name, reason)
         self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
-        self._events.on_change()
-        self._events.on_lost(member.info, reason, has_died)
+        self._listener.on_change()
+        self._listener.on_lost(member.info, reason, has_died)
 
 
 def _proves_death(leave: Leave, info: InstanceInfo) -> bool:

@@ -34,7 +34,7 @@ from chitu.net.curve import ClusterSecrets
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
 from chitu.net.view_feed import asked_topic
-from chitu.pd_coordination import CoordinationEvents, PDCoordination
+from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     STATS_TOPIC,
@@ -88,13 +88,7 @@ class Membership:
         self._on_replica = on_replica
         self._on_trace = on_trace
         self._loop = asyncio.get_running_loop()
-        events = CoordinationEvents(
-            on_joined=self._on_joined,
-            on_lost=self._on_lost,
-            on_change=self._publish_soon,
-            on_heartbeat=router.on_heartbeat,
-        )
-        self.coordination = core = PDCoordination(clock, pd.deadlines, new_incarnation(), events)
+        self.coordination = core = PDCoordination(clock, pd.deadlines, new_incarnation(), self)
 
         def open_port(kind: int, port: int) -> tuple[zmq.Socket[bytes], int]:
             return bind(context, kind, config.host, port, MAX_SMALL_FRAME_BYTES)
@@ -170,7 +164,7 @@ class Membership:
         for socket in (self._socket, self._pub, self._stats):
             socket.close(linger=0)
 
-    def _publish_soon(self) -> None:
+    def on_change(self) -> None:
         """Publish changes, and requested whole views, once the last time is `GATHER_S` ago."""
         if self._timer is None and not self._pub.closed:
             wait_s = self._published_s + GATHER_S - self._clock.monotonic()
@@ -199,22 +193,22 @@ class Membership:
                 self._pub.send(topic, zmq.NOBLOCK | zmq.SNDMORE)
                 self._pub.send(whole, zmq.NOBLOCK, copy=False)
             if self._asked:
-                self._publish_soon()
+                self.on_change()
 
     def _on_subscription(self, frames: list[bytes]) -> None:
         topic = asked_topic(frames[0])
         if topic is not None:
             self._asked[topic] = None
-            self._publish_soon()
+            self.on_change()
 
-    def _on_joined(self, info: InstanceInfo) -> None:
-        self._router.on_joined(info)
-        process = ProcessName(info.pid_namespace, info.pid, info.start_ticks)
-        self._deaths.follow((info.role, info.engine_rank, info.incarnation), process)
+    def on_joined(self, instance: InstanceInfo) -> None:
+        self._router.on_joined(instance)
+        process = ProcessName(instance.pid_namespace, instance.pid, instance.start_ticks)
+        self._deaths.follow((instance.role, instance.engine_rank, instance.incarnation), process)
 
-    def _on_lost(self, info: InstanceInfo, reason: str, has_died: bool) -> None:
-        self._deaths.forget((info.role, info.engine_rank, info.incarnation))
-        self._router.on_lost(info, reason, has_died)
+    def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+        self._deaths.forget((instance.role, instance.engine_rank, instance.incarnation))
+        self._router.on_lost(instance, reason, has_died)
 
     def _on_coordination(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
@@ -243,7 +237,9 @@ class Membership:
             return
         if isinstance(message, RequestFailed):
             self._router.on_request_failed(message)
-        elif not self.coordination.on_heartbeat(message):
+        elif self.coordination.on_heartbeat(message):
+            self._router.on_heartbeat(message)
+        else:
             return
         if self._on_replica is not None:  # each process knows its own rooms, and what it received of their requests
             self._pub.send_multipart([STATS_TOPIC, frames[0]], zmq.NOBLOCK)

@@ -17,7 +17,7 @@ from chitu.errors import BadFrame, Capacity, Internal
 from chitu.instance.comm import SilenceWatch
 from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.net.view_feed import KEPT_DEAD
-from chitu.pd_coordination import LINGER_S, CoordinationEvents, PDCoordination
+from chitu.pd_coordination import LINGER_S, PDCoordination
 from chitu.protocol import (
     PROTOCOL_VERSION,
     ApiProcess,
@@ -49,19 +49,13 @@ class World:
         """Incarnations in `lost` that were reported as dead."""
         self.views: list[ClusterView] = []
         self.on_joined: Callable[[InstanceInfo], None] = lambda instance: None
-        events = CoordinationEvents(
-            on_joined=lambda instance: self.on_joined(instance),
-            on_lost=self._on_lost,
-            on_change=self._publish,
-            on_heartbeat=lambda heartbeat: None,
-        )
-        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, events)
+        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, self)
 
-    def _publish(self) -> None:
+    def on_change(self) -> None:
         self.core.next_change()
         self.views.append(self.core.view)
 
-    def _on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
+    def on_lost(self, instance: InstanceInfo, reason: str, has_died: bool) -> None:
         self.lost.append((instance.incarnation, reason))
         self.died += [instance.incarnation] if has_died else []
 
@@ -399,10 +393,7 @@ def test_any_number_of_changes_is_one_number_of_the_view() -> None:
         nonlocal changes
         changes += 1
 
-    world.core = PDCoordination(
-        *(world.clock, DeadlineConfig(), 7),
-        CoordinationEvents(lambda _: None, world._on_lost, note, lambda _: None),
-    )
+    world.on_change = note  # type: ignore[method-assign]
     for rank in range(50):
         world.join(info(rank=rank, incarnation=1 + rank))
     world.core.on_death(Role.PREFILL, 0, 1)
