@@ -24,7 +24,7 @@ import msgspec
 
 from chitu.cli.arguments import DEFAULT_URL, make_parser
 from chitu.cli.unknown_options import unrecognized
-from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr
+from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr, read_topology
 from chitu.errors import ChituError, ConfigError
 
 
@@ -105,27 +105,20 @@ def _as_yaml(text: str) -> str:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from chitu.config.topology import instances, on_one_host
-    from chitu.launch.local import LocalCluster
-    from chitu.launch.serve import ServeOptions, serve
-    from chitu.process.placement import on_cpus, place
+    from chitu.launch.host import HostProcesses, ServeOptions, serve
     from chitu.tools.smoke import first_completion
 
     name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
         overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")
-    topology = load_topology(name, overrides)
-    if not topology.model.path:
-        overrides += on_cpus(topology)  # the embedded model gains nothing by a GPU
-    placement = place(name, overrides, lambda topology: instances(on_one_host(topology)))
     options = ServeOptions(arguments.port, arguments.log_dir, restart=not arguments.no_restart)
 
-    def on_ready(cluster: LocalCluster) -> bool:
+    def on_ready(cluster: HostProcesses) -> bool:
         if arguments.first_completion or arguments.once:
             first_completion(cluster, must_be_right=arguments.once)
         return bool(arguments.once)
 
-    return serve(placement, options, on_ready)
+    return serve(name, overrides, options, on_ready)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
@@ -279,20 +272,29 @@ def _read_text(name: str) -> str:
 def _plan(arguments: argparse.Namespace) -> int:
     from chitu.config.topology_checks import missing_roles, problems
     from chitu.launch.addresses import address_problems
-    from chitu.launch.node import node_command
-    from chitu.launch.plan import host_overrides, launch_problems, plan, plan_text, split_hosts
+    from chitu.launch.plan import (
+        host_overrides,
+        launch_problems,
+        node_command,
+        plan,
+        plan_text,
+        split_hosts,
+        with_hosts,
+    )
     from chitu.launch.preflight import look_at_model
     from chitu.net.control_groups import usable_cores
     from chitu.process.placement import place_like_here
 
     name, overrides = _split(arguments)
-    topology = load_topology(name, overrides)
+    topology, given = read_topology(name, overrides)
     node_argv = node_command(name or DEFAULT_TOPOLOGY, overrides, arguments.hosts)
     if arguments.hosts is not None:
-        overrides += host_overrides(topology, split_hosts(arguments.hosts))
-    placement, found = place_like_here(name, overrides)
+        hosts = split_hosts(arguments.hosts)
+        overrides += host_overrides(topology, hosts)
+        topology = with_hosts(topology, hosts)
+    placement, placing, found = place_like_here(topology, given)
     topology, cores = placement.topology, usable_cores()
-    specs = plan(topology, name or DEFAULT_TOPOLOGY, placement.overrides, cores, node=placement.node)
+    specs = plan(topology, name or DEFAULT_TOPOLOGY, [*overrides, *placing], cores, node=placement.node)
     notes = [f"devices: {note}" for note in placement.notes]
     notes += [f"transfers: {placement.ways}"] if placement.ways else []
     if missing := missing_roles(topology):
@@ -308,7 +310,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _node(arguments: argparse.Namespace) -> int:
-    from chitu.launch.node import READY_TIMEOUT_S, NodeOptions, give_up, run_node
+    from chitu.launch.host import READY_TIMEOUT_S, NodeOptions, give_up, run_node
     from chitu.launch.plan import split_hosts
 
     try:

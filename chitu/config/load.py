@@ -204,6 +204,12 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
     For the cluster key and the API keys the environment overrides the file. Overrides may not set them: command lines
     are visible to other users.
     """
+    return read_topology(path, overrides)[0]
+
+
+def read_topology(path: str | None, overrides: Sequence[str] = ()) -> tuple[Topology, frozenset[str]]:
+    """Return what `load_topology` does, and the keys of `scheduler` that the file or an override gives: the others may
+    still depend on the devices (`with_step_sizes`)."""
     file = find_topology(path)
     try:
         data = read_yaml(file.read_text(encoding="utf-8"))
@@ -230,7 +236,7 @@ def load_topology(path: str | None, overrides: Sequence[str] = ()) -> Topology:
         raise ConfigError(problem)
     if keys := api_keys():
         topology = with_api_keys(topology, keys)
-    return with_cluster_key(topology, key)
+    return with_cluster_key(topology, key), frozenset(data.get("scheduler") or {})
 
 
 def parse_topology(data: dict[str, Any]) -> Topology:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,14 @@ def with_router(topology: Topology, **changes: Any) -> Topology:
     return msgspec.structs.replace(topology, dp_config=msgspec.structs.replace(topology.dp_config, router=router))
 
 
+def with_instances(topology: Topology, change: Callable[[Instance], InstanceConfig]) -> Topology:
+    """Return the same topology with what `change` makes of each instance."""
+    configs: dict[str, list[InstanceConfig]] = {section: [] for section in SECTIONS.values()}
+    for instance in instances(topology):
+        configs[SECTIONS[instance.role]].append(change(instance))
+    return with_router(topology, **{section: tuple(members) for section, members in configs.items()})
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -104,11 +112,8 @@ def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
     def there(old: str) -> str:
         return old if is_loopback(old) or old in ALL_ADDRESSES else host
 
-    moved = {
-        section: tuple(msgspec.structs.replace(config, host=there(config.host)) for config in getattr(router, section))
-        for section in SECTIONS.values()
-    }
-    return with_router(topology, host=there(router.host), **moved)
+    moved = with_instances(topology, lambda item: msgspec.structs.replace(item.config, host=there(item.config.host)))
+    return with_router(moved, host=there(router.host))
 
 
 def listening_host(router: RouterConfig) -> str:

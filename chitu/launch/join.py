@@ -3,7 +3,7 @@
 The router reports the topology (`GET /admin/topology`) and the present instances. The new one gets the next free rank
 and the settings of the first of its role, or the default ones if the topology has none. If several join at once, the
 router accepts one for each rank, and the others try the next. From then on it behaves as a node of a topology file that
-has it (`node.py`): it loads, joins, and runs until a signal, its death or `chitu drain`.
+has it (`chitu node`): it loads, joins, and runs until a signal, its death or `chitu drain`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -26,7 +26,7 @@ from chitu.config.schema import AUTO_DEVICES, InstanceConfig, RouterConfig, Topo
 from chitu.config.topology import SECTIONS, find_instance, host_names, is_loopback, same_host, with_router
 from chitu.errors import ConfigError, RankTaken
 from chitu.launch.display import tell
-from chitu.launch.node import NodeOptions, run_node
+from chitu.launch.host import NodeOptions, run_node
 from chitu.launch.plan import Entries
 from chitu.launch.router_calls import credential, known_key
 from chitu.launch.router_client import RouterClient, RouterUnreachable
@@ -49,7 +49,7 @@ class JoinOptions:
     """Devices, one for each rank; empty: those of the first instance of this role, or `auto`."""
     log_dir: str | None = None
     ready_timeout_s: float = 600.0
-    entries: Entries | None = None
+    entries: Entries = field(default_factory=Entries)
 
 
 def join(options: JoinOptions, overrides: Sequence[str]) -> int:

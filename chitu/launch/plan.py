@@ -16,8 +16,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from chitu.config.schema import Topology
-from chitu.config.topology import Instance, host_names, instances, listening_host, router_ports, same_host, threads_of
+from chitu.config.topology import (
+    Instance,
+    host_names,
+    instances,
+    listening_host,
+    router_ports,
+    same_host,
+    threads_of,
+    with_instances,
+    with_router,
+)
 from chitu.errors import ConfigError
 from chitu.process.child import ROUTER, ProcessSpec
 from chitu.process.node_devices import NodeDevices
@@ -111,17 +123,6 @@ def plan(
     )
 
 
-def port_overrides(ports: dict[str, int]) -> list[str]:
-    """Return overrides that set the router's ports (by short name, as it reports them) for the other processes."""
-    keys = {key.rsplit(".", 1)[1]: key for key in router_ports_keys()}
-    return [f"{keys[name]}={port}" for name, port in ports.items() if name in keys]
-
-
-def router_ports_keys() -> list[str]:
-    """Return the key paths of the router's ports."""
-    return list(router_ports(Topology().dp_config.router))
-
-
 def split_hosts(text: str) -> list[str]:
     """Split `a, b` into `["a", "b"]`. Raise ConfigError if one is empty or given twice."""
     hosts = [host.strip() for host in text.split(",")]
@@ -133,17 +134,28 @@ def split_hosts(text: str) -> list[str]:
     return hosts
 
 
-def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
-    """Return overrides that replace the topology's hosts with `hosts`. Raise ConfigError if the numbers differ."""
+def with_hosts(topology: Topology, hosts: Sequence[str]) -> Topology:
+    """Return the topology on `hosts`. Raise ConfigError if their number differs."""
     names = host_names(topology)
     if len(hosts) != len(names):
         raise ConfigError(
             f"the topology has {len(names)} hosts ({', '.join(names)}), but {len(hosts)} are given "
             f"({', '.join(hosts)}): give one for each, the router's first"
         )
-    keys = {"dp_config.router.host": topology.dp_config.router.host}
-    keys |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
-    return [f"{key}={hosts[names.index(same_host(host))]}" for key, host in keys.items()]
+
+    def there(host: str) -> str:
+        return hosts[names.index(same_host(host))]
+
+    moved = with_instances(topology, lambda item: msgspec.structs.replace(item.config, host=there(item.config.host)))
+    return with_router(moved, host=there(topology.dp_config.router.host))
+
+
+def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
+    """Return what `with_hosts` does as overrides, for a command line."""
+    moved = with_hosts(topology, hosts)
+    keys = {"dp_config.router.host": moved.dp_config.router.host}
+    keys |= {f"{instance.key}.host": instance.config.host for instance in instances(moved)}
+    return [f"{key}={host}" for key, host in keys.items()]
 
 
 def host_at(topology: Topology, index: int) -> str:
@@ -160,9 +172,12 @@ def specs_on(topology: Topology, specs: Sequence[ProcessSpec], index: int) -> li
     return [spec for spec in specs if same_host(spec.host) == host]
 
 
-def thread_overrides(topology: Topology, threads_per_rank: int) -> list[str]:
-    """Return overrides that give every rank of every instance this many CPU threads."""
-    return [f"{item.key}.threads={threads_per_rank * item.config.tp_size}" for item in instances(topology)]
+def with_threads(topology: Topology, threads_per_rank: int) -> Topology:
+    """Return the topology with this many CPU threads for every rank of every instance."""
+    return with_instances(
+        topology,
+        lambda item: msgspec.structs.replace(item.config, threads=threads_per_rank * item.config.tp_size),
+    )
 
 
 def launch_problems(topology: Topology) -> Iterator[str]:
@@ -181,6 +196,11 @@ def open_ports(topology: Topology) -> Iterator[str]:
     for key, port in router_ports(topology.dp_config.router).items():
         if port == 0:
             yield f"{key} is 0 (picked at start), but other hosts have to know it before: give a port"
+
+
+def node_command(config: str, overrides: Sequence[str], hosts: str | None) -> list[str]:
+    """Return the command line of a node without its index, as `chitu plan` prints it."""
+    return ["chitu", "node", config, *overrides, *(["--hosts", hosts] if hosts else [])]
 
 
 def plan_text(

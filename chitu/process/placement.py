@@ -1,25 +1,35 @@
-"""A topology as one node runs it: loaded, and loaded again with the devices and transports of this node.
+"""A topology as one node runs it: loaded once, with the devices and transports of this node.
 
 Called once at the start by `chitu serve`, `chitu node`, `chitu plan`, and by a scheduler process without a launcher.
-The second load is needed because other settings depend on the devices (`config/step_sizes.py`). All but `place` and
-`look_for` is pure. `devices: auto` becomes the node's GPUs in the order of the topology, `mooncake_protocol: auto` the
-protocol of this node. Each node decides for itself and assumes that the others are like it: of their instances it needs
-to know only whether they have GPUs. The router detects P and D of unlike nodes when they join (docs/adr/0009); peers
-find out whether a transport reaches the other when they connect (`kv_transfer/transports/local.py`).
+All but `place`, `placed`, `place_like_here` and `look_for` is pure. `devices: auto` becomes the node's GPUs in the
+order of the topology, `mooncake_protocol: auto` the protocol of this node. Each node decides for itself and assumes
+that the others are like it: of their instances it needs to know only whether they have GPUs. The router detects P and D
+of unlike nodes when they join (docs/adr/0009); peers find out whether a transport reaches the other when they connect
+(`kv_transfer/transports/local.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from chitu.config.devices import CPU, CPU_DTYPE, GPU_ELSEWHERE, dtype_on, gpu_index, is_auto, is_gpu, why_no_device
-from chitu.config.load import load_topology
+from chitu.config.devices import (
+    CPU,
+    CPU_DTYPE,
+    GPU_ELSEWHERE,
+    dtype_on,
+    gpu_index,
+    is_auto,
+    is_gpu,
+    why_no_device,
+    with_step_sizes,
+)
+from chitu.config.load import read_topology
 from chitu.config.schema import Topology
 from chitu.config.staging import goes_through_the_host, has_transfer_library
-from chitu.config.topology import SECTIONS, Instance, host_names, instances, instances_on, same_host, with_router
+from chitu.config.topology import Instance, host_names, instances, instances_on, same_host, with_instances, with_router
 from chitu.errors import ConfigError
 from chitu.net.rdma_devices import Rdma, choose_protocol, look_at_rdma, why_no_rdma
 from chitu.process.node_devices import VISIBLE, Device, NodeDevices, look
@@ -35,10 +45,6 @@ class DeviceAssignment:
     """Devices of all instances that were `auto`, by key of the instance; those of other nodes by their kind only."""
     notes: tuple[str, ...]
     """Notes for the operator, a sentence each."""
-
-    @property
-    def overrides(self) -> list[str]:
-        return [f"{key}.devices=[{','.join(devices)}]" for key, devices in self.devices.items()]
 
 
 def assign_devices(topology: Topology, own: Sequence[Instance], node: NodeDevices) -> DeviceAssignment:
@@ -216,16 +222,17 @@ def why_not_sent(topology: Topology, protocol: str, has_cuda_build: bool) -> tup
     return "", f"KV of GPUs {because} goes over TCP piece by piece from GPU memory, which is slow"
 
 
-def protocol_overrides(topology: Topology, found: Rdma) -> list[str]:
-    """Return the override of Mooncake's protocol, if any. Raise ConfigError if RDMA is required but missing."""
+def chosen_protocol(topology: Topology, found: Rdma) -> str:
+    """Return the protocol of Mooncake on this node, or "" if the topology's stays. Raise ConfigError if RDMA is
+    required but missing."""
     pd = topology.dp_config.router.pd_disaggregation
     if not uses_mooncake(topology) or pd.mooncake_protocol == "tcp":
-        return []
+        return ""
     if pd.mooncake_protocol == "rdma":
         if reason := why_no_rdma(found, pd.ib_device, has_gpus(topology)):
             raise ConfigError(f"{KEY} is rdma, but {reason}: use auto or tcp")
-        return []
-    return [f"{KEY}={choose_protocol(pd, found, has_gpus(topology))[0]}"]
+        return ""
+    return choose_protocol(pd, found, has_gpus(topology))[0]
 
 
 def describe_transports(topology: Topology, found: Rdma) -> str:
@@ -268,8 +275,7 @@ def has_gpus(topology: Topology) -> bool:
 @dataclass(frozen=True, slots=True)
 class Placement:
     topology: Topology
-    overrides: list[str]
-    """Given overrides and those of the devices; every process of this node is started with them."""
+    """The topology with the devices and the protocol, as every process of this node reads it."""
     node: NodeDevices
     notes: tuple[str, ...]
     """Notes on the devices for the operator, a sentence each."""
@@ -278,24 +284,27 @@ class Placement:
 
 
 def place(config: str | None, overrides: Sequence[str], own_of: Callable[[Topology], Sequence[Instance]]) -> Placement:
-    """Return the placement of `own_of(topology)`, this node's instances. Raise ConfigError if it cannot serve them. The
-    caller checks everything except the devices."""
-    topology = load_topology(config, overrides)
-    own = own_of(topology)
+    """Load a topology and return the placement of `own_of(topology)`, this node's instances, as `placed` does."""
+    topology, given = read_topology(config, overrides)
+    return placed(topology, given, own_of(topology))
+
+
+def placed(topology: Topology, given: Collection[str], own: Sequence[Instance]) -> Placement:
+    """Return the placement of `own`, this node's instances. `given`: keys of `scheduler` that do not depend on the
+    devices. Raise ConfigError if the node cannot serve them. The caller checks everything except the devices."""
     node = look_for(own)
     shares = assign_devices(topology, own, node)
-    overrides = [*overrides, *shares.overrides]
-    topology, rdma = load_topology(config, overrides), look_at_rdma()
+    topology, rdma = with_step_sizes(with_shares(topology, shares), given), look_at_rdma()
     ways = describe_transports(topology, rdma)
     if any(item.role is not Role.UNIFIED for item in own):  # a node with only the router needs no RDMA
-        overrides += protocol_overrides(topology, rdma)
-    return Placement(load_topology(config, overrides), overrides, node, shares.notes, ways)
+        topology = _with_protocol(topology, chosen_protocol(topology, rdma))
+    return Placement(topology, node, shares.notes, ways)
 
 
-def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Placement, list[str]]:
-    """Return what `place` would do on each host of the topology if all were like this machine, and the problems, a
-    sentence each. For `chitu plan`. With several hosts, a failure here is only a note: their devices stay `auto`."""
-    topology = load_topology(config, overrides)
+def place_like_here(topology: Topology, given: Collection[str]) -> tuple[Placement, list[str], list[str]]:
+    """Return what `placed` would do on each host of the topology if all were like this machine, as overrides for a
+    command line, too, and the problems, a sentence each. For `chitu plan`. With several hosts, a failure here is only a
+    note: their devices stay `auto`."""
     hosts, node = host_names(topology), look_for(instances(topology))
     devices: dict[str, tuple[str, ...]] = {}
     notes: list[str] = []
@@ -310,17 +319,25 @@ def place_like_here(config: str | None, overrides: Sequence[str]) -> tuple[Place
         notes += shares.notes
         if len(hosts) == 1 or (node.devices and not node.problem):
             devices |= {item.key: shares.devices[item.key] for item in own if item.key in shares.devices}
-    overrides = [*overrides, *DeviceAssignment(devices, ()).overrides]
+    overrides = [f"{key}.devices=[{','.join(names)}]" for key, names in devices.items()]
     if len(hosts) > 1 and any(is_auto(item.config) for item in instances(topology)):
         notes = [f"for hosts like this one: {note}" for note in dict.fromkeys(notes)]
-    topology, rdma = load_topology(config, overrides), look_at_rdma()
+    topology = with_step_sizes(with_shares(topology, DeviceAssignment(devices, ())), given)
+    rdma = look_at_rdma()
     ways = describe_transports(topology, rdma)
     try:
-        if len(hosts) == 1:
-            overrides += protocol_overrides(topology, rdma)
+        if len(hosts) == 1 and (protocol := chosen_protocol(topology, rdma)):
+            overrides.append(f"{KEY}={protocol}")
+            topology = _with_protocol(topology, protocol)
     except ConfigError as error:
         problems.append(error.message)
-    return Placement(load_topology(config, overrides), overrides, node, tuple(notes), ways), problems
+    return Placement(topology, node, tuple(notes), ways), overrides, problems
+
+
+def _with_protocol(topology: Topology, protocol: str) -> Topology:
+    pd = topology.dp_config.router.pd_disaggregation
+    protocol = protocol or pd.mooncake_protocol
+    return with_router(topology, pd_disaggregation=msgspec.structs.replace(pd, mooncake_protocol=protocol))
 
 
 def look_for(own: Sequence[Instance]) -> NodeDevices:
@@ -330,21 +347,15 @@ def look_for(own: Sequence[Instance]) -> NodeDevices:
     return NodeDevices((), "no instance needs one")
 
 
-def on_cpus(topology: Topology) -> list[str]:
-    """Return overrides that put all instances whose devices are `auto` on CPUs."""
+def on_cpus(topology: Topology) -> Topology:
+    """Return the topology with all instances whose devices are `auto` on CPUs."""
     autos = [item for item in instances(topology) if is_auto(item.config)]
-    return [f"{item.key}.devices=[{','.join([CPU] * item.config.tp_size)}]" for item in autos]
+    return with_shares(topology, DeviceAssignment({item.key: (CPU,) * item.config.tp_size for item in autos}, ()))
 
 
 def with_shares(topology: Topology, shares: DeviceAssignment) -> Topology:
-    """Return the topology with the devices of `shares`, without loading its file again."""
-    keyed = {item.key: item.config for item in instances(topology)}
-    configs = {
-        key: msgspec.structs.replace(config, devices=shares.devices.get(key, config.devices))
-        for key, config in keyed.items()
-    }
-    placed = {
-        section: tuple(configs[item.key] for item in instances(topology) if SECTIONS[item.role] == section)
-        for section in SECTIONS.values()
-    }
-    return with_router(topology, **placed)
+    """Return the topology with the devices of `shares`."""
+    return with_instances(
+        topology,
+        lambda item: msgspec.structs.replace(item.config, devices=shares.devices.get(item.key, item.config.devices)),
+    )

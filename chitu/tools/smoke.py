@@ -12,7 +12,7 @@ from typing import Any
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.errors import ChituError, Internal
-from chitu.launch.local import LocalCluster
+from chitu.launch.host import HostProcesses
 from chitu.launch.router_client import Answer, RouterClient
 from chitu.tools.conversation import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
 from chitu.tools.trace import find_request, trace_lines
@@ -27,7 +27,7 @@ MAX_TOKENS = 32
 """Limit of the answer; a sentence of chitu-tiny has about 12."""
 
 
-def first_completion(cluster: LocalCluster, *, must_be_right: bool = False) -> None:
+def first_completion(cluster: HostProcesses, *, must_be_right: bool = False) -> None:
     """Send a request, print the answer and its trace. Raise Internal if there is none, or it must be right and is
     not."""
     keys = cluster.topology.dp_config.router.api_keys

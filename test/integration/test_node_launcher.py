@@ -26,7 +26,7 @@ STANDINS = Path(__file__).parent / "standins"
 KEY = "of this cluster 0123456789"
 START = """
 import sys
-from chitu.launch.node import NodeOptions, run_node
+from chitu.launch.host import NodeOptions, run_node
 from chitu.launch.plan import Entries
 
 torchrun, timeout_s, log_dir, on_failure, *overrides = sys.argv[1:]

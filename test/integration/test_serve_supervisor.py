@@ -100,10 +100,9 @@ def serve_process(
     model: Path, torchrun: bool, behaviour: str = "good", restart: bool = True, log_dir: str = ""
 ) -> ServeProcess:
     code = (
-        "import sys; from chitu.config.topology import instances; from chitu.launch.plan import Entries\n"
-        "from chitu.process.placement import place; from chitu.launch.serve import ServeOptions, serve\n"
-        f"placement = place(None, ['model.path={model}', 'model.served_name='+sys.argv[1]], instances)\n"
-        f"sys.exit(serve(placement, ServeOptions(port=0, log_dir={log_dir or str(model / 'logs')!r},"
+        "import sys; from chitu.launch.plan import Entries; from chitu.launch.host import ServeOptions, serve\n"
+        f"overrides = ['model.path={model}', 'model.served_name='+sys.argv[1]]\n"
+        f"sys.exit(serve(None, overrides, ServeOptions(port=0, log_dir={log_dir or str(model / 'logs')!r},"
         f" restart={restart}, entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
     )
     return ServeProcess([sys.executable, "-c", code, behaviour], env=ENVIRONMENT)
@@ -449,7 +448,7 @@ def test_nobody_outlives_a_supervisor_that_is_killed(temporary: Path, served: Se
     (left,) = temporary.iterdir()
     assert {path.name.split("_")[0].split("-")[0] for path in (left / "P0").iterdir()} >= {"torchelastic", "left"}
     code = (
-        f"import tempfile; tempfile.tempdir = {str(temporary)!r}\\n"
+        f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n"
         "import chitu.process.run_dir as r; r.RunDir().remove()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

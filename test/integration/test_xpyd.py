@@ -24,9 +24,9 @@ from support.router_process import wait_until
 
 from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import dump_topology, load_topology
-from chitu.config.topology import find_instance, instances, on_one_host, router_ports
+from chitu.config.topology import find_instance, instances, on_one_host, router_ports, with_router_ports
 from chitu.launch.local import LocalCluster
-from chitu.launch.plan import instance_spec, port_overrides
+from chitu.launch.plan import instance_spec
 from chitu.launch.router_client import RouterClient
 from chitu.process.child import ChildProcess
 from chitu.types import Role
@@ -98,14 +98,14 @@ def test_a_late_instance_gets_traffic_within_5_seconds_of_its_join(
             "dp_config.router.decode_schedulers.3.devices=[cpu]",
         ],
     )
-    topology = on_one_host(topology)
+    topology = with_router_ports(on_one_host(topology), cluster.ports)
     config = tmp_path / "late.yaml"
     config.write_text(dump_topology(topology), encoding="utf-8")
     spec = instance_spec(
         topology,
         find_instance(topology, Role.DECODE, 3),
         str(config),
-        port_overrides(cluster.ports),
+        [],
         2,
         ENTRIES,
     )

@@ -140,7 +140,7 @@ def test_what_the_system_does_to_a_command_is_no_traceback(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("chitu.cli.commands.load_topology", fail)
+    monkeypatch.setattr("chitu.cli.commands.read_topology", fail)
     assert main(["plan"]) == code
     assert capsys.readouterr().err.strip() == (f"chitu: {says}" if says else "")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
-from chitu.config.devices import on_visible_devices
-from chitu.config.load import load_topology
+from chitu.config.devices import on_visible_devices, with_step_sizes
+from chitu.config.load import dump_topology, load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import find_instance, instances, instances_on
 from chitu.errors import ConfigError
@@ -67,8 +68,8 @@ def test_two_gpus_a_rank_pair_in_the_order_of_the_topology() -> None:
     }
     assert of_b.notes == ()
     for found in (of_a, of_b):  # as the node's processes read it
-        assert two_nodes(*found.overrides) == with_shares(two_nodes(*found.overrides), found)
-        assert found.devices == {item.key: item.config.devices for item in instances(two_nodes(*found.overrides))}
+        overrides = [f"{key}.devices=[{','.join(names)}]" for key, names in found.devices.items()]
+        assert two_nodes(*overrides) == with_step_sizes(with_shares(topology, found), ())
 
 
 def test_every_process_is_shown_its_own_gpus_and_no_others() -> None:
@@ -96,12 +97,14 @@ def test_who_counts_the_gpus_numbers_them() -> None:
     assert environment_of(instance, node(1)) == {}, "a plan for another machine"
 
 
-def test_what_was_decided_makes_the_step_sizes_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_decided_makes_the_step_sizes_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for found, tokens in ((node(2), 8192), (NONE, 2048)):
         monkeypatch.setattr("chitu.process.placement.look", lambda found=found: found)
         placement = place(None, [], instances)
         assert placement.topology.scheduler.max_batched_tokens == tokens
-        assert place(None, placement.overrides, instances).topology == placement.topology, "for every process the same"
+        file = tmp_path / "topology.yaml"
+        file.write_text(dump_topology(placement.topology))
+        assert load_topology(str(file)) == placement.topology, "for every process the same"
 
 
 @pytest.mark.parametrize(

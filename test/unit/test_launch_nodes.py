@@ -10,9 +10,9 @@ import pytest
 from chitu.assets import TINY_MODEL_DIR
 from chitu.cli import main
 from chitu.config.load import load_topology
-from chitu.config.topology import host_names
+from chitu.config.topology import host_names, instances
 from chitu.errors import ConfigError
-from chitu.launch.plan import host_overrides, launch_problems, open_ports, plan, specs_on, split_hosts, thread_overrides
+from chitu.launch.plan import host_overrides, launch_problems, open_ports, plan, specs_on, split_hosts, with_threads
 from chitu.launch.slurm import expand_nodelist
 from chitu.process.node_devices import Device, NodeDevices
 
@@ -75,9 +75,8 @@ def test_a_wrong_list_of_machines_is_refused(text: str, part: str) -> None:
 
 def test_threads_are_given_per_rank() -> None:
     topology = load_topology(NAME, ["dp_config.router.decode_schedulers.1.tp_size=2"])
-    overrides = thread_overrides(topology, 3)
-    assert overrides[:2] == [f"dp_config.router.prefill_schedulers.{k}.threads=3" for k in (0, 1)]
-    assert overrides[2:] == [f"dp_config.router.decode_schedulers.{k}.threads={n}" for k, n in enumerate((3, 6, 3))]
+    threads = {item.name: item.config.threads for item in instances(with_threads(topology, 3))}
+    assert threads == {"P0": 3, "P1": 3, "D0": 3, "D1": 6, "D2": 3}
 
 
 def test_ports_that_other_hosts_could_not_know_are_refused() -> None:

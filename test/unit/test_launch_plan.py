@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from chitu.config.load import load_topology
-from chitu.config.topology import router_ports
-from chitu.launch.plan import Entries, plan, port_overrides
+from chitu.config.topology import router_ports, with_router_ports
+from chitu.launch.plan import Entries, plan
 from chitu.process.progress import Progress, ProgressWriter, read_progress, write_progress
 
 DEADLINES = "dp_config.router.pd_disaggregation.deadlines"
@@ -42,9 +42,9 @@ def test_a_scheduler_without_torch_is_started_by_itself() -> None:
     assert decode.argv == ("python3", "-m", "standin", "--config", "F.yaml", "--role", "decode", "--rank", "0")
 
 
-def test_actual_ports_become_overrides_that_load_back() -> None:
+def test_actual_ports_take_the_place_of_those_of_the_file() -> None:
     ports = {"port": 1001, "stats_port": 1002, "token_port": 1003, "coordination_port": 1004, "bootstrap_port": 1006}
-    topology = load_topology(None, port_overrides({**ports, "metadata_sync_port": 1005, "other_port": 9}))
+    topology = with_router_ports(load_topology(None), {**ports, "metadata_sync_port": 1005, "other_port": 9})
     assert list(router_ports(topology.dp_config.router).values()) == [1001, 1002, 1003, 1004, 1005, 1006]
 
 

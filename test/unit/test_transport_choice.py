@@ -12,7 +12,7 @@ from chitu.config.topology import instances
 from chitu.errors import ConfigError
 from chitu.launch.plan import host_overrides
 from chitu.net.rdma_devices import Rdma, has_efa, look_at_rdma, why_no_rdma
-from chitu.process.placement import KEY, describe_transports, place, protocol_overrides, why_not_sent
+from chitu.process.placement import KEY, chosen_protocol, describe_transports, place, why_not_sent
 
 PD = "dp_config.router.pd_disaggregation"
 NOTHING = Rdma()
@@ -83,7 +83,7 @@ def test_what_stands_against_rdma(found: Rdma, ib_device: str, has_gpus: bool, r
 )
 def test_the_protocol_is_chosen_by_what_the_node_has(kind: str, found: Rdma, protocol: str, words: str) -> None:
     topology = two_nodes(kind)
-    assert protocol_overrides(topology, found) == [f"{KEY}={protocol}"]
+    assert chosen_protocol(topology, found) == protocol
     assert describe_transports(topology, found) == words
     assert "as the topology says" in describe_transports(two_nodes(kind, f"{KEY}=tcp"), found)
 
@@ -121,15 +121,15 @@ def test_the_plan_says_what_is_not_staged() -> None:
 def test_rdma_that_was_asked_for_and_is_not_there_is_refused() -> None:
     for kind, found, reason in (("cpu", NOTHING, "no RDMA device"), ("cuda:0", ACTIVE, "cannot reach GPU memory")):
         with pytest.raises(ConfigError, match=rf"{KEY} is rdma, but .*{reason}.*: use auto or tcp"):
-            protocol_overrides(two_nodes(kind, f"{KEY}=rdma"), found)
-    assert protocol_overrides(two_nodes("cpu", f"{KEY}=rdma"), ACTIVE) == []
-    assert protocol_overrides(two_nodes("cpu", f"{KEY}=rdma", f"{PD}.transport=nixl"), NOTHING) == [], "not Mooncake's"
+            chosen_protocol(two_nodes(kind, f"{KEY}=rdma"), found)
+    assert chosen_protocol(two_nodes("cpu", f"{KEY}=rdma"), ACTIVE) == ""
+    assert chosen_protocol(two_nodes("cpu", f"{KEY}=rdma", f"{PD}.transport=nixl"), NOTHING) == "", "not Mooncake's"
 
 
 def test_on_one_host_memory_is_shared_and_no_library_asked() -> None:
     topology = load_topology(None)
     assert describe_transports(topology, ACTIVE) == "shm on one host"
-    assert protocol_overrides(topology, ACTIVE) == []
+    assert chosen_protocol(topology, ACTIVE) == ""
     gpus = [f"dp_config.router.{role}_schedulers.0.devices=[cuda:0]" for role in ("prefill", "decode")]
     assert describe_transports(load_topology(None, gpus), ACTIVE).startswith("cuda_ipc on one host")
     assert describe_transports(load_topology("unified_local"), ACTIVE) == ""
@@ -140,4 +140,3 @@ def test_all_processes_of_a_node_are_told_the_protocol(monkeypatch: pytest.Monke
     overrides = [f"{PD}.transport=mooncake", "dp_config.router.prefill_schedulers.0.devices=cpu"]
     placement = place(None, overrides, instances)
     assert placement.topology.dp_config.router.pd_disaggregation.mooncake_protocol == "rdma"
-    assert placement.overrides[-1] == f"{KEY}=rdma"
