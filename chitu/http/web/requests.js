@@ -1,12 +1,10 @@
 /* The table of the latest requests, newest first. Fed by main.js; rows are kept and changed in place. */
 
 import { UNKNOWN, bytes, count, pair, shortId, span } from "./format.js";
-import { drawStageBar, isRunning, newStageBar, stagesOf, stagesText, totalS, word } from "./stages.js";
+import { byColour, drawStageBar, isRunning, newStageBar, stagesOf, stagesText, totalS } from "./stages.js";
 import { setText } from "./svg.js";
 
 const ROWS = 12;
-/** Least share of a request's time with which a stage has a number of its own in the table. */
-const SHOWN = 0.02;
 const MARKS = { prefill: "○", decode: "◐", finished: "●", retried: "↻", failed: "✕", cancelled: "–" };
 
 export class RequestTable {
@@ -92,12 +90,11 @@ class Row {
     const text = stagesText(parts);
     this.#cells.time.title = text;
     this.parts.setAttribute("aria-label", `${request.state}: ${text}`);
-    const least = SHOWN * parts.reduce((sum, { seconds }) => sum + seconds, 0);
-    const shown = parts.filter(({ seconds }) => seconds >= least).map(({ name, seconds }) => {
+    const shown = byColour(parts).map(({ name, seconds }) => {
       const part = document.createElement("span");
       part.className = `part ${name}`;
       // The style sheet says the word where there is room for it.
-      part.dataset.word = word(name);
+      part.dataset.word = name;
       part.textContent = span(seconds);
       return part;
     });

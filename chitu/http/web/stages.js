@@ -22,11 +22,18 @@ export function totalS(request, nowS) {
   return Math.max(0, (request.ended_at_s ?? nowS) - request.created_at_s);
 }
 
-export const word = (name) => name.replace("_", " ");
+const COLOURED = ["prefill", "compute", "transfer", "decode"];
+
+/** The stages in few numbers: those of one colour are one. The stages that wait come first. */
+export function byColour(parts) {
+  const waits = parts.filter(({ name }) => !COLOURED.includes(name));
+  const seconds = waits.reduce((sum, part) => sum + part.seconds, 0);
+  return [...(waits.length > 0 ? [{ name: "waits", seconds }] : []), ...parts.filter((part) => !waits.includes(part))];
+}
 
 /** "queue 1 ms · compute 210 ms · transfer 14 ms · decode 640 ms" */
 export function stagesText(parts) {
-  return parts.map(({ name, seconds }) => `${word(name)} ${span(seconds)}`).join(" · ");
+  return parts.map(({ name, seconds }) => `${name.replace("_", " ")} ${span(seconds)}`).join(" · ");
 }
 
 /** Time to first token as the router saw it, in seconds; null before it. */
