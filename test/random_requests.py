@@ -24,7 +24,7 @@ import transformers
 from chitu.config.schema import ModelConfig
 from chitu.engine.sampler import Sampler
 from chitu.grammars import GrammarCompiler
-from chitu.http.jobs import ClusterFacts, Job, JobParser, ParseContext
+from chitu.http.jobs import BodyParser, ClusterFacts, ParseContext, ParsedRequest
 from chitu.http.sampling_fields import with_seed
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import SamplingParams, unpack_i32
@@ -321,7 +321,7 @@ class Recomputation:
         ).eval()
         self._vocab_size = self._model.config.vocab_size
         self._eos = model.tokenizer.eos_token_ids
-        self._parser = JobParser(model)
+        self._parser = BodyParser(model)
         facts = ClusterFacts(ModelLimits(max_model_len, self._vocab_size), "", self._vocab_size)
         self._context = ParseContext(facts, lambda: None)
         self._compiler = GrammarCompiler(model.tokenizer, self._vocab_size)
@@ -332,13 +332,13 @@ class Recomputation:
             return []
         raw = json.dumps(drawn.body).encode()
         parse = self._parser.chat if drawn.route.endswith("chat/completions") else self._parser.completion
-        job: Job = parse(raw, self._context)
+        parsed: ParsedRequest = parse(raw, self._context)
         wrong = []
-        if job.options.num_returned:
+        if parsed.options.num_returned:
             return []
         for index, choice in answer.choices.items():
-            prompt = job.prompts[index // job.options.n]
-            sampling = with_seed(job.samplings[index // job.options.n], index % job.options.n)
+            prompt = parsed.prompts[index // parsed.options.n]
+            sampling = with_seed(parsed.samplings[index // parsed.options.n], index % parsed.options.n)
             says = self._difference(unpack_i32(prompt.token_ids).tolist(), sampling, choice)
             wrong += [f"choice {index}: {says}"] if says else []
         return wrong

@@ -28,10 +28,10 @@ from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS, Body
 from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
 from chitu.http.exchange import Exchange
 from chitu.http.jobs import (
+    BodyParser,
     ClusterFacts,
-    Job,
-    JobParser,
     ParseContext,
+    ParsedRequest,
     chat_messages,
     offered_tools,
     template_variables,
@@ -124,17 +124,19 @@ class BodyWork:
 
     def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
         self._model = model
-        jobs, counts = JobParser(model, takes_unknown), TokenCounts(model, takes_unknown)
-        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], Job | TokensAnswer]] = {
-            "completion": jobs.completion,
-            "chat": jobs.chat,
-            "responses": jobs.responses,
+        parser, counts = BodyParser(model, takes_unknown), TokenCounts(model, takes_unknown)
+        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], ParsedRequest | TokensAnswer]] = {
+            "completion": parser.completion,
+            "chat": parser.chat,
+            "responses": parser.responses,
             "tokenize": counts.tokenize,
             "detokenize": counts.detokenize,
         }
         self._compiler: tuple[int, GrammarCompiler] | None = None
 
-    def read(self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]) -> Job | TokensAnswer:
+    def read(
+        self, task: ReadBody, raw: bytes | bytearray, require_client: Callable[[], None]
+    ) -> ParsedRequest | TokensAnswer:
         """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
         longer waits for them. All other errors are for the client."""
         return self._readers[task.route](raw, ParseContext(task.facts, require_client))
@@ -196,27 +198,27 @@ class BodyReader:
         self._judging: dict[tuple[bytes, Grammar], asyncio.Future[InvalidRequest | None]] = {}
         """Grammars that wait for a verdict, by client: no client waits for the turn of another."""
 
-    async def job(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> Job:
-        """Return the job of a generation route. Errors are for the client, and raised before the request is sent on."""
+    async def parse(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> ParsedRequest:
+        """Return the parsed request of a generation route. Errors are for the client, and raised before it is sent on."""
         facts = self._facts()
         try:
-            job: Job = await self._read(ReadBody(route, facts), raw, exchange)
-            grammar = job.samplings[0].grammar
+            parsed: ParsedRequest = await self._read(ReadBody(route, facts), raw, exchange)
+            grammar = parsed.samplings[0].grammar
             if grammar is not None:
                 verdict = self._verdict(JudgeGrammar(grammar, facts.vocab_size), self._client_of(exchange.scope))
                 refusal = await _while_wanted(exchange, verdict)
                 if refusal is not None:
-                    raise job.refusal(refusal)
+                    raise parsed.refusal(refusal)
         except (NoInstance, Capacity) as error:
             raise self._router.rejected(error) from None
-        return job
+        return parsed
 
-    async def job_again(self, route: BodyRoute, raw: bytearray) -> Job:
-        """Return the job of a body that an earlier router accepted, including its grammar."""
+    async def parse_again(self, route: BodyRoute, raw: bytearray) -> ParsedRequest:
+        """Return the parsed request of a body that an earlier router accepted, including its grammar."""
         task = ReadBody(route, self._facts())
         found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._executor.do(task, raw)
-        job: Job = found
-        return job
+        parsed: ParsedRequest = found
+        return parsed
 
     async def tokens(self, route: BodyRoute, raw: bytes, exchange: Exchange) -> TokensAnswer:
         """Return the answer of `/tokenize` or `/detokenize`."""

@@ -24,7 +24,7 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.body_reader import BodyRoute
-from chitu.http.jobs import Job, Prompt
+from chitu.http.jobs import ParsedRequest, Prompt
 from chitu.http.messages.delta import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageParser
 from chitu.http.sampling_fields import OutputOptions
@@ -234,7 +234,7 @@ class Origin(NamedTuple):
     request_id: str
     route: BodyRoute
     body: bytearray
-    job: Job
+    parsed: ParsedRequest
     created_s: int
 
 

@@ -19,7 +19,7 @@ from chitu.http.body_decoder import warning_header
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, RunningAnswers, append_events, read_tokens
 from chitu.http.exchange import JSON, Exchange
-from chitu.http.jobs import Job, Prompt, client_timeout_s
+from chitu.http.jobs import ParsedRequest, Prompt, client_timeout_s
 from chitu.http.messages.delta import joined
 from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of, receipt_of
 from chitu.http.responses import ResponsesFormat
@@ -81,7 +81,7 @@ class GenerationRoutes:
         """Whether the process is ending and rejects new requests."""
         self._look_s = config.stream_comment_s / SILENT_TURNS
         self._next_look_s = 0.0
-        self._streams: dict[Exchange, tuple[Job, RunningAnswer]] = {}
+        self._streams: dict[Exchange, tuple[ParsedRequest, RunningAnswer]] = {}
         """Streams that wait for events."""
 
     async def answer(self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute) -> None:
@@ -95,27 +95,27 @@ class GenerationRoutes:
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             timeout_s = client_timeout_s(scope)
             running.trace = self._router.trace.level(header(scope, b"x-chitu-trace"))
-            job = await self._bodies.job(route, raw, exchange)
-            if job.priority < 0:
-                self._require_priority(scope, job.priority)
+            parsed = await self._bodies.parse(route, raw, exchange)
+            if parsed.priority < 0:
+                self._require_priority(scope, parsed.priority)
             self._require_open()  # again: a large body or a grammar takes time
             created_s = int(time.time())
-            if self.keeps and not job.why_not_kept:  # its body counts as being read until it is over
-                running.origin = Origin(request_id, route, raw, job, created_s)
+            if self.keeps and not parsed.why_not_kept:  # its body counts as being read until it is over
+                running.origin = Origin(request_id, route, raw, parsed, created_s)
                 running.numbers = EventNumbers()
             else:
                 exchange.release_body()
             del raw
-            job.timeout_s = timeout_s
-            if job.warnings:
-                exchange.headers.append(warning_header(job.warnings))
-            if job.cache_salt is not None:
-                job.cache_salt = running.tenant + job.cache_salt
+            parsed.timeout_s = timeout_s
+            if parsed.warnings:
+                exchange.headers.append(warning_header(parsed.warnings))
+            if parsed.cache_salt is not None:
+                parsed.cache_salt = running.tenant + parsed.cache_salt
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self.running.end, running))
-            await self._start(job, request_id, running, exchange)
-            await self.write_answer(exchange, job, running, self.format_of(route, job, request_id, created_s))
+            await self._start(parsed, request_id, running, exchange)
+            await self.write_answer(exchange, parsed, running, self.format_of(route, parsed, request_id, created_s))
         except ClientGone:
             failed = RequestCancelled
         except ChituError as error:
@@ -137,11 +137,11 @@ class GenerationRoutes:
         if not self._look_s or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + self._look_s
-        for exchange, (job, running) in self._streams.items():
+        for exchange, (parsed, running) in self._streams.items():
             exchange.silent_turns += 1
             if exchange.silent_turns >= SILENT_TURNS and not exchange.is_full:
                 # A blank line after it would be an event of its own for some readers once an event has had an id.
-                self._write(exchange, job, running, COMMENT if running.numbers is not None else COMMENT + b"\n")
+                self._write(exchange, parsed, running, COMMENT if running.numbers is not None else COMMENT + b"\n")
 
     def _require_open(self) -> None:
         if self.draining:
@@ -174,29 +174,29 @@ class GenerationRoutes:
 
     # -------------------------------------------------------------------------------------------------------- choices
 
-    async def _start(self, job: Job, request_id: str, running: RunningAnswer, exchange: Exchange) -> None:
+    async def _start(self, parsed: ParsedRequest, request_id: str, running: RunningAnswer, exchange: Exchange) -> None:
         """Send every choice; all or none. Fills `running.choices` as it goes, so that the caller can cancel them. The
         loop serves other requests in between. RequestCancelled if the request was aborted by then."""
-        options, model, choices = job.options, self._model, running.choices
+        options, model, choices = parsed.options, self._model, running.choices
         if running.is_aborted:
             raise RequestCancelled(ABORTED)
-        total = len(job.prompts) * options.n
+        total = len(parsed.prompts) * options.n
         if total > 1:  # for one, `add_request` checks the same
-            num_tokens = options.n * sum([prompt.num_tokens for prompt in job.prompts])
+            num_tokens = options.n * sum([prompt.num_tokens for prompt in parsed.prompts])
             self._router.require_room_for(total, num_tokens)
-        plan = job.plan
+        plan = parsed.plan
         ends_early = bool(options.stops) or (plan is not None and not plan.is_parallel)
         per_token = options.stream or ends_early or options.logprobs is not None or bool(options.num_returned)
         num_new = 0
-        for prompt, sampling in zip(job.prompts, job.samplings, strict=True):
+        for prompt, sampling in zip(parsed.prompts, parsed.samplings, strict=True):
             ends, of_prompt = model.ends_of(sampling), self._prompt_answer(prompt, options)
             requests = [
                 GenerateRequest(
                     request_id if total == 1 else f"{request_id}-{len(choices) + i}",
                     *(prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
-                    timeout_s=job.timeout_s,
-                    cache_salt=job.cache_salt,
-                    priority=job.priority,
+                    timeout_s=parsed.timeout_s,
+                    cache_salt=parsed.cache_salt,
+                    priority=parsed.priority,
                     tenant=running.tenant,
                     trace=running.trace,
                 )
@@ -206,7 +206,7 @@ class GenerationRoutes:
                 sent = self._router.add_choices(requests, running.wakeup.set, is_admitted=total > 1)
                 requests = requests[len(sent) :]
                 for generation in sent:
-                    choices.append(self.choice_of(job, generation, prompt, of_prompt))
+                    choices.append(self.choice_of(parsed, generation, prompt, of_prompt))
                     if running.origin is not None and options.logprobs is not None:
                         generation.kept_logprobs = []
                 num_new += len(sent)
@@ -228,18 +228,18 @@ class GenerationRoutes:
         return answer if answer.repeated is not None or answer.field is not None else None
 
     def choice_of(
-        self, job: Job, generation: Generation, prompt: Prompt, of_prompt: PromptAnswer | None = None
+        self, parsed: ParsedRequest, generation: Generation, prompt: Prompt, of_prompt: PromptAnswer | None = None
     ) -> Choice:
         """Return a choice that is to be read from its first token on. `of_prompt` is that of all choices of the
         prompt."""
-        options, model, logprobs = job.options, self._model, None
+        options, model, logprobs = parsed.options, self._model, None
         if options.logprobs is not None or options.num_returned:
             offset = len(prompt.echo) if of_prompt is not None and of_prompt.repeated is not None else 0
-            logprobs = model.choice_logprobs(job.is_chat, options.skip_special_tokens, offset)
-        return Choice(generation, self.decoder_of(job, generation.request.sampling), prompt, logprobs, of_prompt)
+            logprobs = model.choice_logprobs(parsed.is_chat, options.skip_special_tokens, offset)
+        return Choice(generation, self.decoder_of(parsed, generation.request.sampling), prompt, logprobs, of_prompt)
 
-    def decoder_of(self, job: Job, sampling: SamplingParams) -> ChoiceDecoder:
-        options, model, plan = job.options, self._model, job.plan
+    def decoder_of(self, parsed: ParsedRequest, sampling: SamplingParams) -> ChoiceDecoder:
+        options, model, plan = parsed.options, self._model, parsed.plan
         skips_special = options.skip_special_tokens and (plan is None or model.may_skip_special(plan))
         return ChoiceDecoder(
             model.tokenizer.detokenizer(skips_special),
@@ -251,10 +251,10 @@ class GenerationRoutes:
             plan.parser() if plan is not None else None,
         )
 
-    def _usage(self, job: Job, choices: list[Choice]) -> UsageCount:
-        prompt_tokens = sum([prompt.num_tokens for prompt in job.prompts])
+    def _usage(self, parsed: ParsedRequest, choices: list[Choice]) -> UsageCount:
+        prompt_tokens = sum([prompt.num_tokens for prompt in parsed.prompts])
         # The choices of a prompt share it: it counts once, with the cached tokens of its first choice.
-        cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: job.options.n]])
+        cached_tokens = sum([choice.generation.cached_tokens for choice in choices[:: parsed.options.n]])
         completion_tokens = reasoning_tokens = 0
         for choice in choices:
             completion_tokens += choice.decoder.num_tokens
@@ -264,32 +264,36 @@ class GenerationRoutes:
     def _moments(self, running: RunningAnswer) -> Moments:
         return Moments(running.arrived_s, running.received_s, self._clock.monotonic())
 
-    def _proof(self, job: Job, running: RunningAnswer, kept: Iterable[int] | None = None) -> Proof:
+    def _proof(self, parsed: ParsedRequest, running: RunningAnswer, kept: Iterable[int] | None = None) -> Proof:
         """Return the proof as of now. `kept`: indices of the choices that are returned, if all have ended."""
         records = [choice.generation.attempts() for choice in running.choices]
-        cached_tokens, receipt = self._usage(job, running.choices).cached_tokens, None
-        if job.options.return_receipt and kept is not None and self._model.layout is not None:
+        cached_tokens, receipt = self._usage(parsed, running.choices).cached_tokens, None
+        if parsed.options.return_receipt and kept is not None and self._model.layout is not None:
             (choice,) = running.choices
             receipt = receipt_of(self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens)
-        wants_sums = job.samplings[0].page_sums
+        wants_sums = parsed.samplings[0].page_sums
         sums = [ChoiceSums.of(choice.generation.finish) for choice in running.choices] if wants_sums else ()
         return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt, sums)
 
     # ------------------------------------------------------------------------------------------------------- answering
 
-    def write_answer(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> Awaitable[None]:
+    def write_answer(
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat
+    ) -> Awaitable[None]:
         """Write the answer of choices that were sent. Raises errors that the client gets as an HTTP error."""
-        write = self._stream if job.options.stream else self._collect
-        return write(exchange, job, running, form)
+        write = self._stream if parsed.options.stream else self._collect
+        return write(exchange, parsed, running, form)
 
-    def format_of(self, route: BodyRoute, job: Job, request_id: str, created_s: int) -> AnswerFormat:
+    def format_of(self, route: BodyRoute, parsed: ParsedRequest, request_id: str, created_s: int) -> AnswerFormat:
         if route == "responses":
-            return ResponsesFormat(request_id, created_s, self._model.name, job.echo)
+            return ResponsesFormat(request_id, created_s, self._model.name, parsed.echo)
         make = ChatFormat if route == "chat" else CompletionFormat
-        return make(request_id, created_s, self._model.name, job.options.include_usage)
+        return make(request_id, created_s, self._model.name, parsed.options.include_usage)
 
-    async def _collect(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
-        options, choices, wakeup = job.options, running.choices, running.wakeup
+    async def _collect(
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat
+    ) -> None:
+        options, choices, wakeup = parsed.options, running.choices, running.wakeup
         open_choices, num_new = choices, 0
         per_turn = _tokens_per_turn(options.logprobs)
         most = None if options.logprobs is None else per_turn
@@ -316,21 +320,25 @@ class GenerationRoutes:
                     self._router.cancel(generation, is_complete=True)
             open_choices = [choice for choice in open_choices if choice.decoder.finish_reason is None]
         kept = _best(choices, options) if options.num_returned else range(len(choices))
-        proof = self._proof(job, running, kept) if options.return_proof else None
-        pieces = form.full((_finished(choices[i], options) for i in kept), self._usage(job, choices), proof)
+        proof = self._proof(parsed, running, kept) if options.return_proof else None
+        pieces = form.full((_finished(choices[i], options) for i in kept), self._usage(parsed, choices), proof)
         await _write_whole(exchange, pieces, headers_of(proof) if proof is not None else [])
 
-    async def _stream(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
+    async def _stream(
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat
+    ) -> None:
         """Stream the answer. Its head leaves with the first event or comment, so an earlier failure is still an HTTP
         error."""
-        self._streams[exchange] = job, running
+        self._streams[exchange] = parsed, running
         try:
-            await self._write_events(exchange, job, running, form)
+            await self._write_events(exchange, parsed, running, form)
         finally:
             del self._streams[exchange]
 
-    async def _write_events(self, exchange: Exchange, job: Job, running: RunningAnswer, form: AnswerFormat) -> None:
-        choices, wakeup, options = running.choices, running.wakeup, job.options
+    async def _write_events(
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat
+    ) -> None:
+        choices, wakeup, options = running.choices, running.wakeup, parsed.options
         open_choices = list(enumerate(choices))
         most = _tokens_per_turn(options.logprobs)
         while open_choices:
@@ -342,14 +350,14 @@ class GenerationRoutes:
                 generation = choice.generation
                 if num_due >= most:
                     num_due = 0
-                    await self._write_part(exchange, job, running, events)
+                    await self._write_part(exchange, parsed, running, events)
                 # Behind that wait: its first token, which opens the choice, may have come meanwhile.
                 if generation.prompt_logprobs is not None:
                     await self._write_prompt(choice, generation.prompt_logprobs, options)
                 num_due += len(generation.tokens) if choice.is_open or not choice.prompt.echo else most
                 while not append_events(events, i, choice, form, options, most):
                     if generation.tokens:
-                        await self._write_part(exchange, job, running, events)
+                        await self._write_part(exchange, parsed, running, events)
                     elif generation.error is not None and failure is None:
                         failure = await _failure_of(running, generation.error)
                     else:
@@ -362,8 +370,8 @@ class GenerationRoutes:
             if has_ended:
                 open_choices = [(i, choice) for i, choice in open_choices if choice.decoder.finish_reason is None]
                 if not open_choices:
-                    usage = self._usage(job, choices) if options.include_usage else None
-                    proof = self._proof(job, running, range(len(choices))) if options.return_proof else None
+                    usage = self._usage(parsed, choices) if options.include_usage else None
+                    proof = self._proof(parsed, running, range(len(choices))) if options.return_proof else None
                     if usage is not None or proof is not None:
                         events.append(form.usage(usage, proof))
                     events.append(form.done)
@@ -380,9 +388,11 @@ class GenerationRoutes:
             if exchange.is_started:
                 exchange.stream(data, not open_choices)  # as `_write` does, whose call costs a twentieth of a token
             else:
-                self._write(exchange, job, running, data, is_last=not open_choices)
+                self._write(exchange, parsed, running, data, is_last=not open_choices)
 
-    async def _write_part(self, exchange: Exchange, job: Job, running: RunningAnswer, events: list[bytes]) -> None:
+    async def _write_part(
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, events: list[bytes]
+    ) -> None:
         """Write the events of an answer that has more, and clear their list. The loop serves other requests."""
         data = b"".join(events)
         events.clear()
@@ -392,13 +402,13 @@ class GenerationRoutes:
         if exchange.is_full:
             await exchange.drained()
         if data:
-            self._write(exchange, job, running, data)
+            self._write(exchange, parsed, running, data)
 
     def _write(
-        self, exchange: Exchange, job: Job, running: RunningAnswer, data: bytes, *, is_last: bool = False
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, data: bytes, *, is_last: bool = False
     ) -> None:
-        if job.options.return_proof and not exchange.is_started:
-            exchange.headers += headers_of(self._proof(job, running))
+        if parsed.options.return_proof and not exchange.is_started:
+            exchange.headers += headers_of(self._proof(parsed, running))
         exchange.stream(data, is_last)
 
     async def _write_prompt(self, choice: Choice, data: bytes, options: OutputOptions) -> None:

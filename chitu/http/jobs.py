@@ -1,4 +1,4 @@
-"""Parsing of a body's bytes into a `Job`: prompts as token ids, each with its sampling, and output options. Pure.
+"""Parsing of a body into a `ParsedRequest`: prompts as token ids, each with its sampling, and output options. Pure.
 
 Checks what the types of a body cannot express (the shape of prompts, the content of messages, the choice of tools), and
 makes a chat of a body of `/v1/responses`: nothing is stored, so `input` has all turns, as in an answer's `output`, and
@@ -77,7 +77,7 @@ class CallSchema(NamedTuple):
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
 
 
-class Job(msgspec.Struct):
+class ParsedRequest(msgspec.Struct):
     """A parsed request: prompts times n choices."""
 
     prompts: list[Prompt]
@@ -168,46 +168,48 @@ class ParseContext(msgspec.Struct, frozen=True):
         return self.facts.limits
 
 
-class JobParser:
+class BodyParser:
     """Parser of bodies for one model. `takes_unknown`: an unknown field causes a warning instead of an error."""
 
     def __init__(self, model: ServedModel, takes_unknown: bool = False) -> None:
         self._model = model
         self._takes_unknown = takes_unknown
 
-    def completion(self, raw: bytes | bytearray, context: ParseContext) -> Job:
+    def completion(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
         """Parse a body of `/v1/completions`."""
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         self._model.require_name(body.model)
         given = completion_prompts(body)
-        return self._job(
+        return self._parsed(
             body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
         )
 
-    def chat(self, raw: bytes | bytearray, context: ParseContext) -> Job:
+    def chat(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
         """Parse a body of `/v1/chat/completions`."""
         warnings: list[str] = []
         body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
-        return self._chat_job(body, context, warnings)
+        return self._chat(body, context, warnings)
 
-    def responses(self, raw: bytes | bytearray, context: ParseContext) -> Job:
+    def responses(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
         """Parse a body of `/v1/responses`."""
         warnings: list[str] = []
         body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
         chat = chat_body(body)
         try:
-            job = self._chat_job(chat, context, warnings)
+            parsed = self._chat(chat, context, warnings)
         except InvalidRequest as error:
             raise error_for_responses(error) from None
-        if job.grammar_param is not None:
-            job.grammar_param = _for_responses(job.grammar_param)
-        job.call_schemas = tuple([schema._replace(param=_for_responses(schema.param)) for schema in job.call_schemas])
-        job.echo = echo_of(body)
-        job.options.include_usage = True
-        return job
+        if parsed.grammar_param is not None:
+            parsed.grammar_param = _for_responses(parsed.grammar_param)
+        parsed.call_schemas = tuple(
+            [schema._replace(param=_for_responses(schema.param)) for schema in parsed.call_schemas]
+        )
+        parsed.echo = echo_of(body)
+        parsed.options.include_usage = True
+        return parsed
 
-    def _chat_job(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> Job:
+    def _chat(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
         self._model.require_name(body.model)
         variables = {
             **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
@@ -225,7 +227,7 @@ class JobParser:
         if variables.get("enable_thinking") is False:
             reasoning = None
         param = "tool_choice" if tools.is_required else "tools"
-        job = self._job(
+        parsed = self._parsed(
             body,
             [text],
             bool(body.add_special_tokens),
@@ -235,14 +237,14 @@ class JobParser:
             (calls, param) if calls is not None else None,
             reasoning,
         )
-        if plan is not None and reasoning is None and job.samplings[0].grammar is not None:
+        if plan is not None and reasoning is None and parsed.samplings[0].grammar is not None:
             # The grammar holds from the first token on, so there is no reasoning.
             plan = plan._replace(reasoning=None, is_reasoning=False)
-        job.plan = plan
-        job.call_schemas = tuple(schemas)
-        return job
+        parsed.plan = plan
+        parsed.call_schemas = tuple(schemas)
+        return parsed
 
-    def _job(
+    def _parsed(
         self,
         body: GenerationBody,
         given: Sequence[str] | Sequence[list[int]],
@@ -252,7 +254,7 @@ class JobParser:
         warnings: list[str],
         calls: tuple[Grammar, str] | None = None,
         reasoning: Reasoning | None = None,
-    ) -> Job:
+    ) -> ParsedRequest:
         options = output_options(body)
         wanted = body.max_completion_tokens
         if wanted is None and (wanted := body.max_tokens) is not None and wanted < 1:
@@ -296,7 +298,7 @@ class JobParser:
             size.add(len(ids), max_tokens, prompt.echo)
             prompts.append(prompt)
             samplings.append(shared)
-        return Job(
+        return ParsedRequest(
             prompts,
             samplings,
             options,

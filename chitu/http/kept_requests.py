@@ -45,7 +45,7 @@ from chitu.http.body_reader import BodyReader
 from chitu.http.choice import Choice, ChoiceDecoder, RunningAnswer, Wakeup, bare_names
 from chitu.http.exchange import Exchange
 from chitu.http.generate import GenerationRoutes
-from chitu.http.jobs import Job
+from chitu.http.jobs import ParsedRequest
 from chitu.http.served_model import ServedModel
 from chitu.http.sse import EventNumbers, events_read
 from chitu.net.http import Scope
@@ -216,7 +216,7 @@ class TakenUp:
     """A request taken up from an earlier router."""
 
     record: KeptRequest
-    job: Job
+    parsed: ParsedRequest
     request: GenerateRequest
     decoder: ChoiceDecoder
     """Detects the end of the text; its own text is not used."""
@@ -266,7 +266,7 @@ class KeptRequests:
 
     async def write_all(self, timeout_s: float) -> None:
         """Stop and write the running requests. Their clients are told how to go on, or that their request could not be
-        written. Requests that must end here (`Job.why_not_kept`) run on."""
+        written. Requests that must end here (`ParsedRequest.why_not_kept`) run on."""
         self._is_ending = True
         written: list[tuple[RunningAnswer | TakenUp, KeptRequest]] = []
         taken = {id(each.answer): each for each in self._taken}
@@ -320,7 +320,7 @@ class KeptRequests:
         generation = choice.generation
         if generation.done:
             return None
-        sampling = origin.job.samplings[0]
+        sampling = origin.parsed.samplings[0]
         return KeptRequest(
             kept=1,
             chitu=__version__,
@@ -414,39 +414,41 @@ class KeptRequests:
 
     async def _parsed(self, record: KeptRequest) -> TakenUp:
         """Return the recorded request, ready to go on. ChituError if this router cannot serve it."""
-        job = await self._bodies.job_again(record.route, bytearray(record.body.encode()))
+        parsed = await self._bodies.parse_again(record.route, bytearray(record.body.encode()))
         limits = self._model.limits(self._router.candidates)
         if limits is None:
             raise NoInstance(self._router.candidates.why_unusable())
-        if job.why_not_kept:
-            raise InvalidRequest(f"{job.why_not_kept}: such a request is not kept")
-        self._require_priority(record.tenant, job.priority)
+        if parsed.why_not_kept:
+            raise InvalidRequest(f"{parsed.why_not_kept}: such a request is not kept")
+        self._require_priority(record.tenant, parsed.priority)
         ids, sampling = record.prompt_token_ids, record.sampling
         if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:
             raise InvalidRequest(f"{len(ids)} + {sampling.max_tokens} tokens; {limits.max_model_len} are served here")
         self._model.require_known([*ids, *record.token_ids], limits, "token_ids", False)
         # What depends on limits and chance stays as it was; the rest of the sampling must equal the body's.
-        job.samplings = [msgspec.structs.replace(job.samplings[0], max_tokens=sampling.max_tokens, seed=sampling.seed)]
-        if ReceiptSampling(**msgspec.structs.asdict(job.samplings[0])) != sampling:
+        parsed.samplings = [
+            msgspec.structs.replace(parsed.samplings[0], max_tokens=sampling.max_tokens, seed=sampling.seed)
+        ]
+        if ReceiptSampling(**msgspec.structs.asdict(parsed.samplings[0])) != sampling:
             raise InvalidRequest(
                 "sampling: the body of the kept request has different sampling parameters on this router"
             )
-        job.prompts[0].token_ids, job.prompts[0].num_tokens = pack_i32(ids), len(ids)
-        if job.cache_salt is not None:
-            job.cache_salt = record.tenant + job.cache_salt
+        parsed.prompts[0].token_ids, parsed.prompts[0].num_tokens = pack_i32(ids), len(ids)
+        if parsed.cache_salt is not None:
+            parsed.cache_salt = record.tenant + parsed.cache_salt
         request = GenerateRequest(
             request_id=record.request_id,
-            token_ids=job.prompts[0].token_ids,
+            token_ids=parsed.prompts[0].token_ids,
             num_tokens=len(ids),
-            sampling=job.samplings[0],
-            stop_ids=self._model.ends_of(job.samplings[0]),
+            sampling=parsed.samplings[0],
+            stop_ids=self._model.ends_of(parsed.samplings[0]),
             timeout_s=record.left_s,
-            cache_salt=job.cache_salt,
-            priority=job.priority,
+            cache_salt=parsed.cache_salt,
+            priority=parsed.priority,
             tenant=record.tenant,
         )
         answer = RunningAnswer(record.tenant, self._clock.monotonic())
-        each = TakenUp(record, job, request, self._routes.decoder_of(job, sampling), answer)
+        each = TakenUp(record, parsed, request, self._routes.decoder_of(parsed, sampling), answer)
         answer.wakeup = _News(partial(self._on_news, each))
         each.decoder.feed(list(record.token_ids), record.finish or None)
         return each
@@ -469,8 +471,8 @@ class KeptRequests:
                     self._tell(each)
                 return
         each.source = source
-        source.kept_logprobs = list(record.logprobs) if each.job.options.logprobs is not None else None
-        each.answer.choices = [Choice(source, each.decoder, each.job.prompts[0])]
+        source.kept_logprobs = list(record.logprobs) if each.parsed.options.logprobs is not None else None
+        each.answer.choices = [Choice(source, each.decoder, each.parsed.prompts[0])]
         for reader in each.readers:
             self._copy(source, reader)
         self._on_news(each)
@@ -487,7 +489,7 @@ class KeptRequests:
         each.decoder.feed(tokens, reason)
         for reader in each.readers:
             reader.tokens += tokens
-            if each.job.options.logprobs is not None:
+            if each.parsed.options.logprobs is not None:
                 reader.logprobs += logprobs
             reader.finish, reader.cached_tokens = source.finish, source.cached_tokens
         if each.decoder.finish_reason is not None:
@@ -581,9 +583,9 @@ class KeptRoute:
         each = await self._kept.find(name, running.tenant)
         if exchange.is_client_gone:
             return
-        record, job = each.record, each.job
+        record, parsed = each.record, each.parsed
         reader = self._kept.reader(each, running.wakeup.set)
-        running.choices = [self._routes.choice_of(job, reader, job.prompts[0])]
+        running.choices = [self._routes.choice_of(parsed, reader, parsed.prompts[0])]
         running.wakeup.set()
 
         def on_gone() -> None:
@@ -591,10 +593,10 @@ class KeptRoute:
             running.wakeup.set()
 
         exchange.call_when_gone(on_gone)
-        form = self._routes.format_of(record.route, job, record.request_id, record.created_s)
+        form = self._routes.format_of(record.route, parsed, record.request_id, record.created_s)
         has_all = False
         try:
-            await self._routes.write_answer(exchange, job, running, form)
+            await self._routes.write_answer(exchange, parsed, running, form)
             has_all = reader.error is None and not exchange.is_client_gone
         except ChituError as error:
             exchange.fail(error)

@@ -27,7 +27,7 @@ from chitu.errors import ChituError, InvalidRequest
 from chitu.http.bodies import LARGE_BODY_BYTES
 from chitu.http.body_decoder import fields_of
 from chitu.http.body_reader import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.jobs import ClusterFacts, Job
+from chitu.http.jobs import ClusterFacts, ParsedRequest
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import Grammar
 from chitu.serve.body_pool import BodyProcesses
@@ -73,7 +73,7 @@ def shown(found: object) -> str:
     """Return a full description of a result, except for drawn seeds."""
     if isinstance(found, InvalidRequest):
         return f"{type(found).__name__} {found.message!r} {found.param}"
-    if isinstance(found, Job):
+    if isinstance(found, ParsedRequest):
         samplings = [msgspec.structs.replace(s, seed=s.seed & 1) for s in found.samplings]
         found = msgspec.structs.replace(found, samplings=samplings)
         found = re.sub(r"seed=\d+", "seed", repr(found))
@@ -111,7 +111,7 @@ def test_a_process_says_of_every_body_what_the_loop_says() -> None:
             kinds.add(type(found).__name__)
         assert len(processes.pids) == 1, "none was lost, and one suffices one client"
         processes.close()
-        assert {"Job", "TokensAnswer", "InvalidRequest", "NoInstance", "NoneType"} <= kinds
+        assert {"ParsedRequest", "TokensAnswer", "InvalidRequest", "NoInstance", "NoneType"} <= kinds
         return len(tasks)
 
     assert asyncio.run(scenario()) > 2000

@@ -17,7 +17,7 @@ from chitu.errors import ChituError, DecodeLost
 from chitu.http.bodies import ChatBody, CompletionBody, GenerationBody
 from chitu.http.choice import Choice, ChoiceDecoder, RunningAnswer
 from chitu.http.generate import PART_BYTES, TOKENS_PER_TURN, GenerationRoutes
-from chitu.http.jobs import Job, Prompt
+from chitu.http.jobs import ParsedRequest, Prompt
 from chitu.http.sampling_fields import output_options
 from chitu.http.sse import ChatFormat, CompletionFormat, EventNumbers
 from chitu.http.token_logprobs import (
@@ -106,7 +106,7 @@ class World:
             self.running.choices.append(Choice(generation, decoder, self.prompt, logprobs, of_prompt))
         self.running.wakeup.set()
         self.form = (ChatFormat if is_chat else CompletionFormat)("id", 0, "m", False)
-        self.job = Job([self.prompt], [], options, is_chat=is_chat)
+        self.parsed = ParsedRequest([self.prompt], [], options, is_chat=is_chat)
 
     async def write(self) -> int:
         """Write the answer; return how many turns of the event loop other tasks had."""
@@ -121,7 +121,7 @@ class World:
         task = asyncio.ensure_future(others())
         exchange: Any = self.client
         try:
-            await self.routes.write_answer(exchange, self.job, self.running, self.form)
+            await self.routes.write_answer(exchange, self.parsed, self.running, self.form)
         finally:
             task.cancel()
         return turns
@@ -157,7 +157,7 @@ async def test_logprobs_of_a_prompt_are_written_once_for_all_its_choices(body: G
     length = 300
     world = World(body, 1, length)
     turns = await world.write()
-    options, is_chat = world.options, world.job.is_chat
+    options, is_chat = world.options, world.parsed.is_chat
     assert length * TOP < world.num_texts < (length + options.n) * (TOP + 2)
     assert turns >= length // (TOKENS_PER_TURN // (2 + TOP))
     if options.stream:
@@ -313,7 +313,7 @@ async def test_no_comment_is_written_if_the_key_is_0() -> None:
     config: Any = RouterConfig(stream_comment_s=0)
     routes = GenerationRoutes(none, router, none, config, world.clock, lambda scope: "", none)  # type: ignore[arg-type]
     exchange: Any = world.client
-    routes._streams[exchange] = world.job, world.running
+    routes._streams[exchange] = world.parsed, world.running
     for _ in range(100):
         world.clock.advance(10)
         routes.tick()

@@ -1,4 +1,4 @@
-"""From a body to a job: which prompts are refused before anything is sent, what is not tokenised, what is dropped."""
+"""From a body to a parsed request: what is refused before anything is sent, what is not tokenised, what is dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.body_reader import BodyReader, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
 from chitu.http.generate import GenerationRoutes
-from chitu.http.jobs import ClusterFacts, Job
+from chitu.http.jobs import ClusterFacts, ParsedRequest
 from chitu.http.sampling_fields import ENTRY_BYTES, MAX_ANSWER_BYTES
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone
@@ -113,17 +113,17 @@ class World:
         tokenizer.encode_batch = counting_batch  # type: ignore[method-assign,assignment]
         tokenizer.encode = counting  # type: ignore[method-assign]
 
-    def completion(self, prompt: Any, **fields: Any) -> Job:
+    def completion(self, prompt: Any, **fields: Any) -> ParsedRequest:
         raw = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
-        return self.job("completion", raw)
+        return self.parsed("completion", raw)
 
-    def chat(self, text: str, **fields: Any) -> Job:
+    def chat(self, text: str, **fields: Any) -> ParsedRequest:
         messages = [{"role": "user", "content": text}]
         raw = json.dumps({"model": "m", "messages": messages, "max_tokens": 1, **fields}).encode()
-        return self.job("chat", raw)
+        return self.parsed("chat", raw)
 
-    def job(self, route: BodyRoute, raw: bytes) -> Job:
-        return asyncio.run(self.reader.job(route, bytearray(raw), self.client.exchange))
+    def parsed(self, route: BodyRoute, raw: bytes) -> ParsedRequest:
+        return asyncio.run(self.reader.parse(route, bytearray(raw), self.client.exchange))
 
 
 def test_a_token_that_the_model_has_no_embedding_for_is_refused_whoever_made_it() -> None:
@@ -206,13 +206,13 @@ def test_what_an_answer_may_become_is_bounded_and_the_refusal_names_the_fields(
 ) -> None:
     world = World(max_len=LARGE)
 
-    def read(more: dict[str, Any]) -> Job:
+    def read(more: dict[str, Any]) -> ParsedRequest:
         body = {"model": "m", "max_tokens": 1, **fields, **more}
         given, text = body.pop("prompt", 1900), body.pop("text", "a")
         prompt = given if isinstance(given, str) else [5] * given
         source = [{"role": "user", "content": text}] if route == "chat" else [prompt] * body.pop("prompts", 1)
         body["messages" if route == "chat" else "prompt"] = source
-        return world.job(route, json.dumps(body).encode())
+        return world.parsed(route, json.dumps(body).encode())
 
     assert read({}).prompts
     with pytest.raises(InvalidRequest, match=str(f"{MAX_ANSWER_BYTES:,}")) as refused:
@@ -273,13 +273,13 @@ def body_of(num_bytes: int) -> bytes:
 
 def test_a_large_body_is_sent_away_with_what_it_needs_of_the_cluster_and_a_small_one_is_not() -> None:
     world = World()
-    small, large = (world.job("completion", body_of(LARGE_BODY_BYTES + more)) for more in (0, 1))
+    small, large = (world.parsed("completion", body_of(LARGE_BODY_BYTES + more)) for more in (0, 1))
     [task] = world.away.tasks
     assert task == ReadBody("completion", ClusterFacts(ModelLimits(MAX_LEN, 100_000), "", 100_000))
     assert small == large and small.prompts[0].num_tokens
     unusable = World(serving=False)
     with pytest.raises(NoInstance, match="nobody is there"):
-        unusable.job("completion", body_of(LARGE_BODY_BYTES + 1))
+        unusable.parsed("completion", body_of(LARGE_BODY_BYTES + 1))
     assert len(unusable.away.tasks) == len(unusable.rejected) == 1
 
 
@@ -303,7 +303,7 @@ async def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_gr
 
     async def leaves(raw: bytes, away: int) -> None:
         client = Client()
-        asking = asyncio.ensure_future(world.reader.job("completion", bytearray(raw), client.exchange))
+        asking = asyncio.ensure_future(world.reader.parse("completion", bytearray(raw), client.exchange))
         while len(world.away.tasks) < away:
             await asyncio.sleep(0)
         client.leave()
@@ -316,7 +316,7 @@ async def test_what_is_away_for_a_client_that_left_is_given_up_unless_it_is_a_gr
     with_grammar = b'{"prompt":"a","guided_regex":"a+"}'
     await leaves(with_grammar, 2)
     assert world.away.num_unwanted == 1
-    other = asyncio.ensure_future(world.reader.job("completion", bytearray(with_grammar), Client().exchange))
+    other = asyncio.ensure_future(world.reader.parse("completion", bytearray(with_grammar), Client().exchange))
     await asyncio.sleep(0)
     world.away.may_end.set()
     assert (await other).samplings[0].grammar is not None
@@ -331,7 +331,7 @@ async def test_each_client_waits_in_its_own_turn_even_for_a_grammar_that_another
         client = Client()
         client.scope["key"] = key
         for raw in (body, body, body_of(LARGE_BODY_BYTES + 1)):
-            asking.append(asyncio.ensure_future(world.reader.job("completion", bytearray(raw), client.exchange)))
+            asking.append(asyncio.ensure_future(world.reader.parse("completion", bytearray(raw), client.exchange)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -349,14 +349,14 @@ def test_a_stop_string_that_is_a_special_token_is_a_stop_id_also_if_eos_is_ignor
         ({"stop": "<|im_end|>", "ignore_eos": True, "skip_special_tokens": False}, ids[1:]),
         ({"stop": ["\n<|im_end|>", "<|im_end"]}, []),
     ):
-        for job in (world.completion("a", **fields), world.chat("a", **fields)):
-            assert job.samplings[0].stop_token_ids == tuple(expected)
-            assert set(expected) <= world.model.ends_of(job.samplings[0])
+        for parsed in (world.completion("a", **fields), world.chat("a", **fields)):
+            assert parsed.samplings[0].stop_token_ids == tuple(expected)
+            assert set(expected) <= world.model.ends_of(parsed.samplings[0])
     assert World(vocab_size=ids[0]).completion([[1]], stop="<|im_start|>").samplings[0].stop_token_ids == ()
 
 
-def ids_of(job: Job) -> list[list[int]]:
-    return [list(unpack_i32(prompt.token_ids)) for prompt in job.prompts]
+def ids_of(parsed: ParsedRequest) -> list[list[int]]:
+    return [list(unpack_i32(prompt.token_ids)) for prompt in parsed.prompts]
 
 
 def copy_of_tiny(folder: Path) -> Path:
@@ -460,7 +460,7 @@ def test_a_chat_template_gets_names_and_variables_and_what_it_does_not_read_is_w
         "ann: a\nthink",
         "nobody: a\nno thoughts",
     ]
-    assert [job.warnings for job in jobs[:-1]] == [[]] * 4
+    assert [parsed.warnings for parsed in jobs[:-1]] == [[]] * 4
     [warning] = jobs[-1].warnings
     assert warning.endswith("does not read enable_thought, x")
     for name in ("messages", "tools", "add_generation_prompt"):
@@ -498,11 +498,13 @@ def test_text_offsets_of_a_prompt_that_is_repeated_are_places_in_its_text(prompt
     none: Any = None
     router: Any = SimpleNamespace(cancel=none)
     routes = GenerationRoutes(world.model, router, none, RouterConfig(), FakeClock(), lambda scope: "", none)
-    job = world.completion(prompt, echo=True, logprobs=0, **more)
-    [own], [sampling] = job.prompts, job.samplings
-    of_prompt = routes._prompt_answer(own, job.options)
-    choice = routes.choice_of(job, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own, of_prompt)
-    asyncio.run(routes._write_prompt(choice, pack_logprobs(-1.0) * (own.num_tokens - 1), job.options))
+    parsed = world.completion(prompt, echo=True, logprobs=0, **more)
+    [own], [sampling] = parsed.prompts, parsed.samplings
+    of_prompt = routes._prompt_answer(own, parsed.options)
+    choice = routes.choice_of(
+        parsed, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own, of_prompt
+    )
+    asyncio.run(routes._write_prompt(choice, pack_logprobs(-1.0) * (own.num_tokens - 1), parsed.options))
     assert choice.logprobs is not None
     shown = json.loads(b"".join(choice.logprobs.pieces(of_prompt)))
     num_added = own.num_tokens - len(world.model.tokenizer.encode(prompt, add_special_tokens=False))
