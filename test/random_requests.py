@@ -24,7 +24,7 @@ import transformers
 from chitu.config.schema import ModelConfig
 from chitu.engine.sampler import Sampler
 from chitu.grammars import GrammarCompiler
-from chitu.http.jobs import BodyParser, ClusterFacts, ParseContext, ParsedRequest
+from chitu.http.parse import BodyParser, ClusterFacts, ParseContext, ParsedRequest
 from chitu.http.sampling_fields import with_seed
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import SamplingParams, unpack_i32

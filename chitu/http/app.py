@@ -1,9 +1,7 @@
-"""CORS: headers that let scripts of other web pages use the API (`router.cors_origins`). Pure; loop thread.
+"""The ASGI application of the API port: request ids, access, CORS, and hot routes beside the cold ones. Loop thread.
 
-A browser asks beforehand (the preflight) what a page may send, and shows the page an answer only if its head names the
-page's origin. The API uses no cookies, so none are allowed.
-
-The ASGI application of the API port: request ids, access, hot routes beside the FastAPI ones. Loop thread.
+CORS (`router.cors_origins`): a browser asks beforehand (the preflight) what a page may send, and shows the page an
+answer only if its head names the page's origin. The API uses no cookies, so none are allowed.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Answers to bodies of `/tokenize` and `/detokenize`. Pure; part of `BodyWork`.
+"""Work on bodies: decoding JSON, rendering chats, tokenising, judging grammars, and the choice of where it runs.
 
-Costly work on untrusted input: decoding JSON, rendering chats, tokenising, compiling grammars. Pure.
-
-`BodyWork` does it, independent of the process: a small body is processed on the event loop of an API process, a large
-one and every grammar in a process beside it (`serve/body_pool.py`), by the same methods with the same errors. So a
-task carries what it needs of the cluster (`ClusterFacts`), and its result can be pickled.
-
-Parsing of bodies for the routes, and the choice of where it runs. Loop thread.
-
-A small body is processed at once, on the event loop. A large one, and every grammar, goes to `executor`, where it
-delays no request's tokens. Work for a client that has left is dropped.
+`BodyWork` is pure. A small body is processed at once, on the event loop. A large one and every grammar go to a process
+beside it (`serve/body_pool.py`), where they delay no request's tokens: the same methods, with the same errors. So a
+task carries what it needs of the cluster (`ClusterFacts`), and its result can be pickled. `BodyReader` is on the loop
+thread; it drops work for a client that has left.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from chitu.grammars import GrammarCompiler
 from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS, Body
 from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
 from chitu.http.exchange import Exchange
-from chitu.http.jobs import (
+from chitu.http.parse import (
     BodyParser,
     ClusterFacts,
     ParseContext,
@@ -199,7 +193,7 @@ class BodyReader:
         """Grammars that wait for a verdict, by client: no client waits for the turn of another."""
 
     async def parse(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> ParsedRequest:
-        """Return the parsed request of a generation route. Errors are for the client, and raised before it is sent on."""
+        """Return the request of a generation route. Errors are for the client, and raised before it is sent on."""
         facts = self._facts()
         try:
             parsed: ParsedRequest = await self._read(ReadBody(route, facts), raw, exchange)

@@ -1,17 +1,11 @@
-"""Decoding of one choice's tokens into text: incremental detokenising, stop strings, the hidden stop token. A chat's
-text is also parsed into parts of a message if it is more than content. Pure; loop thread.
+"""The running answers of the generation routes, and the tokens of their choices as text. Loop thread.
 
-Invariant: the deltas concatenate to the text that decoding all tokens at once gives, including multi-byte characters
-and stop strings. `token_ids` are exactly the tokens up to and including the one that ended the choice.
+A choice's tokens become the events of a stream, or parts of a whole answer: incremental detokenising, stop strings, the
+hidden stop token; a chat's text is also parsed into parts of a message.
 
-Running answers of the generation routes: their choices, their wakeups, and which tenant may abort them. Loop
-thread.
-
-A choice's tokens as they come: as events of a stream (its opening, its deltas, its end, and the usage of each), or
-as parts of a whole answer.
-
-Called by the writers of answers (`generate.py`), on the loop thread. Invariant: every token taken from the generation
-is in one event or part, or held by the choice's decoder until its text is known.
+Invariants: the deltas concatenate to the text that decoding all tokens at once gives, including multi-byte characters
+and stop strings; `token_ids` are exactly the tokens up to and including the one that ended the choice; every token
+taken from the generation is in one event or part, or held by the decoder until its text is known.
 """
 
 from __future__ import annotations
@@ -23,12 +17,12 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from chitu.errors import ChituError
+from chitu.http.answers import ID_PREFIXES, AnswerFormat, EventNumbers, UsageCount
 from chitu.http.body_reader import BodyRoute
-from chitu.http.jobs import ParsedRequest, Prompt
-from chitu.http.messages.delta import MessageDelta, joined
+from chitu.http.messages.call_parser import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageParser
+from chitu.http.parse import ParsedRequest, Prompt
 from chitu.http.sampling_fields import OutputOptions
-from chitu.http.sse import ID_PREFIXES, AnswerFormat, EventNumbers, UsageCount
 from chitu.http.token_logprobs import ChoiceLogprobs, PromptAnswer
 from chitu.protocol import TraceLevel
 from chitu.router.request import Generation

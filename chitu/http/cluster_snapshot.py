@@ -1,10 +1,9 @@
-"""The whole router as an API process sees it: the cluster view, the loads, and the record of every API process.
+"""The whole router as an API process sees it, and snapshots of the cluster, once or as a stream. Loop thread.
 
-The routes that show or change the cluster use a `ClusterSource`. `serve/membership.py` implements it for the process
-that keeps the membership, `serve/replicas.py:ReplicaCluster` for the other API processes (`router.workers`). For each
-call a source asks the other processes (`serve/siblings.py`), so a result is as new as the call. Loop thread.
-
-Builds the snapshots of the cluster (`protocol/snapshot.py`) from what the router knows. On the loop thread.
+A `ClusterSource` knows the cluster view, the loads, and the record of every API process. `serve/membership.py`
+implements it for the process that keeps the membership, `serve/replicas.py:ReplicaCluster` for the other API processes
+(`router.workers`). For each call a source asks the other processes (`serve/siblings.py`), so a result is as new as the
+call.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from chitu.config.devices import is_gpu
 from chitu.config.schema import Topology
 from chitu.config.topology import instances, is_loopback
 from chitu.errors import TooManyRequests
+from chitu.http.answers import joined
 from chitu.http.served_model import ServedModel
-from chitu.http.sse import joined
 from chitu.net.fair_share import NoPlace, Places
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport, Wire

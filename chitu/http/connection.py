@@ -1,11 +1,6 @@
-"""Parses the requests of a connection with httptools (only its public API). Pure: bytes in, calls out.
-
-httptools stops at a request that asks for an upgrade to another protocol, and leaves its body to that. No other
-protocol is supported, and the upgrade is ignored (RFC 9110, 7.8): the head is parsed again without it.
-
-HTTP/1 on one connection: the order of its requests and answers, and bounds on what a client may use (`HTTPLimits`):
-connections, size and time of a request's head, time of its body, time without reading an answer. Made by `HTTPServer`.
-Loop thread.
+"""HTTP/1 on one connection: its requests, parsed by httptools, the order of their answers, and bounds on what a client
+may use (`HTTPLimits`): connections, size and time of a head, time of a body, time without reading an answer. Loop
+thread.
 
 One request is answered at a time. Pipelined requests wait, and nothing more is read meanwhile. A connection holds at
 most its head (bounded), `FREE_BODY_BYTES` of a body plus what the server's `BodyBudget` grants, and of an answer what
@@ -14,6 +9,9 @@ the transport buffers (the sender waits there) plus what the request itself has 
 A connection ends with its last answer. If the client may still be sending then, only our side is closed, and what
 arrives is discarded for a while: a kernel that closes a socket with unread bytes resets the connection, and the client
 loses the answer.
+
+`RequestParser` is pure: bytes in, calls out. httptools stops at a request that asks for an upgrade to another protocol,
+which is ignored (RFC 9110, 7.8): the head is parsed again without it.
 """
 
 from __future__ import annotations

@@ -15,18 +15,25 @@ from functools import partial
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, RequestCancelled
+from chitu.http.answers import (
+    AnswerFormat,
+    ChatFormat,
+    CompletionFormat,
+    EventNumbers,
+    FinishedChoice,
+    ResponsesFormat,
+    UsageCount,
+)
 from chitu.http.body_decoder import warning_header
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, RunningAnswers, append_events, read_tokens
 from chitu.http.exchange import JSON, Exchange
-from chitu.http.jobs import ParsedRequest, Prompt, client_timeout_s
-from chitu.http.messages.delta import joined
+from chitu.http.messages.call_parser import joined
+from chitu.http.parse import ParsedRequest, Prompt, client_timeout_s
 from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of, receipt_of
-from chitu.http.responses import ResponsesFormat
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.spans import RequestSpan, request_span
-from chitu.http.sse import AnswerFormat, ChatFormat, CompletionFormat, EventNumbers, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import PromptAnswer
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter

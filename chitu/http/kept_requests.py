@@ -1,23 +1,14 @@
-"""The folder of requests that outlive their router (`router.kept_requests.dir`): files, and which router takes which.
+"""Requests that outlive their router (`router.kept_requests.dir`): written at its end, taken up by the next one, read
+by `GET /v1/requests/ID`. Owned by `ApiEndpoint`; loop thread, with the folder's files in other threads.
 
-`KeptRequests` calls it in a thread; calls block. Several routers may share the folder, and any may be killed anywhere.
+An answer that was taken up continues without a reader. Each reader gets a copy of its output so far, and then what
+follows, in a `Generation` of its own: so any number of readers can read it as its first client would have. Several
+routers may share the folder, and any may be killed anywhere.
 
-Invariants: a file under its final name is complete (written aside, synced, renamed) and of mode 0600; it is taken by
-one rename, so by one router; files that this user did not write are not read.
-
-Requests that outlive their router: written at its end, taken up by the next one, read by `GET /v1/requests/ID`.
-
-Owned by `ApiEndpoint`; loop thread, with the folder's files in other threads. An answer that was taken up continues
-without a reader. Each reader gets a copy of its output so far, and then what follows, in a `Generation` of its own.
-So any number of readers, one after another or at once, can read it as its first client would have.
-
-Invariants: a written request emits nothing more, so no client has read what is not in the file; a request is taken up
-once, by one router; a request without a reader ends by its own limits, and is dropped when it is too old.
-
-`GET /v1/requests/ID`: the answer of a request that outlived its router, as its first client would have read it.
-
-A hot route beside those of `generate.py`, which writes the answer; loop thread. A stream begins after the events that
-the client reports to have. A client that leaves ends nothing: the answer may be read again.
+Invariants: a file under its final name is complete (written aside, synced, renamed) and of mode 0600; files that this
+user did not write are not read. A written request emits nothing more, so no client has read what is not in the file.
+A request is taken up once, by the one router that renamed its file; without a reader it ends by its own limits, and it
+is dropped when it is too old.
 """
 
 from __future__ import annotations
@@ -41,13 +32,13 @@ from chitu import __version__
 from chitu.clock import Clock
 from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled, RequestKept, UnknownRequest
+from chitu.http.answers import EventNumbers, events_read
 from chitu.http.body_reader import BodyReader
 from chitu.http.choice import Choice, ChoiceDecoder, RunningAnswer, Wakeup, bare_names
 from chitu.http.exchange import Exchange
 from chitu.http.generate import GenerationRoutes
-from chitu.http.jobs import ParsedRequest
+from chitu.http.parse import ParsedRequest
 from chitu.http.served_model import ServedModel
-from chitu.http.sse import EventNumbers, events_read
 from chitu.net.http import Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Finish, KVLayout, pack_i32, unpack_i32

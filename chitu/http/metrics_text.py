@@ -1,13 +1,9 @@
-"""Metric families of the Prometheus library, built from numbers that were counted elsewhere. Pure.
+"""`/metrics` of the router, in the text formats of Prometheus and OpenMetrics, from numbers counted elsewhere. Pure.
 
-Used by `metrics_text.py`. The library's own counters are not used: they take a lock and look up labels on every count,
-and their values can neither be sent to another process nor added up over processes. A family comes in parts of
-`PART_SAMPLES`, made one after the other: one of a large cluster takes too long to be made and written at once.
-
-`/metrics` of the router, in the text formats of Prometheus and OpenMetrics. Pure; loop thread.
-
-Called by the route in `routes.py` with the counts of the API processes, the state of the membership and the
-newest load report of each instance. Instances are not scraped: their numbers come with their heartbeats.
+Called by the route in `routes.py` with the counts of the API processes, the state of the membership and the newest load
+report of each instance, whose numbers come with their heartbeats. The library's own counters are not used: they take a
+lock and look up labels on every count, and their values can neither be sent to another process nor added up. A family
+comes in parts of `PART_SAMPLES`, made one after the other, because one of a large cluster takes too long at once.
 `docs/metrics.md` has a row for every family made here, and a test compares the two. Labels are bounded: names of
 instances, states and codes of closed lists.
 """

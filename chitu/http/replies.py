@@ -1,7 +1,7 @@
 """Answers of the routes as structs, from which the OpenAPI document is made and which encode them. Pure.
 
 Parts of an answer to a generation that grow with it (choices, logprobs) are written between the struct's fields as they
-are due (`sse.py`). The error object is `net/http.py`'s.
+are due (`answers.py`). The error object is `net/http.py`'s.
 """
 
 from __future__ import annotations

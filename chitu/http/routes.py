@@ -30,6 +30,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import with_router_ports
 from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge, UnknownTrace
 from chitu.http.access import Access
+from chitu.http.answers import in_pieces
 from chitu.http.bodies import (
     ABORT,
     BODIES,
@@ -74,7 +75,6 @@ from chitu.http.replies import (
     TokenizeReply,
 )
 from chitu.http.served_model import ServedModel
-from chitu.http.sse import in_pieces
 from chitu.net.http import ErrorReply, error_body, error_headers, query_value
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import encode

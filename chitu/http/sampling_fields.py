@@ -1,18 +1,11 @@
-"""Sampling parameters and output options from the fields of a body: defaults, and what fields rule out. Pure.
+"""What the fields of a body ask of sampling and of the answer: parameters, options, grammar, size. Pure; part of
+`BodyWork`, called by `parse.py` once per request.
 
-Called by `jobs.py`, as part of `BodyWork`, once per request. Ranges are checked as the body is decoded, except those
-that depend on the model or on other fields. Every error names its field.
-
-Bound on the answer that a body may ask for: prompts times choices times tokens times candidates. Pure.
-
-Called by `jobs.py`, as part of `BodyWork`, for each prompt once its tokens are counted, so before anything is computed.
-The sizes are those of usual tokens. A stream is counted like a whole answer: if its client reads slowly, all of it
-waits here.
-
-The `Grammar` of an answer from the body fields that constrain its text. Pure; called by `jobs.py`, once per request.
-
-`response_format` is OpenAI's, `structured_outputs` and `guided_*` are vLLM's. They express the same, so a request may
-give only one of them. Every error names its field. Compilation checks the grammar's text (`grammars/compiler.py`).
+Ranges are checked as the body is decoded (`bodies.py`); here are defaults, and what depends on the model or on other
+fields. Every error names its field. `response_format`, `structured_outputs` and `guided_*` express the same, so a
+request may give one of them; compilation checks the grammar's text (`grammars/compiler.py`). The size of an answer
+(prompts times choices times tokens times candidates) is bounded before anything is computed. A stream is counted like a
+whole answer: if its client reads slowly, all of it waits here.
 """
 
 from __future__ import annotations

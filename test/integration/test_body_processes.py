@@ -27,7 +27,7 @@ from chitu.errors import ChituError, InvalidRequest
 from chitu.http.bodies import LARGE_BODY_BYTES
 from chitu.http.body_decoder import fields_of
 from chitu.http.body_reader import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.jobs import ClusterFacts, ParsedRequest
+from chitu.http.parse import ClusterFacts, ParsedRequest
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import Grammar
 from chitu.serve.body_pool import BodyProcesses

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import ConfigError, DecodeLost, Internal
-from chitu.http.sse import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
+from chitu.http.answers import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
 from chitu.launch.router_client import Answer, AnswerReader, EventParser, RouterClient, Usage
 from chitu.protocol import LoadReport
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages

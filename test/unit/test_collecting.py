@@ -14,12 +14,12 @@ from test_openai_output import ByteDetokenizer
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, DecodeLost
+from chitu.http.answers import ChatFormat, CompletionFormat, EventNumbers
 from chitu.http.bodies import ChatBody, CompletionBody, GenerationBody
 from chitu.http.choice import Choice, ChoiceDecoder, RunningAnswer
 from chitu.http.generate import PART_BYTES, TOKENS_PER_TURN, GenerationRoutes
-from chitu.http.jobs import ParsedRequest, Prompt
+from chitu.http.parse import ParsedRequest, Prompt
 from chitu.http.sampling_fields import output_options
-from chitu.http.sse import ChatFormat, CompletionFormat, EventNumbers
 from chitu.http.token_logprobs import (
     ChatLogprobs,
     CompletionLogprobs,

@@ -20,7 +20,7 @@ from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS
 from chitu.http.body_reader import BodyReader, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.exchange import Exchange
 from chitu.http.generate import GenerationRoutes
-from chitu.http.jobs import ClusterFacts, ParsedRequest
+from chitu.http.parse import ClusterFacts, ParsedRequest
 from chitu.http.sampling_fields import ENTRY_BYTES, MAX_ANSWER_BYTES
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.net.http import ClientGone

@@ -19,10 +19,10 @@ from support.clock import FakeClock
 
 from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
+from chitu.http.answers import EventNumbers, events_read
 from chitu.http.choice import RunningAnswers
 from chitu.http.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
 from chitu.http.served_model import ModelLimits
-from chitu.http.sse import EventNumbers, events_read
 from chitu.protocol import InstanceInfo, KVLayout
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling

@@ -10,13 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
+from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
 from chitu.http.body_decoder import responses_decoder
 from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
-from chitu.http.jobs import chat_body, chat_messages, echo_of, error_for_responses
-from chitu.http.messages.delta import CallDelta, MessageDelta, joined
-from chitu.http.responses import ResponsesFormat
+from chitu.http.messages.call_parser import CallDelta, MessageDelta, joined
+from chitu.http.parse import chat_body, chat_messages, echo_of, error_for_responses
 from chitu.http.sampling_fields import OutputOptions
-from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.http.token_logprobs import (
     LOWEST,
     ChatLogprobs,

@@ -7,11 +7,10 @@ import json
 import msgspec
 from router_world import World, pair, two_pairs
 
+from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
 from chitu.http.body_decoder import responses_decoder
-from chitu.http.jobs import echo_of
+from chitu.http.parse import echo_of
 from chitu.http.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
-from chitu.http.responses import ResponsesFormat
-from chitu.http.sse import ChatFormat, CompletionFormat, FinishedChoice, UsageCount
 from chitu.protocol import Finish, TokenBatch, TransferSums
 from chitu.protocol.account import Moments, PrefillTimes, StageTimes
 from chitu.router.request import Generation

@@ -65,8 +65,8 @@ from chitu.http.body_decoder import (
     warning_header,
 )
 from chitu.http.connection import RequestParser
-from chitu.http.jobs import chat_body, chat_messages, completion_prompts, offered_tools
 from chitu.http.limits import HTTPLimits
+from chitu.http.parse import chat_body, chat_messages, completion_prompts, offered_tools
 from chitu.http.routes import Route, openapi_document
 from chitu.http.sampling_fields import grammar_of, output_options, sampling_params
 from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS

@@ -19,7 +19,6 @@ from chitu.grammars import GrammarCompiler
 from chitu.http.bodies import ChatBody
 from chitu.http.body_decoder import chat_decoder
 from chitu.http.choice import ChoiceDecoder, Delta
-from chitu.http.jobs import chat_messages, chosen_tools, reasoning_variables
 from chitu.http.messages.call_formats import (
     HermesParser,
     LlamaParser,
@@ -27,8 +26,7 @@ from chitu.http.messages.call_formats import (
     NamedMistralParser,
     grammar_of_calls,
 )
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
-from chitu.http.messages.delta import MessageDelta, joined
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser, MessageDelta, joined
 from chitu.http.messages.message_parser import (
     MARKS,
     MAX_SPACE_CHARS,
@@ -37,6 +35,7 @@ from chitu.http.messages.message_parser import (
     ReasoningMarks,
     takes_several_calls,
 )
+from chitu.http.parse import chat_messages, chosen_tools, reasoning_variables
 from chitu.http.sampling_fields import OutputOptions
 from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
 from chitu.tokenizer import Tokenizer

@@ -1,15 +1,15 @@
-"""Tool calls of Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or
-several. Hermes 2 Pro writes the arguments first. Pure.
+"""The formats of tool calls that models write, and the grammars that enforce them. Pure.
 
-Tool calls of Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`,
-optionally after `<|python_tag|>`. Any other object is content, as soon as its keys tell. Pure.
+* Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or several. Hermes
+  2 Pro writes the arguments first.
+* Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`, optionally
+  after `<|python_tag|>`. Any other object is content, as soon as its keys tell.
+* Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]name{...}`,
+  with `[CALL_ID]...` and `[ARGS]` after the name in some versions. All forms are read; an enforced call has the form
+  that the model's template writes.
 
-Tool calls of Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call
-`[TOOL_CALLS]name{...}`, with `[CALL_ID]...` and `[ARGS]` after the name in some versions. The parser reads all forms of
-any version; an enforced call has the form that the model's template writes. Pure.
-
-Grammars of tool calls: of an answer that must be a call (`tool_choice`: `required`, or a function), and of calls
-that the model may make if a tool is `strict`. Pure.
+A grammar is of an answer that must be a call (`tool_choice`: `required`, or a function), or of calls that the model may
+make if a tool is `strict`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallParser, json_text
-from chitu.http.messages.delta import CallDelta
+from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallDelta, CallParser, json_text
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 
 

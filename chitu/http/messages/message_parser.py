@@ -1,8 +1,6 @@
-"""Parsing of the reasoning that some models write before their answer. Pure; loop thread.
-
-Parsing of a chat choice's text into its message, and detection of a model's formats. Pure; loop thread.
-
-The text of the chat template determines the formats, because it writes them itself for earlier turns.
+"""Parsing of a chat choice's text into its message: the reasoning that some models write first, content and tool calls.
+Pure; loop thread. The text of the chat template determines the formats, because it writes them itself for earlier
+turns.
 """
 
 from __future__ import annotations
@@ -12,8 +10,7 @@ from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
 from chitu.http.messages.call_formats import ARGS, MARK, HermesParser, LlamaParser, MistralParser, NamedMistralParser
-from chitu.http.messages.call_parser import CallParser
-from chitu.http.messages.delta import CallDelta, MessageDelta, joined
+from chitu.http.messages.call_parser import CallDelta, CallParser, MessageDelta, joined
 from chitu.protocol import Reasoning
 from chitu.tokenizer.stop import end_before_mark
 
