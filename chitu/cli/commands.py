@@ -122,8 +122,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from chitu.tools.conversation import ChatOptions
-    from chitu.tools.terminal import chat
+    from chitu.tools.chat import ChatOptions, chat
 
     question = " ".join(arguments.question) if arguments.question else None
     options = ChatOptions(arguments.model, arguments.system, arguments.max_tokens, arguments.temperature)
@@ -142,7 +141,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _trace(arguments: argparse.Namespace) -> int:
     from chitu.launch.router_calls import credential
     from chitu.launch.router_client import RouterClient
-    from chitu.tools.show_trace import show_trace
+    from chitu.tools.trace import show_trace
 
     source: RouterClient | Path
     if arguments.dir is None:

@@ -14,7 +14,7 @@ from chitu.assets import TINY_MODEL_NAME
 from chitu.errors import ChituError, Internal
 from chitu.launch.host import HostProcesses
 from chitu.launch.router_client import Answer, RouterClient
-from chitu.tools.conversation import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
+from chitu.tools.chat import CHAT_PATH, is_right, printable, recall_example, shortened, verdict
 from chitu.tools.trace import find_request, trace_lines
 
 COMPLETION_PATH = "/v1/completions"

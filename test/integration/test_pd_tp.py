@@ -37,7 +37,7 @@ from chitu.launch.router_client import RouterClient
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.protocol.trace import TraceRestored, TraceSend, TraceSent, TraceWrite
 from chitu.tools.make_model import make_model
-from chitu.tools.show_trace import is_whole as is_whole_trace
+from chitu.tools.trace import is_whole as is_whole_trace
 
 SIZES = (1, 2, 4)
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, VOCAB = 2, 4, 2, 16, 16, 500

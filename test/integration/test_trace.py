@@ -46,7 +46,7 @@ from chitu.protocol.trace import (
     TraceStep,
     TraceWrite,
 )
-from chitu.tools.show_trace import is_whole
+from chitu.tools.trace import is_whole
 from chitu.tracing.timeline import TraceAnswer
 
 ROUTER = "dp_config.router"

@@ -17,7 +17,7 @@ from chitu.launch.router_client import Answer, AnswerReader, EventParser, Router
 from chitu.protocol import LoadReport
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
-from chitu.tools.conversation import (
+from chitu.tools.chat import (
     ChatOptions,
     Conversation,
     is_right,
