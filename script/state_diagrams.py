@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 
 from chitu.instance.sequences import SEQUENCE_TRANSITIONS
-from chitu.kv_transfer.receiver import RECEIVER_TRANSITIONS, REGISTRATION_TRANSITIONS
+from chitu.kv_transfer.peers import REGISTRATION_TRANSITIONS
+from chitu.kv_transfer.receiver import RECEIVER_TRANSITIONS
 from chitu.kv_transfer.sender import SENDER_TRANSITIONS
 from chitu.router.request import GENERATION_TRANSITIONS
 

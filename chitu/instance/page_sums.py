@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.instance.sequences import Sequence, SequenceState
-from chitu.kv_transfer.checksums import PageSums
+from chitu.kv_transfer.layout import PageSums
 from chitu.protocol import KVLayout
 
 MAX_SUMMED_BYTES = 32 << 20

@@ -20,10 +20,10 @@ from chitu.instance.early import EarlyAdmission
 from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad
 from chitu.instance.prefill import Chunk, PrefillManager
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.protocol import DecodeRequest, PrefillRequest, UnifiedRequest
 from chitu.protocol.account import PrefillTimes
 

@@ -11,7 +11,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import ChituError
 from chitu.instance.sequences import Sequence
 from chitu.kv_cache.aux_row import aux_row_bytes
-from chitu.kv_transfer.transfer_table import TransferEvent
+from chitu.kv_transfer.both_sides import TransferEvent
 from chitu.protocol.trace import TracedPages, TraceEnd, TraceRestored, TraceStep
 from chitu.tracing.tracer import TracedRoom, Tracer
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from chitu.clock import Clock
-from chitu.kv_transfer.parts import KVManagerConfig
+from chitu.kv_transfer.both_sides import KVManagerConfig
 from chitu.kv_transfer.shard_writer import TransferKVChunk
 from chitu.types import Ready
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from chitu.errors import ConfigError
-from chitu.kv_transfer.checksums import head_copies
-from chitu.kv_transfer.parts import KVManagerConfig, OwnMemory, TransferContext
+from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
+from chitu.kv_transfer.layout import head_copies
 from chitu.kv_transfer.ranks import FanOut, TPPageSums
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender

@@ -39,8 +39,7 @@ import zmq
 
 from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
 from chitu.kv_cache.tiers.page_copies import PageCopies, page_content_bytes
-from chitu.kv_transfer.checksums import Int64s, PageSums
-from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_transfer.layout import Int64s, PagedMemory, PageSums
 from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_shards, wait_for
 from chitu.kv_transfer.transports.transport import Transport, WriteError
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, pack_i32, unpack_i32

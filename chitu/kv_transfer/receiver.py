@@ -1,16 +1,12 @@
 """D's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
-Here are its states, its tables, its events, effects and records. `DecodeReceiver` owns the machine, guards it with its
+Here are its states, its table, its events, effects and records. `DecodeReceiver` owns the machine, guards it with its
 lock, makes the events and carries out the effects in their order. The machine contains no thread, socket, lock, clock
 or logger, and reads only the stored state of `PeerView`. `_apply` is the only way to move a room, by
 `RECEIVER_TRANSITIONS`, and `_enter` does what each state requires on entry; a (state, event) pair that the table does
 not have changes nothing. Invariants: LOGITS_READY, SUCCESS, FAILED and RELEASED come once per room; a room that was
 announced to P is RELEASED only when its writer is known to have stopped (QUARANTINED has no deadline and repeats
 AbortTransfer).
-
-`PrefillDirectory` has D's registrations with P: one incarnation per rank, the one that a view had last. A registration
-is repeated until P replies, and not repeated to an incarnation that refused it. P answers each at once, so it also
-serves to probe a P that rooms wait for: a P that does not answer is silent until a frame of it comes.
 """
 
 from __future__ import annotations
@@ -33,14 +29,14 @@ from chitu.errors import (
     TransferTimeout,
     from_code,
 )
-from chitu.kv_transfer.parts import KVManagerConfig, Line
-from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.transfer_table import (
+from chitu.kv_transfer.both_sides import (
     NEVER_S,
     Aborted,
     Deadline,
     DropEvents,
     Entry,
+    KVManagerConfig,
+    Line,
     Send,
     Tick,
     Tombstone,
@@ -49,7 +45,8 @@ from chitu.kv_transfer.transfer_table import (
     ViewChanged,
     edges,
 )
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
+from chitu.kv_transfer.peers import PeerView, PrefillDirectory, RegistrationState
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,
@@ -167,30 +164,6 @@ RECEIVER_AWAITS: Final[Mapping[ReceiverState, str]] = {
 }
 
 
-class RegistrationState(Enum):
-    """State of D's registration with an incarnation of P."""
-
-    ASKED = auto()
-    """The registration was sent, and is repeated until P replies."""
-    ACCEPTED = auto()
-    REFUSED = auto()
-    """P refused for good: it will not change its answer within this incarnation."""
-
-
-class RegistrationEvent(Enum):
-    ACCEPT = auto()
-    REFUSE = auto()
-    LOST = auto()
-    """P left the view, or has another address now: it may have forgotten D."""
-
-
-REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEvent], RegistrationState]] = {
-    (RegistrationState.ASKED, RegistrationEvent.ACCEPT): RegistrationState.ACCEPTED,
-    (RegistrationState.ASKED, RegistrationEvent.REFUSE): RegistrationState.REFUSED,
-    (RegistrationState.ACCEPTED, RegistrationEvent.LOST): RegistrationState.ASKED,
-}
-
-
 @dataclass(slots=True)
 class ReceiveRoom:
     """D's record of a room. Nothing here decides: the room's state does."""
@@ -285,131 +258,6 @@ class Deliver(NamedTuple):
 
 
 Effect = Union[Send, TransferEvent, Line, DropEvents, CheckRow, CheckPages, Deliver]
-
-
-MAX_UNANSWERED = 2
-"""Unanswered registrations, `retry_interval_s` apart, at which a P counts as silent."""
-
-
-@dataclass(slots=True)
-class PrefillPeer:
-    """The incarnation of one P rank."""
-
-    incarnation: int
-    host: str
-    port: int
-    state: RegistrationState = RegistrationState.ASKED
-    refusal: ChituError | None = None
-    repeat_due_s: float = 0.0
-    """Earliest time of the next registration, be it a repeat or a probe."""
-    unanswered: int = 0
-    """Number of registrations sent since its last frame."""
-
-    def apply(self, event: RegistrationEvent) -> bool:
-        """Apply an event. Return False if it is absorbed."""
-        before, self.state = self.state, REGISTRATION_TRANSITIONS.get((self.state, event), self.state)
-        return self.state is not before
-
-
-class PrefillDirectory:
-    """Every known P, one per engine rank. `registration`: what this instance sends to each."""
-
-    def __init__(self, registration: KVArgsRegisterInfo, retry_interval_s: float, view: PeerView) -> None:
-        self.registration = registration
-        self._retry_interval_s = retry_interval_s
-        self._view = view
-        self._peers: dict[int, PrefillPeer] = {}
-        """Peers by engine_rank."""
-
-    # --------------------------------------------------------------------------------------------------------- look-ups
-
-    def peer(self, rank: int, incarnation: int) -> PrefillPeer | None:
-        """Return the peer, or None if this incarnation was not found yet or another one has its rank."""
-        peer = self._peers.get(rank)
-        return peer if peer is not None and peer.incarnation == incarnation else None
-
-    def address_of(self, incarnation: int) -> tuple[str, int] | None:
-        rank = self.rank_of(incarnation)
-        return (self._peers[rank].host, self._peers[rank].port) if rank is not None else None
-
-    def rank_of(self, incarnation: int) -> int | None:
-        """Return the rank of an incarnation, or None if it has none, or no longer."""
-        return next((rank for rank, peer in self._peers.items() if peer.incarnation == incarnation), None)
-
-    def registered(self) -> dict[int, int]:
-        """Return engine_rank -> incarnation of every P that accepted our registration."""
-        peers = self._peers.items()
-        return {rank: peer.incarnation for rank, peer in peers if peer.state is RegistrationState.ACCEPTED}
-
-    def silent(self) -> tuple[int, ...]:
-        """Return the incarnations of P in the cluster that do not answer: messages are lost, one way or both."""
-        return tuple(
-            peer.incarnation
-            for rank, peer in self._peers.items()
-            if peer.unanswered >= MAX_UNANSWERED and not self._view.is_lost(rank, peer.incarnation)
-        )
-
-    # ----------------------------------------------------------------------------------------------------- registration
-
-    def on_view(self, now_s: float) -> list[Effect]:
-        """Register with each P that is new in the view, and again with each that returns after it was lost."""
-        found: list[Effect] = []
-        for instance in self._view.present():
-            if instance.control_port:
-                address = instance.host, instance.control_port
-                found += self._found(instance.engine_rank, instance.incarnation, *address, now_s)
-        for rank, peer in self._peers.items():
-            if self._view.is_lost(rank, peer.incarnation):
-                peer.apply(RegistrationEvent.LOST)
-                peer.repeat_due_s, peer.unanswered = 0.0, 0
-        return found
-
-    def _found(self, rank: int, incarnation: int, host: str, port: int, now_s: float) -> list[Effect]:
-        """Register with a P once per incarnation, and again if its address changed."""
-        peer = self.peer(rank, incarnation)
-        if peer is None:
-            peer = self._peers[rank] = PrefillPeer(incarnation, host, port)
-        elif (peer.host, peer.port) != (host, port):
-            peer.host, peer.port = host, port
-            peer.apply(RegistrationEvent.LOST)
-        return self._register(peer, now_s) if peer.state is RegistrationState.ASKED else []
-
-    def tick(self, now_s: float) -> list[Effect]:
-        asked: list[Effect] = []
-        for rank, peer in self._peers.items():
-            is_owing = peer.unanswered or peer.state is RegistrationState.ASKED
-            if is_owing and not self._view.is_lost(rank, peer.incarnation):
-                asked += self._register(peer, now_s)
-        return asked
-
-    def probe(self, rank: int, incarnation: int, now_s: float) -> list[Effect]:
-        """Probe a P for which a room has waited `retry_interval_s`, unless a frame of it just came."""
-        peer = self.peer(rank, incarnation)
-        return self._register(peer, now_s) if peer is not None else []
-
-    def on_frame(self, incarnation: int, now_s: float) -> None:
-        """Record that a frame of this P came."""
-        for peer in self._peers.values():
-            if peer.incarnation == incarnation:
-                peer.unanswered, peer.repeat_due_s = 0, now_s + self._retry_interval_s
-
-    def on_reply(self, peer: PrefillPeer, message: RegisterReply) -> list[Effect]:
-        """Take P's answer to the registration, perhaps not its first."""
-        rank, text = message.engine_rank, message.message
-        if not message.code and peer.apply(RegistrationEvent.ACCEPT):
-            return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
-        if message.code and peer.apply(RegistrationEvent.REFUSE):
-            peer.refusal = from_code(message.code, text)
-            return [Line(logging.ERROR, "P%d refused this instance: %s", (rank, text), "")]
-        return []
-
-    def _register(self, peer: PrefillPeer, now_s: float) -> list[Effect]:
-        """Send the registration, unless it is not due or P refused it: a refusal is final within this incarnation."""
-        if peer.repeat_due_s > now_s or peer.state is RegistrationState.REFUSED:
-            return []
-        peer.unanswered += 1
-        peer.repeat_due_s = now_s + self._retry_interval_s
-        return [Send(peer.host, peer.port, REGISTRATION_ROOM, self.registration)]
 
 
 ReceiveEntry = Entry[ReceiverState, ReceiveRoom]

@@ -3,10 +3,10 @@
 `DecodeReceiver` is the shell of `ReceiverMachine`, which makes every decision. It owns the lock, the outbox and the
 verifying thread, turns what happens into events, and carries out the effects. With `verify_kv` a separate thread
 verifies the pages. Step thread: `announce`, `poll`, `abort`. Comm thread: `on_frame`, `on_view`, `tick`. Invariants:
-the lock is never held across `link`, `wake`, logging or a copy; LOGITS_READY comes only after the aux row verified,
-SUCCESS only after that, with the byte count that was announced and, if required, with verified KV; once TransferInfo
-was sent, RELEASED comes only when the writer is known to have stopped. Time alone never frees an announced page: a late
-one-sided write must not land in a page that another request owns.
+the lock is never held across `send_frame`, `wake`, logging or a copy; LOGITS_READY comes only after the aux row
+verified, SUCCESS only after that, with the byte count that was announced and, if required, with verified KV; once
+TransferInfo was sent, RELEASED comes only when the writer is known to have stopped. Time alone never frees an announced
+page: a late one-sided write must not land in a page that another request owns.
 """
 
 from __future__ import annotations
@@ -18,19 +18,32 @@ from functools import partial
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
-from chitu.kv_transfer.checksums import (
+from chitu.kv_transfer.both_sides import (
+    TICK_INTERVAL_S,
+    Aborted,
+    DropEvents,
+    KVManagerConfig,
+    Line,
+    OwnMemory,
+    Send,
+    Tick,
+    TransferContext,
+    TransferEvent,
+    TransferOutbox,
+    ViewChanged,
+)
+from chitu.kv_transfer.layout import (
     Int64s,
     PageSums,
     compare,
     head_copies,
+    rank_memory,
     read_sums,
     summed,
     traced_sums,
     transfer_sums,
 )
-from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, OwnMemory, TransferContext, TransferOutbox
-from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.peers import PeerView
 from chitu.kv_transfer.receiver import (
     Announced,
     CheckPages,
@@ -45,7 +58,6 @@ from chitu.kv_transfer.receiver import (
     RowChecked,
     WriterDead,
 )
-from chitu.kv_transfer.transfer_table import Aborted, DropEvents, Send, Tick, TransferEvent, ViewChanged
 from chitu.kv_transfer.transports.local import TransportMessages
 from chitu.net.threads import JobThread, ServiceThread
 from chitu.protocol import (
@@ -80,7 +92,7 @@ class DecodeReceiver:
         self._out = TransferOutbox(context, logger)
         self._view = PeerView(Role.PREFILL, config.host, context.is_pid_alive)
         self.machine = ReceiverMachine(config, _registration(config, memory, followers), self._view)
-        self._messages = TransportMessages(config.incarnation, memory.transports, context.link, self._address_of)
+        self._messages = TransportMessages(config.incarnation, memory.transports, context.send_frame, self._address_of)
         self.verifier: JobThread[CheckPages] | None = None
         if memory.page_sums is not None:
             self.verifier = JobThread("verify", partial(self._check_pages, memory.page_sums))
@@ -190,7 +202,7 @@ class DecodeReceiver:
             if not self._view.update(view):
                 return
         self._handle(ViewChanged())
-        self._tell_of_dead_writers()
+        self._release_dead_writers()
 
     def tick(self, now_s: float) -> None:
         """Apply deadlines and repeat messages. Called at least every 50 ms."""
@@ -202,9 +214,9 @@ class DecodeReceiver:
         if has_seen_one_end:
             self._handle(ViewChanged())
         self._handle(Tick())
-        self._tell_of_dead_writers()
+        self._release_dead_writers()
 
-    def _tell_of_dead_writers(self) -> None:
+    def _release_dead_writers(self) -> None:
         with self._lock:
             feared = self.machine.quarantined_writers()
             dead = [writer[1] for writer in feared if self._view.is_dead(*writer)]

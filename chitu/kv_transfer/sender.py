@@ -23,17 +23,14 @@ from typing import Final, NamedTuple, Union
 
 from chitu import log
 from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, TransferTimeout, from_code
-from chitu.kv_transfer.checksums import RoomSums
-from chitu.kv_transfer.chunks import ComputedPrompt, TransferJob
-from chitu.kv_transfer.parts import KVManagerConfig, Line
-from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.registration import DecodePeer, check_announcement
-from chitu.kv_transfer.transfer_table import (
+from chitu.kv_transfer.both_sides import (
     NEVER_S,
     Aborted,
     Deadline,
     DropEvents,
     Entry,
+    KVManagerConfig,
+    Line,
     Send,
     Tick,
     Tombstone,
@@ -42,7 +39,10 @@ from chitu.kv_transfer.transfer_table import (
     ViewChanged,
     edges,
 )
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
+from chitu.kv_transfer.chunks import ComputedPrompt, TransferJob
+from chitu.kv_transfer.layout import RoomSums
+from chitu.kv_transfer.peers import DecodePeer, PeerView, check_announcement
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StatusAck, TransferInfo, TransferStatus, Wire
 from chitu.protocol.account import PrefillTimes

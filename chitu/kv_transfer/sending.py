@@ -3,7 +3,7 @@
 `PrefillSender` owns the lock and the outbox, turns what happens into events, and carries out the effects. Beside the
 machine it has `ChunkFeed` (what was computed), `PageWriter` (the writes) and `DecodePeers` (which D registered). Three
 kinds of threads call it. Step: `add_request`, `feed`, `poll`, `abort`. Comm: `on_frame`, `on_view`, `tick`. Transfer:
-`_work`, through the queue. Invariant: the lock is never held across `link`, `wake`, logging or a transport.
+`_work`, through the queue. Invariant: the lock is never held across `send_frame`, `wake`, logging or a transport.
 
 `PageWriter` and `SenderTrace` run on transfer threads, without the lock: a transport may block for long, and the queue
 gives a room to one thread at a time. With `verify_kv` the checksums of a job's pages are computed from our own memory
@@ -20,13 +20,25 @@ import numpy as np
 
 from chitu.clock import Clock
 from chitu.errors import BadFrame, ChituError, ProtocolError, TransferFailed
-from chitu.kv_transfer.checksums import MAX_SUMS, RoomSums, choose_pages, summed, trace_window, traced_sums
+from chitu.kv_transfer.both_sides import (
+    TICK_INTERVAL_S,
+    Aborted,
+    DropEvents,
+    KVManagerConfig,
+    Line,
+    OwnMemory,
+    Send,
+    Tick,
+    TransferContext,
+    TransferEvent,
+    TransferEventKind,
+    TransferOutbox,
+    ViewChanged,
+)
 from chitu.kv_transfer.chunks import ChunkFeed, TransferJob, TransferQueue, merged
-from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.parts import TICK_INTERVAL_S, KVManagerConfig, Line, OwnMemory, TransferContext, TransferOutbox
-from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.layout import MAX_SUMS, PagedMemory, RoomSums, choose_pages, summed, trace_window, traced_sums
+from chitu.kv_transfer.peers import DecodePeer, DecodePeers, PeerView
 from chitu.kv_transfer.ranks import FanOut
-from chitu.kv_transfer.registration import DecodePeer, DecodePeers
 from chitu.kv_transfer.sender import (
     DecodeDead,
     Event,
@@ -46,15 +58,6 @@ from chitu.kv_transfer.sender import (
     Written,
 )
 from chitu.kv_transfer.shard_writer import DecodeWriter, TransferKVChunk
-from chitu.kv_transfer.transfer_table import (
-    Aborted,
-    DropEvents,
-    Send,
-    Tick,
-    TransferEvent,
-    TransferEventKind,
-    ViewChanged,
-)
 from chitu.kv_transfer.transports.local import TransportMessages
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
@@ -262,7 +265,7 @@ class PrefillSender:
         """Takes computed pages from the step thread."""
         self._trace = None if context.tracer is None else SenderTrace(context.tracer, config.layout, memory.pool)
         self._writer = PageWriter(config, memory, context.clock, self._trace)
-        self._messages = TransportMessages(config.incarnation, memory.transports, context.link, self._address_of)
+        self._messages = TransportMessages(config.incarnation, memory.transports, context.send_frame, self._address_of)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Number of undecodable or misdirected frames so far."""

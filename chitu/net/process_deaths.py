@@ -16,6 +16,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 log = logging.getLogger(__name__)
 
+PidAlive = Callable[[int], bool]
 K = TypeVar("K", bound=Hashable)
 
 
@@ -48,6 +49,23 @@ def start_ticks(pid: int) -> int:
             return int(file.read().rpartition(")")[2].split()[19])
     except (OSError, IndexError, ValueError):
         return 0
+
+
+def pid_alive(pid: int) -> bool:
+    """Return whether a process of this host (and pid namespace) exists and is not a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+        # The first thread of a process is a zombie as soon as it has ended; other threads may still run.
+        return state not in "ZX" or len(os.listdir(f"/proc/{pid}/task")) > 1
+    except (OSError, IndexError):
+        return True
 
 
 class ProcessDeaths(Generic[K]):

@@ -41,9 +41,9 @@ from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
+from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import KVManager, NoPeers, manager_of_decode, manager_of_prefill
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.parts import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.ranks import FanOut, TPPageCopies
 from chitu.kv_transfer.transports.local import RankPool
 from chitu.log import setup_logging

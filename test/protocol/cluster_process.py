@@ -34,14 +34,13 @@ from chitu.instance.roles import DecodeRole, PrefillRole
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
-from chitu.kv_transfer.checksums import VerifyKV
+from chitu.kv_transfer.both_sides import OwnMemory, TransferContext, TransferEvent
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import TransferJob
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_decode, manager_of_prefill
-from chitu.kv_transfer.parts import OwnMemory, TransferContext
+from chitu.kv_transfer.layout import VerifyKV
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender import SenderState
-from chitu.kv_transfer.transfer_table import TransferEvent
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.net.process_deaths import pid_namespace

@@ -18,15 +18,13 @@ from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
-from chitu.kv_transfer.checksums import PageSums, VerifyKV
+from chitu.kv_transfer.both_sides import OwnMemory, TransferContext, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode, manager_of_prefill
-from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.parts import OwnMemory, TransferContext
+from chitu.kv_transfer.layout import MetadataBuffers, PageSums, VerifyKV
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.shard_writer import ShardWriter
-from chitu.kv_transfer.transfer_table import TransferEventKind
 from chitu.kv_transfer.transports.segments import Gatherer, HostCopier, Scatterer, SentGroup, StagingArea, area_of
 from chitu.kv_transfer.transports.staged import StagedFrom, StagedTransport, StagingEnd, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
@@ -35,7 +33,7 @@ from chitu.types import Ready, Role, instance_name, new_room
 
 # ----------------------------------------------------------------------------------------------------------------------
 # One P or D core with fake transport, memory that exposes misuse, and a model of its scheduler. The scheduler model
-# follows the rules of `kv_transfer/transfer_table.py` and checks the events: they come once and in order, SUCCESS means
+# follows the rules of `kv_transfer/both_sides.py` and checks the events: they come once and in order, SUCCESS means
 # that every byte is right, and a released page is never written again (free pages hold a poison that is checked
 # whenever they are taken, and at the end). `pd_world.World` joins nodes by a network.
 

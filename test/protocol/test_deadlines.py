@@ -18,10 +18,10 @@ from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
 from chitu.instance.sequences import OPEN_STATES, SequenceState
+from chitu.kv_transfer.both_sides import Deadline
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.receiver import RECEIVER_DEADLINES, Received, ReceiverState
 from chitu.kv_transfer.sender import SENDER_DEADLINES, FenceWrites, JobDequeued, SenderState, Write
-from chitu.kv_transfer.transfer_table import Deadline
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.peer import KVPoll
 from chitu.types import Role, new_room

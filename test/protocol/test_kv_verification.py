@@ -11,8 +11,8 @@ from pd_world import DEADLINES, NUM_LAYERS, PAGE_BYTES, Pair
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import Integrity, TransferTimeout
-from chitu.kv_transfer.checksums import VerifyKV
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
+from chitu.kv_transfer.layout import VerifyKV
 from chitu.types import Role
 
 NUM_TOKENS = 18

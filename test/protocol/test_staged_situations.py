@@ -9,9 +9,9 @@ from support.fake_transport import Fault, FaultKind
 from support.faults import FaultConfig
 
 from chitu.errors import Integrity, TransferFailed
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender import SenderState
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.segments import Group, Scattered, decode, encode
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList

@@ -15,9 +15,9 @@ from chitu.errors import ConfigError, Integrity, Internal, TransferFailed
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
-from chitu.kv_transfer.checksums import PageSums, RoomSums, compare, head_copies
+from chitu.kv_transfer.both_sides import OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode
-from chitu.kv_transfer.parts import OwnMemory, TransferContext
+from chitu.kv_transfer.layout import PageSums, RoomSums, compare, head_copies
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TierMemory, TPPageCopies, TPPageSums
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.protocol import KVLayout

@@ -28,8 +28,8 @@ from chitu.engine.executor import DoneStep, LayerCallback, Offload, StepPlan, St
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.errors import BadFrame, IncompatibleLayout, TransferFailed
 from chitu.kv_transfer.layout import check_compatible
+from chitu.kv_transfer.peers import check_registration
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TPDecodeWriter, lane_address, make_lane_folder
-from chitu.kv_transfer.registration import check_registration
 from chitu.kv_transfer.shard_writer import (
     PageSlice,
     ShardWriter,

@@ -21,13 +21,13 @@ from chitu.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from chitu.kv_transfer.checksums import VerifyKV
+from chitu.kv_transfer.both_sides import OwnMemory, TransferContext
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_prefill
-from chitu.kv_transfer.parts import OwnMemory, TransferContext
+from chitu.kv_transfer.layout import VerifyKV
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.kv_transfer.sender import SenderState
 from chitu.kv_transfer.sending import PrefillSender
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.staged import TransferWay
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec
 from chitu.protocol.peer import KVPoll
@@ -305,7 +305,7 @@ def test_no_lock_is_held_while_frames_leave_bytes_are_written_or_lines_are_logge
         pair.world.link(host, port, room, payload)
 
     for role in (pair.p.sender, pair.d.receiver):
-        role._out._link = link
+        role._out._send_frame = link
         role._out._wake = lambda: leaves("wake")
     pair.world.fabric.on_write = lambda peer, copies: leaves("write")
     watch, root = Watch(), logging.getLogger("chitu.kv_transfer")

@@ -36,9 +36,9 @@ from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, PageStore
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, SlowTier
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
 from chitu.net.threads import ServiceThread
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (

@@ -24,7 +24,7 @@ from support.keyed_peer import KeyedPeer
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import NoInstance, Overloaded
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.net.link import LinkReceivers
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (

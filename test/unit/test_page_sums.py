@@ -17,7 +17,7 @@ from chitu.errors import ConfigError, Integrity
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
 from chitu.instance.sequences import Sequence, SequenceState
 from chitu.kv_cache.checksum import HostPageSums, page_weights
-from chitu.kv_transfer.checksums import (
+from chitu.kv_transfer.layout import (
     SAMPLE_DIVISOR,
     RoomSums,
     VerifyKV,

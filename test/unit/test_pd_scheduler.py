@@ -20,7 +20,7 @@ from chitu.instance.load import BacklogMeter
 from chitu.instance.requests import wrong_sampling
 from chitu.instance.roles import PrefillRole, UnifiedRole
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     MAX_ALLOWED_TOKEN_IDS,

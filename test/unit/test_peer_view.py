@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from chitu.kv_transfer.peer_view import KEPT_ABSENT, KEPT_ROUTERS, PeerView
+from chitu.kv_transfer.peers import KEPT_ABSENT, KEPT_ROUTERS, PeerView
 from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
 from chitu.types import Role

@@ -32,7 +32,7 @@ from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.tiers.disk_pages import DiskPages
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, MEMORY_S, PageStore, StoreError
 from chitu.kv_cache.tiers.prefix_tiers import DECODE_HOST_BYTES, OFF_S, PIECE_PAGES, decode_cache
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, pack_i32
 
 

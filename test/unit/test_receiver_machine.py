@@ -7,31 +7,32 @@ from typing import Any
 import pytest
 
 from chitu.errors import Integrity, TransferFailed
-from chitu.kv_transfer.parts import KVManagerConfig
-from chitu.kv_transfer.peer_view import PeerView
+from chitu.kv_transfer.both_sides import Aborted, Deadline, KVManagerConfig, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
+from chitu.kv_transfer.peers import (
+    REGISTRATION_TRANSITIONS,
+    PeerView,
+    PrefillPeer,
+    RegistrationEvent,
+    RegistrationState,
+)
 from chitu.kv_transfer.receiver import (
     RECEIVER_DEADLINES,
     RECEIVER_TRANSITIONS,
-    REGISTRATION_TRANSITIONS,
     Announced,
     CheckPages,
     CheckRow,
     Effect,
     Event,
     PagesChecked,
-    PrefillPeer,
     Received,
     ReceiverEvent,
     ReceiverMachine,
     ReceiveRoom,
     ReceiverState,
-    RegistrationEvent,
-    RegistrationState,
     RowChecked,
     WriterDead,
 )
-from chitu.kv_transfer.transfer_table import Aborted, Deadline, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.protocol import (
     AbortAck,
     AbortTransfer,

@@ -38,7 +38,7 @@ from chitu.instance.sequences import (
 from chitu.instance.sequences import SequenceEvent as E
 from chitu.instance.sequences import SequenceState as S
 from chitu.instance.token_manager import TokenManager
-from chitu.kv_transfer.transfer_table import TransferEvent, TransferEventKind
+from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.net.fair_share import NoPlace, Places, Turns
 from chitu.protocol import (
     MAX_PRIORITY,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from chitu.errors import TransferFailed
+from chitu.kv_transfer.both_sides import Aborted, Deadline, KVManagerConfig, Send, Tick, TransferEvent, ViewChanged
+from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import TransferJob, TransferKVChunk
-from chitu.kv_transfer.parts import KVManagerConfig
-from chitu.kv_transfer.peer_view import PeerView
-from chitu.kv_transfer.registration import DecodePeer
+from chitu.kv_transfer.peers import DecodePeer, PeerView
 from chitu.kv_transfer.sender import (
     OPEN_STATES,
     REPEAT_BYTES,
@@ -31,8 +31,6 @@ from chitu.kv_transfer.sender import (
 )
 from chitu.kv_transfer.sender import SenderEvent as E
 from chitu.kv_transfer.sender import SenderState as S
-from chitu.kv_transfer.transfer_table import Aborted, Deadline, Send, Tick, TransferEvent, ViewChanged
-from chitu.kv_transfer.transfer_table import TransferEventKind as Kind
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import (
     AbortAck,

@@ -18,6 +18,7 @@ from support.clock import FakeClock
 from chitu.errors import BadFrame, IncompatibleLayout, Integrity, TransferFailed
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
 from chitu.kv_transfer.bootstrap import BootstrapServer
+from chitu.kv_transfer.both_sides import NEVER_S, Deadline, Tombstone, TransferTable
 from chitu.kv_transfer.chunks import TransferJob, TransferKVChunk, TransferQueue
 from chitu.kv_transfer.layout import MetadataBuffers, check_compatible, check_rank_memory, rank_memory
 from chitu.kv_transfer.receiver import (
@@ -28,7 +29,6 @@ from chitu.kv_transfer.receiver import (
     ReceiverState,
 )
 from chitu.kv_transfer.shard_writer import join, layer_regions, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transfer_table import NEVER_S, Deadline, Tombstone, TransferTable
 from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.net.curve import derive

@@ -1,7 +1,10 @@
-"""What the machines of both sides share: events for the step thread, deadlines, and the table room -> state.
+"""What both sides of a transfer share: settings, memory, context, events, the outbox, and the table room -> state.
+
+`TransferOutbox` collects frames, log lines and the request to wake the step thread while a side holds its lock. They
+leave after the lock was released, so no lock is ever held across `send_frame`, `wake`, logging or a transport.
 
 `TransferTable.apply(room, event)` is the only writer of a room's state; the tables of `sender.py` and `receiver.py`
-decide. A role calls it under its lock. Invariants: an event that the state has no transition for changes nothing (so
+decide. A side calls it under its lock. Invariants: an event that the state has no transition for changes nothing (so
 terminal states absorb late frames); no state is entered without its deadline, which runs on if the state before had the
 same one; a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones
 are bounded: the oldest is evicted first, long after the last frame of its room could arrive.
@@ -14,15 +17,23 @@ which its error quotes.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from chitu.clock import Clock
+from chitu.config.schema import DeadlineConfig
 from chitu.errors import ChituError
-from chitu.protocol import TransferSums, Wire
+from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory, PageSums, VerifyKV
+from chitu.kv_transfer.transports.transport import SendFrame, Transport
+from chitu.log import about
+from chitu.net.process_deaths import PidAlive, pid_alive
+from chitu.protocol import KVLayout, TransferSums, TransportSession, Wire, encode
 from chitu.protocol.account import NO_TIMES, PrefillTimes
+from chitu.tracing.tracer import Tracer
 from chitu.types import waited_text
 
 
@@ -213,3 +224,110 @@ class TransferTable(Generic[S, E, T]):
     def expired(self, now_s: float) -> list[bytes]:
         """Return the rooms whose deadline has passed."""
         return [room for room, entry in self._entries.items() if entry.deadline_s <= now_s]
+
+
+TICK_INTERVAL_S = 0.02
+"""Shortest time between two checks of a role's deadlines, however often the comm thread calls `tick`."""
+
+
+@dataclass(slots=True, frozen=True)
+class KVManagerConfig:
+    """Identity of this instance, and its timeouts."""
+
+    engine_rank: int
+    incarnation: int
+    host: str
+    """Address at which peers reach this instance."""
+    control_port: int
+    """Its P<->D control port."""
+    layout: KVLayout
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    transfer_threads: int = 1
+    write_timeout_s: float = 5.0
+    """Timeout of one write; a peer that takes longer is suspended until its writes are fenced."""
+    fence_timeout_s: float = 0.02
+    """Timeout of one fence attempt, which occupies a transfer thread; repeated every `retry_interval_s`, one per D."""
+    max_batch_bytes: int = 16 << 20
+    """Most KV bytes of one write (one layer of a chunk is never split)."""
+    verify_kv: VerifyKV = "off"
+    """KV pages that are verified, on both sides: P sends their checksums, D requires them."""
+
+    def num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.layout.page_size)
+
+
+@dataclass(slots=True, frozen=True)
+class OwnMemory:
+    """The memory of this rank that transfers read or write, and how they reach it."""
+
+    pool: PagedMemory
+    aux: MetadataBuffers
+    transports: list[Transport]
+    """Transports in order of preference. Those that cannot register the memory leave the list."""
+    page_sums: PageSums | None = None
+    """Checksums of the pages of all our ranks; for `verify_kv` (unless it is off) and the hashes of trace records."""
+    sessions: Sequence[TransportSession] = ()
+    """Sessions of the transports that could register the memory (`registered`)."""
+
+
+@dataclass(slots=True, frozen=True)
+class TransferContext:
+    """What a side of the transfer reaches of its process."""
+
+    send_frame: SendFrame
+    wake: Wake
+    clock: Clock
+    tracer: Tracer | None = None
+    """Tracer of its rooms; None in tests without tracing."""
+    is_pid_alive: PidAlive = pid_alive
+
+
+class Line(NamedTuple):
+    """A line for the log, which is not written under a lock."""
+
+    level: int
+    text: str
+    values: tuple[object, ...]
+    request_id: str
+    """Request that the line is about; empty if none, or several."""
+
+
+class TransferOutbox:
+    """Frames, log lines and events of a role. `put` to `drain` are called under its lock, `leave` after it."""
+
+    def __init__(self, context: TransferContext, logger: logging.Logger) -> None:
+        self._send_frame, self._wake = context.send_frame, context.wake
+        self._logger = logger
+        self._leaving: list[Send | Line | TransferEvent] = []
+        self._events: list[TransferEvent] = []
+
+    def put(self, effect: Send | Line | TransferEvent) -> None:
+        self._leaving.append(effect)
+        if isinstance(effect, TransferEvent):
+            self._events.append(effect)
+
+    def drop_events(self, room: bytes) -> set[TransferEventKind]:
+        """Drop a room's events that the step thread has not polled, except RELEASED. Return the kinds that waited."""
+        waiting = {event.kind for event in self._events if event.room == room}
+        self._events = [
+            event for event in self._events if event.room != room or event.kind is TransferEventKind.RELEASED
+        ]
+        return waiting
+
+    def poll(self) -> list[TransferEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def drain(self) -> list[Send | Line | TransferEvent]:
+        leaving, self._leaving = self._leaving, []
+        return leaving
+
+    def leave(self, leaving: list[Send | Line | TransferEvent]) -> None:
+        """Send the frames, write the lines, and wake the step thread if it has events to poll."""
+        for effect in leaving:
+            if isinstance(effect, Send):
+                self._send_frame(effect.host, effect.port, effect.room, encode(effect.message))
+            elif isinstance(effect, Line):
+                self._logger.log(effect.level, effect.text, *effect.values, extra=about(effect.request_id))
+        if any(isinstance(effect, TransferEvent) for effect in leaving):
+            self._wake()
