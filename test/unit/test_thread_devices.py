@@ -68,11 +68,11 @@ def test_no_thread_that_may_touch_a_device_is_made_in_another_way() -> None:
     """A stream is entered only together with its device: leaving it would otherwise select another device."""
     root = Path(chitu.__file__).parent
     instance = [
-        path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("bench", "client", "launch")
+        path for path in root.rglob("*.py") if path.relative_to(root).parts[0] not in ("tools", "process", "launch")
     ]
     made = [path for path in instance if re.search(r"threading\.Thread\(|ThreadPoolExecutor\(", path.read_text())]
-    # a client's thread, and those that only read files or compile grammars
-    allowed = {"support/steady_load.py", "models/config.py", "grammars/store.py"}
+    # threads that only read files or compile grammars
+    allowed = {"models/config.py", "grammars/store.py"}
     assert {str(path.relative_to(root)) for path in made} <= allowed | {"net/threads.py"}
     entered = [path for path in instance if "torch.cuda.stream(" in path.read_text()]
     assert [str(path.relative_to(root)) for path in entered] == ["ops/cuda_device.py"]
