@@ -198,14 +198,14 @@ def test_a_strict_tool_is_obeyed_or_refused_by_its_name(tmp_path: Path) -> None:
     assert world.chat("a", tools=[TOOL, odd]).samplings[0].grammar is not None  # no call of it is enforced
     of_responses = {"type": "function", **strict["function"]}
     with pytest.raises(InvalidRequest) as raised:
-        world.job("responses", json.dumps({"input": "a", "tools": [of_responses]}).encode())
+        world.parsed("responses", json.dumps({"input": "a", "tools": [of_responses]}).encode())
     assert raised.value.param == "tools[0].parameters.properties.x"
 
 
 def test_a_schema_of_responses_is_never_dropped() -> None:
     def asked(**format_: Any) -> Any:
         body = {"input": "a", "text": {"format": format_}, "max_output_tokens": 1}
-        return World().job("responses", json.dumps(body).encode()).samplings[0].grammar
+        return World().parsed("responses", json.dumps(body).encode()).samplings[0].grammar
 
     for kind in ("json_schema", "json_object"):
         assert json.loads(asked(type=kind, name="n", schema=SCHEMA).text) == SCHEMA

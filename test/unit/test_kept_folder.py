@@ -237,13 +237,13 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
-    async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
+    async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:
         return SimpleNamespace(why_not_kept="", priority=-1)
 
     def require_priority(tenant: str, priority: int) -> None:
         assert (tenant, priority) == ("t", -1)
 
-    bodies = SimpleNamespace(job_again=job_again)
+    bodies = SimpleNamespace(parse_again=parse_again)
     kept = KeptRequests(of, model, router, bodies, routes, require_priority, clock)  # type: ignore[arg-type]
     kept.tick()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
@@ -278,10 +278,10 @@ async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, mon
     router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
-    async def job_again(route: str, raw: bytearray) -> SimpleNamespace:
+    async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:
         raise Capacity("the body processes are busy")  # the file stays for the next look
 
-    bodies, none = SimpleNamespace(job_again=job_again), cast(Any, None)
+    bodies, none = SimpleNamespace(parse_again=parse_again), cast(Any, None)
     kept = KeptRequests(of, model, router, bodies, routes, none, clock)  # type: ignore[arg-type]
     of.write(record(expires_s=NOW_S + 10))
     taken = cast(Any, SimpleNamespace(record=record(expires_s=NOW_S + 10), source=object(), readers=[]))
