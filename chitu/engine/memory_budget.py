@@ -20,7 +20,6 @@ from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
 from chitu.models.config import ModelSpec
 from chitu.net.control_groups import memory_left_bytes
-from chitu.ops.fp8_pages import ALIGNMENT_BYTES
 from chitu.protocol import (
     FP8_E4M3,
     ITEM_BYTES,
@@ -32,6 +31,7 @@ from chitu.protocol import (
     KVLayout,
     fp8_head_bytes,
 )
+from chitu.protocol.cluster import HEAD_ALIGNMENT_BYTES
 
 MIN_CAPABILITY = (8, 9)
 """Lowest compute capability with e4m3: Ada and Hopper are the first."""
@@ -43,11 +43,11 @@ def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capabili
     if config.kv_dtype == "auto":
         return model_dtype
     nbytes = fp8_head_bytes(config.page_size, spec.head_dim)
-    if nbytes % ALIGNMENT_BYTES:
+    if nbytes % HEAD_ALIGNMENT_BYTES:
         raise ConfigError(
             f"cache.kv_dtype: with {FP8_E4M3} a KV head's page of {config.page_size} tokens of {spec.head_dim} numbers "
-            f"and their scales has {nbytes} bytes, which is no multiple of {ALIGNMENT_BYTES}: set cache.page_size to a "
-            "multiple of 16"
+            f"and their scales has {nbytes} bytes, which is no multiple of {HEAD_ALIGNMENT_BYTES}: set "
+            "cache.page_size to a multiple of 16"
         )
     if capability is not None and capability < MIN_CAPABILITY:
         raise ConfigError(

@@ -19,8 +19,6 @@ import torch
 from chitu.protocol.cluster import SCALE_BYTES
 
 E4M3 = torch.float8_e4m3fn
-ALIGNMENT_BYTES = 16
-"""Bytes that kernels read at once. Every head of a page begins at a multiple of this."""
 
 LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126

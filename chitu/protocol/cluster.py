@@ -146,6 +146,8 @@ FP8_E4M3 = "fp8_e4m3"
 """Name of the format in `KVLayout.dtype` and in the configuration."""
 SCALE_BYTES = 4
 """Bytes of the scale of one token's row in FP8_E4M3."""
+HEAD_ALIGNMENT_BYTES = 16
+"""Every head of a page of 8-bit floats begins at a multiple of this: kernels read so much at once."""
 
 
 def fp8_head_bytes(page_size: int, head_dim: int) -> int:

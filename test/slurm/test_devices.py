@@ -15,6 +15,8 @@ from slurm_cluster import NODES, SlurmCluster
 from support.router_process import wait_until
 from test_two_nodes import Launched, cluster, model
 
+from chitu.config.load import load_topology
+
 __all__ = ["cluster", "model"]
 
 FAKES = Path(__file__).parent / "fake_gpus"
@@ -53,8 +55,9 @@ def test_every_rank_is_shown_the_gpus_of_its_instance(cluster: SlurmCluster, mod
         assert {record["OMP_NUM_THREADS"] for record in found.values()} == {"8"}
         record = found["D1.0"]
         assert record["CHITU_DEVICES"] == "cuda:2,cuda:3"
-        assert "dp_config.router.decode_schedulers.1.devices=[cuda:2,cuda:3]" in record["words"]
-        assert "dp_config.router.prefill_schedulers.0.devices=[cuda:other,cuda:other]" in record["words"]
+        router = load_topology(record["words"][record["words"].index("--config") + 1]).dp_config.router
+        assert router.decode_schedulers[1].devices == ("cuda:2", "cuda:3")
+        assert router.prefill_schedulers[0].devices == ("cuda:other", "cuda:other")
         text = launched.output()
         assert "node 0 devices: D0 on GPU 0,1; D1 on GPU 2,3; D2 on GPU 4,5" in text
         assert "node 0 devices: 2 GPUs of 8 stay idle (6,7)" in text
