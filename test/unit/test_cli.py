@@ -9,7 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import yaml
@@ -20,6 +23,7 @@ from chitu.cli.arguments import make_parser
 from chitu.cli.unknown_options import INSTANCES, KEYS
 from chitu.config.key_paths import known_keys
 from chitu.config.load import load_topology
+from chitu.launch.display import SIGNALS, PlainDisplay, RichDisplay, make_display, stop_on_signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -205,3 +209,92 @@ def test_the_commands_of_the_manifest_in_the_documents_are_valid() -> None:
         assert all("=" in word for word in rest), rest  # keys behind an option, as `commands.py` takes them
     topology = load_topology("router_alone", [word for word in router["command"] if "=" in word])
     assert (topology.log.dir, topology.dp_config.probe_port) == ("-", decode["readinessProbe"]["httpGet"]["port"])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The signals that end a launcher, sent to this process.
+
+
+@pytest.fixture(autouse=True)
+def _unharmed() -> Iterator[None]:
+    """Ignore the signals before and after a test, so that a wrong handler does not end the tests."""
+    previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_asks_for_the_end_and_ctrl_c_then_ends_at_once(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, stop_on_signals() as stop:
+        assert not stop.is_set()
+        signal.raise_signal(number)
+        assert stop.is_set()
+        signal.raise_signal(signal.SIGINT)
+    assert (ended.value.code, signal.getsignal(number)) == (128 + signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_slurm_or_a_terminal_sends_twice_lets_running_requests_finish(number: signal.Signals) -> None:
+    with stop_on_signals() as stop:
+        signal.raise_signal(number)
+        signal.raise_signal(number)
+        assert stop.is_set()
+
+
+def test_a_signal_that_the_launcher_ignores_stays_ignored() -> None:
+    with stop_on_signals():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_nohup_outlives_the_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_on_signals() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.is_set()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_at_any_line_of_the_wait_ends_it() -> None:
+    """An Event's `set` in the handler would hang where `wait` holds its lock."""
+
+    def wait_with_a_signal_at(number: int) -> int:
+        """Raise SIGTERM before this line of `wait` (0: none). Return how many lines ran."""
+        count = 0
+
+        def trace(_frame: FrameType, event: str, _argument: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            if event == "line" and count == number:
+                signal.raise_signal(signal.SIGTERM)
+            return trace
+
+        with stop_on_signals() as stop:
+            sys.settrace(trace)
+            try:
+                stop.wait(0.01)
+            finally:
+                sys.settrace(None)
+            assert stop.is_set() == (number > 0)
+        return count
+
+    for number in range(1, wait_with_a_signal_at(0) + 1):
+        wait_with_a_signal_at(number)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which display a stream gets.
+
+
+@pytest.mark.parametrize(("term", "kind"), [("xterm", RichDisplay), ("dumb", PlainDisplay)])
+def test_only_a_terminal_that_can_redraw_is_redrawn(term: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", term)
+    ours, theirs = os.openpty()
+    with open(ours, "rb"), open(theirs, "w") as terminal:
+        display = make_display(terminal)
+        display.close()
+    assert isinstance(display, kind)
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
