@@ -271,7 +271,7 @@ def test_an_answer_is_its_askers_alone(interrupted: Interrupted) -> None:
         assert (stranger.status, stranger.error["code"]) == (404, "unknown_request")
     assert interrupted.get("cmpl-greedy").status == 200
     posted = read(interrupted.cluster.url, Answer(), "POST", "/v1/requests/greedy", headers=auth())
-    assert (posted.status, posted.error["message"]) == (405, "/v1/requests/greedy takes GET, not POST")
+    assert (posted.status, posted.error["message"]) == (405, "/v1/requests/greedy accepts GET, not POST")
     bad = read(interrupted.cluster.url, Answer(), "GET", "/v1/requests/greedy?starting_after=-1", headers=auth())
     assert bad.status == 400 and "starting_after" in bad.error["message"]
 
