@@ -406,6 +406,7 @@ class Cluster(ABC):
             # when that peer's life began.
             self.tell_deaths()
         self.turns(3)  # every process joins again
+        self.publish()  # which shows those that were frozen or deaf that they missed a change
         start_s = self.clock.monotonic()
         while self.leftovers():
             assert self.clock.monotonic() - start_s < limit_s, f"not quiet after {limit_s} s: {self.leftovers()}"
@@ -424,4 +425,6 @@ class Cluster(ABC):
                 left.append(f"{process.session} has {[s.state.name for s in process.sequences().values()]}")
             if len(process.table):
                 left.append(f"{process.session} keeps {[entry.state.name for _, entry in process.table.items()]}")
+            if not process.feed.is_current:
+                left.append(f"{process.session} missed a change of the view and has not asked for a whole one yet")
         return left or (["messages"] if self.frames or self.orders or self.reports else [])
