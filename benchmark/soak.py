@@ -1,15 +1,11 @@
-"""Samples of the idle cluster during a soak, and checks for growth. Pure except `usage_of`. Used by `soak.py`.
-
-Between the first samples and the last ones memory, threads, file descriptors and sockets of every process must be the
-same within `TOLERANCE`. A page that is not free at rest, and a request that was neither right nor left by its client,
-is always a finding.
-
-A long, steady load with faults, to find leaks: `python -m benchmark.soak --minutes 20 [--engine checksum] [...]`.
+"""A long, steady load with faults, to find leaks: `python -m benchmark.soak --minutes 20 [--engine checksum] [...]`.
 
 Starts 2P2D on this machine. Clients send requests without a pause, every answer is checked token by token, and some
 clients disconnect in the middle. Every `--accident-s` one process is killed, terminated and restarted, or stopped for a
-second. Every `--sample-s` the load pauses until no request runs, a sample is taken (`soak.py`) and a row
-printed. At the end the samples are judged: exit code 1 if a resource grew, a page was lost, or a request was not right.
+second. Every `--sample-s` the load pauses until no request runs, a sample is taken and a row printed. At the end the
+samples are judged, with exit code 1 if one fails: between the first and the last, memory, threads, file descriptors and
+sockets of every process are the same within `TOLERANCE`; every page is free at rest; every request was right or left by
+its client.
 
 `--engine checksum` (default): almost no CPU, so the rate is the system's own. `--engine tiny`: the embedded model; an
 answer is right if the undisturbed cluster gave the same before. Needs the packages of the extra `dev` (httpx, psutil).

@@ -1,9 +1,4 @@
-"""Words of the synthetic tasks, and the combinations of them that training never sees. Used by `tiny`.
-
-A held-out name has two words that are frequent in training but never occur together. Words are short, common and
-different in their first letters if possible, because sorting them is one of the tasks.
-
-The tasks of chitu-tiny as questions with their right answers; pure Python, drawn from the caller's generator.
+"""The tasks of chitu-tiny as questions with their right answers; pure Python, drawn from the caller's generator.
 
 Called by the training script, the quickstart, `chitu chat`, the example button of the web page, `benchmark/recall.py`
 and tests. The same generator state gives the same example everywhere.
@@ -12,7 +7,9 @@ Recall is the main task: a list of facts in plain English, then a question about
 whole fact, so it depends on one sentence anywhere in the prompt, and a page of the KV cache that is missing, late or
 wrong becomes a wrong number.
 
-Held-out examples use names and values that training never draws: they cannot have been learned by heart.
+Held-out examples use names and values that training never draws: they cannot have been learned by heart. A held-out
+name has two words that are frequent in training but never occur together. Words are short, common and different in
+their first letters if possible, because sorting them is one of the tasks.
 """
 
 from __future__ import annotations

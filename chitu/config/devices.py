@@ -1,16 +1,13 @@
-"""Meaning of the names in an instance's `devices`. Pure.
+"""Meaning of the names in an instance's `devices`, and the defaults that follow from them. Pure.
 
 A launcher replaces `auto` once it has inspected its node (`process/placement.py`); no process computes with `auto`.
 A launcher shows a process only its own GPUs, which count from 0 there: `on_visible_devices` maps the node's names,
 which the topology has, to those of the process.
 
-Rule whether an instance launches a step before it has read the previous one (`scheduler.overlap`, ADR 6). Pure.
-
-Default number of prompt tokens in a step, by the devices that compute prompts.
-
-512 tokens keep a CPU busy for long. A GPU spends more on the steps of 512 tokens than on their arithmetic, and its
-libraries are fastest with whole prompts. On P only other prompts wait for a step; on a unified instance running streams
-do. Only `load.py` calls this, so every reader of the configuration sees the numbers.
+`scheduler.overlap`: whether an instance launches a step before it has read the previous one (ADR 6). Tokens in a step:
+512 keep a CPU busy for long. A GPU spends more on steps of 512 tokens than on their arithmetic, and its libraries are
+fastest with whole prompts. On P only other prompts wait for a step; on a unified instance running streams do. Only
+`load.py` sets these, so every reader of the configuration sees the numbers.
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
-"""YAML of topologies: with the booleans and floats of YAML 1.2, no duplicate keys. Pure; used by `load.py` and
-`load.py`.
-
-Overrides of a topology from the command line: puts one `a.b.0.c=value` into the plain YAML data. Pure.
-
-Called by `load_topology` for each, before it checks keys, types and ranges of the whole. ConfigError names the part of
-the path that does not exist.
-
-Reads a `Topology` from a YAML file, dotted overrides and the environment.
+"""Reads a `Topology` from a YAML file, dotted overrides (`a.b.0.c=value`) and the environment.
 
 Owns reading: no other module reads environment variables. Called once at the start of every process, before any thread
-or model. Every problem is a `ConfigError` of one sentence that names the key and the nearest valid one. `topology.py`
-checks whether the values fit together.
+or model. YAML has the booleans and floats of YAML 1.2, and no duplicate keys. Every problem is a `ConfigError` of one
+sentence that names the key, or the part of an override's path that does not exist, and the nearest valid one.
+`topology.py` checks whether the values fit together.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Copies small tensors from the host to the device of the step, without a wait. Step thread.
-
-A copy from pageable memory waits until all that was launched before it is done, so the next step could not be launched
-while one runs. A copy from pinned memory is one more operation in the queue; torch keeps such memory until the copy has
-run, and then reuses it.
-
-Slots: the executor's state of each sequence between steps, and the batch that a plan makes of them.
+"""Slots: the executor's state of each sequence between steps, and the batch that a plan makes of them. Owned by
+`ModelRunner`, step thread only.
 
 Device tensors hold token ids and page tables. Lengths are host integers: every sampled row adds exactly one token, so
-the host needs no answer from the device. Owned by `ModelRunner`, step thread only.
+the host needs no answer from the device. Small tensors reach the device without a wait (`upload`): a copy from pageable
+memory waits until all that was launched before it is done, so the next step could not be launched while one runs. A
+copy from pinned memory is one more operation in the queue; torch keeps such memory until the copy has run.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Chooses the operations of a rank that computes prompts, by `model.prefill_attention` and its part of the model, and
-the prompts that must warm them up before the first request.
-
-Called once by the main thread of a rank (`engine/build.py`), before weights are read.
-
-From a checkpoint folder to a model on a device. Called once by the builder of the service, before sockets open.
-
-Builds the parts of an instance that hold tensors, for one rank: group, weights, pool, runner.
+"""Builds the parts of an instance that hold tensors, for one rank: group, weights, pool, runner.
 
 Called once by the main thread of each rank (`serve/scheduler.py`), after the ports are bound and before any request is
 served. With several ranks all of them run this together. They agree on the number of pages, which also makes fast ranks
-wait for those that still read weights.
+wait for those that still read weights. `model.prefill_attention` and the rank's part of the model choose the operations
+of a rank that computes prompts, and the prompts that warm them up.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ names only the slots that take part. Called only by the step thread.
 A step may still run when `launch` returns. Steps run in launch order, and a plan's changes to slots hold from its
 launch on, so the next plan may be launched before the tokens of this one are read.
 
-Warm-up: runs the shapes of real steps before the first request, so that no request pays for lazy initialisation.
-
-Goes through `launch` like everything else, on pages that have no owner yet. Called only by the step thread, before the
-instance joins: libraries keep handles and plans per thread. It needs no router, bootstrap or peer.
+*Warm-up* runs the shapes of real steps before the instance joins, so that no request pays for lazy initialisation. It
+goes through `launch` like everything else, on pages that have no owner yet, on the step thread: libraries keep handles
+and plans per thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The dtype of K and V in the pages of a rank: `cache.kv_dtype`, checked against model and device.
-
-Called once by `build.py`, before weights are read.
-
-How many KV pages an instance gets. Pure arithmetic over the memory that the host or the device reports.
+"""How many KV pages an instance gets, and the dtype of K and V in them (`cache.kv_dtype`, checked against model and
+device). Pure arithmetic over the memory that the host or the device reports; called once by `build.py`.
 
 On a CPU: a fraction of the free RAM, shared by the instances of the host. On a GPU: an instance has a fraction of the
 whole card, and its pages get what its weights and its steps leave of that. It is a fraction of the whole, not of the

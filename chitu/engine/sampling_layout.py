@@ -1,20 +1,17 @@
-r"""Which tokens a request may emit: `allowed_token_ids` and `bad_words`. Owned by the sampler; step thread.
+r"""Which work the rows of a batch need, in which order the sampler does it, and which tokens a row may emit. Owned by
+the sampler; step thread.
 
 A bad word is a sequence of tokens: its last one is forbidden if the request has just emitted the ones before it. The
 device tracks emitted tokens, because a token may not have been read yet when the next one is drawn. `allowed_token_ids`
 override bad words: if these forbid all allowed tokens, an allowed one is drawn all the same.
 
-Grammar masks, from a matcher on the host to the logits of each row. Owned by the sampler; step thread.
-
-A matcher must have consumed a row's newest token before the next mask can be made. If steps overlap, that token may
-still be on its way to the host when the next step has been launched up to its logits. It is copied behind its own step,
-and `PendingTokens` waits for it before the masks are made, while the device computes.
+*Grammars*: a matcher on the host must have consumed a row's newest token before the next mask can be made. If steps
+overlap, that token may still be on its way to the host when the next step has been launched up to its logits. It is
+copied behind its own step, and `PendingTokens` waits for it before the masks are made, while the device computes.
 
 A mask has one bit a token. The host combines it with the row's other limits: `allowed_token_ids` (the request fails if
 they leave no token that the grammar allows), and the eos and stop ids that `min_tokens` masks, which the grammar
 overrides.
-
-Which work the rows of a batch need, and in which order the sampler does it. Host side, step thread.
 
 Rows that need more than an argmax form the *work matrix*, sorted so that every kind of work is one slice of it:
 

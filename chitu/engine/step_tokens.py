@@ -1,16 +1,13 @@
-"""Logprobs of a step's tokens: computed on the device, for the rows that asked, from the model's unmodified logits.
+"""A step's tokens and logprobs on their way to the host: one copy behind the step into pinned memory, and an event
+behind the copy. Owned by `ModelRunner`, step thread only.
 
-Owned by `ModelRunner`, step thread only. A row is one line of int64, so that one copy brings it to the host with the
-tokens: the bits of the token's own logprob (float32), then ids and logprob bits of the most likely tokens. Invariants:
-nothing here waits for the device; a step without logprobs costs nothing.
+Two buffers are used in turn, so that the copy of a step may run while the tokens of the one before are read. Logprobs
+are computed on the device, for the rows that asked, from the model's unmodified logits. A row is one line of int64, so
+that one copy brings all: the token, the bits of its own logprob (float32), then ids and logprob bits of the most likely
+tokens. A `Mark` is a CUDA event, or in tests a twin that passes when the test lets it.
 
-Copies a step's tokens and their logprobs to the host: one copy behind the step into pinned memory, and an event
-behind the copy.
-
-Owned by `ModelRunner`, step thread only. Two buffers are used in turn, so that the copy of a step may run while the
-tokens of the one before are read. Invariant: a buffer is not written again before its tokens were read.
-
-A `Mark` is a CUDA event, or in tests a twin that passes when the test lets it.
+Invariants: a buffer is not written again before its tokens were read; computing logprobs waits for nothing; a step
+without logprobs costs nothing.
 """
 
 from __future__ import annotations

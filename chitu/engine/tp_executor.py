@@ -1,22 +1,19 @@
-"""Communication of the ranks of one tensor-parallel instance, through torch.distributed.
+"""The ranks of one tensor-parallel instance: their communication (torch.distributed), the executor of the main rank,
+and the loop of a follower.
 
-Owns two process groups. *compute*: sums and gathers inside a step; NCCL between GPUs, gloo on CPU. *control*: the
-step's broadcast and the start-up, gloo everywhere. A follower waits in the control group for as long as the instance is
-idle, so that group has practically no timeout; a rank that dies closes its sockets, which ends every wait at once.
-Within a step no rank waits longer than `COMPUTE_TIMEOUT_S`. Used by the thread that builds the engine, then by the step
-thread. All ranks are processes of one host, and gloo is bound to its loopback interface.
-
-The executor of the main rank of a tensor-parallel instance: broadcast each step to the followers, then run it.
+Two process groups. *compute*: sums and gathers inside a step; NCCL between GPUs, gloo on CPU. *control*: the step's
+broadcast and the start-up, gloo everywhere. A follower waits in the control group for as long as the instance is idle,
+so that group has practically no timeout; a rank that dies closes its sockets, which ends every wait at once. Within a
+step no rank waits longer than `COMPUTE_TIMEOUT_S`. All ranks are processes of one host, and gloo is bound to its
+loopback interface.
 
 A step is one small broadcast: the plan without what only the main rank needs (sampling), and the tokens that the last
-step sampled, which the followers do not have yet. The followers run `engine/tp_executor.py`. Called by the step thread;
-the last call (`close`) comes from the main thread, after the step thread has ended.
+step sampled, which the followers do not have yet. The step thread calls the executor; the last call (`close`) comes
+from the main thread, after the step thread has ended.
 
-The loop of a tensor-parallel follower: wait for the main rank's next step, run it on its shard, repeat.
-
-Runs on the main thread of ranks 1, 2, ... A follower has no port and decides nothing; while the instance is idle it
-waits without a timeout. It ends when the main rank orders it (`run_follower` returns) or dies (`Lifeline`).
-Invariant: it executes every plan that the main rank executes, in the same order, so slots and pages are always equal.
+A follower (main thread of ranks 1, 2, ...) has no port and decides nothing. It ends when the main rank orders it
+(`run_follower` returns) or dies (`Lifeline`). Invariant: it executes every plan that the main rank executes, in the
+same order, so slots and pages are always equal.
 """
 
 from __future__ import annotations

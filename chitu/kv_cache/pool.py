@@ -1,12 +1,9 @@
-"""Anonymous shared files (memfd): memory that processes of this host can map, and of which a `kill -9` leaves nothing.
-
-Called by whatever allocates the memory of a rank: its pool, its staging segments, its tiers.
-
-The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then memory for
+"""The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then memory for
 transports that need some.
 
 It is one allocation so that every transport registers it once and a range check takes two comparisons. On CPU it is an
-anonymous shared file, so that a process of the same host can map it (transport `shm`). Built by the service, read and
+anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and a `kill -9` leaves
+nothing; staging segments and tiers on the host are such files, too. Built by the service, read and
 written by the executor (step thread) and by transports. It ends with the last tensor that views it.
 
 Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer if a layer has one region (a latent cache). Each is

@@ -1,13 +1,13 @@
-"""Parser of a streamed answer: server-sent events -> text, token counts and how it ended. Pure.
-
-`RouterClient` feeds it the bytes as the socket delivers them, which may cut an event, a line end or a character.
-Invariant: the pieces that `AnswerReader.feed` returns concatenate to `Answer.text`, however the bytes were cut.
-
-HTTP client of the command line (`chitu chat`, `chitu verify`, ...) for a running router. Blocking, in any thread.
+"""`RouterClient`: HTTP client of the command line (`chitu chat`, `chitu verify`, ...) for a running router. Blocking,
+in any thread.
 
 Plain `http.client`: Ctrl-C must interrupt the read that waits for a token, and the client of a serving tool should add
 no dependency. Each call opens its own connection. Closing it in the middle of an answer aborts the request (the router
 cancels it on P and D). No proxy is used.
+
+`AnswerReader` parses a streamed answer: server-sent events -> text, token counts and how it ended. Pure; it gets the
+bytes as the socket delivers them, which may cut an event, a line end or a character. Invariant: the pieces that `feed`
+returns concatenate to `Answer.text`, however the bytes were cut.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Names and shapes of the tensors that a model takes from its checkpoint, known before anything is read. No torch.
+"""The files of a checkpoint by their headers: whether they are whole, and have the names and shapes of the tensors that
+the model takes. No torch; no weights are read, except by `damaged_tensor`.
 
-Used by `checkpoint.py`. A test requires for every family that it is what `common.py`, `common.py` and `layers.py`
-take.
-
-The weight files of a checkpoint by their headers: whether they are whole and have what the model takes.
-
-Called by launchers, `chitu plan` and `chitu doctor` before any process starts, and by `weights.py` in the
-processes. No torch; no weights are read, except by `damaged_tensor`.
+Called by launchers, `chitu plan` and `chitu doctor` before any process starts, and by `weights.py` in the processes. A
+test requires for every family that the names are those that `common.py` takes.
 
 Format: 8 bytes header length (little endian), a JSON header with dtype, shape and offsets of each tensor, the data.
 """

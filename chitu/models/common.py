@@ -1,20 +1,14 @@
-"""Rotary position tables. Built once per model, on load; read by every layer.
-
-Builds a layer's mixture of experts from a checkpoint's tensors. Called by `common.py` while a model is loaded.
-
-Tensor parallelism: a rank has a part of every expert's inner dimension, as of a dense MLP's, and the whole router.
-
-Builds a layer of latent attention from a checkpoint's tensors. Called by `common.py` while a model is loaded.
-
-The weights are absorbed here: the projection from the latent is split, per head, into a part that multiplies q and a
-part that multiplies the result. Tensor parallelism: a rank has its heads of q, of both parts and of the output
-projection. Every rank computes the latent itself, since the cache of every rank holds it.
-
-Builds a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage.
+"""Builds a `DecoderModel` from a Hugging Face checkpoint of the Llama lineage, and the parts that only some families
+have: a mixture of experts, latent attention. Called once by the builder of the engine.
 
 The families differ in three points (`Traits`): biases on q, k and v; a bias on the output projection; norms on the
-heads of q and k. They share everything else, tensor names included. A tensor-parallel rank takes its part of each
-matrix.
+heads of q and k. They share everything else, tensor names included. Tables of rotary positions are built once per
+model.
+
+A tensor-parallel rank takes its part of each matrix, of every expert's inner dimension as of a dense MLP's, and the
+whole router of experts. With latent attention it has its heads; every rank computes the latent itself, since the cache
+of every rank holds it. The projection from the latent is absorbed here: split, per head, into a part that multiplies q
+and a part that multiplies the result.
 """
 
 from __future__ import annotations

@@ -1,24 +1,17 @@
-"""Which keys of a config.json are known, per architecture. No torch.
+"""Which keys of a config.json are known, per architecture, and what rotary positions, latent attention and experts read
+from theirs. No torch; called by `models/config.py`.
 
 Owns the tables by which `models/config.py` reads a config completely. A key is used (`_USED`), accepted only with the
 values that match what is computed here (`_ONLY`), or has no effect on the result, with the reason (`NO_EFFECT`). Any
 other key is refused by name: transformers passes unknown keys on to its code, so their effect cannot be known. Defaults
 are those of the config classes of `transformers`. A test compares them and mutates every key.
 
-Reads rotary position embeddings from config.json. No torch.
+*Rotary positions*: a config has `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or both if they agree:
+`transformers` takes one dictionary whole and drops the other, and which one depends on its version. A key that the rope
+type does not use is refused, because it would be ignored silently.
 
-Called by `models/config.py`. A config has `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or both if
-they agree: `transformers` takes one dictionary whole and drops the other, and which one depends on its version. A key
-that the rope type does not use is refused, because it would be ignored silently.
-
-Reads multi-head latent attention from config.json (DeepSeek-V2 and -V3). No torch.
-
-Called by `models/config.py`.
-
-Reads a mixture of experts from config.json: how many, how they are routed, which layers have them. No torch.
-
-Called by `models/config.py`. Qwen3-MoE and DeepSeek-V2/V3 have different keys and different routing rules. What neither
-this project nor `transformers` computes is refused here, by name.
+*Experts*: how many, how they are routed, which layers have them. Qwen3-MoE and DeepSeek-V2/V3 have different keys and
+different routing rules. What neither this project nor `transformers` computes is refused here, by name.
 """
 
 from __future__ import annotations

@@ -1,25 +1,18 @@
-"""The calls with which layers reach the other tensor-parallel ranks of their instance (`engine/tp_executor.py`).
+"""The decoder that all families share: embedding, layers of attention and gated MLP or experts, norm, head. Holds no
+state of any request. `common.py` maps the tensors of a checkpoint to it.
 
-They are collective: every rank runs the same layers on its part of the weights, with the same calls in the same order.
+q, k and v are one weight, and so are gate and up: one large product instead of several. With tensor parallelism each
+rank has some heads, MLP columns and vocabulary rows. q, k, v, gate and up are split by output and need no
+communication. The output and down projections are split by input, so their results are summed over the ranks, as is the
+embedding. Logits are gathered on rank 0. The calls to other ranks (`engine/tp_executor.py`) are collective: every rank
+runs the same layers, with the same calls in the same order.
 
-Multi-head latent attention with absorbed weights (DeepSeek-V2, section 2.1), for prefill and decode alike.
-
-A token has one row in the cache: a normed latent, from which keys and values of all heads are linear maps, and one
-rotated key. So a head's query is mapped into the latent space (the key weight is applied to the query instead of to
-every key) and attends to the cache as if all heads shared one KV head; the value weight is applied to the result. The
-cache is never expanded. Called by `DecoderModel`; holds no state of any request.
-
-Shapes: H heads, Q rank of q, L of the latent, R rotated part, C = L + R a row of the cache, E = N + R a head of q,
-N its part that is not rotated, O a head of the result.
-
-The decoder that Llama, Mistral, Qwen2 and Qwen3 share: embedding, layers of attention and gated MLP, norm, head.
-
-`chitu/models/*.py` map the tensors of a checkpoint; this module defines the computation. q, k and v are one weight, and
-so are gate and up: one large product instead of several. Holds no state of any request.
-
-With tensor parallelism each rank has some heads, MLP columns and vocabulary rows. q, k, v, gate and up are split by
-output and need no communication. The output and down projections are split by input, so their results are summed over
-the ranks, as is the embedding. Logits are gathered on rank 0.
+*Latent attention* with absorbed weights (DeepSeek-V2, section 2.1) is the same for prefill and decode. A token has one
+row in the cache: a normed latent, from which keys and values of all heads are linear maps, and one rotated key. So a
+head's query is mapped into the latent space (the key weight is applied to the query instead of to every key) and
+attends to the cache as if all heads shared one KV head; the value weight is applied to the result. The cache is never
+expanded. Shapes: H heads, Q rank of q, L of the latent, R rotated part, C = L + R a row of the cache, E = N + R a head
+of q, N its part that is not rotated, O a head of the result.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Reads tensors of safetensors files piece by piece, straight to their destination.
-
-Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
-that is converted, split or moved to a device would be in memory twice. Here the overhead is one staging buffer, pinned
-for a GPU. Used by `weights.py`, on the thread that builds the service.
-
-Tensors of a checkpoint folder, taken by name, each exactly once.
+"""Tensors of a checkpoint folder, taken by name, each exactly once, and read straight to their destination.
 
 `WeightSource` reads safetensors files tensor by tensor, in the wanted dtype and to the wanted device, checks shapes and
 reports progress in bytes. A model that leaves tensors unread would compute something else than its checkpoint, so
-`finish` refuses leftovers by name. Used by the loader on the thread that starts the service.
+`finish` refuses leftovers by name. On the thread that builds the service.
+
+Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
+that is converted, split or moved to a device would be in memory twice. Here the overhead is one staging buffer, pinned
+for a GPU.
 """
 
 from __future__ import annotations

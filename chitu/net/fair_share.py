@@ -1,9 +1,8 @@
-"""Token buckets, one per client, in bounded memory. Pure: a clock in, waits out. Used by the router on its loop thread.
+"""Bounds of what clients share, so that no client takes all. Pure but for the futures: a clock in, waits out; loop
+thread.
 
-A bucket holds `burst` requests and fills with `per_s` a second. Invariant: at most `max_buckets` are kept; the least
-recently used one is evicted, which can only help its client.
-
-Bounded places and turns that clients share, so that no client takes them all. Pure but for the futures; loop thread.
+*Token buckets*, one per client, in bounded memory: a bucket holds `burst` requests and fills with `per_s` a second.
+Invariant: at most `max_buckets` are kept; the least recently used one is evicted, which can only help its client.
 
 `Places` are for what many may have at once (event streams, tasks that wait), `Turns` for what is done one at a time.
 Invariants: a client never has more than a third of what it leaves free; it waits for at most one task of each other

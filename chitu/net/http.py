@@ -1,8 +1,7 @@
-"""`Authorization: Bearer ...`, compared in constant time. Pure; used by the API port and by the bootstrap server.
+"""Small ASGI helpers for routes that bypass the web framework: find a header, compare a bearer token in constant time,
+describe an error. Pure; used on the router's loop and by the bootstrap server.
 
-Small ASGI helpers for routes that bypass the web framework: find a header, describe an error.
-
-Used on the router's loop. The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
+The error object is OpenAI's: `{"error": {"message", "type", "param", "code"}}`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Threads of a worker process, and the end of a process despite its threads. A thread that dies unexpectedly ends its
 process, and logs it: a half-dead process would keep its lease and lose requests silently.
 
-A thread of its own for jobs that may take long (checksums, scatters), done one after the other in order.
-
-Each thread has one owner; `put` returns at once. Without `start`, `run_one` does one job in the caller's thread
-(tests).
+A `JobThread` is a thread of its own for jobs that may take long (checksums, scatters), done one after the other in
+order. It has one owner; `put` returns at once. Without `start`, `run_one` does one job in the caller's thread (tests).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Owns the library's inputs: which rows belong to which sequence, and which pages hold its keys. They are planned once a
 step and used by every layer. The host knows all of them except the page numbers, which are copied on the device, so
-planning waits for nothing. `flashinfer_prefill.py` finds and checks the library. Called by `TritonOps` on the step
-thread, for steps that are not recorded.
+planning waits for nothing. Called by `TritonOps` on the step thread, for steps that are not recorded.
 
 Invariant: a wrapper's pinned memory is not written again before the copy out of it has run. There are two wrappers,
 used in turn, each with an event behind its copies.
@@ -11,12 +10,11 @@ used in turn, each with an event behind its copies.
 Source: the documentation of `flashinfer.BatchPrefillWithPagedKVCacheWrapper`, 0.6.12 and 0.7.2. Both versions of `plan`
 and `run` take the arguments used here.
 
-FlashInfer as a library: checks that it is installed and fits, builds and tries its kernels before the first request.
-
-It is optional (extra `gpu-flashinfer`). Unless its kernels are prebuilt, it compiles them on first use: some 100 s with
-10 cores, which no request should wait for. So they are built at start-up, in a separate process that can be killed when
-it takes too long, and a small batch is computed and compared with torch. On any failure our own kernel is used, with
-one warning. Called once by the main thread of a rank, before weights are read.
+*The library* is found, checked, built and tried before the first request. It is optional (extra `gpu-flashinfer`).
+Unless its kernels are prebuilt, it compiles them on first use: some 100 s with 10 cores, which no request should wait
+for. So they are built at start-up, in a separate process that can be killed when it takes too long, and a small batch
+is computed and compared with torch. On any failure our own kernel is used, with one warning. Called once by the main
+thread of a rank, before weights are read.
 
 `python -m chitu.ops.flashinfer_prefill DTYPE HEAD_DIM` builds the kernels; that process runs it, or an operator.
 """

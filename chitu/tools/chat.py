@@ -1,6 +1,4 @@
-"""Questions to a model: the messages so far, the body of the next request, and examples with a known answer. Pure.
-
-`chitu chat`: chat with the model of a running router from a terminal or a pipe.
+"""`chitu chat`: chat with the model of a running router from a terminal or a pipe; examples with a known answer.
 
 Runs in the main thread. Answers go to stdout, piece by piece and without any redrawing, so that they read the same over
 ssh, in a pipe and in a file; everything else (status lines, errors) goes to stderr, dimmed if that is a terminal.

@@ -1,20 +1,14 @@
-"""Meeting of the nodes of a `chitu doctor`: they send facts to the router's node, which has each node try all others'
-ports.
-
-Each node first listens on all its free ports, so that the ports tried are those that will be used. The meeting itself
-is on the coordination port of the router's node. Messages are lines of JSON; an invalid or too long line ends its
-connection. Blocking, one thread, every wait bounded.
-
-Checks of a node, or of a cluster of nodes, by the facts gathered there (`node_facts.py`). Pure.
-
-Each check is a function of facts that yields findings; `check_node` and `check_cluster` run all of them in order.
-
-`chitu doctor`: checks whether this machine, or all nodes of a topology, can serve it. Called by the command line
+"""`chitu doctor`: checks whether this machine, or all nodes of a topology, can serve it. Called by the command line
 only.
 
 Alone it checks this machine as `chitu serve` would use it. With `--hosts` and a node index, which Slurm sets itself, it
-runs on all nodes at once: they meet (`doctor.py`), and the router's node judges and prints. Every node exits
-with 0 without an error, 1 with one, 2 for a topology that cannot be read.
+runs on all nodes at once: they meet, and the router's node judges and prints. Every node exits with 0 without an error,
+1 with one, 2 for a topology that cannot be read. A check is a pure function of facts (`node_facts.py`) that yields
+findings; `check_node` and `check_cluster` run all of them in order.
+
+*The meeting* is on the coordination port of the router's node. Each node first listens on all its free ports, so that
+the ports tried are those that will be used, and sends its facts; then each node tries all others' ports. Messages are
+lines of JSON; an invalid or too long line ends its connection. One thread, every wait bounded.
 """
 
 from __future__ import annotations

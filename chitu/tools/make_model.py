@@ -1,18 +1,4 @@
-"""Tokenizer of a generated model: byte-level BPE trained on generated text. Used by `make_model` and by the training of
-chitu-tiny.
-
-Any text can be encoded (256 byte tokens), the special tokens come first, and the vocabulary is as large as the text
-has pairs to merge; a larger `vocab_size` leaves the last ids of the model without a token.
-
-Sizes of a generated model, and checks that they fit. Pure; called by `make_model.py` and the command line.
-
-Random tensors of a checkpoint by their Hugging Face names, and a file of them. Called by `make_model.py`; no torch.
-
-Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
-holds. Norm weights vary around 1, so that an omitted norm changes the output. Invariant: the same arguments give the
-same bytes.
-
-`make_model`: makes a small random model with its tokenizer, so that everything can be tried without a download.
+"""`make_model`: makes a small random model with its tokenizer, so that everything can be tried without a download.
 
 Called by the `chitu make-model` command and by tests. Writes a Hugging Face checkpoint folder that transformers can
 load, without importing transformers or torch. The folder appears complete or not at all (written under a temporary
@@ -21,6 +7,11 @@ name, then renamed). The same arguments give the same weights.
 The weights are scaled so that a random model is useful for tests: logits are spread (near-ties are rare, so two
 implementations that differ by rounding choose the same token), the text depends on the whole context instead of
 repeating one token, and special tokens are rarely generated, so that greedy generation runs to its token limit.
+Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
+holds. Norm weights vary around 1, so that an omitted norm changes the output.
+
+The tokenizer is a byte-level BPE trained on generated text: any text can be encoded (256 byte tokens), and the special
+tokens come first. A `vocab_size` above what the text has pairs to merge leaves the last ids without a token.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Receipts (`protocol/receipt.py`): read from saved answers, replayed on an engine, judged. Used by `chitu replay`.
+"""`chitu replay FILE`: checks whether an engine reproduces the tokens of receipts (`protocol/receipt.py`) in saved
+answers. Blocking; in the caller's thread.
 
-**The rule.** The engine gets the prompt's ids and the sampling of the receipt, and its tokens are compared. At the
-first difference:
+The engine is a unified one with the model's folder that is started here, or any running cluster. It gets the prompt's
+ids and the sampling of the receipt, without its prefix cache, and its tokens are compared. At the first difference:
 
 * A greedy answer that only logits decide is judged by `parity.compare`: every token, after those that were taken. The
   limit follows what rounding does to the engine's own answer to the same prompt.
 * Otherwise the receipt is wrong in float32. In other dtypes a draw may fall another way by rounding
   alone, and the receipt is not judged.
-
-`chitu replay FILE`: checks whether an engine reproduces the tokens of receipts. Blocking; in the caller's thread.
-
-The engine is a unified one with the model's folder that is started here, or any running cluster. The receipts are
-replayed without its prefix cache. `tools/replay.py` defines what counts as the same.
 """
 
 from __future__ import annotations

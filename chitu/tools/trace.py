@@ -1,9 +1,6 @@
-"""Lines of text on the pair and the stage times of a request, and on its cluster. Pure.
-
-Used by `chitu chat` below each answer and by the quickstart's first completion. The figures are the router's
-(`http/cluster_snapshot.py`); nothing is measured here.
-
-`chitu trace ID`: the timeline of a traced request, from a running cluster or the folder of its records.
+"""`chitu trace ID`: the timeline of a traced request, from a running cluster or the folder of its records; and the
+lines on a request's pair and stage times below each answer of `chitu chat`. The figures are the router's; nothing is
+measured here.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ and by `chitu trace --dir`. `write` returns at once; a thread of its own writes.
 starts again empty, and `NAME.jsonl.1` keeps its content until the next time. A record that finds no room on its way, or
 cannot be written, is dropped and counted; a `TraceLoss` after it reports the count.
 
-What a process of the router records of the requests that are traced. Loop thread.
-
-`RouterTrace.level` decides which are; the records go to `TraceFiles`, whose thread writes them.
+`RouterTrace` is what a process of the router records of the requests that are traced (`level` decides which). Loop
+thread.
 """
 
 from __future__ import annotations

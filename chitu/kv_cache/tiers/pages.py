@@ -1,21 +1,12 @@
-"""What the tiers share: a page's record, loads of pages, the store that a slow tier needs, measured speed.
+"""What the tiers share: the record of a page, loads of pages, the interface of stores, measured speed.
 
-A page outside the pool, as bytes: a header that identifies the page, then K and V of all layers and KV heads.
-
-Pure. The header has the page's content key, and a CRC-32 of key and content. It detects a record that is truncated,
+A record is a page outside the pool, as bytes: a header that identifies the page, then K and V of all layers and KV
+heads. The header has the page's content key, and a CRC-32 of key and content. It detects a record that is truncated,
 mixed up or damaged by accident (one in 2**32 passes). It does not protect from deliberate changes: every process that
-can write to a store is trusted.
+can write to a store is trusted. A store may lose, change or forge records: the caller verifies what it returns.
 
-`PageLoad`: the load of one prompt's pages from the tiers to the pool, one after the other in the order of its chain.
-
-Made by the step thread, filled by the thread `tiers`. Invariant: after `stop` has returned, nothing of it is written to
-the pool any longer, so the pages may be given to another request.
-
-`PageStore`: the interface of disk and remote stores. One thread calls a store, which may block.
-
-Records are those of `pages.py`. A store may lose, change or forge them: the caller verifies what it returns.
-
-A speed from recent measurements. One thread notes them, any thread asks.
+Invariant of a `PageLoad`, which the step thread makes and the thread `tiers` fills: after `stop` has returned, nothing
+of it is written to the pool any longer, so the pages may be given to another request.
 """
 
 from __future__ import annotations

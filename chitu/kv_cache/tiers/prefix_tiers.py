@@ -1,11 +1,5 @@
-"""`SlowTier`: a store behind host memory, on a thread of its own that may block.
-
-Pages go through host memory: puts read from there, fetched pages are verified and stored there. If a call fails or
-times out, the store is off for `OFF_S`: no request waits for it meanwhile, and every lookup is a miss. Invariant: only
-the tier's own thread waits for the store.
-
-`PrefixTiers`: the prefix cache behind the pool. Pages evicted from the pool are still in host memory, or in a slower
-store behind it, and can be loaded again.
+"""`PrefixTiers`: the prefix cache behind the pool. Pages evicted from the pool are still in host memory, or in a slower
+store behind it (`SlowTier`), and can be loaded again. Built once, by the main thread, after the pool.
 
 The step thread calls `write_back`, `load`, `note_prefill` and `flush`, which return at once; `load` returns a
 `PageLoad`. The thread `tiers` makes all copies to and from the pool, loads before write-backs.
@@ -16,8 +10,8 @@ The step thread calls `write_back`, `load`, `note_prefill` and `flush`, which re
 * **Loading must pay.** A page is loaded if its bytes, at the measured speed of loads, take less time than its tokens at
   the measured speed of prefills. A speed that was not measured lately counts as fast.
 * **A loss is a miss**: what cannot be copied in time, or finds no room, is computed.
-
-The tiers of an instance, built from its configuration. Called once by the main thread, after the pool is built.
+* **Only a slow tier's own thread waits for its store.** Pages go through host memory: puts read from there, fetched
+  pages are verified and stored there. If a call fails or times out, the store is off for `OFF_S`.
 """
 
 from __future__ import annotations

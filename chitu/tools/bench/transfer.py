@@ -1,20 +1,13 @@
-"""Messages of a staged transport between the two processes of a transfer benchmark, as lines on their pipes.
-
-The parent writes with the engine's own `StagedTransport`; the child has the other end, scatters, and answers a list of
-pages by their checksums.
-
-The processes of `chitu bench transfer`: the child with a pool (`receive`), and the parent's `BenchLink` to it.
-
-`python -m chitu.tools.bench.transfer`: transports between two real processes against memcpy of the same bytes.
+"""`chitu bench transfer`: transports between two real processes against memcpy of the same bytes.
 
 The parent writes into a child's pool. Every round runs memcpy and each transport one after the other over the same
 source bytes, so that the noise of the machine affects all of them. Reported are the best time of each and the median
 over the rounds of the ratios. `--transfer` adds ways for the pages of a prompt: `staged` (gathered into segments, sent
-as few large pieces, scattered by the child; checksums of the pages are compared at the end) and `auto`, where the
-engine's table of thresholds chooses for every write. `raw` is the same transport writing as many bytes in one piece.
-memcpy moves as many bytes in one piece between two arenas of the same kind (memfd) inside the parent; every page of all
-arenas is touched first. Block cases walk through the arenas, so that from 1 MiB on no block is in a core's cache, as
-with pages of a KV cache. A time is the mean over one walk.
+as few large pieces, scattered by the child, whose messages are lines on its pipe; checksums of the pages are compared
+at the end) and `auto`, where the engine's table of thresholds chooses for every write. `raw` is the same transport
+writing as many bytes in one piece. memcpy moves as many bytes in one piece between two arenas of the same kind (memfd)
+inside the parent; every page of all arenas is touched first. Block cases walk through the arenas, so that from 1 MiB on
+no block is in a core's cache, as with pages of a KV cache. A time is the mean over one walk.
 """
 
 from __future__ import annotations

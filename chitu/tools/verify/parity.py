@@ -1,4 +1,5 @@
-"""Wrong pages of KV, by the checksums that an answer returns (`return_page_sums`). Pure.
+"""Judgement whether answers are those of a unified engine, and if not, which instance is at fault; and of pages of KV,
+by the checksums that an answer returns (`return_page_sums`). Pure.
 
 **Damage.** Checksums of the pages that P wrote, from P's memory and from D's once they had landed, must be equal,
 whatever the dtype and the answer; so must those of the same full pages when the request was over. Anything else is
@@ -8,12 +9,10 @@ damage on the way, or in D's memory.
 the bytes, so a difference alone proves no fault. They are used only if an answer is wrong already, and a page counts
 only if all right answers agree on it.
 
-Judgement whether answers are those of a unified engine, and if not, which instance is at fault. Pure.
-
 **The rule.** The engine scores each answer: the logprob of each of its tokens after the prompt and the tokens before
 it, and its own likeliest token there. Rounding differs between engines, batches and devices, so logprobs may differ by
-a `limit`, and so may the gap between two tokens. The limit follows what is measured on something sound
-(`limit_of`): the engine's own answers, which it computed token by token, scored by itself as a prompt.
+a `limit`, and so may the gap between two tokens. The limit follows what is measured on something sound (`limit_of`):
+the engine's own answers, which it computed token by token, scored by itself as a prompt.
 
 * A greedy token is right if it is the reference's likeliest, a *near-tie* if that one is likelier by at most the
   limit, and wrong beyond. Later tokens are judged after the token that was taken, so a near-tie excuses nothing else.
@@ -31,7 +30,7 @@ neither happens.
 its logprobs differ in the mean by several times what those of another pair do, for the same tokens (`unlike_pairs`).
 
 A fault of computing that changes no token, no logprob by more than the limit, and all pairs alike is not detected.
-Damaged pages are, whatever they change, by their checksums (`pages.py`).
+Damaged pages are, whatever they change, by their checksums.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""References for answers of a cluster: one unified engine, started here or already running, and `transformers`.
-
-Used by `chitu verify` and, for the engine, by `chitu replay`. Blocking, in the caller's thread, which must outlive the
-processes that it starts.
-
-`chitu verify URL`: checks that a running cluster answers as one unified engine. Blocking; the caller's thread.
+"""`chitu verify URL`: checks that a running cluster answers as one unified engine. Blocking, in the caller's thread,
+which must outlive the processes that it starts. `chitu replay` uses the engine that is started here, too.
 
 The same prompts go to the cluster, over every pair, and to a unified instance with the model's folder that is started
 here, or a running one (`--reference`), which `transformers` in float32 checks, if memory allows.
