@@ -31,14 +31,14 @@ from chitu.engine.step_tokens import ROWS_AT_ONCE, Checks, Lines, Mark, StepLogp
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import ModelSpec
-from chitu.models.layers import DecoderModel
+from chitu.models.model import Model
 from chitu.types import Ready
 
 
 class ModelRunner:
     """An `Executor` on one device.
 
-    `max_model_len`: tokens (prompt plus output) that a slot can hold; at most the length of the model's rotary table.
+    `max_model_len`: tokens (prompt plus output) that a slot can hold; at most as many as the model was loaded for.
     `sampler`: None on P, whose plans never sample. `recording`: how to record steps, which needs a pool with a scratch
     page; None launches every step operation by operation. `warmup_prompts`: see `warmup.Shapes`.
     """
@@ -46,7 +46,7 @@ class ModelRunner:
     def __init__(
         self,
         spec: ModelSpec,
-        model: DecoderModel,
+        model: Model,
         pool: KVPool,
         num_slots: int,
         max_model_len: int,
@@ -54,7 +54,7 @@ class ModelRunner:
         recording: Recording | None = None,
         warmup_prompts: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        covered = model.rotary.cos.shape[0]
+        covered = model.num_positions
         if max_model_len > covered:
             raise ConfigError(f"model.max_model_len: {max_model_len} tokens, the model was loaded for {covered}")
         if (pool.layout.num_layers, pool.layout.head_dim) != (spec.num_layers, spec.head_dim):
@@ -71,7 +71,7 @@ class ModelRunner:
         if recording is not None:
             if pool.scratch_page is None:
                 raise Internal("recorded steps need a scratch page")
-            self._graphs = StepGraphs(model, self._slots, pool.k, pool.v, recording)
+            self._graphs = StepGraphs(model, self._slots, pool, recording)
         self._warmup_prompts = warmup_prompts
         self._saved: dict[int, tuple[int, torch.Tensor]] = {}
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
@@ -240,7 +240,7 @@ class ModelRunner:
             return hidden_TD, [span.row + span.length - 1 for span in spans], hidden_TD.shape[0]
         batch, token_ids_T = self._slots.build(chunks, decoding)
         callback = self._with_event(on_layer) if chunks else None
-        hidden_TD = self._model.forward(token_ids_T, batch, self._pool.k, self._pool.v, callback)
+        hidden_TD = self._model.forward(token_ids_T, batch, self._pool, callback)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
 
     def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> torch.Tensor:

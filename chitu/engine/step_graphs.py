@@ -19,7 +19,7 @@ import torch
 from chitu.engine.batch import SlotTable, host_rows
 from chitu.engine.executor import PrefillChunk
 from chitu.engine.sampling_ops import is_sound, marked
-from chitu.models.layers import DecoderModel
+from chitu.models.model import KVViews, Model
 from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
 
@@ -101,19 +101,18 @@ class _Prefill:
 
 
 class StepGraphs:
-    """The recordings of one model. `k_pages`, `v_pages`: all layers. `slots` must have a scratch slot."""
+    """The recordings of one model. `slots` must have a scratch slot."""
 
     def __init__(
         self,
-        model: DecoderModel,
+        model: Model,
         slots: SlotTable,
-        k_pages: Sequence[torch.Tensor],
-        v_pages: Sequence[torch.Tensor],
+        cache: KVViews,
         recording: Recording,
     ) -> None:
         self._model = model
         self._table = slots
-        self._pages = k_pages, v_pages
+        self._cache = cache
         self._recorder = recording.recorder
         self._decode_sizes = [size for size in recording.decode_sizes if size < slots.num_slots] + [slots.num_slots]
         self._prefill_sizes = list(recording.prefill_sizes)
@@ -154,8 +153,7 @@ class StepGraphs:
         table = self._table
         rows_2B = torch.zeros(2, size, dtype=torch.int64, device=table.device)
         rows_2B[0] = table.scratch_slot
-        vocab_size = self._model.head.out_features
-        logits_BV = torch.zeros(size, vocab_size, dtype=torch.float32, device=table.device)
+        logits_BV = torch.zeros(size, self._model.vocab_size, dtype=torch.float32, device=table.device)
         tokens_B = torch.zeros(size, dtype=torch.int64, device=table.device)
         batch = Batch(
             slots_T=rows_2B[0],
@@ -170,7 +168,7 @@ class StepGraphs:
         )
 
         def body() -> None:
-            hidden_BD = self._model.forward(table.token_ids[rows_2B[0], rows_2B[1]], batch, *self._pages)
+            hidden_BD = self._model.forward(table.token_ids[rows_2B[0], rows_2B[1]], batch, self._cache)
             logits = self._model.logits(hidden_BD)
             assert logits is not None  # one rank
             logits_BV.copy_(logits)
@@ -212,7 +210,8 @@ class StepGraphs:
         rows_2T = torch.zeros(2, size, dtype=torch.int64, device=table.device)
         rows_2T[0] = table.scratch_slot
         tiles_Y4 = torch.zeros(size // TILE_ROWS + SPARE_TILES, 4, dtype=torch.int64, device=table.device)
-        hidden_TD = self._model.embedding_VD.new_zeros(size, self._model.embedding_VD.shape[1])
+        model = self._model
+        hidden_TD = torch.zeros(size, model.hidden_size, dtype=model.dtype, device=table.device)
         batch = Batch(
             slots_T=rows_2T[0],
             positions_T=rows_2T[1],
@@ -227,7 +226,7 @@ class StepGraphs:
 
         def body() -> None:
             token_ids_T = table.token_ids[rows_2T[0], rows_2T[1]]
-            hidden_TD.copy_(self._model.forward(token_ids_T, batch, *self._pages))
+            hidden_TD.copy_(model.forward(token_ids_T, batch, self._cache))
 
         return _Prefill(rows_2T, tiles_Y4, self._recorder.record(body), hidden_TD)
 

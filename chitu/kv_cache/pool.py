@@ -109,6 +109,8 @@ class KVPool:
             self.regions = pages = [region.view(TORCH_DTYPES[layout.dtype]).view(shape) for region in raw]
         self.k = pages[:: layout.regions_per_layer]
         self.v = pages[layout.regions_per_layer - 1 :: layout.regions_per_layer]
+        self.states: dict[tuple[int, str], torch.Tensor] = {}
+        """By layer and name; empty, since layouts have no state yet."""
         aux_start = self.aux_base - self.arena_base
         self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(
             num_aux_slots, self.aux_row_bytes

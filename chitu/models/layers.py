@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK
+from chitu.models.model import KVViews
 from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
 from chitu.ops.routing import Router, route
 
@@ -146,8 +147,7 @@ class DecoderModel:
         self,
         token_ids_T: torch.Tensor,
         batch: Batch,
-        k_pages: Sequence[torch.Tensor],
-        v_pages: Sequence[torch.Tensor],
+        cache: KVViews,
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
         """Return hidden states `[T, D]` before the final norm, and write K and V of all rows into the pages.
@@ -159,7 +159,7 @@ class DecoderModel:
         ops = self.ops
         x_TD = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
-            attention, k_PKSN, v_PKSN = layer.attention, k_pages[index], v_pages[index]
+            attention, k_PKSN, v_PKSN = layer.attention, cache.k[index], cache.v[index]
             soon: Callable[[], None] = _no_callback
             if on_layer is not None and self.shard is None:
                 soon = functools.partial(on_layer, index)
@@ -176,6 +176,22 @@ class DecoderModel:
                 on_layer(index)
             x_TD = self._mlp_add(x_TD, layer.post_attention_norm_D, layer.mlp)
         return x_TD
+
+    @property
+    def num_positions(self) -> int:
+        return self.rotary.cos.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.out_features if self.shard is None else self.vocabulary[-1].stop
+
+    @property
+    def hidden_size(self) -> int:
+        return self.embedding_VD.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_VD.dtype
 
     @property
     def is_main(self) -> bool:

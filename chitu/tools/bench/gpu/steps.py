@@ -90,7 +90,7 @@ class StepBench:
         table = SlotTable(batch, limit, PAGE_SIZE, pool.num_pages, card.device, scratch)
         for admit in admits:
             table.admit(admit)
-        graphs = StepGraphs(self.model, table, pool.k, pool.v, Recording(self._recorder, (), ()))
+        graphs = StepGraphs(self.model, table, pool, Recording(self._recorder, (), ()))
 
         def many() -> None:
             for _ in range(steps):

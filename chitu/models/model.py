@@ -1,0 +1,75 @@
+"""What the engine needs of a loaded model, and what a model gets of the cache. `layers.DecoderModel` is our own code;
+other implementations stand beside it. Called only by the step thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from chitu.ops.interface import Batch
+
+
+class KVViews(Protocol):
+    """The cache as a model reads and writes it; `KVPool` is one."""
+
+    @property
+    def k(self) -> Sequence[torch.Tensor]:
+        """Pages of each layer, `[num_pages, kv_heads, page_size, head_dim]`."""
+        ...
+
+    @property
+    def v(self) -> Sequence[torch.Tensor]: ...
+
+    @property
+    def states(self) -> Mapping[tuple[int, str], torch.Tensor]:
+        """By layer and name, `[num_state_slots, ...]`; empty if the layout has no state."""
+        ...
+
+
+class Model(Protocol):
+    """A loaded model, or one rank's part of it."""
+
+    @property
+    def num_positions(self) -> int:
+        """Most tokens of a sequence that it was loaded for."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits on the main rank."""
+        ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden states."""
+        ...
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank gets the logits."""
+        ...
+
+    def forward(
+        self,
+        token_ids_T: torch.Tensor,
+        batch: Batch,
+        cache: KVViews,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        """Return hidden states `[T, D]` before the final norm or after it, as `logits` expects them, and write K and V
+        of all rows into the pages.
+
+        Calls `on_layer(l)` as soon as K and V of layer l are in the pages of every rank that it sums with, in the order
+        of the layers.
+        """
+        ...
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
+        ...
