@@ -96,6 +96,10 @@ class CacheConfig(Section, frozen=True):
     store: StoreConfig = field(default_factory=StoreConfig)
     num_aux_slots: Positive | None = None
     """Number of logits rows for requests between P and D; unset: 2 x max_running_requests."""
+    num_state_slots: Positive | None = None
+    """Number of rows for the recurrent state of requests (models with linear attention or Mamba layers; no effect on
+    others): each request that computes, runs or is between P and D holds one, a prompt with several choices one more.
+    Unset: as many as can be needed, in at most half of the memory for pages."""
 
 
 class SchedulerConfig(Section, frozen=True):

@@ -17,6 +17,7 @@ import torch
 
 from chitu.engine.executor import Admit, AppendPages, PrefillChunk
 from chitu.errors import Internal
+from chitu.kv_cache.state_row import StateStamp, digest_of
 from chitu.ops.interface import Batch, Span, tiles_of
 from chitu.protocol import unpack_i32
 
@@ -48,6 +49,12 @@ class SlotState:
     num_pages: int
     samples: bool
     """Whether it was admitted with sampling parameters."""
+    state_slot: int = -1
+    """Row of its recurrent state; -1 without one."""
+    token_ids: bytes = b""
+    """Tokens of its admission, if it has such a row: their digest stamps it."""
+    digest: int = 0
+    """Digest of the tokens that chunks have computed (`state_row.digest_of`)."""
 
 
 def host_rows(
@@ -82,13 +89,18 @@ class SlotTable:
         num_pages: int,
         device: torch.device,
         scratch_page: int | None = None,
+        num_state_slots: int = 0,
     ) -> None:
+        """`num_state_slots`: rows of recurrent state; 0 if the model has none."""
         self.num_slots = num_slots
         self.scratch_slot = num_slots
         self.max_model_len = max_model_len
         self.page_size = page_size
         self.device = device
         self._num_pages = num_pages
+        self._num_state_slots = num_state_slots
+        self._state_owners: dict[int, int] = {}
+        """Slot of each state row in use."""
         max_pages = (max_model_len + page_size - 1) // page_size
         # One column more than tokens are fed, for the last token of a full sequence.
         self.token_ids = torch.zeros(num_slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
@@ -110,7 +122,14 @@ class SlotTable:
         tokens = torch.from_numpy(np.array(unpack_i32(admit.token_ids), dtype=np.int64))
         if not 0 < len(tokens) <= self.max_model_len:
             raise Internal(f"slot {admit.slot}: {len(tokens)} tokens; a slot holds 1 to {self.max_model_len}")
-        self._sequences[admit.slot] = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
+        sequence = SlotState(len(tokens), admit.kv_len, 0, admit.sampling is not None)
+        if admit.state_slot != -1:
+            if not 0 <= admit.state_slot < self._num_state_slots or admit.state_slot in self._state_owners:
+                raise Internal(f"slot {admit.slot}: state row {admit.state_slot} is not free")
+            self._state_owners[admit.state_slot] = admit.slot
+            sequence.state_slot, sequence.token_ids = admit.state_slot, admit.token_ids
+            sequence.digest = digest_of(admit.token_ids[: 4 * admit.kv_len])
+        self._sequences[admit.slot] = sequence
         row = self.token_ids[admit.slot, : len(tokens)]
         row.copy_(upload_tensor(tokens, self.device))
         self.append_pages([AppendPages(admit.slot, admit.pages)])
@@ -118,12 +137,14 @@ class SlotTable:
 
     def release(self, slot: int) -> SlotState:
         sequence = self[slot]
-        self._sequences[slot] = None
+        self.forget(slot)
         return sequence
 
     def forget(self, slot: int) -> None:
         """Free the slot, also if it holds no sequence."""
-        self._sequences[slot] = None
+        sequence, self._sequences[slot] = self._sequences[slot], None
+        if sequence is not None and sequence.state_slot >= 0:
+            del self._state_owners[sequence.state_slot]
 
     def append_pages(self, appends: Sequence[AppendPages]) -> None:
         """Append the pages of a whole plan, with one copy to the device."""
@@ -176,7 +197,7 @@ class SlotTable:
                     f"chunk {chunk} does not follow kv_len {sequence.kv_len} of {sequence.num_tokens} tokens"
                 )
             self._advance(chunk.slot, sequence, end)
-            spans.append(Span(row, chunk.length, chunk.slot, chunk.start))
+            spans.append(Span(row, chunk.length, chunk.slot, chunk.start, sequence.state_slot))
             row += chunk.length
         return spans
 
@@ -196,6 +217,11 @@ class SlotTable:
         spans = self.advance_prefill(prefill)
         decode_row = sum(span.length for span in spans)
         positions = self.advance_decode(decode)
+        decode_states: tuple[int, ...] = ()
+        if self._num_state_slots:
+            decode_states = tuple(self[slot].state_slot for slot in decode)
+            if min((*decode_states, *(span.state_slot for span in spans)), default=0) < 0:
+                raise Internal(f"a sequence computes without a state row: {spans}, {decode}")
         rows = host_rows(spans, decode, positions, self.device).to(self.device, non_blocking=True)
         batch = Batch(
             slots_T=rows[0],
@@ -207,8 +233,18 @@ class SlotTable:
             decode_row=decode_row,
             decode_slots=tuple(decode),
             max_decode_len=max(positions, default=-1) + 1,
+            decode_states=decode_states,
         )
         return batch, self.token_ids[rows[0], rows[1]]
+
+    def stamps(self, spans: Sequence[Span]) -> list[tuple[int, StateStamp]]:
+        """Return the state rows of computed chunks, each with its stamp from now on."""
+        found = []
+        for span in spans:
+            sequence, end = self[span.slot], span.start + span.length
+            sequence.digest = digest_of(sequence.token_ids[4 * span.start : 4 * end], sequence.digest)
+            found.append((sequence.state_slot, StateStamp(end, sequence.digest)))
+        return found
 
     def _advance(self, slot: int, sequence: SlotState, kv_len: int) -> None:
         if kv_len > self.max_model_len or kv_len > sequence.num_pages * self.page_size:

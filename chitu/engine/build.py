@@ -24,12 +24,14 @@ from chitu.config.topology import Instance, find_instance, instances_on, threads
 from chitu.engine.memory_budget import (
     DeviceMemory,
     available_cpu_bytes,
+    cpu_pool_bytes,
     device_pages,
     kv_dtype_of,
     kv_layout,
     num_pages_asked,
     num_pages_for,
     num_pages_key,
+    num_state_rows,
     reserve_bytes,
     share_of_device,
     small_pool,
@@ -43,6 +45,7 @@ from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
+from chitu.kv_cache.state_row import StateRow
 from chitu.models.common import build_decoder
 from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.models.families import traits_of
@@ -188,7 +191,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
     # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    layout = kv_layout(spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path))
+    layout = kv_layout(spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path), model_dtype)
     bytes_per_page = layout.bytes_per_page
     num_pages = num_pages_asked(topology, instance)
     if num_pages is not None:
@@ -206,29 +209,51 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     is_main = tp_rank == MAIN_RANK
     num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, role) if is_main else 0
     transfer_bytes = pool_bytes_of(topology.dp_config.router, role, config)
+    row_bytes = StateRow.of(layout).row_bytes
+    num_states = num_state_rows(topology.cache, role, num_slots, row_bytes)
     if num_pages is None:
         useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
         if device.type == "cpu":
             num_here = sum(member.config.tp_size for member in instances_on(topology, config.host))
-            num_pages = num_pages_for(topology.cache, bytes_per_page, available_cpu_bytes(), num_here, useful)
+            free_bytes = available_cpu_bytes()
+            pool_bytes = cpu_pool_bytes(topology.cache, free_bytes, num_here)
+            num_states = num_state_rows(topology.cache, role, num_slots, row_bytes, pool_bytes)
+            state_bytes = num_states * row_bytes
+            num_pages = num_pages_for(topology.cache, bytes_per_page, free_bytes, num_here, useful, state_bytes)
         else:
             rows = max(topology.scheduler.max_batched_tokens, *PREFILL_SIZES) + num_slots
             itemsize = TORCH_DTYPES[model_dtype].itemsize
+            share = share_of_device(topology, instance, _shared_name(topology, instance, tp_rank))
+            memory = device_memory(device)
+            reserve = reserve_bytes(spec, itemsize, rows, num_slots, spec.max_model_len, config.tp_size)
+            pool_bytes = int(share * memory.total_bytes) - memory.own_bytes - reserve
+            num_states = num_state_rows(topology.cache, role, num_slots, row_bytes, pool_bytes)
             num_pages = device_pages(
-                share_of_device(topology, instance, _shared_name(topology, instance, tp_rank)),
-                device_memory(device),
-                reserve_bytes(spec, itemsize, rows, num_slots, spec.max_model_len, config.tp_size),
+                share,
+                memory,
+                reserve,
                 num_aux_slots * aux_row_bytes(spec.vocab_size),
                 bytes_per_page,
                 useful,
                 transfer_bytes,
+                num_states * row_bytes,
             )
     if group is not None:
         num_pages = group.smallest(num_pages)
-    # Only on one rank: collectives of the ranks within a step are not recorded yet.
-    recording = Recording(CudaRecorder(device)) if device.type == "cuda" and group is None else None
-    has_scratch = recording is not None
-    pool = KVPool(layout, num_pages, num_aux_slots, str(device), has_scratch=has_scratch, transfer_bytes=transfer_bytes)
+        num_states = group.smallest(num_states) if row_bytes else 0
+    # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
+    # would need state rows of their own.
+    is_recorded = device.type == "cuda" and group is None and not layout.state
+    recording = Recording(CudaRecorder(device)) if is_recorded else None
+    pool = KVPool(
+        layout,
+        num_pages,
+        num_aux_slots,
+        str(device),
+        has_scratch=is_recorded,
+        transfer_bytes=transfer_bytes,
+        num_state_slots=num_states,
+    )
     logger.info(
         "%d pages of %d bytes (K and V are %s), %d aux slots, %d threads",
         num_pages,
@@ -237,6 +262,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         num_aux_slots,
         threads,
     )
+    if num_states:
+        logger.info("%d state rows of %d bytes", num_states, row_bytes)
     samples = is_main and role is not Role.PREFILL
     grammars = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size)) if samples else None
     sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=grammars) if samples else None

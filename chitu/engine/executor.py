@@ -46,6 +46,9 @@ class Admit(PlanPart, frozen=True):
     pages: tuple[int, ...]
     sampling: SamplingParams | None
     """None on P, which never samples."""
+    state_slot: int = -1
+    """Row of the sequence's recurrent state, which belongs to it alone; -1 without one. The executor zeroes it if
+    `kv_len` is 0: it then computes from the first token."""
 
 
 class AppendPages(PlanPart, frozen=True):
@@ -227,6 +230,8 @@ class Shapes:
     samples: bool
     num_aux_slots: int
     """Number of aux rows for logits; 0 on a unified instance."""
+    num_state_slots: int = 0
+    """Number of state rows; 0 if the model has no recurrent state."""
     prompts: Sequence[tuple[int, ...]] = ()
     """Prompt lengths whose first step costs more than later ones; a tuple holds those of one step."""
 
@@ -249,7 +254,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if not is_finite:
         _require_finite(executor, shapes)
     if shapes.samples and shapes.num_aux_slots:  # D: the KV and the logits of the last position came from P
-        came = Admit(0, admit.token_ids, prompt_len, prompt_len, admit.pages, RANDOM)
+        came = msgspec.structs.replace(admit, kv_len=prompt_len)
         _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
         _run(executor, StepPlan(release=[0]))
     if shapes.samples:
@@ -272,7 +277,8 @@ def _require_finite(executor: Executor, shapes: Shapes) -> None:
 def _decode_wide(executor: Executor, shapes: Shapes) -> None:
     """Run one prompt token, then one decode step, in as many slots as the pages allow."""
     pages_each = 1 if shapes.page_size > 1 else 2
-    slots = list(range(min(executor.info.num_slots, shapes.num_pages // pages_each)))
+    num_slots = min(executor.info.num_slots, shapes.num_state_slots or executor.info.num_slots)
+    slots = list(range(min(num_slots, shapes.num_pages // pages_each)))
     admitted = [_admit(shapes, slot, 1, slot * pages_each, spare=1, sampling=GREEDY) for slot in slots]
     _run(executor, StepPlan(admit=admitted, prefill=[PrefillChunk(slot, 0, 1, sample=True) for slot in slots]))
     _run(executor, StepPlan(decode=slots))
@@ -285,7 +291,8 @@ def _long_prompts(executor: Executor, shapes: Shapes) -> None:
         starts = [0]
         for length in lengths:
             starts.append(starts[-1] - -length // shapes.page_size)
-        if len(lengths) > info.num_slots or max(lengths) > info.max_model_len or starts[-1] > shapes.num_pages:
+        num_slots = min(info.num_slots, shapes.num_state_slots or info.num_slots)
+        if len(lengths) > num_slots or max(lengths) > info.max_model_len or starts[-1] > shapes.num_pages:
             continue
         left -= sum(lengths)
         if left < 0:
@@ -306,10 +313,12 @@ def _admit(
     sampling: SamplingParams,
     token: int = 0,
 ) -> Admit:
-    """Return the admission of a prompt of equal tokens on consecutive pages, with room for `spare` more tokens."""
+    """Return the admission of a prompt of equal tokens on consecutive pages, with room for `spare` more tokens. The
+    state row has the number of the slot."""
     pages = range(first_page, first_page - -(prompt_len + spare) // shapes.page_size)
     tokens = pack_i32([token] * prompt_len)
-    return Admit(slot, tokens, prompt_len, 0, tuple(pages), sampling if shapes.samples else None)
+    state_slot = slot if shapes.num_state_slots else -1
+    return Admit(slot, tokens, prompt_len, 0, tuple(pages), sampling if shapes.samples else None, state_slot)
 
 
 def _last(shapes: Shapes, slot: int, start: int, length: int) -> PrefillChunk:

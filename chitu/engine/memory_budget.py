@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from chitu.config.devices import CPU, dtype_on, gpu_index, is_gpu
 from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
+from chitu.kv_cache.aux_row import UNIFIED_AUX_ROWS
 from chitu.models.config import ModelSpec
 from chitu.net.control_groups import memory_left_bytes
 from chitu.protocol import (
@@ -29,6 +32,7 @@ from chitu.protocol import (
     fp8_head_bytes,
 )
 from chitu.protocol.cluster import HEAD_ALIGNMENT_BYTES
+from chitu.types import Role
 
 MIN_CAPABILITY = (8, 9)
 """Lowest compute capability with e4m3: Ada and Hopper are the first."""
@@ -100,8 +104,15 @@ def num_pages_key(instance: Instance) -> str:
     return f"{instance.key}.num_pages" if instance.config.num_pages else "cache.num_pages"
 
 
-def kv_layout(spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_hash: str = "") -> KVLayout:
-    """Return the KV layout of a rank. `dtype`: that of K and V."""
+def kv_layout(
+    spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_hash: str = "", model_dtype: str = ""
+) -> KVLayout:
+    """Return the KV layout of a rank. `dtype`: that of K and V. `model_dtype` (by default `spec.dtype`): that of a
+    state whose dtype is `auto`."""
+    state = tuple(
+        msgspec.structs.replace(each, dtype=model_dtype or spec.dtype) if each.dtype == "auto" else each
+        for each in spec.state
+    )
     return KVLayout(
         model_hash=model_hash,
         num_layers=spec.num_layers,
@@ -112,6 +123,7 @@ def kv_layout(spec: ModelSpec, page_size: int, dtype: str, tp_size: int, model_h
         vocab_size=spec.vocab_size,
         tp_size=tp_size,
         regions_per_layer=spec.regions_per_layer,
+        state=state,
     )
 
 
@@ -210,16 +222,43 @@ def small_pool(num_pages: int, page_size: int, max_model_len: int) -> str:
     )
 
 
+def cpu_pool_bytes(config: CacheConfig, free_bytes: int, instances_here: int) -> int:
+    """Return the bytes of one instance's pages and state rows on a CPU: `memory_fraction` of the free bytes, shared by
+    this host's instances."""
+    fraction = config.memory_fraction or CPU_FRACTION
+    return min(int(free_bytes * fraction) // max(1, instances_here), CPU_POOL_LIMIT_BYTES)
+
+
+def num_state_rows(
+    config: CacheConfig, role: Role, num_slots: int, row_bytes: int, pool_bytes: int | None = None
+) -> int:
+    """Return the number of state rows of an instance: `cache.num_state_slots`, else one for each request that may hold
+    one at a time, which on P are those that compute and as many in transfer, elsewhere those that run and some prompts
+    with forks. They get at most half of `pool_bytes` (None: no bound). 0 without state (`row_bytes` is 0)."""
+    if not row_bytes:
+        return 0
+    if config.num_state_slots is not None:
+        return config.num_state_slots
+    wanted = 2 * num_slots if role is Role.PREFILL else num_slots + min(num_slots, UNIFIED_AUX_ROWS)
+    return wanted if pool_bytes is None else max(1, min(wanted, pool_bytes // 2 // row_bytes))
+
+
 def num_pages_for(
-    config: CacheConfig, bytes_per_page: int, free_bytes: int, instances_here: int, max_pages_useful: int
+    config: CacheConfig,
+    bytes_per_page: int,
+    free_bytes: int,
+    instances_here: int,
+    max_pages_useful: int,
+    state_bytes: int = 0,
 ) -> int:
     """Return the pages of one instance on CPU: `memory_fraction` of the free bytes, shared by this host's instances.
 
     `bytes_per_page`: K and V of one page over all layers. `max_pages_useful`: more can never be in use at once.
+    `state_bytes`: of the state rows, which come first.
     Raises ConfigError if no page fits. The caller checks whether a request of full length fits.
     """
     fraction = config.memory_fraction or CPU_FRACTION
-    budget = min(int(free_bytes * fraction) // max(1, instances_here), CPU_POOL_LIMIT_BYTES)
+    budget = cpu_pool_bytes(config, free_bytes, instances_here) - state_bytes
     pages = min(budget // bytes_per_page, max_pages_useful)
     if pages < 1:
         raise ConfigError(
@@ -291,17 +330,20 @@ def device_pages(
     bytes_per_page: int,
     max_pages_useful: int,
     transfer_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> int:
     """Return the pages of one rank on a GPU. Raises ConfigError if its share holds no page or is not free.
 
-    `transfer_bytes`: memory for transfers, in the same allocation as pages and aux rows."""
+    `transfer_bytes`, `state_bytes`: memory for transfers and of the state rows, in the same allocation as pages and aux
+    rows."""
     own = int(share * memory.total_bytes)
-    rest = own - memory.own_bytes - reserve - aux_bytes - transfer_bytes
+    rest = own - memory.own_bytes - reserve - aux_bytes - transfer_bytes - state_bytes
     pages = min(rest // bytes_per_page, max_pages_useful)
     parts = (
         f"{share:.3g} of the GPU's {memory.total_bytes / GIB:.1f} GiB are {own / GIB:.1f} GiB: "
         f"{memory.own_bytes / GIB:.1f} for weights, {reserve / GIB:.1f} for steps, {aux_bytes / GIB:.1f} for aux rows"
         + (f", {transfer_bytes / GIB:.1f} for transfers" if transfer_bytes else "")
+        + (f", {state_bytes / GIB:.1f} for recurrent state" if state_bytes else "")
     )
     if pages < 1:
         raise ConfigError(
@@ -309,7 +351,7 @@ def device_pages(
             "use fewer scheduler.max_running_requests or more GPUs"
         )
     # The unused part of the reserve must be free as well.
-    needed = pages * bytes_per_page + aux_bytes + transfer_bytes
+    needed = pages * bytes_per_page + aux_bytes + transfer_bytes + state_bytes
     if needed > memory.free_bytes:
         raise ConfigError(
             f"memory_fraction: {parts}, {pages * bytes_per_page / GIB:.1f} for pages, but only "

@@ -8,10 +8,11 @@ plan offloads: the host knows lengths and everything else it needs without askin
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
-from chitu.engine.batch import SlotTable, upload
+from chitu.engine.batch import SlotTable, upload, upload_tensor
 from chitu.engine.executor import (
     Admit,
     CopyPage,
@@ -32,7 +33,18 @@ from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import ModelSpec
 from chitu.models.model import Model
+from chitu.ops.interface import Span
 from chitu.types import Ready
+
+
+class _Saved(NamedTuple):
+    """Host copy of what a retracted sequence had."""
+
+    kv_len: int
+    pages: torch.Tensor
+    """`[regions, pages, ...]`."""
+    state: torch.Tensor | None
+    """Its state row; None without one."""
 
 
 class ModelRunner:
@@ -65,7 +77,13 @@ class ModelRunner:
         self._sampler = sampler
         self._device = pool.device
         self._slots = SlotTable(
-            num_slots, max_model_len, pool.layout.page_size, pool.num_pages, pool.device, pool.scratch_page
+            num_slots,
+            max_model_len,
+            pool.layout.page_size,
+            pool.num_pages,
+            pool.device,
+            pool.scratch_page,
+            pool.num_state_slots,
         )
         self._graphs: StepGraphs | None = None
         if recording is not None:
@@ -73,7 +91,7 @@ class ModelRunner:
                 raise Internal("recorded steps need a scratch page")
             self._graphs = StepGraphs(model, self._slots, pool, recording)
         self._warmup_prompts = warmup_prompts
-        self._saved: dict[int, tuple[int, torch.Tensor]] = {}
+        self._saved: dict[int, _Saved] = {}
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
         self._prompt_lines: dict[int, torch.Tensor] = {}
         """Logprobs, by slot, of the prompt chunks of the step that is being launched."""
@@ -92,7 +110,8 @@ class ModelRunner:
     def shapes(self) -> Shapes:
         """Shapes of its steps, for the warm-up."""
         pool, samples = self._pool, self._sampler is not None
-        return Shapes(pool.num_pages, pool.layout.page_size, samples, pool.num_aux_slots, self._warmup_prompts)
+        rows = pool.num_aux_slots, pool.num_state_slots
+        return Shapes(pool.num_pages, pool.layout.page_size, samples, *rows, self._warmup_prompts)
 
     def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepHandle:
         with torch.inference_mode():
@@ -241,7 +260,17 @@ class ModelRunner:
         batch, token_ids_T = self._slots.build(chunks, decoding)
         callback = self._with_event(on_layer) if chunks else None
         hidden_TD = self._model.forward(token_ids_T, batch, self._pool, callback)
+        if self._pool.num_state_slots and batch.spans:
+            self._stamp(batch.spans)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
+
+    def _stamp(self, spans: Sequence[Span]) -> None:
+        """Stamp the state rows of computed chunks, behind the writes to them (`state_row.py`). Decode steps stamp
+        nothing: a row leaves an instance only with the last chunk of a prompt."""
+        stamps = self._slots.stamps(spans)
+        rows_XB = torch.frombuffer(bytearray(b"".join(stamp.pack() for _, stamp in stamps)), dtype=torch.uint8)
+        rows_XB = upload_tensor(rows_XB.view(len(stamps), -1), self._device)
+        self._pool.state_rows[upload([row for row, _ in stamps], self._device), : rows_XB.shape[1]] = rows_XB
 
     def _replay_decode(self, graphs: StepGraphs, slots: list[int], first_place: int) -> torch.Tensor:
         positions = self._slots.advance_decode(slots)
@@ -287,6 +316,8 @@ class ModelRunner:
 
     def _admit(self, admit: Admit) -> None:
         token_ids = self._slots.admit(admit)
+        if admit.state_slot >= 0 and not admit.kv_len:  # also of NaN that the former owner may have left
+            self._pool.state_rows[admit.state_slot].zero_()
         if admit.sampling is not None:
             if self._sampler is None:
                 raise Internal("this executor has no sampler")
@@ -301,10 +332,11 @@ class ModelRunner:
     def _offload(self, slot: int, key: int) -> None:
         if key in self._saved:
             raise Internal(f"key {key} holds a saved sequence already")
-        kv_len = self._slots[slot].kv_len
+        kv_len, state_slot = self._slots[slot].kv_len, self._slots[slot].state_slot
         pages = self._slots.pages_of(slot, kv_len)
         regions = [region[pages] for region in self._pool.regions]
-        self._saved[key] = kv_len, torch.stack(regions).cpu()
+        state = self._pool.state_rows[state_slot].clone().cpu() if state_slot >= 0 else None
+        self._saved[key] = _Saved(kv_len, torch.stack(regions).cpu(), state)
         self._release(slot)
 
     def _copy_pages(self, copies: Sequence[CopyPage]) -> None:
@@ -315,11 +347,13 @@ class ModelRunner:
     def _restore(self, slot: int, key: int) -> None:
         if key not in self._saved:
             raise Internal(f"key {key} holds no saved sequence")
-        kv_len, saved = self._saved[key]
-        if kv_len != self._slots[slot].kv_len:
-            raise Internal(f"slot {slot}: admitted with kv_len {self._slots[slot].kv_len}, {kv_len} tokens were saved")
-        pages = self._slots.pages_of(slot, kv_len)
-        on_device = saved.to(self._device, non_blocking=True)
+        saved, sequence = self._saved[key], self._slots[slot]
+        if saved.kv_len != sequence.kv_len or (saved.state is None) != (sequence.state_slot < 0):
+            raise Internal(f"slot {slot}: admitted as {sequence}, but {saved.kv_len} tokens were saved")
+        pages = self._slots.pages_of(slot, saved.kv_len)
+        on_device = saved.pages.to(self._device, non_blocking=True)
+        if saved.state is not None:
+            self._pool.state_rows[sequence.state_slot] = saved.state.to(self._device, non_blocking=True)
         for index, region in enumerate(self._pool.regions):
             region[pages] = on_device[index]
         del self._saved[key]

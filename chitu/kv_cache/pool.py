@@ -1,5 +1,5 @@
-"""The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then memory for
-transports that need some.
+"""The KV memory: one allocation (the *arena*) with the regions of every layer, then the aux rows, then the state rows,
+then memory for transports that need some.
 
 It is one allocation so that every transport registers it once and a range check takes two comparisons. On CPU it is an
 anonymous shared file (memfd), so that a process of the same host can map it (transport `shm`) and a `kill -9` leaves
@@ -26,6 +26,7 @@ from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_cache.aux_row import aux_row_bytes as aux_row_bytes
 from chitu.kv_cache.device_rows import DeviceRows
+from chitu.kv_cache.state_row import StateRow
 from chitu.ops.fp8_pages import values_of
 from chitu.protocol import FP8_E4M3, KVLayout
 
@@ -66,7 +67,8 @@ def _aligned(nbytes: int) -> int:
 class KVPool:
     """The pages and aux rows of one rank. `k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more
     with a scratch page), the same tensor if a layer has one region. `regions`: each region once; with e4m3 as bytes,
-    including the scales. `aux`: uint8 `[num_aux_slots, aux_row_bytes]`."""
+    including the scales. `aux`: uint8 `[num_aux_slots, aux_row_bytes]`. `states[layer, name]`:
+    `[num_state_slots, *shape]`, this rank's part of a tensor of `KVLayout.state`."""
 
     def __init__(
         self,
@@ -77,10 +79,12 @@ class KVPool:
         *,
         has_scratch: bool = False,
         transfer_bytes: int = 0,
+        num_state_slots: int = 0,
     ) -> None:
         """Allocate the arena. With `has_scratch` the regions have one page more, `scratch_page`, which rows that only
         pad a batch write to. It belongs to no request and must not be offered to a peer. `transfer_bytes` at the end of
-        the arena, from `transfer_base` on, are for transports and not used here."""
+        the arena, from `transfer_base` on, are for transports and not used here. `num_state_slots`: rows of recurrent
+        state, if the layout has any. Raises ConfigError if the ranks cannot cut it."""
         self.layout = layout
         self.num_pages = num_pages
         self.scratch_page = num_pages if has_scratch else None
@@ -88,9 +92,13 @@ class KVPool:
         self.device = torch.device(device)
         self.page_bytes = layout.page_bytes
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
+        row = StateRow.of(layout)
+        self.num_state_slots = num_state_slots if layout.state else 0
+        self.state_row_bytes = row.row_bytes
         region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
         num_regions = layout.regions_per_layer * layout.num_layers
-        self.arena_bytes = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
+        state_start = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
+        self.arena_bytes = state_start + _aligned(self.num_state_slots * self.state_row_bytes)
         transfer_offset = self.arena_bytes
         self.arena_bytes += _aligned(transfer_bytes)
         arena = self._allocate()
@@ -98,6 +106,7 @@ class KVPool:
         self.transfer_base = self.arena_base + transfer_offset
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(num_regions))
         self.aux_base = self.arena_base + num_regions * region_bytes
+        self.state_base = self.arena_base + state_start
         heads = max(1, layout.num_kv_heads // layout.tp_size)
         used = (num_pages + has_scratch) * self.page_bytes
         raw = [arena[r * region_bytes : r * region_bytes + used] for r in range(num_regions)]
@@ -109,14 +118,22 @@ class KVPool:
             self.regions = pages = [region.view(TORCH_DTYPES[layout.dtype]).view(shape) for region in raw]
         self.k = pages[:: layout.regions_per_layer]
         self.v = pages[layout.regions_per_layer - 1 :: layout.regions_per_layer]
-        self.states: dict[tuple[int, str], torch.Tensor] = {}
-        """By layer and name; empty, since layouts have no state yet."""
         aux_start = self.aux_base - self.arena_base
         self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(
             num_aux_slots, self.aux_row_bytes
         )
         self.aux_logits = self.aux[:, AUX_HEADER_BYTES : AUX_HEADER_BYTES + 4 * layout.vocab_size].view(torch.float32)
         """`[num_aux_slots, vocab_size]` float32 view of the rows."""
+        self.state_rows = arena[state_start : state_start + self.num_state_slots * self.state_row_bytes].view(
+            self.num_state_slots, self.state_row_bytes
+        )
+        """uint8 `[num_state_slots, state_row_bytes]`: a stamp, then the tensors (`state_row.py`)."""
+        self.states: dict[tuple[int, str], torch.Tensor] = {
+            (part.tensor.layer, part.tensor.name): self.state_rows[:, part.offset : part.offset + part.nbytes]
+            .view(TORCH_DTYPES[part.tensor.dtype])
+            .view(self.num_state_slots, *part.shape)
+            for part in row.parts
+        }
 
     @property
     def aux_rows(self) -> NDArray[np.uint8] | RowMemory:

@@ -31,6 +31,7 @@ from chitu.models.config_keys import (
     read_rope,
     value_of,
 )
+from chitu.protocol import StateTensor
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8
@@ -68,6 +69,8 @@ class ModelSpec:
     """Mixture of experts; None if every layer has a dense MLP."""
     latent: LatentSpec | None = None
     """Latent attention. With it `num_kv_heads` and `head_dim` are those of the cache: one head, as wide as its rows."""
+    state: tuple[StateTensor, ...] = ()
+    """What its recurrent layers keep of a sequence; empty if it has none. The dtype `auto` is that of the model."""
     num_extra_layers: int = 0
     """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3); not used."""
 

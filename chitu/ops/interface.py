@@ -31,6 +31,8 @@ class Span:
     length: int
     slot: int
     start: int
+    state_slot: int = -1
+    """Row of the slot's recurrent state (`KVPool.states`); -1 if the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Batch:
     decode_slots: tuple[int, ...]
     max_decode_len: int
     """The longest KV length, new token included, of the decoding sequences."""
+    decode_states: tuple[int, ...] = ()
+    """State rows of `decode_slots`, in the same order; empty if the model has no recurrent state."""
 
 
 def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:

@@ -3,6 +3,7 @@ JSON)."""
 
 from __future__ import annotations
 
+import math
 from typing import Union
 
 from chitu.protocol.requests import LinkAck
@@ -158,6 +159,25 @@ def fp8_head_bytes(page_size: int, head_dim: int) -> int:
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+class StateTensor(Wire, frozen=True):
+    """One tensor of the recurrent state that a layer keeps of a request, whatever its length."""
+
+    layer: int
+    name: str
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    shape: tuple[int, ...]
+    """Shape in the whole model; tensor parallelism cuts dimension 0."""
+    cut: tuple[int, ...] = ()
+    """Sizes of the blocks of dimension 0, each of which is cut for itself, as those of a convolution over keys, keys
+    and values side by side; empty: one block."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the whole model."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
 class KVLayout(Wire, frozen=True):
     """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
 
@@ -183,6 +203,14 @@ class KVLayout(Wire, frozen=True):
     tp_size: int = 1
     regions_per_layer: int = 2
     """K and V; 1 with a latent cache."""
+    state: tuple[StateTensor, ...] = ()
+    """What recurrent layers keep of a request beside the pages: one row for each, on every rank
+    (`kv_cache/state_row.py`)."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's state over all TP ranks."""
+        return sum(tensor.nbytes for tensor in self.state)
 
     @property
     def head_bytes(self) -> int:

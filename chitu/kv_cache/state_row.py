@@ -1,0 +1,107 @@
+"""Shape of a state row: the recurrent state of one request on one rank, as a stamp and the tensors of
+`KVLayout.state`. For code that must not import torch.
+
+A state is all that a recurrent layer keeps of a sequence: it has one size whatever the length, and no part of it can be
+used alone. The stamp says of which tokens it is the state. The executor writes it behind the chunk that made the state,
+in the order of the device, so a row that is read too early, too late or for another request shows that itself.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chitu.errors import ConfigError
+from chitu.protocol import ITEM_BYTES, KVLayout, StateTensor
+
+STAMP_BYTES = 64
+"""Size of the stamp before the tensors: one cache line."""
+STATE_ALIGNMENT_BYTES = 64
+"""Every tensor of a row, and every row, begins at a multiple of this."""
+_STAMP = struct.Struct("<8sII")
+_MAGIC = b"chituSTA"
+
+
+class StateStamp(NamedTuple):
+    """Which tokens a state has taken in."""
+
+    num_tokens: int
+    digest: int
+    """CRC-32 of their ids, int32 LE (`digest_of`)."""
+
+    def pack(self) -> bytes:
+        return _STAMP.pack(_MAGIC, self.num_tokens, self.digest)
+
+
+NO_STAMP = StateStamp(0, 0)
+"""Stamp of a state that has taken in nothing: zeros."""
+
+
+def digest_of(token_ids: bytes, before: int = 0) -> int:
+    """Return the digest of tokens (int32 LE) that follow those of the digest `before`."""
+    return zlib.crc32(token_ids, before)
+
+
+def read_stamp(header: bytes) -> StateStamp:
+    """Return the stamp in the first bytes of a row; `NO_STAMP` if there is none."""
+    magic, num_tokens, digest = _STAMP.unpack_from(header)
+    return StateStamp(num_tokens, digest) if magic == _MAGIC else NO_STAMP
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One tensor of a row."""
+
+    tensor: StateTensor
+    shape: tuple[int, ...]
+    """Shape of what this rank holds."""
+    offset: int
+    """Place in the row, in bytes."""
+    nbytes: int
+
+    @property
+    def line_bytes(self) -> int:
+        """Bytes of one index of dimension 0, which TP cuts."""
+        return self.nbytes // self.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class StateRow:
+    """The row of a rank of a layout."""
+
+    parts: tuple[StatePart, ...]
+    row_bytes: int
+
+    @classmethod
+    def of(cls, layout: KVLayout) -> StateRow:
+        """Return the row of every rank of this layout; of 0 bytes without state. Raises ConfigError if the ranks
+        cannot cut it."""
+        parts, offset = [], STAMP_BYTES
+        if why := why_not_cut(layout.state, layout.tp_size):
+            raise ConfigError(f"tp_size: {why}")
+        for tensor in layout.state:
+            shape = (tensor.shape[0] // layout.tp_size, *tensor.shape[1:])
+            nbytes = math.prod(shape) * ITEM_BYTES[tensor.dtype]
+            parts.append(StatePart(tensor, shape, offset, nbytes))
+            offset += -(-nbytes // STATE_ALIGNMENT_BYTES) * STATE_ALIGNMENT_BYTES
+        return cls(tuple(parts), offset if parts else 0)
+
+
+def blocks_of(tensor: StateTensor) -> tuple[int, ...]:
+    """Return the sizes of the blocks of dimension 0."""
+    return tensor.cut or tensor.shape[:1]
+
+
+def why_not_cut(state: tuple[StateTensor, ...], tp_size: int) -> str:
+    """Return why `tp_size` ranks cannot share this state, as a clause; empty if they can. Each block of dimension 0 is
+    cut evenly."""
+    for tensor in state:
+        if any(size % tp_size for size in blocks_of(tensor)):
+            blocks = " + ".join(map(str, blocks_of(tensor)))
+            return (
+                f"{blocks} rows of the state {tensor.name!r} of layer {tensor.layer} cannot be cut for {tp_size} ranks"
+            )
+    return ""
