@@ -12,13 +12,14 @@ import transformers
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, PrefillChunk, StepPlan
+from chitu.engine.memory_budget import kv_layout
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
 from chitu.models.config import model_hash, read_model_spec
 from chitu.ops.interface import Ops
-from chitu.protocol import KVLayout, SamplingParams, pack_i32
+from chitu.protocol import SamplingParams, pack_i32
 
 PAGE_SIZE = 16
 VOCAB_SIZE = 500
@@ -171,16 +172,7 @@ class Engine:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's."""
         self.spec = read_model_spec(path, max_model_len)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
-        layout = KVLayout(
-            model_hash=model_hash(path),
-            num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
-            page_size=PAGE_SIZE,
-            dtype=kv_dtype or dtype,
-            vocab_size=self.spec.vocab_size,
-            regions_per_layer=self.spec.regions_per_layer,
-        )
+        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path))
         self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device, has_scratch=recording is not None)
         self.sampler = GreedySampler()
         self.runner = ModelRunner(

@@ -2,129 +2,20 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from engine_checkpoints import (
-    FAMILIES,
-    GREEDY,
-    PAGE_SIZE,
-    Engine,
-    GreedySampler,
-    expected_tokens,
-    generate,
-    make_prompt,
-    write_checkpoint,
-)
+from engine_checkpoints import FAMILIES, GREEDY, Engine, expected_tokens, generate, make_prompt, write_checkpoint
+from thread_ranks import Meeting, Ranks, ThreadRank
 
 from chitu.engine.build import load_model
 from chitu.engine.executor import Admit, FirstToken, Offload, PrefillChunk, Restore, StepPlan
-from chitu.engine.model_runner import ModelRunner
-from chitu.engine.process_watch import ProcessWatch
-from chitu.engine.tp_executor import TensorParallelExecutor, for_followers, run_follower
+from chitu.engine.tp_executor import for_followers
 from chitu.errors import ConfigError, Internal
-from chitu.kv_cache.pool import KVPool
-from chitu.models.config import read_model_spec
-from chitu.protocol import KVLayout, pack_i32
+from chitu.protocol import pack_i32
 
 LENGTHS = (1, 16, 37, 150)
-
-
-class Meeting:
-    """State that the ranks of one instance share: a table for tensors, a barrier, and a queue to each follower."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.table: list[torch.Tensor] = [torch.empty(0)] * size
-        self.orders: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(size)]
-
-    def gather(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self.table[rank] = x.clone()
-        self.barrier.wait()
-        found = list(self.table)
-        self.barrier.wait()
-        return found
-
-
-class ThreadRank:
-    """`Shard`, `Broadcast` and `Listener` of one rank."""
-
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.meeting, self.rank, self.size = meeting, rank, meeting.size
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(torch.stack(self.meeting.gather(self.rank, x)).sum(0))
-
-    def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
-        parts = self.meeting.gather(self.rank, x_RC)
-        assert [part.shape[1] for part in parts] == list(widths)
-        return None if self.rank else torch.cat(parts, dim=1)
-
-    def send(self, data: bytes) -> None:
-        for orders in self.meeting.orders[1:]:
-            orders.put(data)
-
-    def receive(self) -> bytes:
-        return self.meeting.orders[self.rank].get(timeout=30)
-
-    def barrier(self) -> None:
-        self.meeting.barrier.wait()
-
-    def close(self) -> None: ...
-
-
-class NoLifeline:
-    def close(self) -> None: ...
-
-
-class Ranks:
-    """An instance of `size` ranks: the main rank's executor for the caller, its followers in threads."""
-
-    def __init__(self, path: Path, size: int, num_pages: int = 128) -> None:
-        self.spec = read_model_spec(path)
-        self.pools: list[KVPool] = []
-        meeting = Meeting(size)
-        ranks = [ThreadRank(meeting, rank) for rank in range(size)]
-        runners = [self._runner(path, rank, num_pages) for rank in ranks]
-        self.runner = TensorParallelExecutor(runners[0], ranks[0], ProcessWatch([]))
-        self._pool = ThreadPoolExecutor(size)
-        self._followers = [
-            self._pool.submit(run_follower, *pair, NoLifeline()) for pair in zip(runners[1:], ranks[1:], strict=True)
-        ]
-        self._free = list(range(num_pages))[::-1]
-
-    def _runner(self, path: Path, rank: ThreadRank, num_pages: int) -> ModelRunner:
-        model = load_model(path, "float32", max_model_len=1024, shard=rank)
-        spec = self.spec
-        layout = KVLayout(
-            "m",
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            PAGE_SIZE,
-            "float32",
-            spec.vocab_size,
-            rank.size,
-            spec.regions_per_layer,
-        )
-        self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8))
-        return ModelRunner(spec, model, self.pools[-1], 8, 1024, None if rank.rank else GreedySampler())
-
-    pages = Engine.pages
-    admit = Engine.admit
-
-    def close(self) -> None:
-        """End the instance from the main rank; raise the error of a follower that failed."""
-        self.runner.close()
-        for follower in self._followers:
-            follower.result(timeout=30)
-        self._pool.shutdown()
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checkpoints import HF_QUANT, PUBLISHED, ROWS, write_row_config
 
 from chitu.cli import main
 from chitu.config.load import load_topology
@@ -202,8 +203,6 @@ LLAMA = {
     "torch_dtype": "bfloat16",
     "rope_theta": 500000.0,
 }
-PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
-"""Configs as model repositories publish them, with small sizes."""
 V3 = PUBLISHED["DeepSeek-V3-bf16"]
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "num_key_value_heads": 2}
 QWEN3_MOE = PUBLISHED["Qwen3-30B-A3B"]
@@ -365,14 +364,23 @@ def test_reading_a_spec_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {row.name for row in ROWS if row.refused}))
 def test_a_published_config_is_read(name, tmp_path):
-    asked = 4096 if "max_model_len=4096" in name else None
-    spec = read_model_spec(write_config(tmp_path, PUBLISHED[name]), asked)
+    spec = read_model_spec(write_config(tmp_path, PUBLISHED[name]))
     assert spec.dtype in ("bfloat16", "float16")
     assert spec.eos_token_ids
     lengthened = 131072 if "README" in name else PUBLISHED[name]["max_position_embeddings"]
-    assert spec.max_model_len == (asked or lengthened)
+    assert spec.max_model_len == lengthened
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.refused and row.form not in HF_QUANT], ids=lambda row: row.name
+)
+def test_what_a_published_config_needs_and_is_not_there_is_named(row, tmp_path):
+    write_row_config(row, tmp_path)
+    with pytest.raises(ConfigError, match=row.refused) as refused:
+        read_model_spec(tmp_path)
+    assert len(str(refused.value)) < 600
 
 
 @pytest.mark.parametrize(

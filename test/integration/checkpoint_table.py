@@ -1,0 +1,243 @@
+"""Checkpoints of the list (`support/checkpoints.py`) with random weights, and the ways that a prompt takes through the
+engine: undivided, or computed by P, whose pages cross to D by a real transport. Each way gives logits.
+
+Weights come from the classes of `transformers`, in the names of the published files. A way is a number of ranks on
+both sides, a chunk size, and what happens to the sequence between two of its tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from engine_checkpoints import GREEDY, Engine, GreedySampler, chunks_of
+from support.checkpoints import Row, config_of, write_row_config
+from thread_ranks import Ranks
+
+from chitu.engine.executor import FirstToken, StepPlan
+from chitu.kv_cache.pool import KVPool
+from chitu.kv_transfer.layout import rank_memory
+from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
+from chitu.kv_transfer.transports.shm import ShmTransport
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo
+
+LENGTHS = (7, 90, 203)
+"""Lengths of the prompts of a batch; the shrunk windows, ropes and chunks are shorter than the last two."""
+NUM_DECODES = 4
+TOLERANCE = 1e-5
+"""Bound on the error as a share of the largest logit, in float32."""
+
+
+def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """Return prompts without the ids of images and other special tokens."""
+    source = random.Random(11)
+    return [[source.randrange(10, 480) for _ in range(length)] for length in lengths]
+
+
+@dataclass
+class Checkpoint:
+    """A folder, and the model by which it is judged."""
+
+    folder: Path
+    reference: transformers.PreTrainedModel
+    _known: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """Return the logits, `[len(tokens), vocabulary]`, after the prompt and after each of these tokens but the
+        last, by one forward of `transformers`."""
+        known = (*prompt, *tokens[:-1])
+        if known not in self._known:
+            with torch.inference_mode():
+                positions = torch.arange(len(known)).unsqueeze(0)  # which some models need to be right
+                out = self.reference(torch.tensor([known]), position_ids=positions, use_cache=False)
+            self._known[known] = out.logits[0, -len(tokens) :].float()
+        return self._known[known]
+
+
+def randomise(model: transformers.PreTrainedModel) -> None:
+    """Draw all weights, biases and norms, so that omitting one shows."""
+    with torch.no_grad():
+        for name, parameter in (*model.named_parameters(), *model.named_buffers()):
+            last = name.rpartition(".")[2]
+            if not parameter.is_floating_point() or "inv_freq" in name or last in ("std_bias", "embed_scale"):
+                continue
+            if last in ("A_log", "D") or ("norm" in name and parameter.dim() == 1):
+                parameter.uniform_(0.5, 1.5)
+            elif "bias" in last or last == "sinks":
+                parameter.normal_(0, 0.3)
+            elif isinstance(parameter, torch.nn.Parameter):
+                parameter.normal_(0, 0.12)
+
+
+def make_checkpoint(row: Row, folder: Path) -> Checkpoint:
+    """Write the row's folder with random float32 weights."""
+    config = config_of(row)
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
+    model_class = getattr(transformers, config["architectures"][0])
+    torch.manual_seed(sum(row.name.encode()))
+    model = model_class(model_class.config_class.from_dict(config)).float().eval()
+    randomise(model)
+    transformers.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    write_row_config(row, folder)
+    return Checkpoint(folder, model)
+
+
+class Recorder(GreedySampler):
+    """Keeps the logits of every token, by slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits: dict[int, list[torch.Tensor]] = {}
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        for slot, row in zip(slots, logits, strict=True):
+            self.logits.setdefault(slot, []).append(row.float().clone())
+        return super().sample(logits, slots)
+
+
+class Instance:
+    """An engine of one rank, or of several that are threads, and what it recorded."""
+
+    def __init__(self, folder: Path, size: int = 1, *, sampling: bool = True) -> None:
+        self.recorder = Recorder()
+        if size == 1:
+            engine = Engine(folder, num_pages=64, num_slots=6, sampler=self.recorder, sampling=sampling)
+            self.pools = [engine.pool]
+        else:
+            engine = Ranks(folder, size, 64, sampler=self.recorder, sampling=sampling)  # type: ignore[assignment]
+            self.pools = engine.pools  # type: ignore[attr-defined]
+        self.engine = engine
+        self.runner = engine.runner
+        self.tokens: dict[int, list[int]] = {}
+
+    def step(self, plan: StepPlan) -> None:
+        result = self.runner.execute(plan)
+        for slot, token in zip(result.slots, result.tokens, strict=True):
+            self.tokens.setdefault(slot, []).append(token)
+
+    def decode(self, slots: Sequence[int], steps: int) -> None:
+        for _ in range(steps):
+            self.step(StepPlan(decode=list(slots)))
+
+    def close(self) -> None:
+        if isinstance(self.engine, Ranks):
+            self.engine.close()
+
+
+@contextmanager
+def instances(*made: Instance) -> Iterator[None]:
+    yield
+    for instance in made:
+        instance.close()
+
+
+Answers = list[tuple[list[int], list[int], torch.Tensor]]
+"""Prompt, tokens and their logits `[tokens, vocabulary]` of each sequence."""
+
+
+def answers_of(instance: Instance, asked: Sequence[list[int]]) -> Answers:
+    recorded, tokens = instance.recorder.logits, instance.tokens
+    return [(prompt, tokens[slot], torch.stack(recorded[slot])) for slot, prompt in enumerate(asked)]
+
+
+def undivided(folder: Path, asked: Sequence[list[int]], chunk: int, size: int = 1) -> Answers:
+    """Compute all prompts at once, each in chunks, then tokens together."""
+    instance = Instance(folder, size)
+    with instances(instance):
+        admit = [instance.engine.admit(slot, prompt, len(prompt) + 8) for slot, prompt in enumerate(asked)]
+        pending = [list(chunks_of(slot, len(prompt), chunk, sample=True)) for slot, prompt in enumerate(asked)]
+        while any(pending):
+            instance.step(StepPlan(admit=admit, prefill=[chunks.pop(0) for chunks in pending if chunks]))
+            admit = []
+        instance.decode(range(len(asked)), NUM_DECODES)
+        return answers_of(instance, asked)
+
+
+class Link:
+    """What carries pages, state and logits from P to D: the writers of each rank of P, over real transports."""
+
+    def __init__(self, source: Instance, target: Instance, kind: type[Transport] = ShmTransport) -> None:
+        self._transports = [kind() for _ in (*source.pools, *target.pools)]
+        for transport, pool in zip(self._transports, (*source.pools, *target.pools), strict=True):
+            transport.register(pool.arena_base, pool.arena_bytes)
+        theirs = self._transports[len(source.pools) :]
+        ranks = tuple(
+            rank_memory(pool, rank, [transport.local_session()])
+            for rank, (pool, transport) in enumerate(zip(target.pools, theirs, strict=True))
+        )
+        layout = target.pools[0].layout
+        info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, 1, "127.0.0.1", 1, layout, ranks)
+        self._writers = [
+            open_shards(info, pool.layout, rank, pool, [transport])
+            for rank, (pool, transport) in enumerate(zip(source.pools, self._transports, strict=False))
+        ]
+        self._num_layers = layout.num_layers
+
+    def send(self, src_pages: Sequence[int], dst_pages: Sequence[int], slot: int) -> None:
+        """Write the pages, and the logits row of P's aux slot to the one with the same number."""
+        whole = TransferKVChunk(0, self._num_layers, 0, len(src_pages))
+        for writer in self._writers:
+            writer.write_pages([whole], src_pages, dst_pages, 30.0)
+        self._writers[0].write_aux(slot, slot, 30.0)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+        for transport in self._transports:
+            transport.close()
+
+
+def divided(
+    folder: Path, asked: Sequence[list[int]], chunk: int, sizes: tuple[int, int] = (1, 1), **link: Any
+) -> Answers:
+    """Compute the prompts on P, in chunks, and the tokens on D. `sizes`: ranks of P and of D."""
+    source, target = Instance(folder, sizes[0], sampling=False), Instance(folder, sizes[1])
+    with instances(source, target):
+        way = Link(source, target, **link)
+        hand_over(source, target, way, asked, chunk)
+        target.decode(range(len(asked)), NUM_DECODES)
+        way.close()
+        return answers_of(target, asked)
+
+
+def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]], chunk: int) -> None:
+    """Compute the prompts on P, send them, and sample their first tokens on D."""
+    here = [source.engine.admit(slot, prompt, len(prompt), sampling=None) for slot, prompt in enumerate(asked)]
+    pending = [list(chunks_of(slot, len(prompt), chunk, aux_slot=slot)) for slot, prompt in enumerate(asked)]
+    admit = here
+    while any(pending):
+        source.step(StepPlan(admit=admit, prefill=[chunks.pop(0) for chunks in pending if chunks]))
+        admit = []
+    there = [
+        target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt), sampling=GREEDY)
+        for slot, prompt in enumerate(asked)
+    ]
+    for slot, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        way.send(mine.pages, theirs.pages[: len(mine.pages)], slot)
+    target.step(StepPlan(admit=there, first_tokens=[FirstToken(slot, slot) for slot in range(len(asked))]))
+
+
+def error_of(checkpoint: Checkpoint, answers: Answers) -> float:
+    """Return the largest error of a logit as a share of the largest logit; infinite for one that is no number."""
+    worst = 0.0
+    for prompt, tokens, logits in answers:
+        theirs = checkpoint.logits(prompt, tokens)
+        apart = float((logits - theirs).abs().max() / theirs.abs().max())
+        worst = max(worst, apart if apart == apart else float("inf"))
+    return worst
+
+
+def poison(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
+    """Overwrite pages, as their next owner would."""
+    for pool in pools:
+        for region in pool.regions:
+            region[list(pages)] = float("nan")

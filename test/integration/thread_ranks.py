@@ -1,0 +1,106 @@
+"""An instance of several tensor-parallel ranks whose ranks are threads of the test, so without gloo."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from engine_checkpoints import PAGE_SIZE, Engine, GreedySampler
+
+from chitu.engine.build import load_model
+from chitu.engine.memory_budget import kv_layout
+from chitu.engine.model_runner import ModelRunner
+from chitu.engine.process_watch import ProcessWatch
+from chitu.engine.sampler import Sampler
+from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
+from chitu.kv_cache.pool import KVPool
+from chitu.models.config import model_hash, read_model_spec
+
+
+class Meeting:
+    """State that the ranks of one instance share: a table for tensors, a barrier, and a queue to each follower."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.table: list[torch.Tensor] = [torch.empty(0)] * size
+        self.orders: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(size)]
+
+    def gather(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.table[rank] = x.clone()
+        self.barrier.wait()
+        found = list(self.table)
+        self.barrier.wait()
+        return found
+
+
+class ThreadRank:
+    """`Shard`, `Broadcast` and `Listener` of one rank."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank, self.size = meeting, rank, meeting.size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(torch.stack(self.meeting.gather(self.rank, x)).sum(0))
+
+    def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
+        parts = self.meeting.gather(self.rank, x_RC)
+        assert [part.shape[1] for part in parts] == list(widths)
+        return None if self.rank else torch.cat(parts, dim=1)
+
+    def send(self, data: bytes) -> None:
+        for orders in self.meeting.orders[1:]:
+            orders.put(data)
+
+    def receive(self) -> bytes:
+        return self.meeting.orders[self.rank].get(timeout=30)
+
+    def barrier(self) -> None:
+        self.meeting.barrier.wait()
+
+    def close(self) -> None: ...
+
+
+class NoLifeline:
+    def close(self) -> None: ...
+
+
+class Ranks:
+    """An instance of `size` ranks: the main rank's executor for the caller, its followers in threads."""
+
+    def __init__(
+        self, path: Path, size: int, num_pages: int = 128, *, sampling: bool = True, sampler: Sampler | None = None
+    ) -> None:
+        """Load the model on every rank. `sampler` replaces argmax on the main rank."""
+        self.spec = read_model_spec(path)
+        self.pools: list[KVPool] = []
+        meeting = Meeting(size)
+        ranks = [ThreadRank(meeting, rank) for rank in range(size)]
+        chosen = (sampler or GreedySampler()) if sampling else None
+        runners = [self._runner(path, rank, num_pages, None if rank.rank else chosen) for rank in ranks]
+        self.runner = TensorParallelExecutor(runners[0], ranks[0], ProcessWatch([]))
+        self._pool = ThreadPoolExecutor(size)
+        self._followers = [
+            self._pool.submit(run_follower, *pair, NoLifeline()) for pair in zip(runners[1:], ranks[1:], strict=True)
+        ]
+        self._free = list(range(num_pages))[::-1]
+
+    def _runner(self, path: Path, rank: ThreadRank, num_pages: int, sampler: Sampler | None) -> ModelRunner:
+        model = load_model(path, "float32", max_model_len=1024, shard=rank)
+        layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path))
+        self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8))
+        return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler)
+
+    pages = Engine.pages
+    admit = Engine.admit
+
+    def close(self) -> None:
+        """End the instance from the main rank; raise the error of a follower that failed."""
+        self.runner.close()
+        for follower in self._followers:
+            follower.result(timeout=30)
+        self._pool.shutdown()
