@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 import transformers
-from engine_checkpoints import GREEDY, Engine, GreedySampler, chunks_of
+from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, GreedySampler, chunks_of
 from support.checkpoints import Row, config_of, write_row_config
 from thread_ranks import Ranks
 
-from chitu.engine.executor import FirstToken, StepPlan
+from chitu.engine.executor import Admit, CopyPage, FirstToken, Offload, Restore, StepPlan
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
@@ -97,10 +97,14 @@ class Recorder(GreedySampler):
     def __init__(self) -> None:
         super().__init__()
         self.logits: dict[int, list[torch.Tensor]] = {}
+        self.avoided: dict[int, list[int]] = {}
+        """Tokens that a slot may not sample."""
 
     def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        logits = logits.clone()
         for slot, row in zip(slots, logits, strict=True):
             self.logits.setdefault(slot, []).append(row.float().clone())
+            row[self.avoided.pop(slot, [])] = -torch.inf
         return super().sample(logits, slots)
 
 
@@ -182,12 +186,12 @@ class Link:
         ]
         self._num_layers = layout.num_layers
 
-    def send(self, src_pages: Sequence[int], dst_pages: Sequence[int], slot: int) -> None:
-        """Write the pages, and the logits row of P's aux slot to the one with the same number."""
-        whole = TransferKVChunk(0, self._num_layers, 0, len(src_pages))
+    def send(self, mine: Admit, theirs: Admit) -> None:
+        """Write a prompt's pages, and its logits row, whose number on both sides is that of P's slot."""
+        whole = TransferKVChunk(0, self._num_layers, 0, len(mine.pages))
         for writer in self._writers:
-            writer.write_pages([whole], src_pages, dst_pages, 30.0)
-        self._writers[0].write_aux(slot, slot, 30.0)
+            writer.write_pages([whole], mine.pages, theirs.pages[: len(mine.pages)], 30.0)
+        self._writers[0].write_aux(mine.slot, mine.slot, 30.0)
 
     def close(self) -> None:
         for writer in self._writers:
@@ -200,17 +204,24 @@ def divided(
     folder: Path, asked: Sequence[list[int]], chunk: int, sizes: tuple[int, int] = (1, 1), **link: Any
 ) -> Answers:
     """Compute the prompts on P, in chunks, and the tokens on D. `sizes`: ranks of P and of D."""
-    source, target = Instance(folder, sizes[0], sampling=False), Instance(folder, sizes[1])
-    with instances(source, target):
-        way = Link(source, target, **link)
+    with pair(folder, sizes, **link) as (source, target, way):
         hand_over(source, target, way, asked, chunk)
         target.decode(range(len(asked)), NUM_DECODES)
-        way.close()
         return answers_of(target, asked)
 
 
-def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]], chunk: int) -> None:
-    """Compute the prompts on P, send them, and sample their first tokens on D."""
+@contextmanager
+def pair(folder: Path, sizes: tuple[int, int] = (1, 1), **link: Any) -> Iterator[tuple[Instance, Instance, Link]]:
+    """Yield P, D and what connects them."""
+    source, target = Instance(folder, sizes[0], sampling=False), Instance(folder, sizes[1])
+    with instances(source, target):
+        way = Link(source, target, **link)
+        yield source, target, way
+        way.close()
+
+
+def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]], chunk: int) -> list[Admit]:
+    """Compute the prompts on P, send them, and sample their first tokens on D. Return the admissions on D."""
     here = [source.engine.admit(slot, prompt, len(prompt), sampling=None) for slot, prompt in enumerate(asked)]
     pending = [list(chunks_of(slot, len(prompt), chunk, aux_slot=slot)) for slot, prompt in enumerate(asked)]
     admit = here
@@ -221,9 +232,53 @@ def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[lis
         target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt), sampling=GREEDY)
         for slot, prompt in enumerate(asked)
     ]
-    for slot, (mine, theirs) in enumerate(zip(here, there, strict=True)):
-        way.send(mine.pages, theirs.pages[: len(mine.pages)], slot)
+    for mine, theirs in zip(here, there, strict=True):
+        way.send(mine, theirs)
     target.step(StepPlan(admit=there, first_tokens=[FirstToken(slot, slot) for slot in range(len(asked))]))
+    return there
+
+
+def retracted(folder: Path, asked: Sequence[list[int]]) -> Answers:
+    """Retract the last sequence after some tokens, give its pages to others, and let it go on."""
+    with pair(folder) as (source, target, way):
+        there, slot = hand_over(source, target, way, asked, 37), len(asked) - 1
+        target.decode(range(len(asked)), 2)
+        target.step(StepPlan(offload=[Offload(slot, key=5)]))
+        poison(target.pools, there[slot].pages)
+        target.decode(range(slot), 1)
+        known = asked[slot] + target.tokens[slot]
+        back = target.engine.admit(slot, known, len(known) + 8, kv_len=len(known) - 1, prompt_len=len(asked[slot]))
+        target.step(StepPlan(admit=[back], restore=[Restore(slot, key=5)], decode=list(range(len(asked)))))
+        target.decode(range(len(asked)), 2)
+        return answers_of(target, asked)
+
+
+def continued(folder: Path, asked: Sequence[list[int]]) -> Answers:
+    """Let D die after some tokens, and another one continue: P computes prompts and tokens again."""
+    first = divided(folder, asked, 37)
+    with pair(folder) as (source, target, way):
+        known = [prompt + tokens for prompt, tokens, _ in first]
+        hand_over(source, target, way, known, 37)
+        target.decode(range(len(asked)), NUM_DECODES)
+        return answers_of(target, known)
+
+
+def forked(folder: Path, prompt: list[int]) -> Answers:
+    """Let three sequences share the full pages of one prompt; the page that they write to is copied. They sample
+    different tokens."""
+    with pair(folder) as (source, target, way):
+        (first,) = hand_over(source, target, way, [prompt], 37)
+        whole = len(prompt) // PAGE_SIZE
+        for slot in (1, 2):
+            fork = target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt))
+            shared = Admit(
+                slot, fork.token_ids, len(prompt), len(prompt), first.pages[:whole] + fork.pages[whole:], GREEDY
+            )
+            copy = [CopyPage(slot, first.pages[whole], fork.pages[whole])] if len(prompt) % PAGE_SIZE else []
+            target.recorder.avoided[slot] = [target.tokens[other][0] for other in range(slot)]
+            target.step(StepPlan(admit=[shared], copy=copy, first_tokens=[FirstToken(slot, 0)]))
+        target.decode(range(3), NUM_DECODES)
+        return answers_of(target, [prompt] * 3)
 
 
 def error_of(checkpoint: Checkpoint, answers: Answers) -> float:

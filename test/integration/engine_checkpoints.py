@@ -173,7 +173,9 @@ class Engine:
         self.spec = read_model_spec(path, max_model_len)
         model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
         layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path))
-        self.pool = KVPool(layout, num_pages, num_aux_slots=8, device=device, has_scratch=recording is not None)
+        has_scratch = recording is not None
+        self.pool = KVPool(layout, num_pages, 8, device, has_scratch=has_scratch, num_state_slots=num_slots + 1)
+        self._num_state_slots = self.pool.num_state_slots
         self.sampler = GreedySampler()
         self.runner = ModelRunner(
             self.spec,
@@ -191,10 +193,12 @@ class Engine:
         return tuple(self._free.pop() for _ in range((num_tokens + PAGE_SIZE - 1) // PAGE_SIZE))
 
     def admit(self, slot: int, tokens: list[int], total: int, **fields: Any) -> Admit:
-        """Return an admission with room for `total` tokens from the start."""
+        """Return an admission with room for `total` tokens from the start. Its state row, if the model has state, has
+        another number than the slot."""
         sampling = fields.pop("sampling", GREEDY)
-        prompt_len = fields.pop("prompt_len", len(tokens))
-        return Admit(slot, pack_i32(tokens), prompt_len, fields.pop("kv_len", 0), self.pages(total), sampling)
+        prompt_len, kv_len = fields.pop("prompt_len", len(tokens)), fields.pop("kv_len", 0)
+        state_slot = self._num_state_slots - 1 - slot if self._num_state_slots else -1
+        return Admit(slot, pack_i32(tokens), prompt_len, kv_len, self.pages(total), sampling, state_slot)
 
 
 def chunks_of(slot: int, length: int, size: int, **last: Any) -> Iterable[PrefillChunk]:

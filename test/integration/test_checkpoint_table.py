@@ -8,25 +8,42 @@ from pathlib import Path
 import pytest
 from checkpoint_table import (
     TOLERANCE,
+    answers_of,
+    continued,
     divided,
     error_of,
+    forked,
+    hand_over,
     make_checkpoint,
+    pair,
     prompts,
+    retracted,
     undivided,
 )
 from support.checkpoints import ROWS, Row
 
+from chitu.kv_transfer.transports.transport import Transport
+
 pytestmark = pytest.mark.usefixtures("one_thread")
-SERVED = [row for row in ROWS if not row.refused]
-CUT = [row for row in SERVED if row.name in ("Qwen3-32B", "DeepSeek-V3-bf16", "Qwen3-30B-A3B")]
+SERVED = {row.name: row for row in ROWS if not row.refused}
+CUT = ("Qwen3-32B", "DeepSeek-V3-bf16", "Qwen3-30B-A3B")
+"""Rows whose heads are cut: K and V of heads, latent rows, experts."""
+KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16")
+"""Rows of each kind of cache."""
+WRONG = 1e-3
+"""Least error of a planted fault: a hundred times the bound."""
 
 
-@pytest.mark.parametrize("row", SERVED, ids=lambda row: row.name)
+def served(*names: str) -> pytest.MarkDecorator:
+    rows = [row for name, row in SERVED.items() if not names or name in names]
+    return pytest.mark.parametrize("row", rows, ids=lambda row: row.name)
+
+
+@served()
 def test_undivided_and_pd_give_the_logits_of_transformers(row: Row, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(row, tmp_path)
-    one_by_one = prompts([40])
     errors = {
-        "chunks of 1": error_of(checkpoint, undivided(tmp_path, one_by_one, 1)),
+        "chunks of 1": error_of(checkpoint, undivided(tmp_path, prompts([40]), 1)),
         "whole prompts": error_of(checkpoint, undivided(tmp_path, prompts(), 1024)),
         "1P1D, chunks of 37": error_of(checkpoint, divided(tmp_path, prompts(), 37)),
     }
@@ -34,9 +51,46 @@ def test_undivided_and_pd_give_the_logits_of_transformers(row: Row, tmp_path: Pa
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1)], ids=["1to2", "2to1"])
-@pytest.mark.parametrize("row", CUT, ids=lambda row: row.name)
+@served(*CUT)
 def test_heads_that_both_sides_cut_differently_change_no_logits(
     row: Row, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
     checkpoint = make_checkpoint(row, tmp_path)
     assert error_of(checkpoint, divided(tmp_path, prompts(), 37, sizes)) < TOLERANCE
+
+
+@served(*KINDS)
+def test_retracted_continued_and_forked_sequences_have_the_same_logits(row: Row, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(row, tmp_path)
+    errors = {"retracted": error_of(checkpoint, retracted(tmp_path, prompts()))}
+    errors["continued"] = error_of(checkpoint, continued(tmp_path, prompts()))
+    answers = forked(tmp_path, prompts([90])[0])
+    assert len({tuple(tokens) for _, tokens, _ in answers}) == 3
+    errors["forked"] = error_of(checkpoint, answers)
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def mooncake() -> Transport:
+    from chitu.kv_transfer.transports.mooncake import MooncakeTransport
+
+    return MooncakeTransport("127.0.0.1")
+
+
+@served(*KINDS)
+def test_the_same_over_mooncake(row: Row, tmp_path: Path) -> None:
+    pytest.importorskip("mooncake.engine")
+    checkpoint = make_checkpoint(row, tmp_path)
+    assert error_of(checkpoint, divided(tmp_path, prompts(), 37, kind=mooncake)) < TOLERANCE
+
+
+def test_the_comparison_finds_a_page_that_is_stale_or_of_another_request(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(SERVED["Qwen3-32B"], tmp_path)
+    for source_page, target_page in ((2, 3), (0, 1)):
+        with pair(tmp_path) as (source, target, way):
+            there = hand_over(source, target, way, prompts(), 37)[1].pages
+            for region in target.pools[0].regions:
+                region[there[target_page]] = region[there[source_page]]
+            target.decode(range(3), 2)
+            answers = answers_of(target, prompts())
+        assert error_of(checkpoint, answers) > WRONG
+        assert error_of(checkpoint, [answers[0], answers[2]]) < TOLERANCE

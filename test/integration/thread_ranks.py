@@ -82,6 +82,7 @@ class Ranks:
         ranks = [ThreadRank(meeting, rank) for rank in range(size)]
         chosen = (sampler or GreedySampler()) if sampling else None
         runners = [self._runner(path, rank, num_pages, None if rank.rank else chosen) for rank in ranks]
+        self._num_state_slots = self.pools[0].num_state_slots
         self.runner = TensorParallelExecutor(runners[0], ranks[0], ProcessWatch([]))
         self._pool = ThreadPoolExecutor(size)
         self._followers = [
@@ -92,7 +93,7 @@ class Ranks:
     def _runner(self, path: Path, rank: ThreadRank, num_pages: int, sampler: Sampler | None) -> ModelRunner:
         model = load_model(path, "float32", max_model_len=1024, shard=rank)
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path))
-        self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8))
+        self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8, num_state_slots=9))
         return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler)
 
     pages = Engine.pages
