@@ -136,7 +136,7 @@ def load_model(
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
-    with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress) as weights:
+    with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress, spec.quantization) as weights:
         return build_decoder(spec, traits, weights, chosen, target, spec.max_model_len, shard)
 
 

@@ -25,6 +25,7 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_keys import ExpertSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
+from chitu.models.quantization import Quantization, logical_tensors
 
 HEAD = "lm_head.weight"
 UNUSED_SUFFIX = "rotary_emb.inv_freq"
@@ -103,15 +104,11 @@ def _mlp(prefix: str, inner: int, hidden: int, has_bias: bool = False) -> Shapes
 MAX_HEADER_BYTES = 100 << 20
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
+    "F8_E8M0": 8,
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 """Known dtypes."""
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-QUANTISED = (
-    ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".absmax",
-    ".quant_map", ".SCB",
-)  # fmt: skip
-"""Ends of names of tensors that only quantised checkpoints have."""
 LOOK_BYTES = 1 << 30
 """Bytes of weights that `damaged_tensor` reads at most."""
 BLOCK_BYTES = 64 << 10
@@ -190,47 +187,53 @@ def _entries_of(file: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def count_weights(path: str | Path) -> int:
-    """Count the numbers in all tensors of a checkpoint, from the file headers. ConfigError if one cannot be read."""
-    return sum(math.prod(entry.shape) for entry in read_entries(weight_files(path)).values())
+def count_weights(path: str | Path, quantization: Quantization | None = None) -> int:
+    """Count the numbers in all tensors of a checkpoint when they are dequantised, from the file headers. ConfigError if
+    one cannot be read."""
+    return logical_tensors(read_entries(weight_files(path)), quantization, f"model.path: {path}").count()
 
 
 def check_checkpoint(path: str | Path, spec: ModelSpec) -> int:
     """Check, by the headers, that the checkpoint has the tensors of the model and no others, and return the count of
-    their numbers. Raise ConfigError (UnsupportedModel) with what loading would refuse."""
+    their numbers when they are dequantised. Raise ConfigError (UnsupportedModel) with what loading would refuse."""
     entries = read_entries(weight_files(path))
+    logical = logical_tensors(entries, spec.quantization, f"model.path: {path}")
+    found = logical.shapes
     wanted = dict(tensor_shapes(spec, traits_of(spec)))
-    for name, entry in entries.items():
-        if name.endswith(QUANTISED) or (name in wanted and entry.dtype not in FLOATS):
+    for name in logical.plain:
+        if name in wanted and entries[name].dtype not in FLOATS:
             raise UnsupportedModel(
-                f"model.path: {path}: quantised weights are not supported ({entry.file.name}: tensor {name!r} of dtype "
-                f"{entry.dtype})"
+                f"model.path: {path}: quantised weights are not supported ({entries[name].file.name}: tensor {name!r} "
+                f"of dtype {entries[name].dtype})"
             )
     for name, shape in wanted.items():
-        if name not in entries:
-            raise ConfigError(f"model.path: {path} has no tensor {name!r}{_why_missing(name, wanted, entries)}")
-        if entries[name].shape != shape:
+        if name not in found:
+            raise ConfigError(f"model.path: {path} has no tensor {name!r}{_why_missing(name, wanted, found)}")
+        if found[name] != shape:
+            packed = logical.packed.get(name)
+            file = entries[packed.data if packed is not None else name].file
             raise ConfigError(
-                f"model.path: {entries[name].file}: tensor {name!r} has shape {entries[name].shape}, the config asks "
-                f"for {shape}"
+                f"model.path: {file}: tensor {name!r} has shape {found[name]}, the config asks for {shape}"
             )
     extra = tuple(f"model.layers.{spec.num_layers + layer}." for layer in range(spec.num_extra_layers))
+    is_gptq = spec.quantization is not None and spec.quantization.method == "gptq"
     unused = [
         name
-        for name in sorted(entries)
+        for name in sorted(found)
         if name not in wanted
         and not name.endswith(UNUSED_SUFFIX)
         and not (extra and name.startswith(extra))
         and not (name == HEAD and spec.tie_word_embeddings)  # loading compares it with the embedding
+        and not (is_gptq and name.endswith(".bias"))  # loading looks whether it is zero
     ]
     if unused:
         raise UnsupportedModel(
             f"the checkpoint has {len(unused)} tensors that this model does not use: {', '.join(unused[:4])}"
         )
-    return sum(math.prod(entry.shape) for entry in entries.values())
+    return logical.count()
 
 
-def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, TensorEntry]) -> str:
+def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, object]) -> str:
     """Return what the names of the tensors say about one that is missing, or ""."""
     if name.startswith("model.") and name.removeprefix("model.") in entries:
         return ": its tensors lack the prefix 'model.' (of a model without its head, or saved by another program)"
@@ -261,8 +264,12 @@ _EXPONENTS = {
     "F32": ("<u4", 0xFF << 23),
     "F16": ("<u2", 0x1F << 10),
     "BF16": ("<u2", 0xFF << 7),
+    "F8_E4M3": ("<u1", 0x7F),
+    "F8_E5M2": ("<u1", 0x1F << 2),
+    "F8_E8M0": ("<u1", 0xFF),
 }
-"""By dtype: integers of its size, and the bits of its exponent. All of them are set in NaN and infinity alone."""
+"""By dtype: integers of its size, and the bits that are set in NaN and infinity alone: those of the exponent, of e4m3,
+which has no infinity, also those of the fraction."""
 
 
 def _is_finite(entry: TensorEntry, num_bytes: int) -> bool:

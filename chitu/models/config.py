@@ -31,6 +31,7 @@ from chitu.models.config_keys import (
     read_rope,
     value_of,
 )
+from chitu.models.quantization import Quantization, read_quantization
 from chitu.protocol import StateTensor
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
@@ -73,6 +74,8 @@ class ModelSpec:
     """What its recurrent layers keep of a sequence; empty if it has none. The dtype `auto` is that of the model."""
     num_extra_layers: int = 0
     """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3); not used."""
+    quantization: Quantization | None = None
+    """How the weights are stored; None if they are floating-point numbers."""
 
     @property
     def regions_per_layer(self) -> int:
@@ -190,6 +193,7 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
         experts=read_expert_spec(values, architecture, where),
         latent=latent,
         num_extra_layers=values.get("num_nextn_predict_layers", 0),
+        quantization=read_quantization(values["quantization_config"], folder, where),
     )
 
 

@@ -89,9 +89,6 @@ class Keys:
                 raise ConfigError(f"{where}: {key} is {named[key]!r}, but {alias}, which means the same, is {value!r}")
             named[key] = value if named.get(key) is None else named[key]
         for key, value in named.items():
-            if key == "quantization_config" and value and key in self.only:
-                method = value.get("quant_method", "unknown method") if isinstance(value, dict) else value
-                raise UnsupportedModel(f"{where}: {key}: quantised weights ({method}) are not supported")
             if key in self.only and value not in self.only[key]:
                 values = ", ".join(repr(each) for each in self.only[key])
                 raise UnsupportedModel(f"{where}: {key} {value!r} is not supported (only {values})")
@@ -161,11 +158,11 @@ _USED = {
     "original_max_position_embeddings": Key("count", None),
     "dtype": Key("text", None, nullable=True),
     "eos_token_id": Key("tokens", None, nullable=True),
+    "quantization_config": Key("object", None, nullable=True),
 }
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "is_encoder_decoder": (False,),
-    "quantization_config": (None, {}),
     "pruned_heads": (None, {}),
     "rope_interleaved": (False,),
     "use_mrope": (False,),
@@ -187,7 +184,7 @@ _LATENT = {
     "moe_intermediate_size": Key("count"),
 }
 _LATENT_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "mlp_bias": (False,)}
-_DTYPE = {"torch_dtype": "dtype"}
+_DTYPE = {"torch_dtype": "dtype", "compression_config": "quantization_config"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,9 @@
 reports progress in bytes. A model that leaves tensors unread would compute something else than its checkpoint, so
 `finish` refuses leftovers by name. On the thread that builds the service.
 
+Quantised weights are dequantised while they are read (`quantization.py` has their names, `dequantize.py` the
+arithmetic): whole or in part, in pieces that are small against the staging buffer, each with the scales of its blocks.
+
 Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
 that is converted, split or moved to a device would be in memory twice. Here the overhead is one staging buffer, pinned
 for a GPU.
@@ -14,7 +17,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +26,12 @@ import torch
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import read_entries
 from chitu.models.config import weight_files
+from chitu.models.dequantize import Quantized, dequantise, integers, scales_of
+from chitu.models.quantization import PackedTensor, Quantization, logical_tensors
 
 STAGING_BYTES = 16 << 20
+PIECE_NUMBERS = 1 << 20
+"""Numbers that are dequantised at a time."""
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,6 +39,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -93,7 +101,17 @@ class TensorFiles:
 
         Does not read other rows. Rows of which only some columns are wanted are read whole: one piece instead of many.
         """
-        stored = self.tensors[name]
+        return self.read_stored(self.tensors[name], dtype, rows, columns, out)
+
+    def read_stored(
+        self,
+        stored: Stored,
+        dtype: torch.dtype,
+        rows: range | None = None,
+        columns: range | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Read a tensor, or a part of it, by its place in a file: see `read`."""
         shape = stored.shape or (1,)
         rows, width = rows or range(shape[0]), shape[1:]
         if out is None:
@@ -118,6 +136,11 @@ class TensorFiles:
             pinned = self._device.type == "cuda"
             self._staging = torch.empty(max(nbytes, self._staging_bytes), dtype=torch.uint8, pin_memory=pinned)
         return self._staging[:nbytes]
+
+
+def _groups(numbers: range, size: int) -> range:
+    """Return the groups of `size` numbers that these numbers touch."""
+    return range(numbers.start // size, -(-numbers.stop // size))
 
 
 def _fill(target: torch.Tensor, stored: Stored, offset: int) -> None:
@@ -147,21 +170,39 @@ class Rows(NamedTuple):
 
 
 class WeightSource:
-    """An open checkpoint, to be used as a context manager."""
+    """An open checkpoint, to be used as a context manager. Names and shapes are those of dequantised tensors."""
 
-    def __init__(self, path: str | Path, dtype: torch.dtype, device: torch.device, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        quantization: Quantization | None = None,
+        piece_numbers: int = PIECE_NUMBERS,
+    ) -> None:
+        """Open the files. Raises ConfigError or UnsupportedModel if tensors do not fit `quantization`."""
         self._path, self._dtype, self._device, self._progress = path, dtype, device, progress
-        self._done = 0
+        self._done, self._piece_numbers = 0, piece_numbers
         files = weight_files(path)
+        entries = read_entries(files)
+        logical = logical_tensors(entries, quantization, f"model.path: {path}")
+        self._packed, self._shapes = logical.packed, logical.shapes
+        self._may_have_idle_biases = quantization is not None and quantization.method == "gptq"
         self._total = sum(file.stat().st_size for file in files)
         self._files = TensorFiles(files, device)
-        self._left = set(self._files.tensors)
+        self._left = set(self._shapes)
 
     def __enter__(self) -> WeightSource:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._files.close()
+
+    @property
+    def names(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that are neither taken nor left out."""
+        return {name: self._shapes[name] for name in sorted(self._left)}
 
     def take(
         self,
@@ -202,17 +243,114 @@ class WeightSource:
         if name not in self._left:
             raise ConfigError(f"model.path: {self._path} has no tensor {name!r}")
         self._left.discard(name)
-        stored = self._files.tensors[name]
-        if stored.shape != shape:
+        packed = self._packed.get(name)
+        if self._shapes[name] != shape:
+            stored = self._files.tensors[packed.data if packed is not None else name]
             raise ConfigError(
-                f"model.path: {stored.path}: tensor {name!r} has shape {stored.shape}, the config asks for {shape}"
+                f"model.path: {stored.path}: tensor {name!r} has shape {self._shapes[name]}, the config asks for "
+                f"{shape}"
             )
-        tensor = self._files.read(name, dtype, rows, columns, out)
+        if packed is None:
+            tensor = self._files.read(name, dtype, rows, columns, out)
+        else:
+            tensor = self._dequantised(packed, dtype, rows, columns, out)
         # A rank that reads a part reports the same progress as one that reads all.
-        self._done = min(self._done + math.prod(shape) * stored.dtype.itemsize, self._total)
+        for part in packed.parts if packed is not None else (name,):
+            stored = self._files.tensors[part]
+            self._done += math.prod(stored.shape) * stored.dtype.itemsize
         if self._progress is not None:
-            self._progress(self._done, self._total)
+            self._progress(min(self._done, self._total), self._total)
         return tensor
+
+    def _dequantised(
+        self,
+        packed: PackedTensor,
+        dtype: torch.dtype,
+        rows: range | None,
+        columns: range | None,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Read as `TensorFiles.read` does. Of a stack of matrices, rows are matrices and columns are rows of each."""
+        *lead, num_rows, num_columns = packed.shape
+        cuts = (rows, columns) if not lead else (columns, None)
+        row_part, column_part = cuts[0] or range(num_rows), cuts[1] or range(num_columns)
+        matrices = range(math.prod(lead))
+        if lead and rows is not None:
+            inner = math.prod(lead[1:])
+            matrices, lead = range(rows.start * inner, rows.stop * inner), [len(rows), *lead[1:]]
+        if out is None:
+            out = torch.empty((*lead, len(row_part), len(column_part)), dtype=dtype, device=self._device)
+        stack = out.view(len(matrices), len(row_part), len(column_part))
+        for place, index in zip(stack, matrices, strict=True):
+            self._fill_matrix(place, packed, index, row_part, column_part)
+        return out
+
+    def _fill_matrix(self, out: torch.Tensor, packed: PackedTensor, index: int, rows: range, columns: range) -> None:
+        """Dequantise a part of matrix `index` into `out`, piece by piece along the rows of the file."""
+        if packed.is_transposed:
+            out, rows, columns = out.t(), columns, rows
+        step = max(1, self._piece_numbers // len(columns))
+        unit = max(packed.block[0], len(packed.lanes)) if packed.block[0] < packed.matrix[0] else len(packed.lanes)
+        if unit:
+            step = max(unit, step // unit * unit)
+        first = rows.start
+        while first < rows.stop:
+            end = min(first - first % step + step, rows.stop)
+            piece = dequantise(self._part(packed, index, range(first, end), columns))
+            out[first - rows.start : end - rows.start].copy_(piece.t() if packed.is_transposed else piece)
+            first = end
+
+    def _part(self, packed: PackedTensor, index: int, rows: range, columns: range) -> Quantized:
+        """Read a part of matrix `index`, in the orientation of the file, with the scales of its blocks."""
+        total = packed.matrix
+        per_word = {"number": 1, "e2m1": 2, "integer": len(packed.lanes)}[packed.code]
+        words = [total[0], total[1]]
+        words[packed.packed_dim] = math.ceil(words[packed.packed_dim] / per_word)
+        cuts = [rows, columns]
+        cut = cuts[packed.packed_dim]
+        cuts[packed.packed_dim] = _groups(cut, per_word)
+        data = self._matrix(packed.data, index, words, cuts)
+        blocks = [_groups(rows, packed.block[0]), _groups(columns, packed.block[1])]
+        order = None
+        if packed.order:
+            inputs = 0 if packed.is_transposed else 1
+            part = (rows, columns)[inputs]
+            order = self._files.read(packed.order, torch.int64, part)
+            blocks[inputs] = range(math.ceil(total[inputs] / packed.block[inputs]))
+        grid = [math.ceil(size / block) for size, block in zip(total, packed.block, strict=True)]
+        factor = self._files.read(packed.factor, torch.float32).view(()) if packed.factor else None
+        return Quantized(
+            packed=packed,
+            data=data,
+            scales=scales_of(self._matrix(packed.scales, index, grid, blocks), factor, packed.divides),
+            zeros=self._zeros(packed, index, grid, blocks) if packed.zeros else None,
+            shape=(len(rows), len(columns)),
+            first=(rows.start % packed.block[0], columns.start % packed.block[1]),
+            skipped=cut.start % per_word,
+            order=order,
+        )
+
+    def _zeros(self, packed: PackedTensor, index: int, grid: list[int], blocks: list[range]) -> torch.Tensor:
+        """Read the zero points of these blocks, float32."""
+        if packed.code == "number":
+            return self._matrix(packed.zeros, index, grid, blocks).float()
+        dim, per_word = packed.zeros_dim, len(packed.lanes)
+        words, cuts = list(grid), list(blocks)
+        words[dim], cuts[dim] = math.ceil(words[dim] / per_word), _groups(blocks[dim], per_word)
+        zeros = integers(self._matrix(packed.zeros, index, words, cuts), packed.bits, packed.lanes, dim)
+        zeros = zeros.narrow(dim, blocks[dim].start % per_word, len(blocks[dim]))
+        if packed.adds_one:
+            zeros = (zeros + 1) & ((1 << packed.bits) - 1)
+        return zeros.float()
+
+    def _matrix(self, name: str, index: int, shape: Sequence[int], cuts: Sequence[range]) -> torch.Tensor:
+        """Read a part of matrix `index` of a tensor that holds matrices of this shape, in its own dtype."""
+        stored = self._files.tensors[name]
+        size = math.prod(shape)
+        offset = index * size * stored.dtype.itemsize if math.prod(stored.shape) > size else 0
+        matrix = replace(stored, offset=stored.offset + offset, shape=tuple(shape))
+        columns = cuts[1] if len(cuts[1]) < shape[1] else None
+        return self._files.read_stored(matrix, stored.dtype, cuts[0], columns)
 
     def has(self, name: str) -> bool:
         return name in self._left
@@ -228,6 +366,9 @@ class WeightSource:
 
     def finish(self) -> None:
         """Raise UnsupportedModel if tensors are left: they would have changed the result."""
+        if self._may_have_idle_biases:  # GPTQ gives every layer a bias; all zeros if the model has none
+            biases = [name for name in self._left if name.endswith(".bias")]
+            self._left.difference_update(name for name in biases if not self._files.read(name, torch.float32).any())
         if self._left:
             names = ", ".join(sorted(self._left)[:4])
             raise UnsupportedModel(

@@ -33,6 +33,7 @@ from chitu.launch.plan import Entries
 from chitu.launch.router_calls import credential
 from chitu.launch.router_client import RouterClient
 from chitu.models.checkpoint import count_weights
+from chitu.models.config import read_model_spec
 from chitu.protocol import KVLayout
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tools.verify.parity import Judgement, compare, damage_of, differences, limit_of
@@ -171,6 +172,10 @@ def find_transformers(folder: str, say: Callable[[str], None]) -> Scorer | None:
         return None
     from chitu.engine.memory_budget import available_cpu_bytes
 
+    quantization = read_model_spec(folder).quantization
+    if quantization is not None:
+        say(f"no second reference: transformers would also quantise activations ({quantization.words})")
+        return None
     needed, free = FLOAT32_BYTES * count_weights(folder), available_cpu_bytes()
     if needed > MEMORY_PART * free:
         say(f"no second reference: transformers would take {needed >> 20} MiB of {free >> 20} that are free")

@@ -24,7 +24,8 @@ from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.kv_cache.pool import KVPool
-from chitu.models.config import ModelSpec, model_hash, read_model_spec, weight_files
+from chitu.models.checkpoint import count_weights
+from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.models.layers import DecoderModel
 from chitu.ops.flashinfer_prefill import PrefillShape, open_flashinfer
 from chitu.ops.interface import Ops
@@ -48,7 +49,7 @@ class StepBench:
         self._folder = folder
         self.spec: ModelSpec = read_model_spec(folder)
         self.model: DecoderModel = load_model(folder, card.sizes.dtype, str(card.device), ops=card.ops())
-        self._weight_bytes = sum(file.stat().st_size for file in weight_files(folder))
+        self._weight_bytes = count_weights(folder, self.spec.quantization) * card.dtype.itemsize
         self._recorder = card.recorder()
 
     def rows(self) -> Iterator[Row]:

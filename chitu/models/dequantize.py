@@ -1,0 +1,96 @@
+"""The arithmetic of quantised weights: from what a file holds to numbers. Pure; called by `weights.py`.
+
+A number is computed as the programs that published the weights do it: in float32, `(number - zero) * scale`, rounded
+once to the model's dtype at the end. `number - zero` is exact, and so is its product with a scale of 16 bits or a power
+of 2. With a scale over all scales (NVFP4) the scale of a block is their product, or quotient, rounded to float32 first.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from chitu.models.quantization import PackedTensor
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of the lower three bits of a 4-bit float; the highest bit is the sign."""
+WORD_BITS = 32
+
+
+class Quantized(NamedTuple):
+    """A part of a quantised matrix, in the orientation of its file."""
+
+    packed: PackedTensor
+    data: torch.Tensor
+    """As stored: numbers, bytes or words."""
+    scales: torch.Tensor
+    """Of the blocks that the part touches, float32 `[block rows, block columns]`, with the factor over all scales."""
+    zeros: torch.Tensor | None
+    """Like `scales`."""
+    shape: tuple[int, int]
+    """Rows and columns, in numbers."""
+    first: tuple[int, int] = (0, 0)
+    """Row and column of the part within its first block."""
+    skipped: int = 0
+    """Numbers before the part in the first word of `data`."""
+    order: torch.Tensor | None = None
+    """Group of each input of the part, int64; None if the groups are runs."""
+
+
+def dequantise(part: Quantized) -> torch.Tensor:
+    """Return the part, float32, as a file without quantisation has it: outputs x inputs."""
+    numbers = _numbers(part)
+    if part.zeros is not None:
+        numbers = numbers.sub_(_per_number(part.zeros, part))
+    numbers = numbers.mul_(_per_number(part.scales, part))
+    return numbers.t() if part.packed.is_transposed else numbers
+
+
+def _numbers(part: Quantized) -> torch.Tensor:
+    packed, size = part.packed, part.shape[part.packed.packed_dim]
+    if packed.code == "number":
+        return part.data.to(torch.float32)
+    if packed.code == "e2m1":
+        numbers = halves(part.data)
+    else:
+        numbers = integers(part.data, packed.bits, packed.lanes, packed.packed_dim).to(torch.float32)
+        if part.zeros is None:
+            numbers = numbers.sub_(packed.middle)
+    return numbers.narrow(packed.packed_dim, part.skipped, size)
+
+
+def halves(data: torch.Tensor) -> torch.Tensor:
+    """Return the 4-bit floats of bytes `[R, C]` as float32 `[R, 2 C]`; the low half of a byte is first."""
+    table = torch.tensor((*E2M1, *(-x for x in E2M1)), dtype=torch.float32, device=data.device)
+    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
+    return pairs[data.view(torch.uint8).to(torch.int32)].flatten(1)
+
+
+def integers(words: torch.Tensor, bits: int, lanes: tuple[int, ...], dim: int) -> torch.Tensor:
+    """Return the unsigned integers of 32-bit words, int32, with `len(lanes)` times the size in `dim`."""
+    shifts = torch.tensor([lanes.index(place) * bits for place in range(len(lanes))], device=words.device)
+    shape = (len(lanes), 1) if dim == 0 else (len(lanes),)
+    spread = (words.unsqueeze(dim + 1) >> shifts.to(torch.int32).view(shape)) & ((1 << bits) - 1)
+    return spread.flatten(dim, dim + 1)
+
+
+def scales_of(scales: torch.Tensor, factor: torch.Tensor | None, divides: bool) -> torch.Tensor:
+    """Return scales as float32. Bytes are powers of two, with 127 for 1."""
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    scales = scales.to(torch.float32)
+    if factor is None:
+        return scales
+    return scales / factor.float() if divides else scales * factor.float()
+
+
+def _per_number(grid: torch.Tensor, part: Quantized) -> torch.Tensor:
+    """Return a block's number for each number of the part; a dimension of 1 means that all have the same."""
+    inputs = 0 if part.packed.is_transposed else 1
+    for dim in (1, 0):
+        if part.order is not None and dim == inputs:
+            grid = grid.index_select(dim, part.order)
+        elif grid.shape[dim] > 1 and part.packed.block[dim] > 1:
+            grid = grid.repeat_interleave(part.packed.block[dim], dim).narrow(dim, part.first[dim], part.shape[dim])
+    return grid

@@ -1,0 +1,651 @@
+"""How the weights of a checkpoint are quantised: its `quantization_config`, and which tensors together hold one weight.
+No torch; read by `models/config.py` (so by the router), `checkpoint.py` and `weights.py`.
+
+Owns the translation of the published forms into one frozen `Quantization`, and from a checkpoint's tensors to the
+*logical* ones: a quantised weight has one name (`x.weight`), and the shape that it has when it is dequantised. Its
+scales, zero points and packed forms are hidden. `dequantize.py` has the arithmetic.
+
+The headers of the files decide whether a tensor is quantised, since lists of modules that are not converted are written
+in many dialects. The config says only what headers cannot: sizes of blocks, bits of an integer, order of packing, zero
+points. What is unknown is refused, by its usual name.
+
+Only weights count. Activations are not quantised here: a checkpoint for 8-bit activations (W8A8, dynamic or static FP8)
+is computed in the model's dtype, with the same weights. Scales of activations and of a KV cache have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn, Protocol
+
+from chitu.config.model_files import refuse_lfs_pointer
+from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.config_keys import Key, Keys
+
+Method = Literal["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq"]
+Code = Literal["number", "e2m1", "integer"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What headers do not say of the weights of some modules."""
+
+    words: str
+    """Its usual name, for messages."""
+    bits: int = 8
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block with a common scale; None if the shape of the scales says it."""
+    group_size: int | None = None
+    """Inputs with a common scale, of packed integers; None for all of them."""
+    is_symmetric: bool = True
+    targets: tuple[str, ...] = ()
+    """Modules that have it: names, or patterns after `re:`; a class such as Linear means any. Empty: any."""
+
+    def has(self, module: str) -> bool:
+        return not self.targets or any(_matches(target, module) for target in self.targets)
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target == module or module.endswith(f".{target}") or target[:1].isupper()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the weights of a checkpoint are quantised."""
+
+    method: Method
+    formats: tuple[WeightFormat, ...]
+    adds_one: bool = False
+    """Whether stored zero points are one too small (GPTQ, first version)."""
+    not_converted: tuple[str, ...] = field(default=())
+    """Modules that the config names as not quantised."""
+
+    @property
+    def words(self) -> str:
+        """Return what users call it."""
+        return ", ".join(dict.fromkeys(each.words for each in self.formats))
+
+    def format_of(self, module: str) -> WeightFormat:
+        """Return the format of a module's weight; that of the first group if none names it."""
+        return next((each for each in self.formats if each.has(module)), self.formats[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- configs
+
+HF_QUANT_CONFIG = "hf_quant_config.json"
+REFUSED = {
+    "aqlm": "AQLM", "auto-round": "AutoRound", "bitnet": "BitNet", "bitsandbytes": "bitsandbytes", "eetq": "EETQ INT8",
+    "exl2": "EXL2", "fp_quant": "FP-Quant", "gguf": "GGUF", "higgs": "HIGGS", "hqq": "HQQ", "quanto": "Quanto",
+    "quark": "AMD Quark", "spqr": "SpQR", "torchao": "torchao", "vptq": "VPTQ",
+}  # fmt: skip
+"""Methods without code here, by the names that users know."""
+_LISTED = {"quant_method": Key("text", None, nullable=True)}
+_SKIPPED = {"modules_to_not_convert": Key("names", None, nullable=True)}
+_NO_EFFECT = {
+    "fp8": "activation_scheme dequantize kv_cache_scheme kv_cache_quant_method",
+    "fbgemm_fp8": "activation_scale_ub",
+    "mxfp4": "dequantize",
+    "awq": "zero_point backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config q_group_size w_bit",
+    "gptq": """
+        desc_act act_group_aware sym lm_head meta static_groups true_sequential damp_percent damp_auto_increment
+        model_name_or_path model_file_base_name quantizer tokenizer dataset module_name_preceding_first_block
+        use_exllama use_cuda_fp16 max_input_length exllama_config disable_exllama batch_size model_seqlen
+        block_name_to_quantize cache_block_outputs modules_in_block_to_quantize pad_token_id backend mse
+        offload_to_disk hyb_act rotation""",
+    "compressed-tensors": "kv_cache_scheme quantization_status global_compression_ratio version run_compressed",
+    "modelopt": "kv_cache_quant_algo kv_cache_scheme producer config_groups",
+    "weights": "actorder observer observer_kwargs scale_dtype zp_dtype",
+    "group": "input_activations output_activations format",
+}
+"""Method, or part of compressed-tensors -> keys that say nothing of the stored weights, or what the tensors say too."""
+_IDLE = {part: frozenset(keys.split()) for part, keys in _NO_EFFECT.items()}
+_KEYS: dict[str, Keys] = {
+    "fp8": Keys(
+        {**_LISTED, **_SKIPPED, "weight_block_size": Key("layers", None, nullable=True)},
+        {"fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e4m3", None), "scale_fmt": ("float", "ue8m0", None)},
+        _IDLE["fp8"],
+        {"ignored_layers": "modules_to_not_convert"},
+    ),
+    "fbgemm_fp8": Keys({**_LISTED, **_SKIPPED}, {}, _IDLE["fbgemm_fp8"]),
+    "mxfp4": Keys({**_LISTED, **_SKIPPED}, {}, _IDLE["mxfp4"]),
+    "awq": Keys(
+        {**_LISTED, **_SKIPPED, "bits": Key("count", 4), "group_size": Key("number", 128)},
+        {"version": ("gemm", "GEMM", None)},
+        _IDLE["awq"],
+    ),
+    "gptq": Keys(
+        {
+            **_LISTED,
+            **_SKIPPED,
+            "bits": Key("count", 4),
+            "group_size": Key("number", 128),
+            "checkpoint_format": Key("text", "gptq", nullable=True),
+        },
+        {
+            "dynamic": (None, {}),
+            "adapter": (None, {}),
+            "pack_dtype": ("int32", None),
+            "is_marlin_format": (False, None),
+        },
+        _IDLE["gptq"],
+        {"format": "checkpoint_format"},
+    ),
+    "compressed-tensors": Keys(
+        {
+            **_LISTED,
+            "format": Key("text", None, nullable=True),
+            "config_groups": Key("object", None, nullable=True),
+            "ignore": Key("names", None, nullable=True),
+            "sparsity_config": Key("object", None, nullable=True),
+            "transform_config": Key("object", None, nullable=True),
+        },
+        {},
+        _IDLE["compressed-tensors"],
+    ),
+    "modelopt": Keys(
+        {
+            **_LISTED,
+            "quant_algo": Key("text", None, nullable=True),
+            "group_size": Key("count", None, nullable=True),
+            "exclude_modules": Key("names", None, nullable=True),
+            "quantized_layers": Key("object", None, nullable=True),
+        },
+        {"has_zero_point": (False, None), "pre_quant_scale": (False, None)},
+        _IDLE["modelopt"],
+        {"ignore": "exclude_modules"},
+    ),
+}
+_GROUP = Keys({"targets": Key("names", None), "weights": Key("object", None, nullable=True)}, {}, _IDLE["group"])
+_WEIGHTS = Keys(
+    {
+        "num_bits": Key("count", 8),
+        "type": Key("text", "int"),
+        "strategy": Key("text", None, nullable=True),
+        "group_size": Key("number", None, nullable=True),
+        "block_structure": Key("layers", None, nullable=True),
+        "symmetric": Key("flag", True),
+    },
+    {"dynamic": (False, None)},
+    _IDLE["weights"],
+)
+PACKED_FORMATS = (
+    "float-quantized", "naive-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense",
+)  # fmt: skip
+"""Formats of compressed-tensors that are read."""
+MODELOPT = {
+    "FP8": "FP8 per tensor",
+    "FP8_PB_WO": "block FP8",
+    "FP8_PER_CHANNEL_PER_TOKEN": "FP8 per channel",
+    "MXFP8": "MXFP8",
+    "NVFP4": "NVFP4",
+    "W4A16_NVFP4": "NVFP4",
+    "W8A16": "INT8",
+    "MIXED_PRECISION": "mixed precision",
+}
+"""Algorithms of modelopt that are read, with their names."""
+
+
+def read_quantization(config: object, folder: Path, where: str) -> Quantization | None:
+    """Return the spec by the `quantization_config` of config.json, else by hf_quant_config.json; None without either.
+
+    Raises ConfigError for a config that contradicts itself, UnsupportedModel, with the method's usual name, for one
+    that is not read here.
+    """
+    beside = folder / HF_QUANT_CONFIG
+    where = f"{where}: quantization_config"
+    if not config and beside.is_file():
+        config, where = _of_modelopt(beside), f"model.path: {beside}"
+    if not config:
+        return None
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{where} is {config!r}, not an object")
+    method = config.get("quant_method", "modelopt" if "quant_algo" in config else None)
+    if method not in _KEYS:
+        bits = next((config[key] for key in ("bits", "w_bit") if key in config), None)
+        bits = next((n for n in (4, 8) if config.get(f"load_in_{n}bit")), bits)
+        words = REFUSED.get(str(method), f"the method {method!r}") + (f" ({bits} bits)" if bits else "")
+        _refuse(where, words)
+    values = _KEYS[method].read(config, where)
+    return _READERS[method](values, where)
+
+
+def _refuse(where: str, words: str) -> NoReturn:
+    known = "FP8, MXFP4, NVFP4, AWQ, GPTQ, compressed-tensors and modelopt"
+    raise UnsupportedModel(
+        f"{where}: weights quantised by {words} are not supported (known: {known}); take a bfloat16 version"
+    )
+
+
+def _of_modelopt(path: Path) -> dict[str, Any]:
+    try:
+        refuse_lfs_pointer(path)
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return {"quant_method": "modelopt", **value["quantization"]} if value["quantization"].get("quant_algo") else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.path: {path} cannot be read: {error}") from error
+
+
+def _fp8(values: Mapping[str, Any], where: str) -> Quantization:
+    block = _block_of(values["weight_block_size"], f"{where}.weight_block_size")
+    words = "block FP8" if block else "FP8"
+    skipped = tuple(values["modules_to_not_convert"] or ())
+    return Quantization("fp8", (WeightFormat(words, block=block),), not_converted=skipped)
+
+
+def _block_of(value: Sequence[int] | None, where: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if len(value) != 2 or min(value) < 1:
+        raise ConfigError(f"{where} is {value!r}, not two whole numbers of at least 1")
+    return value[0], value[1]
+
+
+def _fbgemm(values: Mapping[str, Any], where: str) -> Quantization:
+    skipped = tuple(values["modules_to_not_convert"] or ())
+    return Quantization("fbgemm_fp8", (WeightFormat("FP8 per channel"),), not_converted=skipped)
+
+
+def _mxfp4(values: Mapping[str, Any], where: str) -> Quantization:
+    skipped = tuple(values["modules_to_not_convert"] or ())
+    return Quantization("mxfp4", (WeightFormat("MXFP4", bits=4),), not_converted=skipped)
+
+
+def _group_size(value: float | None, where: str) -> int | None:
+    """Return the group, or None for one group of all inputs, which is written as -1 or null."""
+    if value is None or value == -1:
+        return None
+    if value != int(value) or value < 1:
+        raise ConfigError(f"{where}: group_size is {value!r}, not a whole number of at least 1, or -1")
+    return int(value)
+
+
+def _awq(values: Mapping[str, Any], where: str) -> Quantization:
+    if values["bits"] != 4:
+        _refuse(where, f"AWQ with {values['bits']} bits")
+    group = _group_size(values["group_size"], where)
+    one = WeightFormat("AWQ (4 bits)", 4, group_size=group, is_symmetric=False)
+    return Quantization("awq", (one,), not_converted=tuple(values["modules_to_not_convert"] or ()))
+
+
+def _gptq(values: Mapping[str, Any], where: str) -> Quantization:
+    bits, version = values["bits"], values["checkpoint_format"] or "gptq"
+    if bits not in (2, 4, 8):
+        _refuse(where, f"GPTQ with {bits} bits")
+    if version not in ("gptq", "gptq_v2"):
+        _refuse(where, f"GPTQ in the form {version!r}")
+    one = WeightFormat(
+        f"GPTQ ({bits} bits)", bits, group_size=_group_size(values["group_size"], where), is_symmetric=False
+    )
+    skipped = tuple(values["modules_to_not_convert"] or ())
+    return Quantization("gptq", (one,), adds_one=version == "gptq", not_converted=skipped)
+
+
+def _compressed_tensors(values: Mapping[str, Any], where: str) -> Quantization:
+    packing = values["format"] or "dense"
+    if packing not in PACKED_FORMATS:
+        _refuse(where, f"compressed-tensors in the format {packing!r}")
+    sparsity = (values["sparsity_config"] or {}).get("format", "dense")
+    if sparsity != "dense":
+        _refuse(where, f"compressed-tensors and stored sparsely ({sparsity})")
+    if (values["transform_config"] or {}).get("config_groups"):
+        _refuse(where, "compressed-tensors with rotations (transform_config)")
+    formats = []
+    for name, group in (values["config_groups"] or {}).items():
+        if not isinstance(group, Mapping):
+            raise ConfigError(f"{where}: config_groups.{name} is {group!r}, not an object")
+        given = _GROUP.read(group, f"{where}: config_groups.{name}")
+        if given["weights"]:
+            formats.append(_weights_of(given, f"{where}: config_groups.{name}.weights"))
+    return Quantization(
+        "compressed-tensors",
+        tuple(formats) or (WeightFormat("compressed-tensors"),),
+        not_converted=tuple(values["ignore"] or ()),
+    )
+
+
+def _weights_of(group: Mapping[str, Any], where: str) -> WeightFormat:
+    values = _WEIGHTS.read(group["weights"], where)
+    bits, kind = values["num_bits"], values["type"]
+    if (kind, bits) not in (("float", 8), ("float", 4), ("int", 8), ("int", 4), ("int", 2)):
+        _refuse(where, f"compressed-tensors with {bits} bits of type {kind}")
+    strategy = values["strategy"] or ("group" if values["group_size"] else "tensor")
+    block = _block_of(values["block_structure"], f"{where}: block_structure")
+    size = _group_size(values["group_size"], where)
+    if kind == "float":
+        words = {
+            "block": "block FP8",
+            "channel": "FP8 per channel",
+            "tensor": "FP8 per tensor",
+            "group": "FP8 by groups",
+        }
+        name = words.get(strategy, "FP8") if bits == 8 else "NVFP4" if size != 32 else "MXFP4"
+    else:
+        name = f"INT{bits}" + (" (pack-quantized)" if bits < 8 else "")
+    return WeightFormat(name, bits, block, size, values["symmetric"], tuple(group["targets"] or ()))
+
+
+def _modelopt(values: Mapping[str, Any], where: str) -> Quantization:
+    algorithm = (values["quant_algo"] or "").upper()
+    if algorithm not in MODELOPT:
+        _refuse(where, f"modelopt's {values['quant_algo'] or 'unnamed algorithm'}")
+    words = {MODELOPT[algorithm]: None}
+    for layer, form in (values["quantized_layers"] or {}).items():
+        own = str(form.get("quant_algo", "")).upper() if isinstance(form, Mapping) else ""
+        if own not in MODELOPT:
+            _refuse(f"{where}: quantized_layers.{layer}", f"modelopt's {own or 'unnamed algorithm'}")
+        words[MODELOPT[own]] = None
+    block = (128, 128) if algorithm == "FP8_PB_WO" else None
+    formats = tuple(WeightFormat(each, block=block) for each in words)
+    return Quantization("modelopt", formats, not_converted=tuple(values["exclude_modules"] or ()))
+
+
+_READERS = {
+    "fp8": _fp8, "fbgemm_fp8": _fbgemm, "mxfp4": _mxfp4, "awq": _awq, "gptq": _gptq,
+    "compressed-tensors": _compressed_tensors, "modelopt": _modelopt,
+}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------- logical tensors
+
+
+class Header(Protocol):
+    """A tensor of a file by its header."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """Tensors that together hold one weight.
+
+    `data` holds a matrix of numbers, or several (experts), in the orientation of the file: `rows x columns`. `scales`
+    and `zeros` hold a number a block. A weight is `(number - zero) * scale`, with `factor` over all scales.
+    """
+
+    shape: tuple[int, ...]
+    """Of the dequantised weight."""
+    code: Code
+    """Meaning of `data`: numbers of their dtype; 4-bit floats, two a byte, the low half first; integers in words."""
+    data: str
+    scales: str
+    block: tuple[int, int]
+    """Rows and columns, as stored, with a common scale."""
+    bits: int = 8
+    is_transposed: bool = False
+    """Whether `data` has the weight's columns as rows."""
+    packed_dim: int = 1
+    """Dimension, 0 for rows, of which a word of `data` holds several integers."""
+    lanes: tuple[int, ...] = ()
+    """Position among the integers of a word of the one in bits 0, of that in the bits behind it, ..."""
+    middle: int = 0
+    """Integer that stands for 0; unless there are `zeros`."""
+    zeros: str = ""
+    zeros_dim: int = 1
+    """Dimension of which a word of `zeros` holds several; words have the lanes of `data`."""
+    adds_one: bool = False
+    """Whether stored zeros are one too small; the largest one means 0."""
+    factor: str = ""
+    divides: bool = False
+    """Whether scales are divided by `factor`, not multiplied."""
+    order: str = ""
+    """Tensor with the group of each input, if groups are not runs; inputs are rows if `is_transposed`."""
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Return rows and columns as stored, in numbers."""
+        rows, columns = self.shape[-2:]
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of its tensors."""
+        return tuple(filter(None, (self.data, self.scales, self.zeros, self.factor, self.order)))
+
+
+WITHOUT_EFFECT = (
+    ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point", ".output_scale",
+    ".output_zero_point", ".activation_scale", ".act_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_output_scale",
+    ".k_zero_point", ".v_zero_point", ".weight_shape",
+)  # fmt: skip
+"""Ends of names of tensors that quantised checkpoints have and that no weight needs: scales of activations and of a KV
+cache, and shapes that the headers have too."""
+QUANTISED = (
+    ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_scale_2",
+    ".weight_packed", ".weight_global_scale", ".weight_zero_point", ".pre_quant_scale", ".absmax", ".quant_map", ".SCB",
+    "_blocks", "_scales",
+)  # fmt: skip
+"""Ends of names of tensors that only quantised checkpoints have."""
+EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
+AWQ_LANES = (0, 2, 4, 6, 1, 3, 5, 7)
+MXFP4_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalTensors:
+    """The tensors of a checkpoint as a model sees them."""
+
+    plain: Mapping[str, tuple[int, ...]]
+    """Shapes of those that are stored as they are."""
+    packed: Mapping[str, PackedTensor]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {**self.plain, **{name: each.shape for name, each in self.packed.items()}}
+
+    def count(self) -> int:
+        """Return the count of numbers, as memory holds them when they are dequantised."""
+        return sum(map(math.prod, self.shapes.values()))
+
+
+def logical_tensors(entries: Mapping[str, Header], quantization: Quantization | None, where: str) -> LogicalTensors:
+    """Return the logical tensors. `where`: begins the messages. Raises ConfigError for scales that do not fit their
+    weight, UnsupportedModel for quantised tensors that the config does not explain."""
+    packed: dict[str, PackedTensor] = {}
+    if quantization is not None:
+        for name in entries:
+            found = _packed(name, entries, quantization, where)
+            if found is not None:
+                packed[found[0]] = found[1]
+        if not packed:
+            raise ConfigError(
+                f"{where}: quantization_config says {quantization.words}, but no tensor is quantised; remove it from "
+                "config.json if the weights were converted"
+            )
+    hidden = {part for each in packed.values() for part in each.parts}
+    plain = {}
+    for name, entry in entries.items():
+        if name in hidden or (quantization is not None and name.endswith(WITHOUT_EFFECT)):
+            continue
+        if name.endswith(QUANTISED) or entry.dtype in ("F8_E8M0",):
+            why = "has no quantization_config" if quantization is None else f"says {quantization.words}"
+            raise UnsupportedModel(
+                f"{where}: tensor {name!r} belongs to quantised weights, but config.json {why}, and nothing uses it"
+            )
+        if quantization is not None and entry.dtype in EIGHT_BITS and len(entry.shape) > 1:
+            raise UnsupportedModel(f"{where}: tensor {name!r} is stored in 8 bits ({entry.dtype}) and has no scale")
+        plain[name] = entry.shape
+    return LogicalTensors(plain, packed)
+
+
+def _packed(
+    name: str, entries: Mapping[str, Header], quantization: Quantization, where: str
+) -> tuple[str, PackedTensor] | None:
+    """Return the logical name and the weight of which this tensor is the `data`, or None."""
+    entry, stem = entries[name], name.rpartition(".")[0]
+    if name.endswith(".qweight"):
+        return f"{stem}.weight", _integers_by_input(stem, entries, quantization, where)
+    if name.endswith("_blocks") and len(entry.shape) >= 3:
+        return name.removesuffix("_blocks"), _blocks(name, entries, where)
+    if name.endswith(".weight_packed"):
+        scales = _need(f"{stem}.weight_scale", name, entries, where)
+        if entry.dtype == "I32":
+            return f"{stem}.weight", _integers_by_output(stem, entries, quantization, where)
+        return f"{stem}.weight", _halves(name, f"{stem}.weight_scale", scales, entries, where)
+    for scales_name in (f"{name}_scale_inv", f"{name}_scale"):
+        if scales_name not in entries or name.endswith(QUANTISED):
+            continue
+        if entry.dtype == "U8":
+            return name, _halves(name, scales_name, entries[scales_name], entries, where)
+        if entry.dtype in EIGHT_BITS:
+            block = quantization.format_of(stem).block
+            zeros = f"{name}_zero_point" if f"{name}_zero_point" in entries else ""
+            blocks = _block(name, entry.shape, entries[scales_name].shape, block, where)
+            return name, PackedTensor(entry.shape, "number", name, scales_name, blocks, zeros=zeros)
+    return None
+
+
+def _need(wanted: str, name: str, entries: Mapping[str, Header], where: str) -> Header:
+    if wanted not in entries:
+        raise ConfigError(f"{where}: the quantised tensor {name!r} lacks {wanted!r}")
+    return entries[wanted]
+
+
+def _block(
+    name: str, shape: tuple[int, ...], scales: tuple[int, ...], wanted: tuple[int, int] | None, where: str
+) -> tuple[int, int]:
+    """Return rows and columns of a block: one scale for all, one a row or column, or one a block of the config."""
+    if len(shape) < 2:
+        raise ConfigError(f"{where}: tensor {name!r} of shape {shape} is quantised, but no matrix")
+    grid = _grid(scales, shape)
+    if grid is None:
+        raise _misfit(name, shape, scales, where)
+    found = []
+    for dim, (size, count) in enumerate(zip(shape[-2:], grid, strict=True)):
+        if wanted is not None and count == math.ceil(size / wanted[dim]):
+            found.append(wanted[dim])
+        elif count == 1:
+            found.append(size)
+        elif wanted is None and count == size:
+            found.append(1)
+        elif wanted is None and size % count == 0:
+            found.append(size // count)
+        else:
+            raise _misfit(name, shape, scales, where, wanted)
+    return found[0], found[1]
+
+
+def _grid(scales: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return rows and columns of the scales, or None if they do not fit. One a row may lack the second dimension, and
+    modelopt's blocks have dimensions of 1 between and behind."""
+    if math.prod(scales) == 1:
+        return 1, 1
+    if len(shape) == 2:
+        if len(scales) == 1:
+            return (scales[0], 1) if scales[0] == shape[0] else None
+        if len(scales) == 4 and scales[1] == scales[3] == 1:
+            return scales[0], scales[2]
+        return (scales[0], scales[1]) if len(scales) == 2 else None
+    if len(scales) == len(shape) - 1 and scales == shape[:-1]:
+        return shape[-2], 1
+    if len(scales) != len(shape) or scales[:-2] != shape[:-2]:
+        return None
+    return scales[-2], scales[-1]
+
+
+def _misfit(
+    name: str, shape: tuple[int, ...], scales: tuple[int, ...], where: str, block: tuple[int, int] | None = None
+) -> ConfigError:
+    of = f" in blocks of {block[0]} x {block[1]}" if block is not None else ""
+    return ConfigError(f"{where}: the scales of {name!r} have shape {scales}, which does not fit {shape}{of}")
+
+
+def _halves(name: str, scales_name: str, scales: Header, entries: Mapping[str, Header], where: str) -> PackedTensor:
+    """Return a weight of 4-bit floats, two a byte: NVFP4 (scales in e4m3, and one over all) or MXFP4 (powers of 2)."""
+    *lead, rows, half = entries[name].shape
+    shape = (*lead, rows, 2 * half)
+    stem = name.rpartition(".")[0]
+    if scales.shape[:-1] != shape[:-1] or not scales.shape or shape[-1] % scales.shape[-1]:
+        raise _misfit(name, shape, scales.shape, where)
+    block = (1, shape[-1] // scales.shape[-1])
+    if scales.dtype in ("U8", "F8_E8M0"):
+        return PackedTensor(shape, "e2m1", name, scales_name, block, bits=4)
+    divides = name.endswith("_packed")
+    factor = f"{stem}.weight_global_scale" if divides else f"{name}_scale_2"
+    _need(factor, name, entries, where)
+    return PackedTensor(shape, "e2m1", name, scales_name, block, bits=4, factor=factor, divides=divides)
+
+
+def _blocks(name: str, entries: Mapping[str, Header], where: str) -> PackedTensor:
+    """Return experts in MXFP4 as gpt-oss has them: `[E, outputs, groups, 16]` bytes; the weight is `[E, inputs,
+    outputs]`."""
+    *lead, outputs, groups, size = entries[name].shape
+    scales_name = f"{name.removesuffix('_blocks')}_scales"
+    scales, shape = _need(scales_name, name, entries, where), (*lead, groups * 2 * size, outputs)
+    if scales.shape != (*lead, outputs, groups):
+        raise _misfit(name, shape, scales.shape, where)
+    return PackedTensor(shape, "e2m1", name, scales_name, (1, 2 * size), bits=4, is_transposed=True)
+
+
+def _integers_by_output(
+    stem: str, entries: Mapping[str, Header], quantization: Quantization, where: str
+) -> PackedTensor:
+    """Return a weight of packed integers, as compressed-tensors has them: words along the inputs."""
+    name, form = f"{stem}.weight_packed", quantization.format_of(stem)
+    data, scales = entries[name], entries[f"{stem}.weight_scale"]
+    if form.bits not in (2, 4, 8) or len(data.shape) != 2:
+        raise ConfigError(f"{where}: tensor {name!r} has words of integers, but quantization_config says {form.words}")
+    per_word = 32 // form.bits
+    shape = (data.shape[0], data.shape[1] * per_word)
+    groups = 1 if form.group_size is None else math.ceil(shape[1] / form.group_size)
+    if scales.shape not in ((shape[0], groups), (shape[0],) if groups == 1 else ()):
+        raise _misfit(name, shape, scales.shape, where, (1, form.group_size or shape[1]))
+    zeros = f"{stem}.weight_zero_point"
+    return PackedTensor(
+        shape,
+        "integer",
+        name,
+        f"{stem}.weight_scale",
+        (1, form.group_size or shape[1]),
+        bits=form.bits,
+        lanes=tuple(range(per_word)),
+        middle=1 << (form.bits - 1),
+        zeros=zeros if zeros in entries else "",
+        zeros_dim=0,
+        order=f"{stem}.weight_g_idx" if f"{stem}.weight_g_idx" in entries else "",
+    )
+
+
+def _integers_by_input(
+    stem: str, entries: Mapping[str, Header], quantization: Quantization, where: str
+) -> PackedTensor:
+    """Return a weight of AWQ or GPTQ: a row an input; AWQ has words along the outputs, GPTQ along the inputs."""
+    name, form, is_gptq = f"{stem}.qweight", quantization.formats[0], quantization.method == "gptq"
+    if quantization.method not in ("awq", "gptq"):
+        raise ConfigError(f"{where}: tensor {name!r} is of AWQ or GPTQ, but quantization_config says {form.words}")
+    data, scales = entries[name], _need(f"{stem}.scales", name, entries, where)
+    per_word = 32 // form.bits
+    if len(data.shape) != 2 or data.dtype != "I32":
+        raise ConfigError(f"{where}: tensor {name!r} of shape {data.shape} and dtype {data.dtype} holds no words")
+    rows, columns = data.shape
+    rows, columns = (rows * per_word, columns) if is_gptq else (rows, columns * per_word)
+    group = form.group_size or rows
+    zeros = _need(f"{stem}.qzeros", name, entries, where)
+    grid = (math.ceil(rows / group), columns)
+    if scales.shape != grid or zeros.shape != (grid[0], math.ceil(columns / per_word)):
+        raise _misfit(name, (columns, rows), scales.shape, where, (1, group))
+    return PackedTensor(
+        (columns, rows),
+        "integer",
+        name,
+        f"{stem}.scales",
+        (group, 1),
+        bits=form.bits,
+        is_transposed=True,
+        packed_dim=0 if is_gptq else 1,
+        lanes=tuple(range(per_word)) if is_gptq else AWQ_LANES,
+        zeros=f"{stem}.qzeros",
+        adds_one=quantization.adds_one,
+        order=f"{stem}.g_idx" if is_gptq and f"{stem}.g_idx" in entries else "",
+    )

@@ -1,0 +1,216 @@
+"""Quantised weights are dequantised to the numbers that their published layouts mean, whole and in every part."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_checkpoints import FAMILIES, GREEDY, Engine, GreedySampler, make_prompt, write_checkpoint
+from quantised_checkpoints import FORMS, Encoded, float8, gpt_oss_experts, nvfp4, quantise_folder, write_folder
+from safetensors.torch import load_file, save_file
+
+from chitu.engine.executor import PrefillChunk, StepPlan
+from chitu.models.checkpoint import check_checkpoint, count_weights, damaged_tensor
+from chitu.models.config import read_model_spec
+from chitu.models.dequantize import halves, integers, scales_of
+from chitu.models.quantization import AWQ_LANES, read_quantization
+from chitu.models.weights import Rows, WeightSource
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS = 40, 96
+NAME = "x.weight"
+PARTS = (None, range(0, 8), range(3, 17), range(17, 40), range(39, 40))
+COLUMN_PARTS = (None, range(0, 32), range(5, 41), range(41, 96), range(95, 96))
+
+
+def folder_of(path: Path, encoded: Encoded, module: str = "x") -> Path:
+    return write_folder(path, {f"{module}.{end}": each for end, each in encoded.tensors.items()}, encoded.config)
+
+
+def source_of(folder: Path, dtype: torch.dtype = torch.float32, piece_numbers: int = 1 << 20) -> WeightSource:
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return WeightSource(folder, dtype, CPU, None, read_quantization(config, folder, "here"), piece_numbers)
+
+
+def read(
+    folder: Path, *shape: int, dtype: torch.dtype = torch.float32, piece_numbers: int = 1 << 20, **part: Any
+) -> torch.Tensor:
+    with source_of(folder, dtype, piece_numbers) as weights:
+        assert weights.names == {NAME: shape}
+        found = weights.take(NAME, *shape, **part)
+        weights.finish()
+    return found
+
+
+def exactly(weight: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the formula's result, computed in float64, rounded as published: to float32, then to the dtype."""
+    return torch.from_numpy(weight).to(torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("piece", [1, 500, 1 << 20])
+def test_every_part_of_every_form_is_the_formula_without_an_error(form, piece, tmp_path):
+    """Pieces are smaller than a row, smaller than a block, and the whole."""
+    encoded = FORMS[form](np.random.default_rng(3), ROWS, COLUMNS)
+    folder, expected = folder_of(tmp_path / "x", encoded), exactly(encoded.weight)
+    for rows, columns in itertools.product(PARTS, COLUMN_PARTS):
+        wanted = expected[rows.start : rows.stop] if rows else expected
+        wanted = wanted[:, columns.start : columns.stop] if columns else wanted
+        found = read(folder, ROWS, COLUMNS, rows=rows, columns=columns, piece_numbers=piece)
+        assert torch.equal(found, wanted) and found.is_contiguous(), (rows, columns)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(read(folder, ROWS, COLUMNS, dtype=dtype), exactly(encoded.weight, dtype))
+
+
+@pytest.mark.parametrize("block", [(1, 1), (3, 5), (16, 1), (1, 16), (12, 20), (200, 7)], ids=str)
+def test_every_cut_of_small_blocks_is_exact(block, tmp_path):
+    rows, columns = 12, 20
+    encoded = float8(np.random.default_rng(1), rows, columns, block)
+    folder, expected = folder_of(tmp_path / "x", encoded), exactly(encoded.weight)
+    cuts = [range(*cut) for cut in itertools.combinations(range(0, 13, 3), 2)]
+    column_cuts = [range(*cut) for cut in itertools.combinations(range(0, 21, 4), 2)]
+    for own, part in itertools.product(cuts, column_cuts):
+        found = read(folder, rows, columns, rows=own, columns=part)
+        assert torch.equal(found, expected[own.start : own.stop, part.start : part.stop]), (own, part)
+
+
+def test_bits_are_where_the_published_layouts_have_them():
+    """Written by hand: the number of place k is k."""
+    assert integers(torch.tensor([[0x76543210]], dtype=torch.int32), 4, tuple(range(8)), 1).tolist() == [[*range(8)]]
+    assert integers(torch.tensor([[0x75316420]], dtype=torch.int32), 4, AWQ_LANES, 1).tolist() == [[*range(8)]]
+    assert integers(torch.tensor([[0x03020100]], dtype=torch.int32), 8, tuple(range(4)), 0).tolist() == [
+        [0], [1], [2], [3]
+    ]  # fmt: skip
+    assert integers(torch.tensor([[-1]], dtype=torch.int32), 4, tuple(range(8)), 1).tolist() == [[15] * 8]
+    found = halves(torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], dtype=torch.uint8))
+    assert found.tolist() == [[0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]]
+    assert scales_of(torch.tensor([127, 128, 120, 0], dtype=torch.uint8), None, False).tolist() == [
+        1, 2, 2.0**-7, 2.0**-127
+    ]  # fmt: skip
+
+
+def swap_halves(data: torch.Tensor) -> torch.Tensor:
+    return data >> 4 | data << 4
+
+
+FAULTS = {
+    "scales transposed": ("fp8 square", "weight_scale_inv", lambda x: x.t()),
+    "scale of the block below": ("fp8 square", "weight_scale_inv", lambda x: x.roll(1, 0)),
+    "scale of the block beside": ("fp8 square", "weight_scale_inv", lambda x: x.roll(1, 1)),
+    "inverse scale": ("fp8 square", "weight_scale_inv", lambda x: 1 / x),
+    "scale of the row below": ("fp8 rows", "weight_scale", lambda x: x.roll(1, 0)),
+    "halves of a byte swapped": ("nvfp4", "weight", swap_halves),
+    "inverse scale over all": ("nvfp4", "weight_scale_2", lambda x: 1 / x),
+    "multiplied, not divided": ("nvfp4 compressed-tensors", "weight_global_scale", lambda x: 1 / x),
+    "scales of the group beside": ("mxfp4", "weight_scale", lambda x: x.roll(1, 1)),
+    "words in the order of AWQ": ("int4", "weight_packed", lambda x: x.roll(1, 1)),
+    "zeros of the row below": ("int4 zeros", "weight_scale", lambda x: x.roll(1, 0)),
+    "groups in order": ("gptq ordered", "g_idx", lambda x: x.sort().values),
+    "zeros of the group beside": ("gptq", "qzeros", lambda x: x.roll(1, 0)),
+    "rows of words shifted": ("gptq", "qweight", lambda x: x.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_layout_is_seen_by_the_formula(fault, tmp_path):
+    """The comparison of the tests above can fail: each fault changes most numbers."""
+    form, end, change = FAULTS[fault]
+    own = {**FORMS, "fp8 square": lambda s, r, c: float8(s, r, c, (8, 16))}
+    rows, columns = (40, 80) if form == "fp8 square" else (ROWS, COLUMNS)
+    encoded = own[form](np.random.default_rng(3), rows, columns)
+    encoded.tensors[end] = change(encoded.tensors[end])
+    found = read(folder_of(tmp_path / "x", encoded), rows, columns)
+    assert (found != exactly(encoded.weight)).float().mean() > 0.4
+
+
+@pytest.mark.parametrize(("method", "version", "is_equal"), [("v1", "gptq", True), ("v1 read as v2", "gptq_v2", False)])
+def test_the_version_of_gptq_counts(method, version, is_equal, tmp_path):
+    encoded = FORMS["gptq"](np.random.default_rng(3), ROWS, COLUMNS)
+    folder = folder_of(tmp_path / "x", encoded._replace(config={**encoded.config, "checkpoint_format": version}))
+    assert torch.equal(read(folder, ROWS, COLUMNS), exactly(encoded.weight)) is is_equal
+
+
+def test_experts_in_mxfp4_are_read_like_a_stack_of_matrices(tmp_path):
+    encoded, weight = gpt_oss_experts(np.random.default_rng(5), 3, 24, 64)
+    tensors = {f"experts.gate_up_proj_{end}": each for end, each in encoded.tensors.items()}
+    folder = write_folder(tmp_path, {**tensors, "experts.gate_up_proj_bias": torch.ones(3, 24)}, encoded.config)
+    for rows, columns in itertools.product((None, range(1, 3)), (None, range(5, 37))):
+        with source_of(folder) as weights:
+            assert weights.names["experts.gate_up_proj"] == (3, 64, 24)
+            found = weights.take("experts.gate_up_proj", 3, 64, 24, rows=rows, columns=columns)
+        wanted = exactly(weight)[rows.start : rows.stop] if rows else exactly(weight)
+        assert torch.equal(found, wanted[:, columns.start : columns.stop] if columns else wanted), (rows, columns)
+
+
+def test_a_stack_of_float8_matrices_has_scales_of_its_own(tmp_path):
+    each = [float8(np.random.default_rng(n), 24, 32, (16, 16)) for n in range(3)]
+    tensors = {
+        f"experts.down_proj{end}": torch.stack([one.tensors[f"weight{end}"] for one in each])
+        for end in ("", "_scale_inv")
+    }
+    with source_of(write_folder(tmp_path, tensors, each[0].config)) as weights:
+        found = weights.take("experts.down_proj", 3, 24, 32, columns=range(3, 20))
+    assert torch.equal(found, torch.stack([exactly(one.weight) for one in each])[:, 3:20])
+
+
+def test_rows_of_several_matrices_are_stacked(tmp_path):
+    one, two = (float8(np.random.default_rng(n), 24, 32, (16, 16)) for n in range(2))
+    tensors = {f"{name}.{end}": each for name, form in (("q", one), ("k", two)) for end, each in form.tensors.items()}
+    with source_of(write_folder(tmp_path, tensors, one.config)) as weights:
+        found = weights.take_rows([Rows("q.weight", 24, range(5, 20)), Rows("k.weight", 24)], 32)
+    assert torch.equal(found, torch.cat([exactly(one.weight)[5:20], exactly(two.weight)]))
+
+
+OWN_FORMS = {
+    "fp8": lambda s, r, c: float8(s, r, c, (32, 16)),
+    "fp8 ue8m0": lambda s, r, c: float8(s, r, c, (24, 32), torch.float8_e8m0fnu),
+    "nvfp4": nvfp4,
+}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    """Return the logits of two prompts' last tokens, in chunks and in one batch."""
+    sampler, prompts = Recorder(), [make_prompt(5), make_prompt(50)]
+    engine = Engine(folder, num_pages=16, num_slots=2, max_model_len=128, sampler=sampler)
+    admit = [engine.admit(slot, prompt, len(prompt), sampling=GREEDY) for slot, prompt in enumerate(prompts)]
+    engine.runner.execute(StepPlan(admit=admit, prefill=[PrefillChunk(1, 0, 23)]))
+    last = [PrefillChunk(0, 0, 5, sample=True), PrefillChunk(1, 23, 27, sample=True)]
+    engine.runner.execute(StepPlan(prefill=last))
+    return sampler.logits
+
+
+class Recorder(GreedySampler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.empty(0)
+
+    def sample(self, logits: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        self.logits = logits.clone()
+        return super().sample(logits, slots)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, tmp_path):
+    write_checkpoint(tmp_path / "plain", family, num_layers=2)
+    small, large = tmp_path / "quantised", tmp_path / "dequantised"
+    modules = quantise_folder(tmp_path / "plain", small, large, OWN_FORMS["fp8"])
+    spec = read_model_spec(small)
+    assert len(modules) > 10 and spec.quantization.words == "block FP8"
+    assert check_checkpoint(small, spec) == check_checkpoint(large, read_model_spec(large)) == count_weights(large)
+    expected = logits(large)
+    assert torch.equal(logits(small), expected)
+
+    tensors = load_file(small / "model.safetensors")
+    tensors[f"{modules[0]}.weight_scale_inv"][0, 0] *= 2
+    save_file(tensors, small / "model.safetensors")
+    assert not torch.equal(logits(small), expected), "one block counts"
+    tensors[f"{modules[0]}.weight"].view(torch.uint8)[0, 0] = 0x7F
+    save_file(tensors, small / "model.safetensors")
+    assert damaged_tensor(small) == f"{modules[0]}.weight"
