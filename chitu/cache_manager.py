@@ -153,11 +153,11 @@ class PagedKVCacheManager:
 
     # ------------------------------------------------------------------------------------------------- the prefix cache
 
-    def page_keys(self, cache_salt: str) -> PageKeys | None:
-        """Return the keys for the pages of one sequence; None if nothing is cached."""
+    def page_keys(self, cache_salt: str, adapter_hash: str = "") -> PageKeys | None:
+        """Return the keys for the pages of one sequence; None if nothing is cached. `adapter_hash`: see `PageKeys`."""
         if self._fingerprint is None:
             return None
-        return PageKeys.of(self._fingerprint, self.page_size, cache_salt)
+        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash)
 
     def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """Start a new room with the cached pages of its `prompt` (int32 LE). Return how many tokens these hold. They

@@ -30,6 +30,7 @@ TYPES = {
     "Share": "0 to 1",
     "Priority": "0 or less",
     "str": "text",
+    "dict[str, str]": "names with texts",
     "bool": "`true`, `false`",
     "int": "number",
     "float": "number",
@@ -107,7 +108,7 @@ def _values(kind: ast.expr, aliases: dict[str, ast.expr]) -> str:
 def _default(value: object) -> str:
     if value is None:
         return "unset"
-    if value == "" or value == ():
+    if value in ("", (), {}):
         return "empty"
     if isinstance(value, float) and value.is_integer():
         value = int(value)

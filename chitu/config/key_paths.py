@@ -56,6 +56,8 @@ def member_of(kind: inspection.Type | None, part: str) -> inspection.Type | None
     """Return the type one step down a key path, or None if the schema has nothing there."""
     if isinstance(kind, inspection.VarTupleType) and is_number(part):
         return plain(kind.item_type)
+    if isinstance(kind, inspection.DictType):
+        return plain(kind.value_type)
     return field_types(kind).get(part) if kind is not None else None
 
 
@@ -132,10 +134,12 @@ def explain(text: str, data: dict[str, Any]) -> str:
     match = _AT.match(text)
     if match is None:
         return f"the topology is wrong: {text}"
-    path = re.sub(r"\[(\d+)\]", r".\1", match["path"]).lstrip(".")
+    path, is_in_names, _ = re.sub(r"\[(\d+)\]", r".\1", match["path"]).lstrip(".").partition("[...]")
     value: Any = data
     for part in path.split("."):
         value = value[int(part)] if isinstance(value, list) else value[part]
+    if is_in_names:
+        return f"{path} must be names with texts, not {value!r}"
     kind = _type_at(path)
     if isinstance(kind, inspection.LiteralType):
         words = [str(word) for word in kind.values]

@@ -126,7 +126,7 @@ def apply_override(data: dict[str, Any], override: str) -> None:
             raise unknown_key("".join(f"{p}." for p in parts[:depth]), part, kind)
         if depth == len(parts) - 1:
             _put(node, part, value, where)
-        elif isinstance(below, inspection.StructType | inspection.VarTupleType):
+        elif isinstance(below, inspection.StructType | inspection.VarTupleType | inspection.DictType):
             node = _step(node, part, below, where)
         else:
             raise ConfigError(f"override {path!r}: {where!r} is a value, it has no keys")

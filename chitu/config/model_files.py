@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder that are no such files: Git LFS pointers. No torch."""
+"""Names of files of checkpoint folders, and files that are no such files: Git LFS pointers. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 from chitu.errors import ConfigError
 
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a folder with a LoRA adapter, as PEFT writes it."""
 LFS_MARK = b"version https://git-lfs.github.com/spec/"
 
 

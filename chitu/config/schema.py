@@ -36,6 +36,9 @@ class ModelConfig(Section, frozen=True):
     """Hugging Face checkpoint folder: config.json, safetensors, tokenizer."""
     served_name: str | None = None
     """Name in the API; unset: the folder's name."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """LoRA adapters: a name in the API, and a folder as PEFT writes it (adapter_config.json,
+    adapter_model.safetensors). A request chooses one as its `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on CPUs, for any checkpoint, and the checkpoint's own on CUDA. `bfloat16` on CPUs halves
     the memory; prefill is faster if the CPU has AMX, decode is slower."""

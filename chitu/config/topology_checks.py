@@ -16,7 +16,8 @@ from pathlib import Path
 
 from chitu.config.cluster_key import API_KEYS, ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.devices import is_auto, why_no_device
-from chitu.config.schema import RouterConfig, Topology
+from chitu.config.model_files import ADAPTER_CONFIG
+from chitu.config.schema import ModelConfig, RouterConfig, Topology
 from chitu.config.staging import staging_problems
 from chitu.config.tensor_parallel import why_not
 from chitu.config.topology import (
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 PLACEHOLDER_SUFFIX = ".example"
 """Suffix of the placeholder host names in the multi-node files (RFC 2606 keeps them unresolvable)."""
+MAX_NAME_CHARS = 100
+"""Most characters of an adapter's name."""
 
 
 def warn_without_key(topology: Topology) -> None:
@@ -100,6 +103,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
         yield f"dp_config.router.kept_requests.dir needs dp_config.router.workers 1, not {router.workers}"
     if need_model:
         yield from _model_problems(topology.model.path)
+        yield from _adapter_problems(topology.model)
         yield from _split_problems(topology)
 
 
@@ -300,6 +304,18 @@ def _model_problems(path: str) -> Iterator[str]:
         yield f"model.path is {path!r}, but there is no such folder"
     elif not (folder / "config.json").is_file():
         yield f"model.path is {path!r}, but the folder has no config.json: it is no Hugging Face checkpoint"
+
+
+def _adapter_problems(model: ModelConfig) -> Iterator[str]:
+    base = (model.path, model.served_name or Path(model.path).name)
+    for name, folder in model.adapters.items():
+        key = f"model.adapters.{name}"
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+            yield f"model.adapters: {name!r} is no name: it must be 1 to {MAX_NAME_CHARS} printable characters"
+        elif name in base:
+            yield f"{key}: {name!r} is the name of the model alone"
+        elif not (Path(folder) / ADAPTER_CONFIG).is_file():
+            yield f"{key} is {folder!r}, which is no folder with a LoRA adapter: it has no {ADAPTER_CONFIG}"
 
 
 def _split_problems(topology: Topology) -> Iterator[str]:

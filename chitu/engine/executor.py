@@ -49,6 +49,8 @@ class Admit(PlanPart, frozen=True):
     state_slot: int = -1
     """Row of the sequence's recurrent state, which belongs to it alone; -1 without one. The executor zeroes it if
     `kv_len` is 0: it then computes from the first token."""
+    adapter: int = 0
+    """Number of the LoRA adapter that computes with the model, from 1; 0: none."""
 
 
 class AppendPages(PlanPart, frozen=True):
@@ -185,6 +187,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     num_layers: int
     eos_token_ids: tuple[int, ...]
+    adapters: tuple[tuple[str, str], ...] = ()
+    """Name and hash of each LoRA adapter. Its number in `Admit` is its place, from 1."""
 
 
 class Executor(Protocol):

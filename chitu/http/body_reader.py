@@ -86,7 +86,7 @@ class TokenCounts:
     def _body(self, decoder: BodyDecoder[BodyT], raw: bytes | bytearray) -> tuple[BodyT, list[str]]:
         warnings: list[str] = []
         body = decoder.decode(raw, warnings if self._takes_unknown else None)
-        self._model.require_name(body.model)
+        self._model.adapter_of(body.model)
         return body, warnings
 
 

@@ -172,7 +172,8 @@ class GenerationRoutes:
             "http.request.method": scope["method"],
             "http.route": scope["path"],
             "http.response.status_code": 200 if failed is None else failed.http_status,
-            "gen_ai.request.model": self._model.name,
+            "gen_ai.request.model": next((c.generation.request.adapter for c in running.choices), "")
+            or self._model.name,
             "gen_ai.usage.input_tokens": sum(prompts.values()),
             "chitu.request_id": request_id,
         }
@@ -203,6 +204,7 @@ class GenerationRoutes:
                     *(prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
                     timeout_s=parsed.timeout_s,
                     cache_salt=parsed.cache_salt,
+                    adapter=parsed.adapter,
                     priority=parsed.priority,
                     tenant=running.tenant,
                     trace=running.trace,
@@ -292,10 +294,11 @@ class GenerationRoutes:
         return write(exchange, parsed, running, form)
 
     def format_of(self, route: BodyRoute, parsed: ParsedRequest, request_id: str, created_s: int) -> AnswerFormat:
+        name = parsed.adapter or self._model.name
         if route == "responses":
-            return ResponsesFormat(request_id, created_s, self._model.name, parsed.echo)
+            return ResponsesFormat(request_id, created_s, name, parsed.echo)
         make = ChatFormat if route == "chat" else CompletionFormat
-        return make(request_id, created_s, self._model.name, parsed.options.include_usage)
+        return make(request_id, created_s, name, parsed.options.include_usage)
 
     async def _collect(
         self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat

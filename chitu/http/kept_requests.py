@@ -323,6 +323,7 @@ class KeptRequests:
             expires_s=now_s + self._folder.config.max_age_s,
             left_s=max(0.001, generation.deadline_s - self._clock.monotonic()),
             model_hash=layout.model_hash,
+            adapter_hash=layout.adapter_hash(origin.parsed.adapter),
             dtype=layout.dtype,
             prompt_token_ids=unpack_i32(choice.prompt.token_ids).tolist(),
             sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
@@ -424,6 +425,8 @@ class KeptRequests:
             raise InvalidRequest(
                 "sampling: the body of the kept request has different sampling parameters on this router"
             )
+        if self._model.layout is None or self._model.layout.adapter_hash(parsed.adapter) != record.adapter_hash:
+            raise InvalidRequest(f"model: the kept request began with another LoRA adapter {parsed.adapter!r}")
         parsed.prompts[0].token_ids, parsed.prompts[0].num_tokens = pack_i32(ids), len(ids)
         if parsed.cache_salt is not None:
             parsed.cache_salt = record.tenant + parsed.cache_salt
@@ -437,6 +440,7 @@ class KeptRequests:
             cache_salt=parsed.cache_salt,
             priority=parsed.priority,
             tenant=record.tenant,
+            adapter=parsed.adapter,
         )
         answer = RunningAnswer(record.tenant, self._clock.monotonic())
         each = TakenUp(record, parsed, request, self._routes.decoder_of(parsed, sampling), answer)

@@ -88,6 +88,8 @@ class ParsedRequest(msgspec.Struct):
     """Timeout that the client set."""
     cache_salt: str | None = ""
     """None: the request neither uses nor leaves cached pages."""
+    adapter: str = ""
+    """Name of the LoRA adapter; empty: the model alone."""
     priority: int = 0
     plan: MessagePlan | None = None
     """How the text of a chat's choices is parsed; None: all of it is content."""
@@ -179,11 +181,13 @@ class BodyParser:
         """Parse a body of `/v1/completions`."""
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
-        self._model.require_name(body.model)
+        adapter = self._model.adapter_of(body.model)
         given = completion_prompts(body)
-        return self._parsed(
+        parsed = self._parsed(
             body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
         )
+        parsed.adapter = adapter
+        return parsed
 
     def chat(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
         """Parse a body of `/v1/chat/completions`."""
@@ -210,7 +214,7 @@ class BodyParser:
         return parsed
 
     def _chat(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
-        self._model.require_name(body.model)
+        adapter = self._model.adapter_of(body.model)
         variables = {
             **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
             **template_variables(body.chat_template_kwargs),
@@ -242,6 +246,7 @@ class BodyParser:
             plan = plan._replace(reasoning=None, is_reasoning=False)
         parsed.plan = plan
         parsed.call_schemas = tuple(schemas)
+        parsed.adapter = adapter
         return parsed
 
     def _parsed(

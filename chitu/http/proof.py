@@ -170,8 +170,8 @@ def _attempt(record: RequestSnapshot) -> ProofAttempt:
 
 
 def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens: int) -> Receipt:
-    """Return the receipt. `model`: served name. `num_tokens`: tokens of the answer; D may have generated more before it
-    received the end."""
+    """Return the receipt. `model`: served name of the model alone. `num_tokens`: tokens of the answer; D may have
+    generated more before it received the end."""
     request, output = generation.request, generation.output
     reason = generation.finish.reason if generation.finish is not None else ""
     if reason not in ("stop", "length") or num_tokens < len(output):
@@ -185,8 +185,9 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
             receipt=1,
             chitu=__version__,
             request_id=request.request_id,
-            model=model,
+            model=request.adapter or model,
             model_hash=layout.model_hash,
+            adapter_hash=layout.adapter_hash(request.adapter),
             dtype=cast(Any, layout.dtype),
             served=pairs,
             prompt_token_ids=unpack_i32(request.token_ids).tolist(),

@@ -195,9 +195,11 @@ class ModelReply(msgspec.Struct):
     created: int
     owned_by: Literal["chitu"]
     root: str
-    """Path of the checkpoint."""
+    """Path of the checkpoint or of the adapter."""
     max_model_len: int | None
     """Maximum tokens of a request; null while no instance serves."""
+    parent: str | None
+    """Of a LoRA adapter: the name of the model that it adapts. Null for that model."""
 
 
 class ModelsReply(msgspec.Struct):

@@ -244,17 +244,19 @@ def client_routes(
     """Return models, tokenising and aborts. `abort_elsewhere`: as `RunningAnswers.abort`, in the router's other API
     processes."""
 
-    def card() -> ModelReply:
+    def card(adapter: str = "") -> ModelReply:
         limits = model.limits(router.candidates)
         max_model_len = limits.max_model_len if limits is not None else None
-        return ModelReply(model.name, "model", model.created_s, "chitu", model.path, max_model_len)
+        name, path, parent = (
+            (adapter, model.adapters[adapter], model.name) if adapter else (model.name, model.path, None)
+        )
+        return ModelReply(name, "model", model.created_s, "chitu", path, max_model_len, parent)
 
     async def list_models(request: Request) -> Response:
-        return _json(ModelsReply("list", [card()]))
+        return _json(ModelsReply("list", [card(), *map(card, model.adapters)]))
 
     async def get_model(request: Request) -> Response:
-        model.require_name(request.path_params["name"])
-        return _json(card())
+        return _json(card(model.adapter_of(request.path_params["name"])))
 
     async def tokens(request: Request, route: BodyRoute) -> Response:
         exchange = request.scope[EXCHANGE]

@@ -29,6 +29,8 @@ from chitu.tokenizer import Tokenizer
 
 NAMED_CHARS = 100
 """Characters of a client's text that an error quotes."""
+NAMED_MODELS = 20
+"""Most names of models in an error."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,6 +44,8 @@ class ServedModel:
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer, spec: ModelSpec, created_s: int) -> None:
         self.name = config.served_name or Path(config.path).name
         self.path = config.path
+        self.adapters = dict(config.adapters)
+        """Folders of the LoRA adapters, by name."""
         self.tokenizer = tokenizer
         known = [token for token in tokenizer.eos_token_ids if token < spec.vocab_size]
         self.eos_ids = frozenset(spec.eos_token_ids).union(known)
@@ -65,10 +69,15 @@ class ServedModel:
         """Load the model's tokenizer and spec. ConfigError if the folder is missing or not a model."""
         return cls(config, Tokenizer.load(config.path), read_model_spec(config.path, config.max_model_len), created_s)
 
-    def require_name(self, name: str | None) -> None:
-        """Raise ModelNotFound if `name` is neither the served name nor the path. None means the served model."""
-        if name is not None and name != self.name and name != self.path:
-            raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {self.name!r}")
+    def adapter_of(self, name: str | None) -> str:
+        """Return the LoRA adapter of this name, or "" for the model alone: its served name, its path, or None. Raises
+        ModelNotFound for any other name."""
+        if name is None or name == self.name or name == self.path:
+            return ""
+        if name not in self.adapters:
+            known = ", ".join(map(repr, [self.name, *self.adapters][:NAMED_MODELS]))
+            raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {known}")
+        return name
 
     def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool, offset: int = 0) -> ChoiceLogprobs:
         """Return empty logprobs for a new choice, in the form of its route. `offset`: characters of the prompt that it

@@ -105,6 +105,7 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
             sequence.kv_len,
             tuple(cache.get_page_indices(sequence.room)),
             sequence.sampling,
+            adapter=sequence.adapter,
         )
     )
 

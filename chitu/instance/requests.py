@@ -193,6 +193,9 @@ PRIORITY_SHARE = 0.25
 """Share of `deadlines.queue_s` by which a priority moves a request at most (`queue_order`). So against order of arrival
 no request waits longer than for half of that deadline."""
 
+NO_ADAPTER = (0, "")
+"""Number and hash of the model alone."""
+
 
 class RequestArrivals:
     def __init__(self, core: InstanceCore, role: InstanceRole, ends: RequestEnds) -> None:
@@ -204,6 +207,9 @@ class RequestArrivals:
         self._grammars = core.engine.grammars
         self._info = core.engine.executor.info
         self._eos = frozenset(self._info.eos_token_ids)
+        self._adapters = {name: (at, digest) for at, (name, digest) in enumerate(self._info.adapters, 1)}
+        """Number and hash of each LoRA adapter, by name."""
+        self._adapters[""] = NO_ADAPTER
         self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
         self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
@@ -318,6 +324,10 @@ class RequestArrivals:
         if not isinstance(message, self._role.takes):
             kind = _KINDS[type(message)].value
             self._ends.refuse(sequence, InvalidRequest(f"this instance serves no {kind} requests"))
+        elif message.adapter not in self._adapters:
+            known = ", ".join(name for name, _ in self._info.adapters) or "none"
+            text = f"this instance has no LoRA adapter {message.adapter!r} (model.adapters: {known})"
+            self._ends.refuse(sequence, InvalidRequest(text))
         elif refusal := self._refusal(sequence):
             self._ends.refuse(sequence, refusal)
         else:
@@ -336,6 +346,7 @@ class RequestArrivals:
         prompt_logprobs = None if num_emitted else asks.prompt_logprobs
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
+        adapter, adapter_hash = self._adapters.get(message.adapter, NO_ADAPTER)
         sequence = Sequence(
             message.room,
             message.request_id,
@@ -345,9 +356,10 @@ class RequestArrivals:
             sampling,
             num_emitted,
             message.router_worker,
+            adapter=adapter,
             prompt_logprobs=prompt_logprobs,
             stop_ids=stop_ids,
-            keys=self._cache.page_keys(message.cache_salt) if message.cache_salt is not None else None,
+            keys=self._cache.page_keys(message.cache_salt, adapter_hash) if message.cache_salt is not None else None,
         )
         if not isinstance(message, PrefillRequest):
             sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
@@ -362,6 +374,7 @@ class RequestArrivals:
             source.prompt,
             msgspec.structs.replace(sampling, seed=fork.seed),
             router_worker=source.router_worker,
+            adapter=source.adapter,
             stop_ids=source.stop_ids,
             source=source,
         )

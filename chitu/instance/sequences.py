@@ -163,6 +163,8 @@ class Sequence:
     """Output tokens that another D emitted before it was lost; this one continues as if it had emitted them."""
     router_worker: int = 0
     """Incarnation of the router's API process that sent the request; 0: the router is one process."""
+    adapter: int = 0
+    """As in `Admit`. Its pages hold K and V of this adapter alone."""
     prefill_rank: int = -1
     prefill_incarnation: int = 0
     state: SequenceState = SequenceState.WAITING

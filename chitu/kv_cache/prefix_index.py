@@ -1,8 +1,9 @@
 """Content keys of full pages: the key of a page is a hash of all tokens up to its end.
 
 Keys form a chain: the key of page n is `blake2b(key of page n - 1 + token ids of page n)`, 128 bits. The key before
-page 0 is the *root*, a hash of the `cache_salt` and of everything else that K and V depend on. So equal keys mean equal
-K and V on every instance, and prompts with different salts have no key in common. Pure; step thread.
+page 0 is the *root*, a hash of the `cache_salt` and of everything else that K and V depend on, such as the request's
+LoRA adapter. So equal keys mean equal K and V on every instance, and prompts with different salts or adapters have no
+key in common. Pure; step thread.
 
 Two different chains with one key would give wrong tokens. By chance that takes 2**64 pages. An attacker needs as many
 hashes for a collision of two prompts of their choice, and 2**128 to match the key of another client's prompt.
@@ -40,8 +41,8 @@ TOKEN_BYTES = 4
 
 def layout_fingerprint(layout: KVLayout) -> bytes:
     """Return the fingerprint of model, weights, KV layout, dtype and page size. `tp_size` does not enter it: all ranks
-    together hold the same."""
-    return blake2b(encode(msgspec.structs.replace(layout, tp_size=1)), digest_size=KEY_BYTES).digest()
+    together hold the same. Nor do the adapters: each enters the keys of its own pages."""
+    return blake2b(encode(msgspec.structs.replace(layout, tp_size=1, adapters=())), digest_size=KEY_BYTES).digest()
 
 
 def lasting_fingerprint(fingerprint: bytes, weights_digest: bytes, version: str, settings: Sequence[object]) -> bytes:
@@ -61,8 +62,10 @@ class PageKeys:
     _keys: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def of(cls, fingerprint: bytes, page_size: int, cache_salt: str = "") -> PageKeys:
-        root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint).digest()
+    def of(cls, fingerprint: bytes, page_size: int, cache_salt: str = "", adapter_hash: str = "") -> PageKeys:
+        """Return no keys yet. `adapter_hash`: 32 hex digits; empty without an adapter."""
+        person = bytes.fromhex(adapter_hash)
+        root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint, person=person).digest()
         return cls(root, page_size)
 
     def copy(self) -> PageKeys:

@@ -206,6 +206,9 @@ class KVLayout(Wire, frozen=True):
     state: tuple[StateTensor, ...] = ()
     """What recurrent layers keep of a request beside the pages: one row for each, on every rank
     (`kv_cache/state_row.py`)."""
+    adapters: tuple[tuple[str, str], ...] = ()
+    """LoRA adapters, by name: the name that requests choose one by, and the hash of its folder. K and V of a request
+    depend on them."""
 
     @property
     def state_bytes(self) -> int:
@@ -228,6 +231,10 @@ class KVLayout(Wire, frozen=True):
     def bytes_per_page(self) -> int:
         """Bytes of one page in all regions on one TP rank."""
         return self.num_layers * self.regions_per_layer * self.page_bytes
+
+    def adapter_hash(self, name: str) -> str:
+        """Return the hash of an adapter; empty if there is none of this name."""
+        return dict(self.adapters).get(name, "")
 
     def mismatches(self, other: KVLayout) -> list[str]:
         """Return the fields that keep the two from exchanging pages, as `name: mine != theirs`."""

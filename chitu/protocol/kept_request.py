@@ -34,6 +34,8 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     left_s: float
     """Seconds left until its deadline, from when it continues."""
     model_hash: str
+    adapter_hash: str = ""
+    """Hash of the LoRA adapter; empty without one."""
     dtype: str
     """Type of K and V."""
     prompt_token_ids: list[int]

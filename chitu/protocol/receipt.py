@@ -33,9 +33,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Version of the server."""
     request_id: str
     model: str
-    """Served name."""
+    """Served name of the model, or name of the LoRA adapter."""
     model_hash: str
     """Hash of config.json and of the headers of the weight files, not of each weight."""
+    adapter_hash: str = ""
+    """Hash of all bytes of the LoRA adapter; empty without one. Has a digest only with one."""
     dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
     """Type of K and V."""
     served: list[str]
@@ -58,7 +60,7 @@ def sealed(receipt: Receipt) -> Receipt:
 def changed_fields(receipt: Receipt) -> list[str]:
     """Return the names of fields that differ from their digests or have none."""
     found = dict(_digests(receipt))
-    return [name for name, digest in found.items() if receipt.digests.get(name) != digest]
+    return [name for name in {**found, **receipt.digests} if receipt.digests.get(name) != found.get(name)]
 
 
 def _digests(receipt: Receipt) -> Iterator[tuple[str, str]]:
@@ -66,7 +68,7 @@ def _digests(receipt: Receipt) -> Iterator[tuple[str, str]]:
         if name == "sampling":
             for key, part in msgspec.structs.asdict(value).items():
                 yield f"sampling.{key}", _digest(part)
-        elif name != "digests":
+        elif name != "digests" and (value or name != "adapter_hash"):
             yield name, _digest(value)
 
 

@@ -110,6 +110,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """As in SamplingParams; they travel with Success."""
     trace: TraceLevel = ""
     """Whether the instance records its work on this request."""
+    adapter: str = ""
+    """Name of the LoRA adapter that computes with the model; empty: the model alone."""
 
 
 class Fork(Wire, frozen=True, array_like=True):
@@ -149,6 +151,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """If not empty, `room` is the prompt's alone, and each of these choices begins with it. At most MAX_FORKS."""
     trace: TraceLevel = ""
     """As in PrefillRequest."""
+    adapter: str = ""
+    """As in PrefillRequest."""
 
 
 class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
@@ -170,6 +174,8 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     forks: tuple[Fork, ...] = ()
     """As in DecodeRequest."""
     trace: TraceLevel = ""
+    """As in PrefillRequest."""
+    adapter: str = ""
     """As in PrefillRequest."""
 
 

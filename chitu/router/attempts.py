@@ -204,7 +204,7 @@ class Attempts:
         request = generations[0].request
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
-        target = self._selector.select(token_ids, avoid, blocked, cache_salt=request.cache_salt)
+        target = self._selector.select(token_ids, avoid, blocked, request.prefix_salt)
         count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None
@@ -336,7 +336,7 @@ class Attempts:
     def _choose(self, generation: Generation, wanted: Choose) -> Event:
         blocked = self._members.blocked(self._clock.monotonic())
         try:
-            salt = generation.request.cache_salt
+            salt = generation.request.prefix_salt
             target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, salt)
         except NoInstance:
             return NoPair(wanted.failure)

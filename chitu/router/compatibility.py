@@ -68,6 +68,8 @@ def why_incompatible(new: InstanceInfo, other: InstanceInfo) -> str:
     model = [mismatch for mismatch in mismatches if mismatch.startswith(("model_hash:", "vocab_size:"))]
     if model:
         return f"{_two(new, other)} ({'; '.join(model)}){_layouts(new, other)}: give both the same checkpoint"
+    if adapters := [mismatch for mismatch in mismatches if mismatch.startswith("adapters:")]:
+        return f"{_two(new, other)} ({adapters[0]}): give both the same LoRA adapters (model.adapters)"
     if not is_paired:
         return ""
     # Devices first: a difference of dtypes may follow from them.

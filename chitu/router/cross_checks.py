@@ -200,7 +200,7 @@ class CrossChecks:
         self._members = members
         self.results: list[CheckResult] = []
         """Every result except `agreed` and `unanswered`; the reader removes them."""
-        self._checked_id = ""
+        self._checked_id, self._adapter = "", ""
         self._noise: SoundNoise | None = None
         self._running: tuple[Steps, Generation] | None = None
         """The running check, and the computation that it waits for."""
@@ -224,7 +224,7 @@ class CrossChecks:
             computed = _computed(served)
             layouts = [instance.layout for instance in self._members.candidates.prefill]
             if computed is not None and layouts:
-                self._checked_id = served.request.request_id
+                self._checked_id, self._adapter = served.request.request_id, served.request.adapter
                 self._noise = self._noise or SoundNoise(layouts[0].dtype)
                 self._go_on(cross_check(served.request.token_ids, computed, self._noise), None)
 
@@ -251,6 +251,7 @@ class CrossChecks:
             wake_per_token=False,
             cache_salt=None,
             priority=MAX_PRIORITY,
+            adapter=self._adapter,
         )
         try:
             return self._attempts.start_alone(request, ANSWER_S, {ask.prefill} if ask.by_another else others)

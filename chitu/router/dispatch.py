@@ -105,6 +105,7 @@ class Dispatcher:
                 priority=request.priority,
                 forks=forks,
                 trace=request.trace,
+                adapter=request.adapter,
             )
             return None if self._post(to_decode, whole, attempt.created_s) else attempt.decode
         to_prefill = self._members.get(attempt.prefill)
@@ -127,6 +128,7 @@ class Dispatcher:
             priority=request.priority,
             forks=forks,
             trace=request.trace,
+            adapter=request.adapter,
         )
         prefill_half = PrefillRequest(
             room=room,
@@ -142,6 +144,7 @@ class Dispatcher:
             priority=request.priority,
             prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
             trace=request.trace,
+            adapter=request.adapter,
         )
         if not self._post(to_decode, decode_half, attempt.created_s):
             return attempt.decode

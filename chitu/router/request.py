@@ -145,6 +145,13 @@ class GenerateRequest(Struct):
     """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""
     trace: TraceLevel = ""
     """Whether P and D record their work on it."""
+    adapter: str = ""
+    """Name of its LoRA adapter; empty: none."""
+
+    @property
+    def prefix_salt(self) -> str | None:
+        """What its prompt shares with others whose cached pages it may use; None if it uses none."""
+        return f"{self.adapter}\0{self.cache_salt}" if self.adapter and self.cache_salt is not None else self.cache_salt
 
 
 class PromptGroup(Struct, eq=False):

@@ -52,13 +52,13 @@ requests would have found. Once several have a block (a shared system prompt) th
 TOKEN_BYTES = 4
 
 
-def prefix_names(token_ids: bytes, cache_salt: str = "") -> list[int]:
+def prefix_names(token_ids: bytes, salt: str = "") -> list[int]:
     """Return the names of a prompt's whole blocks (int32 LE), first block first. They are valid only in this process.
-    Another salt gives other names, as it gives the pages other keys."""
+    Another salt (`GenerateRequest.prefix_salt`) gives other names, as it gives the pages other keys."""
     size = BLOCK_TOKENS * TOKEN_BYTES
     end = min(len(token_ids) // size, MAX_PROMPT_BLOCKS) * size
     names = []
-    name = hash(cache_salt)
+    name = hash(salt)
     for start in range(0, end, size):
         name = hash((name, token_ids[start : start + size]))
         names.append(name)
@@ -136,13 +136,13 @@ class PairSelector:
         token_ids: bytes,
         avoid: Set[InstanceKey] = NO_INSTANCES,
         blocked: Set[InstanceKey] = NO_INSTANCES,
-        cache_salt: str | None = "",
+        salt: str | None = "",
     ) -> Target:
         """Return where a request with this prompt (int32 LE) goes. Raises NoInstance if none can serve.
 
         Instances in `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out if
         others can serve. If not, those to avoid are tried before those that are blocked. A pair of the rest that is cut
-        off from each other is chosen only if there is no other. `cache_salt` is as the instances get it.
+        off from each other is chosen only if there is no other. `salt`: `GenerateRequest.prefix_salt`.
         """
         members = self._members
         candidates = members.candidates
@@ -165,14 +165,14 @@ class PairSelector:
             group = _without(group, cut_off, NO_INSTANCES)
         names: list[int] = []
         matches: Mapping[InstanceKey, int] = {}
-        if self._prefixes is not None and cache_salt is not None:
-            names = prefix_names(token_ids, cache_salt)
+        if self._prefixes is not None and salt is not None:
+            names = prefix_names(token_ids, salt)
             matches = self._prefixes.match(names)
         request = RoutingRequest(turn, num_tokens, self._random_bits(ENTROPY_BITS), matches)
         first = group.instances[self._prefill_policy(request, group)]
         key = instance_key(first)
-        if self._prefixes is None or cache_salt is None:
-            new_tokens = num_tokens if cache_salt is None else members[key].load.new_tokens(num_tokens)
+        if self._prefixes is None or salt is None:
+            new_tokens = num_tokens if salt is None else members[key].load.new_tokens(num_tokens)
         else:
             new_tokens = num_tokens - (self._prefixes.num_matched(names, key) if key in matches else 0)
             self._prefixes.add(names, key, everyone)

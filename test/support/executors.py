@@ -67,10 +67,10 @@ def kv_of(token: int, position: int, state: int) -> bytes:
     return head + _REGIONS[0] + head + _REGIONS[1] + head + _REGIONS[2] + head + _REGIONS[3]
 
 
-def _state_of(tokens: Sequence[int], state: int = 0, position: int = 0) -> int:
-    """Return the checksum of the KV of these tokens after the tokens of `state`."""
+def _state_of(tokens: Sequence[int], adapter: int, state: int = 0, position: int = 0) -> int:
+    """Return the checksum of the KV of these tokens after the tokens of `state`. Each adapter has its own KV."""
     for at, token in enumerate(tokens, position):
-        state = zlib.crc32(kv_of(token, at, state), state)
+        state = zlib.crc32(kv_of(token, at, state ^ adapter), state)
     return state
 
 
@@ -82,15 +82,15 @@ def _next_token(state: int, num_emitted: int, sampling: SamplingParams, vocab_si
 
 
 def expected_tokens(
-    prompt: Sequence[int], n: int, vocab_size: int, sampling: SamplingParams | None = None
+    prompt: Sequence[int], n: int, vocab_size: int, sampling: SamplingParams | None = None, adapter: int = 0
 ) -> list[int]:
     """Return the first `n` tokens that a request with this prompt gets, on any instance; greedy if `sampling` is
     None."""
     sampling = sampling or SamplingParams(max_tokens=max(1, n), temperature=0.0)
-    state, tokens = _state_of(prompt), list[int]()
+    state, tokens = _state_of(prompt, adapter), list[int]()
     for num_emitted in range(n):
         tokens.append(_next_token(state, num_emitted, sampling, vocab_size))
-        state = _state_of(tokens[-1:], state, len(prompt) + num_emitted)
+        state = _state_of(tokens[-1:], adapter, state, len(prompt) + num_emitted)
     return tokens
 
 
@@ -110,6 +110,7 @@ class _FakeSlot:
     sampling: SamplingParams | None
     lacks_restore: bool
     """Whether it was admitted with KV that is not in its pages and was not restored yet."""
+    adapter: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -135,8 +136,8 @@ class FakeExecutor:
         self._users: dict[int, list[int]] = {}
         """Slots that use each page."""
         self._saved: dict[int, _Saved] = {}
-        self._held: dict[int, tuple[list[int], int]] = {}
-        """Tokens of each page, and the end of those whose KV is in this page (and was in those before it)."""
+        self._held: dict[int, tuple[int, list[int], int]] = {}
+        """Adapter and tokens of each page, and the end of those whose KV is in this page (and was in those before)."""
         self.steps = 0
         self.closed = False
 
@@ -225,16 +226,19 @@ class FakeExecutor:
         )
         _check(len(tokens) <= self.info.max_model_len, f"slot {slot}: {len(tokens)} tokens exceed the context")
         _check(0 <= admit.kv_len <= len(tokens), f"slot {slot}: kv_len {admit.kv_len} of {len(tokens)} tokens")
+        _check(0 <= admit.adapter <= len(self.info.adapters), f"slot {slot}: adapter {admit.adapter} is not loaded")
         bad = next((token for token in tokens if not 0 <= token < self.info.vocab_size), None)
         _check(bad is None, f"slot {slot}: token id {bad} outside the vocabulary")
         state = self._slots[slot] = _FakeSlot(
             tokens=tokens,
             prompt_len=admit.prompt_len,
-            state=_state_of(tokens),
+            state=_state_of(tokens, admit.adapter),
             kv_len=admit.kv_len,
             pages=[],
             sampling=admit.sampling,
-            lacks_restore=0 < admit.kv_len < len(tokens) and not self._holds(admit.pages, tokens[: admit.kv_len]),
+            lacks_restore=0 < admit.kv_len < len(tokens)
+            and not self._holds(admit.pages, tokens[: admit.kv_len], admit.adapter),
+            adapter=admit.adapter,
         )
         self._take_pages(slot, state, admit.pages)
         self._require_pages(slot, state, admit.kv_len)
@@ -254,19 +258,20 @@ class FakeExecutor:
             users.append(slot)
             state.pages.append(page)
 
-    def _holds(self, pages: Sequence[int], tokens: list[int]) -> bool:
-        """Return whether the KV of these tokens is in these pages."""
+    def _holds(self, pages: Sequence[int], tokens: list[int], adapter: int = 0) -> bool:
+        """Return whether the KV of these tokens with this adapter is in these pages."""
         for page, end in zip(pages, range(self.page_size, len(tokens) + self.page_size, self.page_size), strict=False):
-            known, known_end = self._held.get(page, (tokens, 0))
+            of_adapter, known, known_end = self._held.get(page, (adapter, tokens, 0))
             end = min(end, len(tokens))
-            if known_end < end or known[:end] != tokens[:end]:
+            if of_adapter != adapter or known_end < end or known[:end] != tokens[:end]:
                 return False
         return len(pages) * self.page_size >= len(tokens)
 
     def _fill(self, state: _FakeSlot, start: int, end: int) -> None:
         """Record that the KV of its tokens `[start, end)` is in its pages."""
         for number in range(start // self.page_size, -(-end // self.page_size)):
-            self._held[state.pages[number]] = (state.tokens, min((number + 1) * self.page_size, end))
+            page_end = min((number + 1) * self.page_size, end)
+            self._held[state.pages[number]] = (state.adapter, state.tokens, page_end)
 
     def _compute(self, slot: int, state: _FakeSlot, end: int) -> None:
         """Record the KV of the tokens from `kv_len` to `end` as computed."""
@@ -304,7 +309,7 @@ class FakeExecutor:
         _check(offload.key not in self._saved, f"offload under key {offload.key}, which is in use")
         _check(not state.lacks_restore, f"offload of slot {offload.slot}, whose KV was never restored")
         _check(state.kv_len > 0, f"offload of slot {offload.slot}, which holds no KV")
-        self._saved[offload.key] = _Saved(state.kv_len, _state_of(state.tokens[: state.kv_len]))
+        self._saved[offload.key] = _Saved(state.kv_len, _state_of(state.tokens[: state.kv_len], state.adapter))
         self._release(offload.slot)
 
     def _restore(self, restore: Restore) -> None:
@@ -317,7 +322,7 @@ class FakeExecutor:
             f"slot {restore.slot}: kv_len {state.kv_len}, but {saved.kv_len} tokens are saved under {restore.key}",
         )
         _check(
-            saved.state == _state_of(state.tokens[: state.kv_len]),
+            saved.state == _state_of(state.tokens[: state.kv_len], state.adapter),
             f"slot {restore.slot}: the KV under key {restore.key} is of other tokens",
         )
         state.lacks_restore = False
@@ -369,7 +374,7 @@ class FakeExecutor:
         if emitted >= state.sampling.max_tokens:
             raise InvariantViolation(f"slot {slot}: token {emitted + 1} of {state.sampling.max_tokens}")
         token = _next_token(checksum, emitted, state.sampling, self.info.vocab_size)
-        state.state = _state_of((token,), state.state, len(state.tokens))
+        state.state = _state_of((token,), state.adapter, state.state, len(state.tokens))
         state.tokens.append(token)
         if state.sampling.logprobs is not None:
             result.logprobs[len(result.tokens)] = fake_logprobs(token, state.sampling.logprobs)
@@ -481,7 +486,7 @@ class ChecksumExecutor(FakeExecutor):
         super()._admit(admit)
         self._begins[admit.slot] = admit.kv_len
 
-    def _holds(self, pages: Sequence[int], tokens: list[int]) -> bool:
+    def _holds(self, pages: Sequence[int], tokens: list[int], adapter: int = 0) -> bool:
         """Accept any pages, since they may come from another process. Their contents show in the tokens."""
         return True
 
@@ -501,7 +506,7 @@ class ChecksumExecutor(FakeExecutor):
             self._hold("prefill")
         found, records = self._attention(state, chunk.start), []
         for position in range(chunk.start, end):
-            records.append(kv_of(state.tokens[position], position, found))
+            records.append(kv_of(state.tokens[position], position, found ^ state.adapter))
             found = zlib.crc32(records[-1], found)
         kv = np.frombuffer(b"".join(records), np.uint8).reshape(chunk.length, NUM_REGIONS, RECORD_BYTES)
         self._computed.append((self._rows(state, end)[chunk.start :], kv))
@@ -518,7 +523,7 @@ class ChecksumExecutor(FakeExecutor):
         state = self._live(slot, "decode")
         length = state.kv_len
         self._require_pages(slot, state, length + 1)
-        record = kv_of(state.tokens[length], length, self._attention(state, length))
+        record = kv_of(state.tokens[length], length, self._attention(state, length) ^ state.adapter)
         self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
         state.state = self._attention(state, length + 1)
         super()._decode(slot, result)

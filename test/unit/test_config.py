@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -96,6 +97,7 @@ def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_boolea
         [
             "scheduler.chunk_size=64",
             "model.path=/models/a b=c",
+            "model.adapters.sql=/adapters/sql",
             "dp_config.router.decode_schedulers.0.port=29630",
             "dp_config.router.decode_schedulers.1.devices=[cuda:1]",
             "dp_config.router.pd_disaggregation.ib_device=off",
@@ -107,6 +109,7 @@ def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_boolea
     router = topology.dp_config.router
     assert topology.scheduler.chunk_size == 64
     assert topology.model.path == "/models/a b=c"
+    assert topology.model.adapters == {"sql": "/adapters/sql"}
     assert [instance.port for instance in router.decode_schedulers] == [29630, 0]
     assert router.decode_schedulers[1].devices == ("cuda:1",)
     assert router.pd_disaggregation.ib_device == "off"
@@ -451,6 +454,20 @@ CPU_PAIR = "dp_config.router.prefill_schedulers.0.devices=cpu dp_config.router.d
 )
 def test_what_cannot_work_is_refused(override: str, part: str) -> None:
     assert any(part in sentence for sentence in found(load_topology(None, override.split())))
+
+
+def test_adapters_need_names_of_their_own_and_folders(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+
+    def of(name: str, folder: Path) -> list[str]:
+        adapters = f"model.adapters={{{json.dumps(name)}: {json.dumps(str(folder))}}}"
+        topology = load_topology(None, [f"model.path={tmp_path}", "model.served_name=base", adapters])
+        return [sentence for sentence in problems(topology) if "model.adapters" in sentence]
+
+    assert of("sql", tmp_path) == []
+    assert of("base", tmp_path) == ["model.adapters.base: 'base' is the name of the model alone"]
+    assert "must be 1 to 100 printable characters" in of(" sql", tmp_path)[0]
+    assert "it has no adapter_config.json" in of("sql", tmp_path / "none")[0]
 
 
 def test_origins_as_browsers_send_them_are_no_problem() -> None:

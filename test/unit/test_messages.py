@@ -230,7 +230,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         {"type": "register_reply", "engine_rank": 0, "incarnation": 9, "peer_incarnation": 7},
     ),
     (
-        PrefillRequest(ROOM, "cmpl-1", pack_i32([1, 2]), 0, 7),
+        PrefillRequest(ROOM, "cmpl-1", pack_i32([1, 2]), 0, 7, adapter="sql"),
         scheduler_codec,
         "",
         {
@@ -240,6 +240,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "token_ids": b"\x01\0\0\0\x02\0\0\0",
             "decode_rank": 0,
             "decode_incarnation": 7,
+            "adapter": "sql",
         },
     ),
     (

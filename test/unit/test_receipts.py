@@ -123,6 +123,16 @@ def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
         assert (one.prompt_token_ids, one.sampling.seed, changed_fields(one)) == ([5, 6], 8, [])
 
 
+def test_a_receipt_names_the_adapter_by_its_hash() -> None:
+    layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99, adapters=(("sql", "1" * 32), ("tone", "2" * 32)))
+    for adapter, digest in (("", ""), ("tone", "2" * 32)):
+        request = GenerateRequest("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8), adapter=adapter)
+        one = receipt_of("m", layout, Generation(request, lambda: None, 9.0, 0.0, tokens=[7]), 1)
+        assert (one.model, one.adapter_hash, changed_fields(one)) == (adapter or "m", digest, [])
+        assert ("adapter_hash" in one.digests) == bool(adapter), "without one it is as receipts always were"
+    assert changed_fields(msgspec.structs.replace(one, adapter_hash="")) == ["adapter_hash"]
+
+
 def test_what_a_cross_check_asks_for_is_in_no_receipt() -> None:
     layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99)
     sampling = SamplingParams(4, seed=8, logprobs=20, transfer_sums=True)

@@ -16,10 +16,11 @@ from router_world import RecordingOutbox
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
-from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
 from chitu.router.compatibility import MemberKinds, why_incompatible
 from chitu.router.members import Members
 from chitu.router.policies import Candidates, InstanceKey, Policy, Target, instance_key, make_policy
+from chitu.router.request import GenerateRequest
 from chitu.router.selector import (
     BLOCK_TOKENS,
     MAX_OWNERS,
@@ -106,7 +107,7 @@ def test_every_pair_gets_the_same_number_of_requests(policy: str, prefill: int, 
     holds for `prefix_affinity` if nothing is cached or may be taken from the cache."""
     chosen = selector(policy, view(prefill, decode))
     for _ in range(before * prefill * decode):
-        chosen.select(prompt(200), cache_salt=None)
+        chosen.select(prompt(200), salt=None)
     prompts = [prompt(200, seed) for seed in range(3 * prefill * decode)]
     pairs = Counter(names(chosen.select(each)) for each in prompts)
     assert set(pairs.values()) == {3} and len(pairs) == prefill * decode
@@ -246,10 +247,14 @@ def test_a_short_beginning_in_common_is_no_reason_to_crowd() -> None:
 def test_prompts_that_share_no_pages_attract_each_other_as_little_as_others() -> None:
     chosen = selector("prefix_affinity", view(4, 1))
     text = prompt(300)
-    salts: list[str | None] = ["", "tenant", None, None]  # None: it uses no cached pages and leaves none
-    prefills = [names(chosen.select(text, cache_salt=salt))[0] for salt in salts]
+    asked = [("", ""), ("tenant", ""), (None, "sql"), ("", "sql")]  # None: it uses no cached pages and leaves none
+    requests = [
+        GenerateRequest("r", text, 300, SamplingParams(1), cache_salt=salt, adapter=adapter) for salt, adapter in asked
+    ]
+    salts = [request.prefix_salt for request in requests]
+    prefills = [names(chosen.select(text, salt=salt))[0] for salt in salts]
     assert sorted(prefills) == [0, 1, 2, 3]
-    assert [names(chosen.select(text, cache_salt=salt))[0] for salt in salts[:2]] == prefills[:2]
+    assert [names(chosen.select(text, salt=salts[i]))[0] for i in (0, 1, 3)] == [prefills[i] for i in (0, 1, 3)]
 
 
 def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner() -> None:
@@ -300,7 +305,7 @@ def test_what_is_cached_is_no_load() -> None:
         start(chosen, target, target.new_tokens)
         prefills.append(target.prefill)
     assert prefills == [first.prefill] * 24
-    assert chosen.select(text, cache_salt=None).new_tokens == 12 * BLOCK_TOKENS, "it uses no cached page"
+    assert chosen.select(text, salt=None).new_tokens == 12 * BLOCK_TOKENS, "it uses no cached page"
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "power_of_two"])
@@ -430,6 +435,15 @@ def test_rdma_on_one_node_alone_is_named_with_both_sides_and_the_cure() -> None:
 def test_a_node_without_the_library_and_two_containers_have_their_own_cures() -> None:
     assert "install Mooncake on 10.0.0.2, too" in why_incompatible(decode(SHM), prefill(f"{SHM}-elsewhere", TCP))
     assert "transport=mooncake" in why_incompatible(decode(SHM), prefill(f"{SHM}-elsewhere"))
+
+
+def test_instances_without_the_same_adapters_do_not_fit_whatever_they_do() -> None:
+    mine = msgspec.structs.replace(decode(TCP), layout=msgspec.structs.replace(LAYOUT, adapters=(("sql", "ab"),)))
+    assert why_incompatible(mine, prefill(TCP)) == (
+        "D0 on 10.0.0.2 does not fit P0 on 10.0.0.1 (adapters: (('sql', 'ab'),) != ()): give both the same LoRA "
+        "adapters (model.adapters)"
+    )
+    assert "LoRA" in why_incompatible(msgspec.structs.replace(mine, role=Role.UNIFIED), prefill(TCP))
 
 
 def test_two_p_write_to_each_other_never() -> None:
