@@ -23,11 +23,13 @@ from checkpoint_table import (
 from support.checkpoints import ROWS, Row
 
 from chitu.kv_transfer.transports.transport import Transport
+from chitu.models.checkpoint import check_checkpoint
+from chitu.models.config import read_model_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SERVED = {row.name: row for row in ROWS if not row.refused}
-CUT = ("Qwen3-32B", "DeepSeek-V3-bf16", "Qwen3-30B-A3B")
-"""Rows whose heads are cut: K and V of heads, latent rows, experts."""
+CUT = ("Qwen3-32B-FP8", "DeepSeek-V3", "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen2.5-32B-Instruct-GPTQ-Int4")
+"""Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights."""
 KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16")
 """Rows of each kind of cache."""
 WRONG = 1e-3
@@ -42,6 +44,7 @@ def served(*names: str) -> pytest.MarkDecorator:
 @served()
 def test_undivided_and_pd_give_the_logits_of_transformers(row: Row, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(row, tmp_path)
+    assert check_checkpoint(tmp_path, read_model_spec(tmp_path)) > 0, "as doctor and plan look at it"
     errors = {
         "chunks of 1": error_of(checkpoint, undivided(tmp_path, prompts([40]), 1)),
         "whole prompts": error_of(checkpoint, undivided(tmp_path, prompts(), 1024)),
