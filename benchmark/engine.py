@@ -77,16 +77,7 @@ class OwnEngine:
 
     def __init__(self, folder: Path, ops: str) -> None:
         spec = read_model_spec(folder)
-        layout = KVLayout(
-            model_hash(folder),
-            spec.num_layers,
-            spec.num_kv_heads,
-            spec.head_dim,
-            PAGE_SIZE,
-            "float32",
-            spec.vocab_size,
-            regions_per_layer=spec.regions_per_layer,
-        )
+        layout = KVLayout(model_hash(folder), PAGE_SIZE, "float32", spec.vocab_size, spec.groups)
         self._pages_each = MAX_MODEL_LEN // PAGE_SIZE
         pool = KVPool(layout, NUM_SLOTS * self._pages_each, 1)
         model = load_model(folder, "float32", ops=TorchOps() if ops == "torch" else None)

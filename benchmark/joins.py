@@ -143,7 +143,7 @@ def _join_one_by_one(port: int, first_rank: int) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(f"tcp://127.0.0.1:{port}")
-    layout = KVLayout("fake", 2, 2, 16, 16, "float32", 512)
+    layout = KVLayout.uniform("fake", 2, 2, 16, 16, "float32", 512)
     for rank in range(first_rank, first_rank + MORE):
         info = InstanceInfo(Role.PREFILL, rank, new_incarnation(), "127.0.0.1", 9, 9, layout, 4096)
         socket.send(encode(Join(PROTOCOL_VERSION, info)))

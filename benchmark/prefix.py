@@ -36,7 +36,7 @@ from chitu.types import Role
 
 BLOCK_TOKENS = 512
 POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)
-LAYOUT = KVLayout("trace", 1, 1, 16, BLOCK_TOKENS, "float32", 1 << 30)
+LAYOUT = KVLayout.uniform("trace", 1, 1, 16, BLOCK_TOKENS, "float32", 1 << 30)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ NO_OUTBOX = cast(Outbox, SimpleNamespace(open=lambda instance: None))
 
 
 def made_up_view(size: int) -> ClusterView:
-    layout = KVLayout("hash", 32, 8, 128, 16, "bfloat16", 128_000)
+    layout = KVLayout.uniform("hash", 32, 8, 128, 16, "bfloat16", 128_000)
     prefills = size * 2 // 5
     roles = [(Role.PREFILL, k) for k in range(prefills)] + [(Role.DECODE, k) for k in range(size - prefills)]
     return ClusterView(1, 1, tuple(InstanceInfo(r, k, 1, "10.0.0.1", 1, 2, layout, 32_768) for r, k in roles))

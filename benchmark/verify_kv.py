@@ -28,7 +28,9 @@ from chitu.protocol import KVLayout
 from chitu.tools.bench.report import publish
 from chitu.tools.bench.token_times import comparison, token_times_s
 
-LAYOUT = KVLayout("bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000)
+LAYOUT = KVLayout.uniform(
+    "bench", num_layers=28, num_kv_heads=4, head_dim=128, page_size=16, dtype="bfloat16", vocab_size=1000
+)
 """KV layout of a Qwen2.5-7B: 16 KiB a page and region, 117 MB for 2048 tokens."""
 PROMPT_TOKENS = 2048
 MODES = ("off", "sample", "all")
@@ -49,13 +51,14 @@ def measure_sums(rounds: int) -> list[Speed]:
     for each in (pool, other):
         ctypes.memset(each.arena_base, 1, each.arena_bytes)
     pages = random.Random(0).sample(range(2 * num_pages), num_pages)
-    offsets = [base - pool.arena_base + page * pool.page_bytes for base in pool.region_bases for page in pages]
-    views = [memoryview((ctypes.c_char * pool.page_bytes).from_address(pool.arena_base + at)) for at in offsets]
+    page_bytes = pool.page_bytes[0]
+    offsets = [base - pool.arena_base + page * page_bytes for base in pool.region_bases for page in pages]
+    views = [memoryview((ctypes.c_char * page_bytes).from_address(pool.arena_base + at)) for at in offsets]
     page_sums, layers = page_sums_of(pool, 0), range(LAYOUT.num_layers)
 
     def copy() -> None:
         for at in offsets:
-            ctypes.memmove(other.arena_base + at, pool.arena_base + at, pool.page_bytes)
+            ctypes.memmove(other.arena_base + at, pool.arena_base + at, page_bytes)
 
     def crc() -> None:
         for view in views:
@@ -67,7 +70,7 @@ def measure_sums(rounds: int) -> list[Speed]:
         "checksum": lambda: page_sums.sums(layers, pages),
     }
     seconds = _in_turn(calls, rounds)
-    nbytes = len(offsets) * pool.page_bytes
+    nbytes = len(offsets) * page_bytes
     return [
         Speed(
             name,

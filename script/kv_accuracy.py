@@ -57,7 +57,7 @@ class Engine:
     def __init__(self, model_dtype: str, kv_dtype: str, num_pages: int) -> None:
         spec = read_model_spec(TINY_MODEL_DIR)
         self._model = load_model(TINY_MODEL_DIR, model_dtype, ops=TorchOps())
-        layout = KVLayout(
+        layout = KVLayout.uniform(
             "", spec.num_layers, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, kv_dtype, spec.vocab_size
         )  # fmt: skip
         self.pool = KVPool(layout, num_pages, 0)
@@ -104,7 +104,7 @@ def main() -> None:
         spread = (whole - whole.mean(-1, keepdim=True)).pow(2).mean().sqrt()
         error, largest = difference.pow(2).mean().sqrt() / spread, difference.abs().max() / spread
         print(
-            f"| {model_dtype} | {kv_dtype} | {engine.pool.page_bytes} | {right} of {len(asked)} | {loss:.5f} "
+            f"| {model_dtype} | {kv_dtype} | {engine.pool.page_bytes[0]} | {right} of {len(asked)} | {loss:.5f} "
             f"| {error:.5f} | {largest:.4f} |"
         )
 

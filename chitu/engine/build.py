@@ -71,7 +71,7 @@ def prefill_ops(
     wanted, tp_size = topology.model.prefill_attention, instance.config.tp_size
     if instance.role is Role.DECODE:
         return None
-    if spec.regions_per_layer == 1:
+    if spec.latent is not None:
         if wanted == "flashinfer":
             raise ConfigError("model.prefill_attention is flashinfer, but latent attention uses its own kernel only")
         return None
@@ -101,7 +101,7 @@ def warmup_prompts(
     scheduler = topology.scheduler
     longest = min(scheduler.chunk_size, scheduler.max_batched_tokens, spec.max_model_len)
     lengths = [longest_recorded + 1]
-    if topology.model.prefill_attention == "auto" and spec.regions_per_layer != 1:
+    if topology.model.prefill_attention == "auto" and spec.latent is None:
         lengths = [min(length, longest) for length in padded_lengths(WHOLE_PROMPT_TOKENS, longest)]
     # A prompt short enough for a recording reaches the library together with others, in a step too long to be recorded.
     steps = [(n,) if n > longest_recorded else (n, longest_recorded + 1 - n) for n in lengths]

@@ -43,13 +43,14 @@ def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capabili
     the GPU does not support it or a head's page is not aligned."""
     if config.kv_dtype == "auto":
         return model_dtype
-    nbytes = fp8_head_bytes(config.page_size, spec.head_dim)
-    if nbytes % HEAD_ALIGNMENT_BYTES:
-        raise ConfigError(
-            f"cache.kv_dtype: with {FP8_E4M3} a KV head's page of {config.page_size} tokens of {spec.head_dim} numbers "
-            f"and their scales has {nbytes} bytes, which is no multiple of {HEAD_ALIGNMENT_BYTES}: set "
-            "cache.page_size to a multiple of 16"
-        )
+    for head_dim in sorted({head_dim for group in spec.groups for head_dim in group.head_dims}):
+        nbytes = fp8_head_bytes(config.page_size, head_dim)
+        if nbytes % HEAD_ALIGNMENT_BYTES:
+            raise ConfigError(
+                f"cache.kv_dtype: with {FP8_E4M3} a KV head's page of {config.page_size} tokens of {head_dim} numbers "
+                f"and their scales has {nbytes} bytes, which is no multiple of {HEAD_ALIGNMENT_BYTES}: set "
+                "cache.page_size to a multiple of 16"
+            )
     if capability is not None and capability < MIN_CAPABILITY:
         raise ConfigError(
             f"cache.kv_dtype: {FP8_E4M3} needs a GPU of compute capability 8.9 (Ada, Hopper) or newer; this one has "
@@ -115,14 +116,11 @@ def kv_layout(
     )
     return KVLayout(
         model_hash=model_hash,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
         page_size=page_size,
         dtype=dtype,
         vocab_size=spec.vocab_size,
+        groups=spec.groups,
         tp_size=tp_size,
-        regions_per_layer=spec.regions_per_layer,
         state=state,
     )
 

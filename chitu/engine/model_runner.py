@@ -41,8 +41,8 @@ class _Saved(NamedTuple):
     """Host copy of what a retracted sequence had."""
 
     kv_len: int
-    pages: torch.Tensor
-    """`[regions, pages, ...]`."""
+    pages: list[torch.Tensor]
+    """For each shape of regions `[regions, pages, ...]`."""
     state: torch.Tensor | None
     """Its state row; None without one."""
 
@@ -69,7 +69,7 @@ class ModelRunner:
         covered = model.num_positions
         if max_model_len > covered:
             raise ConfigError(f"model.max_model_len: {max_model_len} tokens, the model was loaded for {covered}")
-        if (pool.layout.num_layers, pool.layout.head_dim) != (spec.num_layers, spec.head_dim):
+        if pool.layout.groups != spec.groups:
             raise Internal("the KV pool was made for another model")
         self._spec = spec
         self._model = model
@@ -91,6 +91,7 @@ class ModelRunner:
                 raise Internal("recorded steps need a scratch page")
             self._graphs = StepGraphs(model, self._slots, pool, recording)
         self._warmup_prompts = warmup_prompts
+        self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
         self._prompt_lines: dict[int, torch.Tensor] = {}
@@ -334,9 +335,10 @@ class ModelRunner:
             raise Internal(f"key {key} holds a saved sequence already")
         kv_len, state_slot = self._slots[slot].kv_len, self._slots[slot].state_slot
         pages = self._slots.pages_of(slot, kv_len)
-        regions = [region[pages] for region in self._pool.regions]
+        regions = self._pool.regions
+        content = [torch.stack([regions[index][pages] for index in shape.regions]).cpu() for shape in self._shapes]
         state = self._pool.state_rows[state_slot].clone().cpu() if state_slot >= 0 else None
-        self._saved[key] = _Saved(kv_len, torch.stack(regions).cpu(), state)
+        self._saved[key] = _Saved(kv_len, content, state)
         self._release(slot)
 
     def _copy_pages(self, copies: Sequence[CopyPage]) -> None:
@@ -351,11 +353,12 @@ class ModelRunner:
         if saved.kv_len != sequence.kv_len or (saved.state is None) != (sequence.state_slot < 0):
             raise Internal(f"slot {slot}: admitted as {sequence}, but {saved.kv_len} tokens were saved")
         pages = self._slots.pages_of(slot, saved.kv_len)
-        on_device = saved.pages.to(self._device, non_blocking=True)
         if saved.state is not None:
             self._pool.state_rows[sequence.state_slot] = saved.state.to(self._device, non_blocking=True)
-        for index, region in enumerate(self._pool.regions):
-            region[pages] = on_device[index]
+        for shape, content in zip(self._shapes, saved.pages, strict=True):
+            on_device = content.to(self._device, non_blocking=True)
+            for place, index in enumerate(shape.regions):
+                self._pool.regions[index][pages] = on_device[place]
         del self._saved[key]
 
     def _with_event(self, on_layer: LayerCallback | None) -> LayerCallback | None:

@@ -83,7 +83,7 @@ def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports
     # The main rank drains before it ends and needs its followers for that. If it dies, the kernel ends this process.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    writer = _start_writer(topology, engine, tp_rank, transports, greetings[MAIN_RANK])
+    writer = _start_writer(topology, instance.role, engine, tp_rank, transports, greetings[MAIN_RANK])
     logger.info("follows rank 0 (pid %d)", greetings[MAIN_RANK].pid)
     with explaining():
         run_follower(engine.runner, engine.group, lifeline)
@@ -94,14 +94,14 @@ def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports
 
 
 def _start_writer(
-    topology: Topology, engine: RankEngine, tp_rank: int, transports: list[Transport], main: RankHello
+    topology: Topology, role: Role, engine: RankEngine, tp_rank: int, transports: list[Transport], main: RankHello
 ) -> ShardFollower | None:
     """Start the threads that, on orders of the main rank, write this rank's shard (P) and sum or copy its pages."""
     if not main.num_lanes:
         return None
     pool = engine.pool
     verify_kv = topology.dp_config.router.pd_disaggregation.verify_kv
-    sums = (optional_page_sums_of if verify_kv == "off" else page_sums_of)(pool, tp_rank)
+    sums = (optional_page_sums_of if verify_kv == "off" else page_sums_of)(pool, tp_rank, role is not Role.PREFILL)
     tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
     writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums, tiers)
     writer.start(ServiceThread)

@@ -34,23 +34,21 @@ class SchedulerTrace:
         if self._tracer is None:
             return
         layout, pages = self._tracer.kv_layout, self._cache.get_page_indices(sequence.room)
-        page_layer_bytes = layout.regions_per_layer * layout.page_bytes * layout.tp_size
-        num_here = event.saved_bytes // (page_layer_bytes * layout.num_layers)
+        num_here = event.saved_bytes // (layout.bytes_per_page * layout.tp_size)
         num_came = len(pages) - num_here if sequence.needs_kv else 0
-        self._note_pages(self._tracer, sequence, num_here * layout.page_size, num_came * page_layer_bytes, now_s)
+        self._note_pages(self._tracer, sequence, num_here * layout.page_size, num_came, now_s)
 
     def note_computed(self, sequence: Sequence) -> None:
         """Record on a unified instance that the KV of a prompt is here: its first token is known."""
         if self._tracer is not None and sequence.source is None:
             self._note_pages(self._tracer, sequence, sequence.cached_tokens, 0, sequence.first_token_s)
 
-    def _note_pages(
-        self, tracer: Tracer, sequence: Sequence, cached_tokens: int, layer_bytes: int, now_s: float
-    ) -> None:
+    def _note_pages(self, tracer: Tracer, sequence: Sequence, cached_tokens: int, num_came: int, now_s: float) -> None:
         layout = tracer.kv_layout
         pages = self._cache.get_page_indices(sequence.room)
         traced = self.rooms.get(sequence.room)
         is_moved, times = sequence.aux_slot >= 0, sequence.stage_times(now_s)
+        bytes_by_layer = tuple(num_came * nbytes * layout.tp_size for nbytes in layout.bytes_by_layer)
         tracer.add(
             sequence.room,
             TraceRestored,
@@ -60,8 +58,8 @@ class SchedulerTrace:
             aux_slot=sequence.aux_slot,
             pages=TracedPages.of(pages),
             layout=tracer.layout,
-            bytes_by_layer=(layer_bytes,) * layout.num_layers,
-            total_bytes=layer_bytes * layout.num_layers + (aux_row_bytes(layout.vocab_size) if is_moved else 0),
+            bytes_by_layer=bytes_by_layer,
+            total_bytes=sum(bytes_by_layer) + (aux_row_bytes(layout.vocab_size) if is_moved else 0),
             admission_s=times.admission_s,
             landed_s=times.total_s,
             times=times.prefill,

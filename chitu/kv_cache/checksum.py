@@ -19,6 +19,7 @@ over a chunk. Measured beside CRC-32 and memcpy in docs/benchmarks.md.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,22 +42,44 @@ CHUNK_BYTES = 256 << 10
 
 
 class PageWeights(NamedTuple):
-    """The weights of one rank, for its own heads. All are odd int64."""
+    """The weights of one region of one rank, for its own heads: odd int64, except that a salt may be a multiple."""
 
     low_W: Int64s
     high_W: Int64s
-    salt_RH: Int64s
+    salt_H: Int64s
 
 
-def page_weights(layout: KVLayout, tp_rank: int, head_bytes: int) -> PageWeights:
-    """Return the weights of a rank. `head_bytes` is the size of one KV head in one region of a page. Raise ConfigError
-    unless it is a multiple of 8."""
-    if head_bytes % WORD_BYTES:
-        raise ConfigError(f"verify_kv needs KV heads of a multiple of {WORD_BYTES} bytes a page, not {head_bytes}")
-    heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
-    num_words, num_regions = head_bytes // WORD_BYTES, layout.regions_per_layer * layout.num_layers
-    salt_RH = _odd_numbers(3, num_regions * layout.num_kv_heads).reshape(num_regions, layout.num_kv_heads)
-    return PageWeights(_odd_numbers(1, num_words), _odd_numbers(2, num_words), salt_RH[:, heads.start : heads.stop])
+def head_copies(layout: KVLayout) -> int:
+    """Return how often the sum over all ranks of a D counts each KV head: as many ranks hold it, and each time as often
+    as it takes for the heads of all groups to count alike."""
+    return math.lcm(*(_holders(layout, group.num_kv_heads) for group in layout.groups))
+
+
+def _holders(layout: KVLayout, num_kv_heads: int) -> int:
+    """Return how many ranks hold the same KV head."""
+    return max(1, layout.tp_size // num_kv_heads)
+
+
+def page_weights(
+    layout: KVLayout, tp_rank: int, page_bytes: Sequence[int], counts_copies: bool = True
+) -> list[PageWeights]:
+    """Return the weights of a rank, by region. `page_bytes`: of a page on this rank, by region. `counts_copies`: on a
+    D, where the sum over all ranks counts every head `head_copies` times; False on a P: only the first rank that holds
+    a head counts it. Raise ConfigError unless KV heads have a multiple of 8 bytes."""
+    regions, found = layout.regions, []
+    all_salts, used = _odd_numbers(3, sum(region.num_kv_heads for region in regions)), 0
+    low_W, high_W = (_odd_numbers(stream, max(page_bytes) // WORD_BYTES) for stream in (1, 2))
+    for region, nbytes in zip(regions, page_bytes, strict=True):
+        heads = kv_heads_of(region.num_kv_heads, layout.tp_size, tp_rank)
+        head_bytes = nbytes // len(heads)
+        if head_bytes % WORD_BYTES:
+            raise ConfigError(f"verify_kv needs KV heads of a multiple of {WORD_BYTES} bytes a page, not {head_bytes}")
+        holders, num_words = _holders(layout, region.num_kv_heads), head_bytes // WORD_BYTES
+        times = head_copies(layout) // holders if counts_copies else int(tp_rank % holders == 0)
+        salt_H = all_salts[used + heads.start : used + heads.stop] * np.int64(times)
+        used += region.num_kv_heads
+        found.append(PageWeights(low_W[:num_words], high_W[:num_words], salt_H))
+    return found
 
 
 def _odd_numbers(stream: int, count: int) -> Int64s:
@@ -72,43 +95,55 @@ class HostPageSums:
     """Checksums of one rank's pages in this process's own memory, which must outlive this object. Any thread."""
 
     def __init__(
-        self, layout: KVLayout, tp_rank: int, region_bases: Sequence[int], num_pages: int, page_bytes: int
+        self,
+        layout: KVLayout,
+        tp_rank: int,
+        region_bases: Sequence[int],
+        num_pages: int,
+        page_bytes: Sequence[int],
+        counts_copies: bool = True,
     ) -> None:
-        num_heads = len(kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank))
-        self._regions_per_layer = layout.regions_per_layer
-        self._weights = page_weights(layout, tp_rank, page_bytes // num_heads)
-        shape = (num_pages, num_heads, page_bytes // num_heads // WORD_BYTES)
-        self._regions_PHW = [_words_at(base, num_pages * page_bytes).reshape(shape) for base in region_bases]
-        self._chunk_pages = max(1, CHUNK_BYTES // page_bytes)
+        """`page_bytes`, `counts_copies`: as for `page_weights`."""
+        self._first_regions = layout.first_regions
+        self._weights = page_weights(layout, tp_rank, page_bytes, counts_copies)
+        self._regions_PHW = [
+            _words_at(base, num_pages * nbytes).reshape(num_pages, len(weights.salt_H), len(weights.low_W))
+            for base, nbytes, weights in zip(region_bases, page_bytes, self._weights, strict=True)
+        ]
+        self._chunk_pages = max(1, CHUNK_BYTES // max(page_bytes))
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
         """Return the sums of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`."""
         pages_N = np.asarray(pages, dtype=np.int64)
         sums_N = np.zeros(len(pages_N), dtype=np.int64)
-        low_W, high_W, salt_RH = self._weights
-        for region in range(self._regions_per_layer * layers.start, self._regions_per_layer * layers.stop):
+        for region in range(self._first_regions[layers.start], self._first_regions[layers.stop]):
+            low_W, high_W, salt_H = self._weights[region]
             for start in range(0, len(pages_N), self._chunk_pages):
                 chunk = slice(start, start + self._chunk_pages)
                 words_CHW = self._regions_PHW[region][pages_N[chunk]]
                 heads_CH = np.einsum("chw,w->ch", words_CHW, low_W)
                 np.right_shift(words_CHW, 32, out=words_CHW)
                 heads_CH += np.einsum("chw,w->ch", words_CHW, high_W)
-                sums_N[chunk] += heads_CH @ salt_RH[region]
+                sums_N[chunk] += heads_CH @ salt_H
         return sums_N
 
 
-def page_sums_of(pool: KVPool, tp_rank: int) -> HostPageSums | DevicePageSums:
-    """Return the checksums of a rank's pool, computed where its memory is."""
+def page_sums_of(pool: KVPool, tp_rank: int, counts_copies: bool = True) -> HostPageSums | DevicePageSums:
+    """Return the checksums of a rank's pool, computed where its memory is. `counts_copies`: as for `page_weights`."""
     if pool.device.type == "cpu":
-        return HostPageSums(pool.layout, tp_rank, pool.region_bases, pool.num_pages, pool.page_bytes)
+        return HostPageSums(pool.layout, tp_rank, pool.region_bases, pool.num_pages, pool.page_bytes, counts_copies)
     from chitu.kv_cache.device_checksum import DevicePageSums
 
-    return DevicePageSums(pool, tp_rank)
+    return DevicePageSums(pool, tp_rank, counts_copies)
 
 
-def optional_page_sums_of(pool: KVPool, tp_rank: int) -> HostPageSums | DevicePageSums | None:
+def optional_page_sums_of(
+    pool: KVPool, tp_rank: int, counts_copies: bool = True
+) -> HostPageSums | DevicePageSums | None:
     """Return the same, or None if the layout allows no checksums."""
-    return None if pool.layout.head_bytes % WORD_BYTES else page_sums_of(pool, tp_rank)
+    if any(pool.layout.head_bytes(shape.head_dim) % WORD_BYTES for shape in pool.layout.shapes):
+        return None
+    return page_sums_of(pool, tp_rank, counts_copies)
 
 
 def _words_at(address: int, nbytes: int) -> Int64s:

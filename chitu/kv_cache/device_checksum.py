@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chitu.kv_cache.checksum import CHUNK_BYTES, WORD_BYTES, page_weights
+from chitu.kv_cache.checksum import CHUNK_BYTES, page_weights
 from chitu.kv_cache.pool import KVPool
 from chitu.ops.cuda_device import on_stream
 
@@ -19,15 +19,15 @@ DEVICE_CHUNK_BYTES = 64 * CHUNK_BYTES
 
 
 class DevicePageSums:
-    def __init__(self, pool: KVPool, tp_rank: int) -> None:
-        num_heads = pool.k[0].shape[1]
-        weights = page_weights(pool.layout, tp_rank, pool.page_bytes // num_heads)
-        self._low_W, self._high_W, self._salt_RH = (torch.from_numpy(part.copy()).to(pool.device) for part in weights)
-        shape = (pool.k[0].shape[0], num_heads, pool.page_bytes // num_heads // WORD_BYTES)
-        self._regions_per_layer = pool.layout.regions_per_layer
-        self._regions_PHW = [region.flatten().view(torch.int64).view(shape) for region in pool.regions]
+    def __init__(self, pool: KVPool, tp_rank: int, counts_copies: bool = True) -> None:
+        self._first_regions = pool.layout.first_regions
+        self._weights = [
+            [torch.from_numpy(part.copy()).to(pool.device) for part in weights]
+            for weights in page_weights(pool.layout, tp_rank, pool.page_bytes, counts_copies)
+        ]
+        self._regions_PHW = [region.flatten(2).view(torch.int64) for region in pool.regions]
         self._device = pool.device
-        self._chunk_pages = max(1, DEVICE_CHUNK_BYTES // pool.page_bytes)
+        self._chunk_pages = max(1, DEVICE_CHUNK_BYTES // max(pool.page_bytes))
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
@@ -37,10 +37,11 @@ class DevicePageSums:
         with on_stream(self._stream):
             pages_N = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self._device)
             sums_N = torch.zeros_like(pages_N)
-            for region in range(self._regions_per_layer * layers.start, self._regions_per_layer * layers.stop):
+            for region in range(self._first_regions[layers.start], self._first_regions[layers.stop]):
+                low_W, high_W, salt_H = self._weights[region]
                 for start in range(0, len(pages), self._chunk_pages):
                     chunk = slice(start, start + self._chunk_pages)
                     words_CHW = self._regions_PHW[region][pages_N[chunk]]
-                    heads_CH = (words_CHW * self._low_W).sum(-1) + ((words_CHW >> 32) * self._high_W).sum(-1)
-                    sums_N[chunk] += (heads_CH * self._salt_RH[region]).sum(-1)
+                    heads_CH = (words_CHW * low_W).sum(-1) + ((words_CHW >> 32) * high_W).sum(-1)
+                    sums_N[chunk] += (heads_CH * salt_H).sum(-1)
             return sums_N.cpu().numpy()

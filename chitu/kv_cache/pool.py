@@ -6,21 +6,23 @@ anonymous shared file (memfd), so that a process of the same host can map it (tr
 nothing; staging segments and tiers on the host are such files, too. Built by the service, read and
 written by the executor (step thread) and by transports. It ends with the last tensor that views it.
 
-Layout: region r = 2 * layer + (0 for K, 1 for V), or r = layer if a layer has one region (a latent cache). Each is
-`[num_pages, kv_heads, page_size, head_dim]`: heads come before tokens, so one head group of a page is contiguous. With
-dtype `fp8_e4m3` each head of a page stores its tokens' scales after its values (`ops/fp8_pages.py`). An aux row is a
-64 byte header and `vocab_size` float32.
+Layout: the regions of `KVLayout.regions`, K and V of each layer or what else it has. Each is
+`[num_pages, kv_heads, page_size, head_dim]`, of its group's heads and its own width: heads come before tokens, so one
+head group of a page is contiguous. With dtype `fp8_e4m3` each head of a page stores its tokens' scales after its values
+(`ops/fp8_pages.py`). An aux row is a 64 byte header and `vocab_size` float32.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from chitu.config.tensor_parallel import kv_heads_per_rank
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES as AUX_HEADER_BYTES
 from chitu.kv_cache.aux_row import RowMemory
@@ -66,9 +68,10 @@ def _aligned(nbytes: int) -> int:
 
 class KVPool:
     """The pages and aux rows of one rank. `k[l]`, `v[l]`: `[num_pages, kv_heads, page_size, head_dim]` (one page more
-    with a scratch page), the same tensor if a layer has one region. `regions`: each region once; with e4m3 as bytes,
-    including the scales. `aux`: uint8 `[num_aux_slots, aux_row_bytes]`. `states[layer, name]`:
-    `[num_state_slots, *shape]`, this rank's part of a tensor of `KVLayout.state`."""
+    with a scratch page), the first and the last region of layer l: the same tensor if it has one, without elements if
+    it has none. `regions`: each region once; with e4m3 as bytes, including the scales. `aux`: uint8
+    `[num_aux_slots, aux_row_bytes]`. `states[layer, name]`: `[num_state_slots, *shape]`, this rank's part of a tensor
+    of `KVLayout.state`."""
 
     def __init__(
         self,
@@ -95,30 +98,35 @@ class KVPool:
         row = StateRow.of(layout)
         self.num_state_slots = num_state_slots if layout.state else 0
         self.state_row_bytes = row.row_bytes
-        region_bytes = _aligned((num_pages + has_scratch) * self.page_bytes)
-        num_regions = layout.regions_per_layer * layout.num_layers
-        state_start = num_regions * region_bytes + _aligned(num_aux_slots * self.aux_row_bytes)
+        used = [(num_pages + has_scratch) * nbytes for nbytes in self.page_bytes]
+        *starts, aux_start = accumulate(map(_aligned, used), initial=0)
+        state_start = aux_start + _aligned(num_aux_slots * self.aux_row_bytes)
         self.arena_bytes = state_start + _aligned(self.num_state_slots * self.state_row_bytes)
         transfer_offset = self.arena_bytes
         self.arena_bytes += _aligned(transfer_bytes)
         arena = self._allocate()
         self.arena_base = arena.data_ptr()
         self.transfer_base = self.arena_base + transfer_offset
-        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(num_regions))
-        self.aux_base = self.arena_base + num_regions * region_bytes
+        self.region_bases = tuple(self.arena_base + start for start in starts)
+        self.aux_base = self.arena_base + aux_start
         self.state_base = self.arena_base + state_start
-        heads = max(1, layout.num_kv_heads // layout.tp_size)
-        used = (num_pages + has_scratch) * self.page_bytes
-        raw = [arena[r * region_bytes : r * region_bytes + used] for r in range(num_regions)]
-        if layout.dtype == FP8_E4M3:
-            self.regions = [region.view(num_pages + has_scratch, heads, -1) for region in raw]
-            pages = [values_of(region, layout.page_size, layout.head_dim) for region in self.regions]
-        else:
-            shape = (num_pages + has_scratch, heads, layout.page_size, layout.head_dim)
-            self.regions = pages = [region.view(TORCH_DTYPES[layout.dtype]).view(shape) for region in raw]
-        self.k = pages[:: layout.regions_per_layer]
-        self.v = pages[layout.regions_per_layer - 1 :: layout.regions_per_layer]
-        aux_start = self.aux_base - self.arena_base
+        no_pages = arena[:0]
+        self.regions: list[torch.Tensor] = []
+        self.k = [no_pages] * layout.num_layers
+        self.v = [no_pages] * layout.num_layers
+        for region, start, nbytes in zip(layout.regions, starts, used, strict=True):
+            heads = kv_heads_per_rank(region.num_kv_heads, layout.tp_size)
+            raw = arena[start : start + nbytes]
+            if layout.dtype == FP8_E4M3:
+                raw = raw.view(num_pages + has_scratch, heads, -1)
+                pages = values_of(raw, layout.page_size, region.head_dim)
+            else:
+                shape = (num_pages + has_scratch, heads, layout.page_size, region.head_dim)
+                raw = pages = raw.view(TORCH_DTYPES[layout.dtype]).view(shape)
+            self.regions.append(raw)
+            if self.k[region.layer] is no_pages:
+                self.k[region.layer] = pages
+            self.v[region.layer] = pages
         self.aux = arena[aux_start : aux_start + num_aux_slots * self.aux_row_bytes].view(
             num_aux_slots, self.aux_row_bytes
         )

@@ -337,7 +337,7 @@ class ChunkFeed:
     # -------------------------------------------------------------------------------------------------------- the queue
 
     def _layer_done(self, layer: int, ready: Ready | None) -> None:
-        if layer in self._layers_done:
+        if layer in self._layers_done or layer >= self._num_layers:  # behind the last layer with KV
             return
         self._layers_done.add(layer)
         self._ready = ready

@@ -12,7 +12,6 @@ from typing import Generic, TypeVar
 
 from chitu.errors import ConfigError
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
-from chitu.kv_transfer.layout import head_copies
 from chitu.kv_transfer.ranks import FanOut, TPPageSums
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
@@ -122,5 +121,5 @@ def _registered(
     if config.verify_kv != "off" and (page_sums is None or (num_followers and fan_out is None)):
         raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
     if page_sums is not None and fan_out is not None:
-        page_sums = TPPageSums(fan_out, page_sums, head_copies(config.layout), is_decode)
+        page_sums = TPPageSums(fan_out, page_sums)
     return replace(memory, page_sums=page_sums, sessions=register_memory(memory.pool, memory.transports))

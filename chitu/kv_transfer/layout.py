@@ -58,7 +58,7 @@ class PagedMemory(Protocol):
     @property
     def region_bases(self) -> tuple[int, ...]: ...
     @property
-    def page_bytes(self) -> int: ...
+    def page_bytes(self) -> tuple[int, ...]: ...
     @property
     def num_pages(self) -> int: ...
     @property
@@ -77,7 +77,7 @@ def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSes
         arena_base=pool.arena_base,
         arena_bytes=pool.arena_bytes,
         region_bases=tuple(pool.region_bases),
-        page_bytes=pool.page_bytes,
+        page_bytes=tuple(pool.page_bytes),
         num_pages=pool.num_pages,
         aux_base=pool.aux_base,
         aux_row_bytes=pool.aux_row_bytes,
@@ -88,23 +88,29 @@ def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSes
 def check_compatible(mine: KVLayout, theirs: KVLayout) -> None:
     """Raise IncompatibleLayout, with the fields that differ and both layouts, if they differ in more than TP size."""
     different = mine.mismatches(theirs)
-    heads = mine.num_kv_heads
-    if not different and (theirs.tp_size < 1 or (heads % theirs.tp_size and theirs.tp_size % heads)):
-        different = [f"tp_size: {heads} KV heads cannot be cut for {theirs.tp_size} ranks"]
+    for heads in () if different else [group.num_kv_heads for group in mine.groups]:
+        if theirs.tp_size < 1 or (heads % theirs.tp_size and theirs.tp_size % heads):
+            different = [f"tp_size: {heads} KV heads cannot be cut for {theirs.tp_size} ranks"]
     if different:
         raise IncompatibleLayout(f"KV layouts differ in {'; '.join(different)} (mine {mine}, theirs {theirs})")
 
 
-def page_bytes_of(theirs: KVLayout, mine: KVLayout, my_page_bytes: int) -> int:
-    """Return the bytes of one page of one region on a compatible peer's rank, which may hold fewer or more KV heads."""
-    head_bytes = my_page_bytes // kv_heads_per_rank(mine.num_kv_heads, mine.tp_size)
-    return head_bytes * kv_heads_per_rank(theirs.num_kv_heads, theirs.tp_size)
+def page_bytes_of(theirs: KVLayout, mine: KVLayout, my_page_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Return the bytes of a page, by region, on a compatible peer's rank, which may hold fewer or more KV heads."""
+    return tuple(
+        nbytes
+        // kv_heads_per_rank(region.num_kv_heads, mine.tp_size)
+        * kv_heads_per_rank(region.num_kv_heads, theirs.tp_size)
+        for region, nbytes in zip(mine.regions, my_page_bytes, strict=True)
+    )
 
 
-def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, page_bytes: int | None = None) -> None:
+def check_rank_memory(
+    theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, page_bytes: tuple[int, ...] | None = None
+) -> None:
     """Validate the addresses of a rank of a compatible peer of `tp_size` ranks. Raises BadFrame with the values.
 
-    `page_bytes`: required size of the peer's pages; None: the size of ours.
+    `page_bytes`: required size of the peer's pages, by region; None: the size of ours.
     """
     for name in ("arena_base", "arena_bytes", "aux_base", "num_pages", "num_aux_slots", "tp_rank"):
         value = getattr(theirs, name)
@@ -114,20 +120,25 @@ def check_rank_memory(theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, p
         raise BadFrame(f"tp_rank is {theirs.tp_rank} with tp_size {tp_size}")
     if theirs.arena_base + theirs.arena_bytes > ADDRESS_LIMIT:
         raise BadFrame(f"an arena of {theirs.arena_bytes} bytes at {theirs.arena_base:#x} ends beyond 2**63")
-    wanted = mine.page_bytes if page_bytes is None else page_bytes
-    if theirs.page_bytes != wanted:
-        raise BadFrame(f"page_bytes is {theirs.page_bytes} there and {wanted} here")
     if theirs.aux_row_bytes != mine.aux_row_bytes:
         raise BadFrame(f"aux_row_bytes is {theirs.aux_row_bytes} there and {mine.aux_row_bytes} here")
     if len(theirs.region_bases) != len(mine.region_bases):
         raise BadFrame(f"{len(theirs.region_bases)} regions there and {len(mine.region_bases)} here")
+    wanted = tuple(mine.page_bytes) if page_bytes is None else page_bytes
+    if theirs.page_bytes != wanted:
+        sizes = f"{_sizes_text(theirs.page_bytes)} there and {_sizes_text(wanted)} here"
+        raise BadFrame(f"page_bytes is {sizes}, of {len(theirs.page_bytes)} and {len(wanted)} regions")
     _check_spans(theirs)
+
+
+def _sizes_text(page_bytes: Sequence[int]) -> str:
+    return str(page_bytes[0]) if len(set(page_bytes)) == 1 else str(tuple(page_bytes))
 
 
 def _check_spans(memory: RankMemory) -> None:
     """Raise BadFrame unless every region and the aux rows lie inside the arena and no two of them overlap."""
-    region_bytes = memory.num_pages * memory.page_bytes
-    spans = [(base, region_bytes, f"region {r}") for r, base in enumerate(memory.region_bases)]
+    regions = zip(memory.region_bases, memory.page_bytes, strict=True)
+    spans = [(base, memory.num_pages * nbytes, f"region {r}") for r, (base, nbytes) in enumerate(regions)]
     spans.append((memory.aux_base, memory.num_aux_slots * memory.aux_row_bytes, "the aux rows"))
     arena_end = memory.arena_base + memory.arena_bytes
     for base, nbytes, name in spans:
@@ -252,11 +263,6 @@ class PageSums(Protocol):
         """Return one checksum per page, over K and V of these consecutive layers. Blocks. Raises TransferFailed if a
         rank does not answer."""
         ...
-
-
-def head_copies(layout: KVLayout) -> int:
-    """Return how many ranks hold the same KV head."""
-    return max(1, layout.tp_size // layout.num_kv_heads)
 
 
 def choose_pages(verify_kv: VerifyKV, first: int, end: int) -> list[int]:

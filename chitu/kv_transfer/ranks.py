@@ -320,15 +320,11 @@ class TPDecodeWriter:
 
 
 class TPPageSums:
-    """Implements `PageSums` for the main rank of several: the checksums of all ranks, added up.
+    """Implements `PageSums` for the main rank of several: the checksums of all ranks, added up."""
 
-    `copies`: how many ranks hold the same KV head. `count_all`: D counts every copy; P (False) counts each head once.
-    """
-
-    def __init__(self, fan_out: FanOut, own: PageSums, copies: int, count_all: bool) -> None:
+    def __init__(self, fan_out: FanOut, own: PageSums) -> None:
         self._fan_out = fan_out
         self._own = own
-        self._step = 1 if count_all else copies
 
     def sums(self, layers: range, pages: Sequence[int]) -> Int64s:
         order = SumPages(self._fan_out.next_number(), layers.start, layers.stop, pack_i32(pages))
@@ -340,7 +336,7 @@ class TPPageSums:
         theirs = [np.frombuffer(answer.sums, dtype=np.int64) for answer in result.answers if answer is not None]
         if any(len(sums_N) != len(pages) for sums_N in theirs):
             raise TransferFailed(f"sums of {[len(sums_N) for sums_N in theirs]} pages for {len(pages)}")
-        totals_N: Int64s = np.sum([result.mine, *theirs][:: self._step], axis=0, dtype=np.int64)
+        totals_N: Int64s = np.sum([result.mine, *theirs], axis=0, dtype=np.int64)
         return totals_N
 
 

@@ -18,6 +18,7 @@ from functools import partial
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
+from chitu.kv_cache.checksum import head_copies
 from chitu.kv_transfer.both_sides import (
     TICK_INTERVAL_S,
     Aborted,
@@ -36,7 +37,6 @@ from chitu.kv_transfer.layout import (
     Int64s,
     PageSums,
     compare,
-    head_copies,
     rank_memory,
     read_sums,
     summed,
@@ -165,7 +165,7 @@ class DecodeReceiver:
         )
         pool = self._memory.pool
         # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
-        page_bytes = pool.page_bytes * self._config.layout.tp_size * len(pool.region_bases)
+        page_bytes = sum(pool.page_bytes) * self._config.layout.tp_size
         record = ReceiveRoom(
             request_id,
             info,

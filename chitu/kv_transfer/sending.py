@@ -93,7 +93,9 @@ class SenderTrace:
         computed, destination = write.record.computed, write.destination
         traced.num_pages = len(computed.pages)
         theirs, first = destination.peer.info.layout, destination.info.prefix_pages
-        layer_bytes = (len(destination.pages) - first) * theirs.regions_per_layer * theirs.page_bytes * theirs.tp_size
+        bytes_by_layer = [
+            (len(destination.pages) - first) * nbytes * theirs.tp_size for nbytes in theirs.bytes_by_layer
+        ]
         written_from = first * theirs.page_size if destination.pages else computed.num_tokens
         self._tracer.add(
             room,
@@ -105,8 +107,8 @@ class SenderTrace:
             pages=TracedPages.of(computed.pages),
             peer_pages=TracedPages.of(destination.pages),
             layout=self._tracer.layout,
-            bytes_by_layer=(layer_bytes,) * theirs.num_layers,
-            total_bytes=layer_bytes * theirs.num_layers + self._aux_row_bytes,
+            bytes_by_layer=tuple(bytes_by_layer),
+            total_bytes=sum(bytes_by_layer) + self._aux_row_bytes,
         )
 
     def note_write(
@@ -257,7 +259,7 @@ class PrefillSender:
         self._lock = threading.Lock()
         self._out = TransferOutbox(context, logger)
         self._view = PeerView(Role.DECODE, config.host, context.is_pid_alive)
-        unit_bytes = memory.pool.page_bytes * len(memory.pool.region_bases) // config.layout.num_layers
+        unit_bytes = max(1, sum(memory.pool.page_bytes) // config.layout.num_layers)
         self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
         self._peers = DecodePeers(config, memory, fan_out, self._view)
         self.machine = SenderMachine(config, self._view)

@@ -49,67 +49,106 @@ class PageSlice(NamedTuple):
     dst_offset: int
     nbytes: int
 
-    def is_whole(self, src: PagedMemory, dst: PagedMemory) -> bool:
-        """Return whether it is the whole page on both sides, so that neighbouring pages can move as one copy."""
-        return self.nbytes == src.page_bytes == dst.page_bytes
 
+class RegionPairs(NamedTuple):
+    """The regions of a source and of a destination, in pairs, and what moves of their pages. Arrays: `[regions]`."""
 
-def layer_regions(layers: range, regions_per_layer: int = 2) -> range:
-    """Return the regions of these (consecutive) layers: K and V of each, or the one latent region."""
-    if layers.step != 1:
-        raise ValueError(f"layers {layers} are not consecutive")
-    return range(regions_per_layer * layers.start, regions_per_layer * layers.stop)
+    src: PagedMemory
+    dst: PagedMemory
+    src_R: Int64s
+    """Address of the part of page 0 that moves."""
+    dst_R: Int64s
+    src_page_bytes_R: Int64s
+    dst_page_bytes_R: Int64s
+    nbytes_R: Int64s
+    """Bytes that move of a page; 0: nothing, because the two hold different KV heads of this group."""
+    is_whole: bool
+    """Whether whole pages move in all regions, so that neighbouring pages can move as one copy."""
 
-
-def plan_page_copies(
-    src: PagedMemory,
-    dst: PagedMemory,
-    src_pages: Sequence[int],
-    dst_pages: Sequence[int],
-    layers: range,
-    part: PageSlice | None = None,
-    regions_per_layer: int = 2,
-) -> CopyList:
-    """Return the copies that bring `src_pages[i]` to `dst_pages[i]` for all regions of `layers`, region by region.
-
-    `part`: the slice of each page that moves; None: all of it. Raises TransferFailed if our side is out of range or the
-    memories do not match, BadFrame if the peer's side is out of range.
-    """
-    if len(src_pages) != len(dst_pages):
-        raise BadFrame(f"{len(src_pages)} source pages for {len(dst_pages)} destination pages")
-    if part is None:
-        if src.page_bytes != dst.page_bytes:
-            raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
-        part = PageSlice(0, 0, src.page_bytes)
-    regions = layer_regions(layers, regions_per_layer)
-    if regions.start < 0 or regions.stop > min(len(src.region_bases), len(dst.region_bases)):
-        raise TransferFailed(
-            f"layers {layers.start} to {layers.stop - 1} of memories with {len(src.region_bases) // regions_per_layer}"
-            f" and {len(dst.region_bases) // regions_per_layer} layers"
+    def only(self, chosen: slice | Int64s) -> RegionPairs:
+        """Return these pairs alone."""
+        nbytes_R, src_bytes_R, dst_bytes_R = (
+            each[chosen] for each in (self.nbytes_R, self.src_page_bytes_R, self.dst_page_bytes_R)
         )
-    if not len(src_pages) or not regions:
-        return CopyList((), (), ())
-    src_P = checked_pages(src_pages, src.num_pages, "source", TransferFailed)
-    dst_P = checked_pages(dst_pages, dst.num_pages, "destination", BadFrame)
-    if part.is_whole(src, dst):
-        starts, run_pages = merge_runs(src_P, dst_P)
-        src_P, dst_P, length_P = src_P[starts], dst_P[starts], run_pages * src.page_bytes
-    else:
-        _check_slice(part, src, dst)
-        length_P = np.full(len(src_P), part.nbytes, dtype=np.int64)
-    src_R = np.asarray(src.region_bases[regions.start : regions.stop], dtype=np.int64) + part.src_offset
-    dst_R = np.asarray(dst.region_bases[regions.start : regions.stop], dtype=np.int64) + part.dst_offset
-    return CopyList(
-        as_array(np.add.outer(src_R, src_P * src.page_bytes)),
-        as_array(np.add.outer(dst_R, dst_P * dst.page_bytes)),
-        as_array(np.tile(length_P, len(regions))),
+        is_whole = self.is_whole or bool((nbytes_R == src_bytes_R).all() and (nbytes_R == dst_bytes_R).all())
+        return self._replace(
+            src_R=self.src_R[chosen],
+            dst_R=self.dst_R[chosen],
+            src_page_bytes_R=src_bytes_R,
+            dst_page_bytes_R=dst_bytes_R,
+            nbytes_R=nbytes_R,
+            is_whole=is_whole,
+        )
+
+
+def pair_regions(src: PagedMemory, dst: PagedMemory, parts: Sequence[PageSlice | None] | None = None) -> RegionPairs:
+    """Return the pairs of all regions. `parts`: what moves of a page of each region, None in it for nothing; None: all
+    of every page. Raises TransferFailed if the memories do not match."""
+    if parts is None:
+        if tuple(src.page_bytes) != tuple(dst.page_bytes):
+            raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
+        parts = [PageSlice(0, 0, nbytes) for nbytes in src.page_bytes]
+    slices = [part or PageSlice(0, 0, 0) for part in parts]
+    for part, src_bytes, dst_bytes in zip(slices, src.page_bytes, dst.page_bytes, strict=True):
+        for offset, page_bytes in ((part.src_offset, src_bytes), (part.dst_offset, dst_bytes)):
+            if offset < 0 or part.nbytes < 0 or offset + part.nbytes > page_bytes:
+                raise TransferFailed(f"{part.nbytes} bytes from byte {offset} on of pages of {page_bytes} bytes")
+    table = np.array(
+        [(*part, *each) for part, *each in zip(slices, src.page_bytes, dst.page_bytes, strict=True)], dtype=np.int64
+    )
+    src_offset_R, dst_offset_R, nbytes_R, src_bytes_R, dst_bytes_R = table.T.copy()
+    return RegionPairs(
+        src,
+        dst,
+        np.asarray(src.region_bases, dtype=np.int64) + src_offset_R,
+        np.asarray(dst.region_bases, dtype=np.int64) + dst_offset_R,
+        src_bytes_R,
+        dst_bytes_R,
+        nbytes_R,
+        bool((nbytes_R == src_bytes_R).all() and (nbytes_R == dst_bytes_R).all()),
     )
 
 
-def _check_slice(part: PageSlice, src: PagedMemory, dst: PagedMemory) -> None:
-    for offset, page_bytes in ((part.src_offset, src.page_bytes), (part.dst_offset, dst.page_bytes)):
-        if offset < 0 or part.nbytes < 1 or offset + part.nbytes > page_bytes:
-            raise TransferFailed(f"{part.nbytes} bytes from byte {offset} on of pages of {page_bytes} bytes")
+def plan_page_copies(
+    pairs: RegionPairs, src_pages: Sequence[int], dst_pages: Sequence[int], regions: range
+) -> CopyList:
+    """Return the copies that bring `src_pages[i]` to `dst_pages[i]` in these (consecutive) regions, region by region.
+
+    Raises TransferFailed if our side is out of range, BadFrame if the peer's side is.
+    """
+    if len(src_pages) != len(dst_pages):
+        raise BadFrame(f"{len(src_pages)} source pages for {len(dst_pages)} destination pages")
+    if regions.start < 0 or regions.stop > len(pairs.nbytes_R):
+        raise TransferFailed(f"regions {regions.start} to {regions.stop - 1} of {len(pairs.nbytes_R)}")
+    if not len(src_pages) or not regions:
+        return NOTHING
+    src_P = checked_pages(src_pages, pairs.src.num_pages, "source", TransferFailed)
+    dst_P = checked_pages(dst_pages, pairs.dst.num_pages, "destination", BadFrame)
+    chosen = pairs.only(slice(regions.start, regions.stop))
+    if chosen.is_whole:
+        return _whole_pages(chosen, src_P, dst_P)
+    whole_R = (chosen.nbytes_R == chosen.src_page_bytes_R) & (chosen.nbytes_R == chosen.dst_page_bytes_R)
+    slices = chosen.only(np.flatnonzero(~whole_R & (chosen.nbytes_R > 0)))
+    copies = CopyList(
+        as_array(slices.src_R[:, None] + np.multiply.outer(slices.src_page_bytes_R, src_P)),
+        as_array(slices.dst_R[:, None] + np.multiply.outer(slices.dst_page_bytes_R, dst_P)),
+        as_array(np.repeat(slices.nbytes_R, len(src_P))),
+    )
+    return join(_whole_pages(chosen.only(np.flatnonzero(whole_R)), src_P, dst_P), copies) if whole_R.any() else copies
+
+
+def _whole_pages(pairs: RegionPairs, src_P: Int64s, dst_P: Int64s) -> CopyList:
+    starts, run_pages = merge_runs(src_P, dst_P)
+    src_P, dst_P = src_P[starts], dst_P[starts]
+    nbytes_R = pairs.nbytes_R
+    return CopyList(
+        as_array(pairs.src_R[:, None] + np.multiply.outer(nbytes_R, src_P)),
+        as_array(pairs.dst_R[:, None] + np.multiply.outer(nbytes_R, dst_P)),
+        as_array(np.multiply.outer(nbytes_R, run_pages)),
+    )
+
+
+NOTHING = CopyList((), (), ())
 
 
 def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s]:
@@ -252,10 +291,10 @@ class DecodeWriter(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class RankConnection:
-    """Connection to one D rank, which receives `part` of each of our pages."""
+    """Connection to one D rank."""
 
-    memory: RankMemory
-    part: PageSlice
+    pairs: RegionPairs
+    """Our regions and its own, and what it receives of each of our pages."""
     transport: Transport
     handle: PeerHandle
 
@@ -263,9 +302,8 @@ class RankConnection:
 class ShardWriter:
     """Implements `DecodeWriter` for one rank. `ranks`: of D, in order; rank 0 of P has D's rank 0 first."""
 
-    def __init__(self, memory: PagedMemory, ranks: Sequence[RankConnection], regions_per_layer: int = 2) -> None:
-        self._memory = memory
-        self._regions_per_layer = regions_per_layer
+    def __init__(self, layout: KVLayout, ranks: Sequence[RankConnection]) -> None:
+        self._first_regions = layout.first_regions
         self._ranks = tuple(ranks)
 
     @property
@@ -281,6 +319,8 @@ class ShardWriter:
             wait_for(chunks)
         deadline_s = time.monotonic() + timeout_s
         for rank, copies in planned:
+            if not len(copies.src):  # layers without KV, or without heads for this rank
+                continue
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise WriteError(f"writing to the ranks before {rank.handle.session_id} took {timeout_s} s", True)
@@ -304,13 +344,10 @@ class ShardWriter:
     ) -> CopyList:
         plans = [
             plan_page_copies(
-                self._memory,
-                rank.memory,
+                rank.pairs,
                 src_pages[chunk.first_page : chunk.end_page],
                 dst_pages[chunk.first_page : chunk.end_page],
-                range(chunk.first_layer, chunk.end_layer),
-                rank.part,
-                self._regions_per_layer,
+                range(self._first_regions[chunk.first_layer], self._first_regions[chunk.end_layer]),
             )
             for chunk in chunks
         ]
@@ -318,7 +355,7 @@ class ShardWriter:
 
     def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
         rank = self._ranks[0]
-        copies = plan_aux_copy(self._memory, rank.memory, src_slot, dst_slot)
+        copies = plan_aux_copy(rank.pairs.src, rank.pairs.dst, src_slot, dst_slot)
         rank.transport.write(rank.handle, copies, timeout_s)
         return copies.nbytes
 
@@ -342,18 +379,30 @@ def open_shards(
 
     Raises TransferFailed if a rank cannot be reached; nothing stays open then.
     """
-    head_bytes = memory.page_bytes // kv_heads_per_rank(layout.num_kv_heads, layout.tp_size)
     connections: list[RankConnection] = []
     try:
         for rank in sorted(info.ranks, key=lambda rank: rank.tp_rank):
-            heads = head_copy(layout.num_kv_heads, layout.tp_size, tp_rank, info.layout.tp_size, rank.tp_rank)
-            if heads is not None:
-                part = PageSlice(*(head_bytes * number for number in heads))
-                connections.append(RankConnection(rank, part, *_connect(rank, transports, info.incarnation)))
+            parts = page_slices(layout, memory, tp_rank, info.layout.tp_size, rank.tp_rank)
+            if any(parts):
+                pairs = pair_regions(memory, rank, parts)
+                connections.append(RankConnection(pairs, *_connect(rank, transports, info.incarnation)))
     except ChituError:
-        ShardWriter(memory, connections).close()
+        ShardWriter(layout, connections).close()
         raise
-    return ShardWriter(memory, connections, layout.regions_per_layer)
+    return ShardWriter(layout, connections)
+
+
+def page_slices(
+    layout: KVLayout, memory: PagedMemory, src_rank: int, dst_size: int, dst_rank: int
+) -> list[PageSlice | None]:
+    """Return what rank `src_rank` of a P of this layout, with this `memory`, writes of a page to rank `dst_rank` of a D
+    of `dst_size` ranks, by region."""
+    parts: list[PageSlice | None] = []
+    for region, page_bytes in zip(layout.regions, memory.page_bytes, strict=True):
+        heads = head_copy(region.num_kv_heads, layout.tp_size, src_rank, dst_size, dst_rank)
+        head_bytes = page_bytes // kv_heads_per_rank(region.num_kv_heads, layout.tp_size)
+        parts.append(None if heads is None else PageSlice(*(head_bytes * number for number in heads)))
+    return parts
 
 
 def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:

@@ -32,7 +32,7 @@ from chitu.models.config_keys import (
     value_of,
 )
 from chitu.models.quantization import Quantization, read_quantization
-from chitu.protocol import StateTensor
+from chitu.protocol import CacheGroup, StateTensor
 
 SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 DIGEST_THREADS = 8
@@ -70,17 +70,14 @@ class ModelSpec:
     """Mixture of experts; None if every layer has a dense MLP."""
     latent: LatentSpec | None = None
     """Latent attention. With it `num_kv_heads` and `head_dim` are those of the cache: one head, as wide as its rows."""
+    groups: tuple[CacheGroup, ...] = ()
+    """What layers keep of each token: one group if all of them keep the same and see all tokens."""
     state: tuple[StateTensor, ...] = ()
     """What its recurrent layers keep of a sequence; empty if it has none. The dtype `auto` is that of the model."""
     num_extra_layers: int = 0
     """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3); not used."""
     quantization: Quantization | None = None
     """How the weights are stored; None if they are floating-point numbers."""
-
-    @property
-    def regions_per_layer(self) -> int:
-        """Memory regions of the KV cache a layer: K and V, or the one of latent attention."""
-        return 2 if self.latent is None else 1
 
     @property
     def family(self) -> str:
@@ -192,6 +189,7 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
         dtype=dtype,
         experts=read_expert_spec(values, architecture, where),
         latent=latent,
+        groups=(CacheGroup(tuple(range(num_layers)), num_kv_heads, (head_dim,) * (1 if latent else 2)),),
         num_extra_layers=values.get("num_nextn_predict_layers", 0),
         quantization=read_quantization(values["quantization_config"], folder, where),
     )

@@ -4,7 +4,8 @@ JSON)."""
 from __future__ import annotations
 
 import math
-from typing import Union
+from bisect import bisect_left
+from typing import NamedTuple, Union
 
 from chitu.protocol.requests import LinkAck
 from chitu.protocol.wire import Codec, Wire
@@ -178,8 +179,49 @@ class StateTensor(Wire, frozen=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
+class CacheGroup(Wire, frozen=True):
+    """Layers whose pages have the same shape and stay for the same tokens."""
+
+    layers: tuple[int, ...]
+    """Ascending. A layer is in one group, or in none if it has no KV."""
+    num_kv_heads: int
+    """KV heads of the whole model; a TP rank holds `num_kv_heads / tp_size` of them (at least 1)."""
+    head_dims: tuple[int, ...]
+    """Numbers of a head's token in each region of a layer: K and V, which may differ; a latent row alone; a latent row
+    and an index key."""
+    window: int | None = None
+    """Newest tokens that a later token can see; None: all."""
+
+    def __str__(self) -> str:
+        layers = ", ".join(map(str, self.layers))
+        if len(self.layers) > 1 and self.layers == tuple(range(self.layers[0], self.layers[-1] + 1)):
+            layers = f"{self.layers[0]} to {self.layers[-1]}"
+        heads = f"{self.num_kv_heads} x {' and '.join(map(str, self.head_dims))}"
+        return f"layers {layers}: {heads}" + (f", window {self.window}" if self.window is not None else "")
+
+
+class Region(NamedTuple):
+    """A region of a rank's memory: what one layer keeps of every token."""
+
+    layer: int
+    group: int
+    """Index in `KVLayout.groups`."""
+    num_kv_heads: int
+    """Of the whole model."""
+    head_dim: int
+
+
+class RegionShape(NamedTuple):
+    """Regions of one group whose pages have the same shape, by index."""
+
+    num_kv_heads: int
+    head_dim: int
+    regions: tuple[int, ...]
+
+
 class KVLayout(Wire, frozen=True):
-    """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`.
+    """What must agree between P and D before a byte moves. Regions are `[pages, kv_heads, page_size, head_dim]`, one
+    for each of a layer's `head_dims`, in the order of the layers.
 
     A latent cache (DeepSeek) has one region per layer and one "KV head", with latent and rotated key side by side,
     which every TP rank holds.
@@ -190,19 +232,14 @@ class KVLayout(Wire, frozen=True):
 
     model_hash: str
     """Hash of the config and the weight index: the same checkpoint gives the same hash."""
-    num_layers: int
-    num_kv_heads: int
-    """KV heads of the whole model; a TP rank holds `num_kv_heads / tp_size` of them (at least 1)."""
-    head_dim: int
     page_size: int
     """Tokens per page."""
     dtype: str
     """`float32`, `bfloat16`, `float16`, or `fp8_e4m3` with the scales after the numbers of each head of a page."""
     vocab_size: int
     """Length of a logits row."""
+    groups: tuple[CacheGroup, ...]
     tp_size: int = 1
-    regions_per_layer: int = 2
-    """K and V; 1 with a latent cache."""
     state: tuple[StateTensor, ...] = ()
     """What recurrent layers keep of a request beside the pages: one row for each, on every rank
     (`kv_cache/state_row.py`)."""
@@ -215,22 +252,81 @@ class KVLayout(Wire, frozen=True):
         """Bytes of a request's state over all TP ranks."""
         return sum(tensor.nbytes for tensor in self.state)
 
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one KV head of a page in one region."""
-        if self.dtype == FP8_E4M3:
-            return fp8_head_bytes(self.page_size, self.head_dim)
-        return self.page_size * self.head_dim * ITEM_BYTES[self.dtype]
+    @classmethod
+    def uniform(
+        cls,
+        model_hash: str,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: str,
+        vocab_size: int,
+        tp_size: int = 1,
+        regions_per_layer: int = 2,
+    ) -> KVLayout:
+        """Return the layout of layers that are all alike and see all tokens."""
+        group = CacheGroup(tuple(range(num_layers)), num_kv_heads, (head_dim,) * regions_per_layer)
+        return cls(model_hash, page_size, dtype, vocab_size, (group,), tp_size)
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of one page in one region (a layer has `regions_per_layer` of them) on one TP rank."""
-        return max(1, self.num_kv_heads // self.tp_size) * self.head_bytes
+    def num_layers(self) -> int:
+        """Layers up to the last one with KV."""
+        return 1 + max(group.layers[-1] for group in self.groups)
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The regions of a rank in the order of their addresses: by layer."""
+        found = [
+            (layer, place, Region(layer, number, group.num_kv_heads, head_dim))
+            for number, group in enumerate(self.groups)
+            for layer in group.layers
+            for place, head_dim in enumerate(group.head_dims)
+        ]
+        return tuple(region for _, _, region in sorted(found))
+
+    @property
+    def first_regions(self) -> tuple[int, ...]:
+        """For each layer the index of its first region, and behind them the number of regions: those of `layers` are
+        `range(first_regions[layers.start], first_regions[layers.stop])`."""
+        layers = [region.layer for region in self.regions]
+        return tuple(bisect_left(layers, layer) for layer in range(self.num_layers + 1))
+
+    def regions_of(self, layers: range) -> range:
+        """Return the indices of the regions of these (consecutive) layers."""
+        return range(self.first_regions[layers.start], self.first_regions[layers.stop])
+
+    @property
+    def shapes(self) -> tuple[RegionShape, ...]:
+        """The regions by group and shape; one shape if all layers are alike."""
+        indices: dict[tuple[int, int, int], list[int]] = {}
+        for index, region in enumerate(self.regions):
+            indices.setdefault(region[1:], []).append(index)
+        return tuple(RegionShape(heads, dim, tuple(found)) for (_, heads, dim), found in sorted(indices.items()))
+
+    def head_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one KV head of a page in a region of this `head_dim`."""
+        if self.dtype == FP8_E4M3:
+            return fp8_head_bytes(self.page_size, head_dim)
+        return self.page_size * head_dim * ITEM_BYTES[self.dtype]
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        """Bytes of one page on one TP rank, by region."""
+        return tuple(max(1, one.num_kv_heads // self.tp_size) * self.head_bytes(one.head_dim) for one in self.regions)
 
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one page in all regions on one TP rank."""
-        return self.num_layers * self.regions_per_layer * self.page_bytes
+        return sum(self.page_bytes)
+
+    @property
+    def bytes_by_layer(self) -> tuple[int, ...]:
+        """Bytes of one page on one TP rank, by layer."""
+        sums = [0] * self.num_layers
+        for region, nbytes in zip(self.regions, self.page_bytes, strict=True):
+            sums[region.layer] += nbytes
+        return tuple(sums)
 
     def adapter_hash(self, name: str) -> str:
         """Return the hash of an adapter; empty if there is none of this name."""
@@ -239,10 +335,16 @@ class KVLayout(Wire, frozen=True):
     def mismatches(self, other: KVLayout) -> list[str]:
         """Return the fields that keep the two from exchanging pages, as `name: mine != theirs`."""
         return [
-            f"{name}: {getattr(self, name)} != {getattr(other, name)}"
+            f"{name}: {self._text(name)} != {other._text(name)}"
             for name in self.__struct_fields__
             if name != "tp_size" and getattr(self, name) != getattr(other, name)
         ]
+
+    def _text(self, name: str) -> str:
+        return "; ".join(map(str, self.groups)) if name == "groups" else str(getattr(self, name))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={self._text(name)}" for name in self.__struct_fields__)
 
 
 class InstanceInfo(Wire, frozen=True):

@@ -40,9 +40,9 @@ class RankMemory(Wire, frozen=True):
     """All regions and aux rows lie in one allocation of `arena_bytes` from here."""
     arena_bytes: int
     region_bases: tuple[int, ...]
-    """K of layer 0, V of layer 0, K of layer 1, ..."""
-    page_bytes: int
-    """Bytes of one page of one region on this rank."""
+    """K of layer 0, V of layer 0, K of layer 1, ...: the order of `KVLayout.regions`."""
+    page_bytes: tuple[int, ...]
+    """Bytes of one page on this rank, by region."""
     num_pages: int
     aux_base: int
     aux_row_bytes: int

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, Union
 
 from chitu.protocol.account import NO_TIMES, PrefillTimes, RequestSnapshot
+from chitu.protocol.cluster import CacheGroup
 from chitu.protocol.wire import Wire
 
 MAX_LISTED_PAGES = 256
@@ -53,12 +54,10 @@ class TracedLayout(Wire, frozen=True, omit_defaults=False):
     """Shape of a page on that instance."""
 
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
     page_size: int
     dtype: str
     tp_size: int
-    regions_per_layer: int
+    groups: tuple[CacheGroup, ...]
 
 
 class TracedSums(Wire, frozen=True, omit_defaults=False):

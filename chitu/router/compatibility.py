@@ -108,8 +108,4 @@ def _cure(new: InstanceInfo, other: InstanceInfo) -> str:
 
 
 def _layouts(new: InstanceInfo, other: InstanceInfo) -> str:
-    return f". {new.name}: {_layout_text(new.layout)}. {other.name}: {_layout_text(other.layout)}"
-
-
-def _layout_text(layout: KVLayout) -> str:
-    return ", ".join(f"{name}={getattr(layout, name)}" for name in layout.__struct_fields__)
+    return f". {new.name}: {new.layout}. {other.name}: {other.layout}"

@@ -329,7 +329,7 @@ def _own_memory(
     )
     # `verify_kv` reports why checksums are impossible; the hashes of trace records can be left out.
     sums_of = optional_page_sums_of if pd.verify_kv == "off" else page_sums_of
-    return OwnMemory(pool, aux, transports, sums_of(cast("KVPool", pool), MAIN_RANK))
+    return OwnMemory(pool, aux, transports, sums_of(cast("KVPool", pool), MAIN_RANK, instance.role is not Role.PREFILL))
 
 
 if __name__ == "__main__":

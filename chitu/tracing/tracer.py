@@ -91,10 +91,7 @@ class Tracer:
         self.name = instance_name(role, engine_rank)
         self.device = device
         self.kv_layout = layout
-        self.layout = TracedLayout(
-            *(layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.page_size, layout.dtype),
-            *(layout.tp_size, layout.regions_per_layer),
-        )
+        self.layout = TracedLayout(layout.num_layers, layout.page_size, layout.dtype, layout.tp_size, layout.groups)
         self._open_socket = open_socket
         self._clock = clock
         self._pause_s = pause_s

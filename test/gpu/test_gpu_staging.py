@@ -16,7 +16,7 @@ from support.router_process import wait_until
 
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.shard_writer import plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import pair_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, PinDriver
 from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, StagingArea, area_of
 from chitu.kv_transfer.transports.staged import groups_of, packed
@@ -26,7 +26,9 @@ from chitu.ops.kernels.blocks import BlockCopier
 from chitu.protocol import KVLayout
 from chitu.tools.make_model import make_model
 
-LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
+LAYOUT = KVLayout.uniform(
+    "test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000
+)
 SEGMENT_BYTES = 1 << 20
 
 
@@ -64,7 +66,9 @@ def test_pages_and_a_row_come_through_a_segment_as_they_were(card, place):
         for region in range(2 * layers.start, 2 * layers.stop):
             expected[region][theirs] = prefill.regions[region][own]
         through_a_segment(
-            copier, plan_page_copies(prefill, decode, own, theirs, layers), area.address(layers.start % 2)
+            copier,
+            plan_page_copies(pair_regions(prefill, decode), own, theirs, LAYOUT.regions_of(layers)),
+            area.address(layers.start % 2),
         )
     through_a_segment(copier, plan_aux_copy(prefill, decode, 1, 0), area.address(1))
     for found, wanted in zip(decode.regions, expected, strict=True):

@@ -13,7 +13,7 @@ from chitu.protocol import FP8_E4M3, KVLayout
 
 @pytest.mark.parametrize("dtype", ["bfloat16", FP8_E4M3])
 def test_pages_go_to_pinned_memory_and_back(card, dtype):
-    pool = KVPool(KVLayout("m", 4, 8, 128, 16, dtype, 100), 9, 0, str(card.device), has_scratch=True)
+    pool = KVPool(KVLayout.uniform("m", 4, 8, 128, 16, dtype, 100), 9, 0, str(card.device), has_scratch=True)
     for region in pool.regions:
         region.view(torch.uint8).random_()
     wait(card)

@@ -21,7 +21,7 @@ from chitu.ops.cuda_device import on_stream
 from chitu.protocol import KVLayout
 from chitu.types import new_room
 
-LAYOUT = KVLayout("test", num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32", vocab_size=37)
+LAYOUT = KVLayout.uniform("test", num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32", vocab_size=37)
 LOGITS_BYTES = 4 * LAYOUT.vocab_size
 
 
@@ -101,7 +101,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "tp_size", "tp_rank"), [("float32", 1, 0), ("bfloat16", 1, 0), ("bfloat16", 2, 1)])
 def test_a_device_sums_as_the_host_does(device: str, dtype: str, tp_size: int, tp_rank: int) -> None:
-    layout = KVLayout("m", 3, 4, 8, 4, dtype, 16, tp_size)
+    layout = KVLayout.uniform("m", 3, 4, 8, 4, dtype, 16, tp_size)
     host, other = KVPool(layout, 10, 1), KVPool(layout, 10, 1, device)
     generator = torch.Generator().manual_seed(1)
     for mine, theirs in zip((*host.k, *host.v), (*other.k, *other.v), strict=True):

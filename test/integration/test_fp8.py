@@ -233,16 +233,16 @@ def test_the_kernels_of_the_cpu_leave_e4m3_to_torch():
 
 
 def test_a_head_of_a_page_is_one_piece_with_its_scales():
-    layout = KVLayout("m", 2, 4, 8, 16, "fp8_e4m3", 10, tp_size=2)
+    layout = KVLayout.uniform("m", 2, 4, 8, 16, "fp8_e4m3", 10, tp_size=2)
     pool = KVPool(layout, 5, 0, has_scratch=True)
-    assert pool.page_bytes == 2 * 16 * (8 + 4)
+    assert pool.page_bytes == (2 * 16 * (8 + 4),) * 4
     put_rows(pool.k[1], torch.tensor([3]), torch.tensor([15]), torch.full((1, 2, 8), 56.0))
     head = pool.regions[2][3, 1]
     assert pool.regions[2].data_ptr() == pool.region_bases[2] == pool.k[1].data_ptr()
     assert head[: 16 * 8].view(E4M3)[-8:].tolist() == [448.0] * 8 and not head[: 15 * 8].any()
     assert head[16 * 8 :].view(torch.float32).tolist() == [0.0] * 15 + [0.125]
     assert take_pages(pool.k[1], torch.tensor([3]), torch.float16)[0, 1, 15].tolist() == [56.0] * 8
-    wide = KVLayout("m", 2, 4, 8, 16, "bfloat16", 10, tp_size=2)
+    wide = KVLayout.uniform("m", 2, 4, 8, 16, "bfloat16", 10, tp_size=2)
     with pytest.raises(IncompatibleLayout, match="dtype: fp8_e4m3 != bfloat16") as caught:
         check_compatible(layout, wide)
     assert str(layout) in caught.value.message and str(wide) in caught.value.message

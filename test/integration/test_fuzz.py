@@ -67,7 +67,7 @@ GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 SAMPLING = SamplingParams(max_tokens=4)
 SESSIONS = (TransportSession("shm", "s", {"pid": "1"}),)
-MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), 64, 4, 7000, 64, 2)
+MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), (64, 64), 4, 7000, 64, 2)
 REQUESTS = [
     PrefillRequest(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
     DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),

@@ -29,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_token_costs_one_row_of_latent_and_rotated_key_a_layer(checkpoint):
     engine = Engine(checkpoint[0], num_pages=8)
     assert len(engine.pool.region_bases) == engine.spec.num_layers
-    assert engine.pool.page_bytes == PAGE_SIZE * (40 + 16) * 4
+    assert engine.pool.page_bytes == (PAGE_SIZE * (40 + 16) * 4,) * engine.spec.num_layers
     assert engine.pool.k[1].data_ptr() == engine.pool.v[1].data_ptr() == engine.pool.region_bases[1]
-    assert engine.pool.aux_base >= engine.pool.region_bases[-1] + 8 * engine.pool.page_bytes
+    assert engine.pool.aux_base >= engine.pool.region_bases[-1] + 8 * engine.pool.page_bytes[-1]
 
 
 def test_the_reference_operations_give_the_same_tokens(checkpoint):

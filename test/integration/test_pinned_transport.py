@@ -21,7 +21,7 @@ from transport_process import LAYOUT, NUM_PAGES, new_pool, page_crcs, region
 from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards, pair_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport, Exported
 from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.mapped import APART, mapping_of
@@ -97,7 +97,7 @@ class Prefill:
         return peer
 
     def pages(self, decode: Decode, own: list[int], theirs: list[int], layers: range) -> CopyList:
-        return plan_page_copies(self.pool, decode.memory, own, theirs, layers)
+        return plan_page_copies(pair_regions(self.pool, decode.memory), own, theirs, LAYOUT.regions_of(layers))
 
 
 @pytest.fixture(scope="module")
@@ -387,7 +387,7 @@ def test_mooncake_without_cuda_offers_segments_on_the_host_and_nothing_else() ->
         pytest.skip(str(error))
     arenas = [arena_twin(1 << 16)[0] for _ in range(2)]
     areas = [StagingArea(arena.base, 1 << 14, 4, arena.base, arena.nbytes) for arena in arenas]
-    memory = RankMemory(0, (), unreadable, 1 << 16, (unreadable,), 64, 1, unreadable + 4096, 64, 1)
+    memory = RankMemory(0, (), unreadable, 1 << 16, (unreadable,), (64,), 1, unreadable + 4096, 64, 1)
     copier = DeviceCopier(HostCopier())
     staged, sessions = list[StagedTransport](), []
     for end, area in zip(ends, areas, strict=True):

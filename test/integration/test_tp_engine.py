@@ -35,7 +35,7 @@ def test_tokens_of_several_ranks_equal_transformers(family: str, size: int, tmp_
         assert pool.num_aux_slots == 0
     if size == 4:  # neighbours hold the same head
         assert torch.equal(ranks.pools[0].k[1], ranks.pools[1].k[1])
-        is_latent = ranks.spec.regions_per_layer == 1  # then all hold the same
+        is_latent = ranks.spec.latent is not None  # then all hold the same
         assert torch.equal(ranks.pools[1].k[1], ranks.pools[2].k[1]) == is_latent
     ranks.close()
 

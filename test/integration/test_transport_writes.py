@@ -17,7 +17,7 @@ from transport_peers import BETWEEN_HOSTS, LAYERS, NUM_REGIONS, ON_ONE_HOST, Rec
 from transport_process import LAYOUT, NUM_PAGES, page_crcs, region
 
 from chitu.kv_transfer.layout import MetadataBuffers
-from chitu.kv_transfer.shard_writer import plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import pair_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList, OrderedTransport, WriteError
 from chitu.types import Ready, new_room
 
@@ -99,7 +99,7 @@ def test_bytes_that_are_still_to_be_computed_are_copied_when_they_are(writer: Wr
         event.record()
         assert not event.query(), "the copy below has something to wait for"
         ready = event
-    copies = plan_page_copies(writer.pool, receiver.memory, [11], [7], range(1, 2))
+    copies = plan_page_copies(pair_regions(writer.pool, receiver.memory), [11], [7], range(2, 4))
     writer.transport.write_after(peer, copies, [ready], 10.0)
     assert receiver.crcs(2)[7] == zlib.crc32(torch.full_like(layer[11].cpu(), 3.5).numpy().data)
     writer.transport.disconnect(peer)
@@ -118,7 +118,7 @@ def test_a_copy_out_of_range_is_refused_and_the_peer_stays_usable(writer: Writer
             writer.transport.write(peer, copies, 5.0)
         assert caught.value.fenced
     assert receiver.crcs(0) == before
-    writer.transport.write(peer, plan_page_copies(pool, memory, [1], [5], LAYERS), 5.0)
+    writer.transport.write(peer, plan_page_copies(pair_regions(pool, memory), [1], [5], LAYOUT.regions_of(LAYERS)), 5.0)
     assert receiver.crcs(0)[5] == page_crcs(pool, 0)[1]
     writer.transport.disconnect(peer)
 
@@ -144,7 +144,9 @@ def test_a_write_after_disconnect_is_refused(writer: Writer, receiver: Receiver)
     peer = writer.connect(receiver)
     writer.transport.disconnect(peer)
     with pytest.raises(WriteError, match="disconnected"):
-        writer.transport.write(peer, plan_page_copies(writer.pool, receiver.memory, [1], [2], LAYERS), 5.0)
+        writer.transport.write(
+            peer, plan_page_copies(pair_regions(writer.pool, receiver.memory), [1], [2], LAYOUT.regions_of(LAYERS)), 5.0
+        )
 
 
 def test_processes_that_are_connected_and_have_nothing_to_do_are_idle(writer: Writer, receiver: Receiver) -> None:

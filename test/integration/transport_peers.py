@@ -17,7 +17,7 @@ from nursery import NAMESPACE, nursery
 from transport_process import LAYOUT, NUM_PAGES, new_pool, new_transport, region
 
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_transfer.shard_writer import plan_page_copies
+from chitu.kv_transfer.shard_writer import pair_regions, plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport
 from chitu.protocol import RankMemory
 
@@ -163,7 +163,7 @@ class Writer:
 
     def copies(self, receiver: Receiver, src_pages: Sequence[int], dst_pages: Sequence[int]) -> CopyList:
         """Plan copies of all layers."""
-        return plan_page_copies(self.pool, receiver.memory, src_pages, dst_pages, LAYERS)
+        return plan_page_copies(pair_regions(self.pool, receiver.memory), src_pages, dst_pages, range(NUM_REGIONS))
 
 
 class Trouble:

@@ -26,7 +26,7 @@ from chitu.config.schema import PDDisaggregationConfig
 from chitu.errors import Integrity
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import MetadataBuffers, rank_memory
-from chitu.kv_transfer.shard_writer import plan_page_copies
+from chitu.kv_transfer.shard_writer import pair_regions, plan_page_copies
 from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
 from chitu.kv_transfer.transports.nixl import NixlTransport
@@ -34,7 +34,9 @@ from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.protocol import KVLayout, RankMemory, encode
 
-LAYOUT = KVLayout("test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000)
+LAYOUT = KVLayout.uniform(
+    "test", num_layers=3, num_kv_heads=2, head_dim=16, page_size=16, dtype="float32", vocab_size=1000
+)
 NUM_PAGES, NUM_AUX_SLOTS = 2000, 4
 CLONE_NEWNET = 0x40000000
 
@@ -104,7 +106,7 @@ def send(kind: str, host: str, num_pages: str) -> None:
     transport.register(pool.arena_base, pool.arena_bytes)
     peer_memory = msgspec.msgpack.decode(bytes.fromhex(sys.stdin.readline()), type=RankMemory)
     pages = range(int(num_pages))
-    copies = plan_page_copies(pool, peer_memory, pages, pages, range(LAYOUT.num_layers))
+    copies = plan_page_copies(pair_regions(pool, peer_memory), pages, pages, range(2 * LAYOUT.num_layers))
 
     def run() -> None:
         peer = transport.connect(peer_memory, peer_memory.sessions[0])

@@ -51,7 +51,7 @@ POISON = 0xEE
 WAIT_TURNS = 24
 """Number of turns after which a write has timed out."""
 DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2)
-LAYOUT = KVLayout("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
+LAYOUT = KVLayout.uniform("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
 
 Kind = TransferEventKind
 
@@ -176,7 +176,7 @@ class Memory:
         self.arena_base = int(self.arena.ctypes.data)
         self.arena_bytes = self.arena.nbytes
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * NUM_LAYERS))
-        self.page_bytes = page_bytes
+        self.page_bytes = (page_bytes,) * (2 * NUM_LAYERS)
         self.num_pages = NUM_PAGES
         self.aux_base = self.arena_base + 2 * NUM_LAYERS * region_bytes
         self.aux_row_bytes = AUX_ROW_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -10,7 +11,7 @@ from support.fake_transport import FakeFabric, FakeTransport
 
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.kv_transfer.layout import rank_memory
-from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout
+from chitu.protocol import PROTOCOL_VERSION, CacheGroup, KVArgsRegisterInfo, KVLayout
 
 NUM_LAYERS, PAGE_SIZE, HEAD_DIM, NUM_PAGES = 2, 4, 2, 12
 HEAD_BYTES = PAGE_SIZE * HEAD_DIM * 4
@@ -19,38 +20,52 @@ EMPTY = -1
 
 
 def layout_of(num_kv_heads: int, tp_size: int) -> KVLayout:
-    return KVLayout("m", NUM_LAYERS, num_kv_heads, HEAD_DIM, PAGE_SIZE, "float32", 16, tp_size)
+    return KVLayout.uniform("m", NUM_LAYERS, num_kv_heads, HEAD_DIM, PAGE_SIZE, "float32", 16, tp_size)
+
+
+def mixed_layout(tp_size: int) -> KVLayout:
+    """Return a layout of layers that differ: in heads, in the widths of K and V, one without KV, and one with a latent
+    row and an index key."""
+    groups = (
+        CacheGroup((0, 4), 4, (2, 2)),
+        CacheGroup((1,), 2, (4, 2), window=8),
+        CacheGroup((3,), 1, (6, 2)),
+    )
+    return KVLayout("m", PAGE_SIZE, "float32", 16, groups, tp_size)
 
 
 class RankPool:
-    """`PagedMemory` of one rank; `kv`: int32 `[2 * layers, pages, heads, elements of a head]`."""
+    """`PagedMemory` of one rank; `kv`: by region, int32 `[pages, heads, elements of a head]`."""
 
     def __init__(self, layout: KVLayout, tp_rank: int) -> None:
         self.layout = layout
-        self.heads = kv_heads_of(layout.num_kv_heads, layout.tp_size, tp_rank)
-        self.page_bytes = HEAD_BYTES * len(self.heads)
+        self.heads = [kv_heads_of(region.num_kv_heads, layout.tp_size, tp_rank) for region in layout.regions]
+        """By region."""
+        self.page_bytes = layout.page_bytes
         self.num_pages = NUM_PAGES
         self.aux_row_bytes = AUX_ROW_BYTES
         self.num_aux_slots = 0 if tp_rank else NUM_AUX
-        region_bytes = NUM_PAGES * self.page_bytes
-        aux_at = 2 * NUM_LAYERS * region_bytes
+        *starts, aux_at = accumulate((NUM_PAGES * nbytes for nbytes in self.page_bytes), initial=0)
         self.arena = np.full(aux_at + self.num_aux_slots * AUX_ROW_BYTES, 0xFF, dtype=np.uint8)
         self.arena_base, self.arena_bytes = int(self.arena.ctypes.data), self.arena.nbytes
-        self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(2 * NUM_LAYERS))
+        self.region_bases = tuple(self.arena_base + start for start in starts)
         self.aux_base = self.arena_base + aux_at
-        shape = (2 * NUM_LAYERS, NUM_PAGES, len(self.heads), PAGE_SIZE * HEAD_DIM)
-        self.kv = self.arena[:aux_at].view(np.int32).reshape(shape)
+        self.kv = [
+            self.arena[start : start + NUM_PAGES * nbytes].view(np.int32).reshape(NUM_PAGES, len(heads), -1)
+            for start, nbytes, heads in zip(starts, self.page_bytes, self.heads, strict=True)
+        ]
         self.rows = self.arena[aux_at:].reshape(self.num_aux_slots, AUX_ROW_BYTES)
 
     def fill(self) -> None:
         """Fill with what the model would compute: a function of region, page, head and element."""
-        for region in range(2 * NUM_LAYERS):
+        for region, kv in enumerate(self.kv):
             for page in range(NUM_PAGES):
-                self.kv[region, page] = [expected(region, page, head) for head in self.heads]
+                kv[page] = self.expected(region, page)
 
-
-def expected(region: int, page: int, head: int) -> np.ndarray:
-    return ((region * NUM_PAGES + page) * 64 + head) * 64 + np.arange(PAGE_SIZE * HEAD_DIM, dtype=np.int32)
+    def expected(self, region: int, page: int) -> list[np.ndarray]:
+        """Return what a page has once it is filled, or written from one of this number, by head."""
+        elements = np.arange(self.kv[region].shape[-1], dtype=np.int32)
+        return [((region * NUM_PAGES + page) * 64 + head) * 64 + elements for head in self.heads[region]]
 
 
 class Ranks:
@@ -76,10 +91,10 @@ class Ranks:
         """Check that exactly these pages of these layers hold what P had, and that nothing else was touched."""
         came_from = dict(zip(dst_pages, src_pages, strict=True))
         for pool in self.pools:
-            for region in range(2 * NUM_LAYERS):
+            for index, region in enumerate(self.layout.regions):
                 for page in range(NUM_PAGES):
-                    found = pool.kv[region, page]
-                    if page in came_from and region // 2 in layers:
-                        assert (found == [expected(region, came_from[page], head) for head in pool.heads]).all()
+                    found = pool.kv[index][page]
+                    if page in came_from and region.layer in layers:
+                        assert (found == pool.expected(index, came_from[page])).all()
                     else:
                         assert (found == EMPTY).all()

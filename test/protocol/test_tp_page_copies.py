@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from shard_pools import NUM_LAYERS, RankPool, Ranks, layout_of
+from shard_pools import NUM_LAYERS, RankPool, Ranks, layout_of, mixed_layout
 from support.fake_transport import FakeFabric
 
 from chitu.errors import ConfigError, Integrity, Internal, TransferFailed
-from chitu.kv_cache.checksum import HostPageSums
+from chitu.kv_cache.checksum import HostPageSums, head_copies
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
 from chitu.kv_transfer.both_sides import OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode
-from chitu.kv_transfer.layout import PageSums, RoomSums, compare, head_copies
+from chitu.kv_transfer.layout import PageSums, RoomSums, compare
 from chitu.kv_transfer.ranks import FanOut, ShardFollower, TierMemory, TPPageCopies, TPPageSums
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
 from chitu.protocol import KVLayout
@@ -126,7 +126,7 @@ def test_pages_are_summed_up_while_a_rank_copies_one() -> None:
     copying = thread("tiers", lambda: copies.extract_from_kvpool(3, memory))
     copying.start()
     assert begun.wait(60.0)
-    assert len(TPPageSums(fan_out, sums[0], 1, count_all=False).sums(range(1), [1, 2])) == 2
+    assert len(TPPageSums(fan_out, sums[0]).sums(range(1), [1, 2])) == 2
     go_on.set()
     copying.join(60.0)
     assert not copying.is_alive()
@@ -143,8 +143,12 @@ LAYERS = range(NUM_LAYERS)
 SRC_PAGES, DST_PAGES = [3, 1, 2], [8, 9, 4]
 
 
-def own_sums(layout: KVLayout, tp_rank: int, pool: RankPool) -> HostPageSums:
-    return HostPageSums(layout, tp_rank, pool.region_bases, pool.num_pages, pool.page_bytes)
+def own_sums(layout: KVLayout, tp_rank: int, pool: RankPool, counts_copies: bool) -> HostPageSums:
+    return HostPageSums(layout, tp_rank, pool.region_bases, pool.num_pages, pool.page_bytes, counts_copies)
+
+
+def uniform_layout(tp_size: int) -> KVLayout:
+    return layout_of(HEADS, tp_size)
 
 
 class SummedInstance:
@@ -156,16 +160,15 @@ class SummedInstance:
         self.fan_out = FanOut(layout.tp_size - 1, 0, answer_grace_s=0.0)
         self.followers = [
             ShardFollower(layout, rank, pools[rank], [], self.fan_out.base, self.fan_out.num_lanes, sums)
-            for rank, sums in enumerate(self._sums(deaf), start=1)
+            for rank, sums in enumerate(self._sums(is_decode, deaf), start=1)
         ]
         for follower in self.followers:
             follower.start(thread)
-        own = own_sums(layout, 0, pools[0])
-        self.sums: PageSums = TPPageSums(self.fan_out, own, head_copies(layout), is_decode)
+        self.sums: PageSums = TPPageSums(self.fan_out, own_sums(layout, 0, pools[0], is_decode))
 
-    def _sums(self, deaf: bool) -> list[HostPageSums | None]:
+    def _sums(self, is_decode: bool, deaf: bool) -> list[HostPageSums | None]:
         layout, pools = self.ranks.layout, self.ranks.pools
-        return [None if deaf else own_sums(layout, rank, pools[rank]) for rank in range(1, layout.tp_size)]
+        return [None if deaf else own_sums(layout, rank, pools[rank], is_decode) for rank in range(1, layout.tp_size)]
 
     def close(self) -> None:
         self.fan_out.close()
@@ -176,21 +179,22 @@ class SummedInstance:
 class Pair:
     """A P that wrote three pages to a D, all heads of all layers."""
 
-    def __init__(self, src_size: int, dst_size: int) -> None:
+    def __init__(self, src_size: int, dst_size: int, make: Callable[[int], KVLayout] = uniform_layout) -> None:
         fabric = FakeFabric()
-        self.p = SummedInstance(Ranks(fabric, "p", layout_of(HEADS, src_size)), is_decode=False)
-        self.d = SummedInstance(Ranks(fabric, "d", layout_of(HEADS, dst_size)), is_decode=True)
+        self.make, self.layers = make, range(make(1).num_layers)
+        self.p = SummedInstance(Ranks(fabric, "p", make(src_size)), is_decode=False)
+        self.d = SummedInstance(Ranks(fabric, "d", make(dst_size)), is_decode=True)
         info = self.d.ranks.registration()
         for rank, (pool, transport) in enumerate(zip(self.p.ranks.pools, self.p.ranks.transports, strict=True)):
             pool.fill()
             writer = open_shards(info, self.p.ranks.layout, rank, pool, [transport])
-            writer.write_pages([TransferKVChunk(0, NUM_LAYERS, 0, len(SRC_PAGES))], SRC_PAGES, DST_PAGES, 5.0)
+            writer.write_pages([TransferKVChunk(0, len(self.layers), 0, len(SRC_PAGES))], SRC_PAGES, DST_PAGES, 5.0)
         self.expected = RoomSums.of([0, 1, 2], "fake")
-        for layer in LAYERS:  # like layer-wise batches
+        for layer in self.layers:  # like layer-wise batches
             self.expected.sums += self.p.sums.sums(range(layer, layer + 1), SRC_PAGES)
 
     def verify(self) -> None:
-        compare(self.expected, self.d.sums.sums(LAYERS, DST_PAGES), head_copies(self.d.ranks.layout))
+        compare(self.expected, self.d.sums.sums(self.layers, DST_PAGES), head_copies(self.d.ranks.layout))
 
     def close(self) -> None:
         self.p.close()
@@ -200,7 +204,11 @@ class Pair:
 SUMMED_SIZES = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (8, 4), (4, 8), (8, 8), (1, 8), (8, 1)]
 
 
-@pytest.fixture(params=SUMMED_SIZES, ids=lambda sizes: f"{sizes[0]}to{sizes[1]}")
+MIXED_SIZES = [(1, 1), (1, 2), (4, 2), (2, 4), (8, 1)]
+CASES = [(*sizes, uniform_layout) for sizes in SUMMED_SIZES] + [(*sizes, mixed_layout) for sizes in MIXED_SIZES]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}to{case[1]}-{case[2].__name__}")
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     made = Pair(*request.param)
     yield made
@@ -211,24 +219,25 @@ def test_what_arrived_verifies_however_both_sides_divide_the_heads_and_any_flip_
     pair: Pair,
 ) -> None:
     pair.verify()
-    whole = SummedInstance(Ranks(FakeFabric(), "w", layout_of(HEADS, 1)), is_decode=False)
+    whole = SummedInstance(Ranks(FakeFabric(), "w", pair.make(1)), is_decode=False)
     whole.ranks.pools[0].fill()
-    assert (pair.expected.sums == whole.sums.sums(LAYERS, SRC_PAGES)).all(), "every head counts once"
+    assert (pair.expected.sums == whole.sums.sums(pair.layers, SRC_PAGES)).all(), "every head counts once"
     whole.close()
     for rank, pool in enumerate(pair.d.ranks.pools):
-        region, position, head = rank % (2 * NUM_LAYERS), rank % 3, rank % len(pool.heads)
-        pool.kv[region, DST_PAGES[position], head, 5] ^= 1 << 30
+        region, position = rank % len(pool.kv), rank % 3
+        head = rank % len(pool.heads[region])
+        pool.kv[region][DST_PAGES[position], head, 5] ^= 1 << 30
         with pytest.raises(Integrity, match=rf"1 of 3 verified KV pages \(pages {position} of"):
             pair.verify()
-        pool.kv[region, DST_PAGES[position], head, 5] ^= 1 << 30
+        pool.kv[region][DST_PAGES[position], head, 5] ^= 1 << 30
     pair.verify()
 
 
 def test_heads_that_changed_places_between_ranks_are_found() -> None:
     pair = Pair(1, 2)
     first, second = pair.d.ranks.pools
-    mine, theirs = first.kv[0, DST_PAGES[1], 0].copy(), second.kv[0, DST_PAGES[1], 0].copy()
-    first.kv[0, DST_PAGES[1], 0], second.kv[0, DST_PAGES[1], 0] = theirs, mine
+    mine, theirs = first.kv[0][DST_PAGES[1], 0].copy(), second.kv[0][DST_PAGES[1], 0].copy()
+    first.kv[0][DST_PAGES[1], 0], second.kv[0][DST_PAGES[1], 0] = theirs, mine
     with pytest.raises(Integrity, match="pages 1 of"):
         pair.verify()
     pair.close()
@@ -250,4 +259,4 @@ def test_a_manager_that_must_verify_but_cannot_says_so_at_once() -> None:
             OwnMemory(pool, None, list(ranks.transports)),  # type: ignore[arg-type]
             TransferContext(lambda *frame: None, lambda: None, None),  # type: ignore[arg-type]
         )
-    assert np.all(pool.kv == -1)
+    assert all(np.all(region == -1) for region in pool.kv)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_PAGES, Ranks, layout_of
+from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_LAYERS, NUM_PAGES, Ranks, layout_of, mixed_layout
 from support.fake_transport import FakeFabric, Fault, FaultKind
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank, share_of, why_not
@@ -36,6 +36,7 @@ from chitu.kv_transfer.shard_writer import (
     TransferKVChunk,
     head_copy,
     open_shards,
+    pair_regions,
     plan_page_copies,
 )
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
@@ -131,7 +132,7 @@ def test_all_ranks_write_their_heads_and_count_their_bytes(instances: Instances)
     instances.d.check(DST_PAGES[1:], SRC_PAGES[1:], range(2))
     layout = instances.d.layout
     assert len(moved) == instances.p.layout.tp_size
-    assert sum(moved) == 3 * 4 * instances.d.pools[0].page_bytes * layout.tp_size
+    assert sum(moved) == 3 * 4 * instances.d.pools[0].page_bytes[0] * layout.tp_size
     assert writer.fence(1.0)
 
 
@@ -440,16 +441,40 @@ def test_every_byte_lands_once_in_its_place(sizes: tuple[int, int, int], data: s
     assert moved == num_pages * 2 * len(layers) * dst_size * kv_heads_per_rank(heads, dst_size) * HEAD_BYTES
 
 
+@pytest.mark.parametrize("src_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("dst_size", [1, 2, 4, 8])
+def test_layers_that_differ_land_in_their_places_and_one_without_kv_moves_nothing(src_size: int, dst_size: int) -> None:
+    fabric = FakeFabric()
+    prefill, decode = (Ranks(fabric, name, mixed_layout(tp)) for name, tp in (("p", src_size), ("d", dst_size)))
+    written: Counter[int] = Counter()
+    fabric.on_write = lambda _peer, copies: written.update(
+        at for dst, length in zip(copies.dst, copies.length, strict=True) for at in range(dst, dst + length, 4)
+    )
+    chunks = [TransferKVChunk(0, 2, 0, 3), TransferKVChunk(2, 3, 0, 3), TransferKVChunk(3, 5, 0, 3)]
+    moved = []
+    for rank, (pool, transport) in enumerate(zip(prefill.pools, prefill.transports, strict=True)):
+        pool.fill()
+        writer = open_shards(decode.registration(), prefill.layout, rank, pool, [transport])
+        moved.append([writer.write_pages([chunk], [3, 4, 7], [8, 9, 1], 1.0)[0] for chunk in chunks])
+    decode.check([8, 9, 1], [3, 4, 7], range(5))
+    assert set(written.values()) == {1}
+    by_layer = decode.layout.bytes_by_layer
+    assert [sum(each) for each in zip(*moved, strict=True)] == [
+        3 * dst_size * sum(by_layer[chunk.first_layer : chunk.end_layer]) for chunk in chunks
+    ]
+    assert by_layer[2] == 0
+
+
 def test_whole_pages_still_move_as_runs_and_slices_move_page_by_page() -> None:
     fabric = FakeFabric()
     one, two = Ranks(fabric, "one", layout_of(4, 1)), Ranks(fabric, "two", layout_of(4, 2))
-    whole = plan_page_copies(two.pools[0], two.pools[1], [0, 1, 2], [5, 6, 7], range(1))
-    assert list(whole.length) == [3 * two.pools[0].page_bytes] * 2
-    half = PageSlice(0, 2 * HEAD_BYTES, 2 * HEAD_BYTES)
-    sliced = plan_page_copies(two.pools[0], one.pools[0], [0, 1, 2], [5, 6, 7], range(1), half)
+    whole = plan_page_copies(pair_regions(two.pools[0], two.pools[1]), [0, 1, 2], [5, 6, 7], range(2))
+    assert list(whole.length) == [3 * two.pools[0].page_bytes[0]] * 2
+    half = [PageSlice(0, 2 * HEAD_BYTES, 2 * HEAD_BYTES)] * (2 * NUM_LAYERS)
+    sliced = plan_page_copies(pair_regions(two.pools[0], one.pools[0], half), [0, 1, 2], [5, 6, 7], range(2))
     assert list(sliced.length) == [2 * HEAD_BYTES] * 6
     with pytest.raises(TransferFailed, match="bytes from byte"):
-        plan_page_copies(one.pools[0], two.pools[0], [0], [0], range(1), half)
+        pair_regions(one.pools[0], two.pools[0], half)
 
 
 def test_the_logits_row_goes_from_main_rank_to_main_rank() -> None:
@@ -484,7 +509,7 @@ def test_a_registration_needs_sound_memory_of_every_rank() -> None:
     main, other = info.ranks
     assert "1 ranks of memory for tp_size 2" in refusal(main)
     assert "2 ranks of memory for tp_size 2" in refusal(main, msgspec.structs.replace(other, tp_rank=0))
-    whole = msgspec.structs.replace(other, page_bytes=4 * HEAD_BYTES)
+    whole = msgspec.structs.replace(other, page_bytes=(4 * HEAD_BYTES,) * (2 * NUM_LAYERS))
     assert f"page_bytes is {4 * HEAD_BYTES} there and {2 * HEAD_BYTES} here" in refusal(main, whole)
     assert "the ranks have [11, 12] pages" in refusal(main, msgspec.structs.replace(other, num_pages=11))
 

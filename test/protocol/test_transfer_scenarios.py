@@ -444,13 +444,15 @@ def test_an_announcement_costs_by_its_own_pages_however_many_rooms_there_are() -
 
 def test_an_incompatible_layout_is_refused_at_registration_and_its_rooms_fail_with_that_code() -> None:
     pair = Pair()
+    (group,) = LAYOUT.groups
+    wider = msgspec.structs.replace(LAYOUT, groups=(msgspec.structs.replace(group, head_dims=(2, 2)),))
     pair.d.receiver.machine.prefills.registration = msgspec.structs.replace(
-        pair.d.receiver.machine.prefills.registration, layout=msgspec.structs.replace(LAYOUT, head_dim=2)
+        pair.d.receiver.machine.prefills.registration, layout=wider
     )
     pair.join()
     assert pair.d.decode(pair.room, 5, pair.p)
     error = pair.error(pair.d)
-    assert isinstance(error, IncompatibleLayout) and "head_dim: 1 != 2" in error.message
+    assert isinstance(error, IncompatibleLayout) and "1 x 1 and 1 != layers 0" in error.message
     assert not pair.p.sender.decode_kv_args_table
 
 

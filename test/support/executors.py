@@ -399,7 +399,7 @@ NUM_LAYERS = NUM_REGIONS // 2
 
 
 def checksum_layout(page_size: int, vocab_size: int) -> KVLayout:
-    return KVLayout("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
+    return KVLayout.uniform("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
 
 
 class ChecksumDevice(NamedTuple):
@@ -415,9 +415,9 @@ class ChecksumPool:
         self.layout = layout
         self.num_pages = num_pages
         self.num_aux_slots = num_aux_slots
-        self.page_bytes = layout.page_size * RECORD_BYTES
+        self.page_bytes = layout.page_bytes
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
-        region_bytes = num_pages * self.page_bytes
+        region_bytes = num_pages * layout.page_size * RECORD_BYTES
         transfer_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
         self.arena_bytes = transfer_offset + transfer_bytes
         mapping = shared_memory("chitu-kv", self.arena_bytes, "the KV cache")

@@ -208,7 +208,7 @@ class FakeWorker:
         role, rank = ROLE_OF_LETTER[name[0].upper()], int(name[1:])
         options = self._options
         requests, port = bind(self._context, zmq.PULL, options.host, 0)
-        layout = KVLayout(options.model_hash, 2, 2, 16, 16, "float32", options.vocab_size)
+        layout = KVLayout.uniform(options.model_hash, 2, 2, 16, 16, "float32", options.vocab_size)
         control_port = 0 if role is Role.UNIFIED else port
         info = InstanceInfo(
             *(role, rank, self._incarnation, options.host, port, control_port, layout),

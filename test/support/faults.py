@@ -126,11 +126,10 @@ class FaultyPeer:
     """The wrapped transport's handle, and the addresses of this peer's broken page and aux rows."""
 
     inner: PeerHandle
-    zeroed_bases: tuple[int, ...]
-    """Address of the page that gets zeros, in every region, ascending."""
-    shifted_bases: tuple[int, ...]
+    zeroed: tuple[range, ...]
+    """Addresses of the page that gets zeros, in every region, ascending."""
+    shifted: tuple[range, ...]
     """The same of the page that gets its neighbour's bytes."""
-    page_bytes: int
     aux_rows: range
     """Addresses of the peer's aux rows."""
 
@@ -154,7 +153,7 @@ class FaultyTransport:
         self._inner = inner
         self._faults = faults
         self._zeros: dict[int, NDArray[np.uint8]] = {}
-        """One page of zeros for each page size, registered as a source; lives as long as the registration."""
+        """One page of zeros for each largest page of a peer, registered as a source; lives as long as that."""
         self._registered: list[range] = []
         self._stalled_writes = EveryNth(faults.stall_every)
         self._flipper: ByteFlipper | None = None
@@ -185,13 +184,13 @@ class FaultyTransport:
         if self._flipper is not None:
             self._flipper.prepare()
         aux_rows = range(memory.aux_base, memory.aux_base + memory.num_aux_slots * memory.aux_row_bytes)
-        zeroed = _bases(memory, self._faults.zero_page, inner)
-        shifted = _bases(memory, self._faults.neighbour_page, inner)
-        if zeroed and memory.page_bytes not in self._zeros:
-            zeros = np.zeros(memory.page_bytes, np.uint8)
-            self._inner.register(int(zeros.ctypes.data), memory.page_bytes)
-            self._zeros[memory.page_bytes] = zeros
-        return FaultyPeer(inner, zeroed, shifted, memory.page_bytes, aux_rows)
+        zeroed = _pages(memory, self._faults.zero_page, inner)
+        shifted = _pages(memory, self._faults.neighbour_page, inner)
+        most = max(map(len, zeroed), default=0)
+        if most and most not in self._zeros:
+            self._zeros[most] = np.zeros(most, np.uint8)
+            self._inner.register(int(self._zeros[most].ctypes.data), most)
+        return FaultyPeer(inner, zeroed, shifted, aux_rows)
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
         """Write in several writes, one by one. A WriteError of one holds for all: the earlier ones have ended."""
@@ -210,16 +209,17 @@ class FaultyTransport:
             raise WriteError(f"faults: the write to {peer.session_id} was {what} for {timeout_s:.1f} s", fenced=True)
 
     def _write(self, peer: FaultyPeer, copies: CopyList, deadline_s: float) -> None:
-        healthy, zeroed = split_at_pages(copies, peer.zeroed_bases, peer.page_bytes)
-        healthy, shifted = split_at_pages(healthy, peer.shifted_bases, peer.page_bytes)
+        healthy, zeroed = split_at_pages(copies, peer.zeroed)
+        healthy, shifted = split_at_pages(healthy, peer.shifted)
         if len(healthy.src) or not len(zeroed.src) + len(shifted.src):
             self._inner.write(peer.inner, healthy, max(0.0, deadline_s - time.monotonic()))
         if len(zeroed.src):
-            zeros = int(self._zeros[peer.page_bytes].ctypes.data)
+            zeros = int(self._zeros[max(map(len, peer.zeroed))].ctypes.data)
             from_zeros = CopyList(array("q", [zeros]) * len(zeroed.src), zeroed.dst, zeroed.length)
             self._inner.write(peer.inner, from_zeros, max(0.0, deadline_s - time.monotonic()))
         if len(shifted.src):
-            sources = array("q", [self._neighbour(src, peer.page_bytes) for src in shifted.src])
+            sizes = [len(peer.shifted[bisect_right(peer.shifted, dst, key=_start) - 1]) for dst in shifted.dst]
+            sources = array("q", map(self._neighbour, shifted.src, sizes))
             from_neighbours = CopyList(sources, shifted.dst, shifted.length)
             self._inner.write(peer.inner, from_neighbours, max(0.0, deadline_s - time.monotonic()))
 
@@ -242,33 +242,37 @@ class FaultyTransport:
         self._zeros.clear()
 
 
-def _bases(memory: RankMemory, page: int | None, peer: PeerHandle) -> tuple[int, ...]:
+def _start(page: range) -> int:
+    return page.start
+
+
+def _pages(memory: RankMemory, page: int | None, peer: PeerHandle) -> tuple[range, ...]:
     """Return the addresses of a page of a peer in every region, ascending; none if there is no such page."""
     if page is not None and page >= memory.num_pages:
         logger.warning("faults: %s has no page %d, only %d", peer.session_id, page, memory.num_pages)
     if page is None or page >= memory.num_pages:
         return ()
-    return tuple(sorted(base + page * memory.page_bytes for base in memory.region_bases))
+    regions = sorted(zip(memory.region_bases, memory.page_bytes, strict=True))
+    return tuple(range(base + page * nbytes, base + (page + 1) * nbytes) for base, nbytes in regions)
 
 
-def split_at_pages(copies: CopyList, bases: Sequence[int], page_bytes: int) -> tuple[CopyList, CopyList]:
-    """Return `(outside, inside)`: the same bytes, cut where they cross a border of `[base, base + page_bytes)` of a
-    base.
+def split_at_pages(copies: CopyList, pages: Sequence[range]) -> tuple[CopyList, CopyList]:
+    """Return `(outside, inside)`: the same bytes, cut where they cross a border of a page.
 
-    `bases` ascend and do not overlap. A piece inside is at most `page_bytes` long.
+    `pages` ascend and do not overlap. A piece inside is at most as long as a page.
     """
-    if not bases:
+    if not pages:
         return copies, CopyList((), (), ())
     outside, inside = ((array("q"), array("q"), array("q")) for _ in range(2))
     for src, dst, length in zip(copies.src, copies.dst, copies.length, strict=True):
         at, end = dst, dst + length
-        index = max(0, bisect_right(bases, dst) - 1)
+        index = max(0, bisect_right(pages, dst, key=_start) - 1)
         while at < end:
-            base = bases[index] if index < len(bases) else end
-            if at < base:
-                part, until = outside, min(base, end)
-            elif at < base + page_bytes:
-                part, until = inside, min(base + page_bytes, end)
+            page = pages[index] if index < len(pages) else range(end, end)
+            if at < page.start:
+                part, until = outside, min(page.start, end)
+            elif at < page.stop:
+                part, until = inside, min(page.stop, end)
             else:
                 index += 1
                 continue

@@ -74,11 +74,9 @@ class FlippingTransport(FaultyTransport):
         peer = super().connect(memory, session)
         if memory.num_pages == self._fault["num_pages"]:
             self._inner.register(int(self._scratch.ctypes.data), 1)
-            base = memory.region_bases[2 * self._fault["layer"]]
-            self._targets[peer.session_id] = (
-                range(base, base + memory.num_pages * memory.page_bytes),
-                memory.page_bytes,
-            )
+            region = 2 * self._fault["layer"]
+            base, page_bytes = memory.region_bases[region], memory.page_bytes[region]
+            self._targets[peer.session_id] = range(base, base + memory.num_pages * page_bytes), page_bytes
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from chitu.models.config import ModelSpec
 from chitu.models.config_keys import RopeSpec
 from chitu.models.model import KVViews
 from chitu.ops.interface import Batch
-from chitu.protocol import StateTensor
+from chitu.protocol import CacheGroup, StateTensor
 
 VOCAB_SIZE = 64
 HIDDEN = 8
@@ -39,6 +39,7 @@ SPEC = ModelSpec(
     mlp_bias=False,
     eos_token_ids=(),
     dtype="float32",
+    groups=(CacheGroup((0, 1), 2, (4, 4)),),
     state=STATE,
 )
 

@@ -28,7 +28,7 @@ from chitu.router.request import GenerateRequest, Generation
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 
 
 class RecordingOutbox:

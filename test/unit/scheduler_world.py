@@ -127,7 +127,7 @@ class Instance:
         self.aux = make_aux(aux_slots)
         self.executor = executor(info, num_pages, page_size, np.zeros((aux_slots, 128), np.uint8))
         self.late = late(self.executor)
-        layout = KVLayout("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
+        layout = KVLayout.uniform("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
         self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: Silence(), self.clock)
         self.tracer._thread = ServiceThread("trace", lambda: None)  # never started: nothing forgets a room
         config = config or SchedulerConfig(

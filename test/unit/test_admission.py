@@ -20,7 +20,7 @@ from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest
 from chitu.types import Role
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 P0, P1, D0 = (
     InstanceInfo(role, rank, 1, "127.0.0.1", 1, 2, LAYOUT, 512)
     for role, rank in ((Role.PREFILL, 0), (Role.PREFILL, 1), (Role.DECODE, 0))

@@ -48,7 +48,7 @@ from chitu.types import Role
 
 PAGE_SIZE = 16
 HEARTBEAT_S = 0.5
-LAYOUT = KVLayout("hash", 2, 2, 16, PAGE_SIZE, "float32", 1000)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, PAGE_SIZE, "float32", 1000)
 SLOTS = 4
 """Requests that decode at once."""
 STEP_S, TOKEN_S, DECODE_S = 0.005, 0.0005, 0.02
@@ -429,7 +429,7 @@ def test_requests_of_a_warm_prefix_all_go_to_the_instance_that_has_it() -> None:
 
 
 MAX_QUEUE_S = 8.0
-UNIFIED_INFO = InstanceInfo(Role.UNIFIED, 0, 1, "h", 1, 0, KVLayout("h", 2, 2, 16, 16, "float32", 100), 200)
+UNIFIED_INFO = InstanceInfo(Role.UNIFIED, 0, 1, "h", 1, 0, KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100), 200)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, Transfer
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.types import Role
 
-LAYOUT = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32", vocab_size=100)
+LAYOUT = KVLayout.uniform("m", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32", vocab_size=100)
 
 
 def view(**hosts: str) -> ClusterView:

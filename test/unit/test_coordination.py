@@ -34,7 +34,7 @@ from chitu.protocol import (
 )
 from chitu.types import Role
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 
 
 def info(role: Role = Role.PREFILL, rank: int = 0, incarnation: int = 1, layout: KVLayout = LAYOUT) -> InstanceInfo:
@@ -367,7 +367,9 @@ def test_the_work_of_a_join_a_heartbeat_and_a_loss_does_not_depend_on_how_many_a
         world = of_many(count)
         joins = msgspec.structs.replace(info(Role.PREFILL, 5000, 99_999), ways=("shm@9", "mooncake over tcp"))
         later = msgspec.structs.replace(joins, first_view=(7, 1))
-        alien = msgspec.structs.replace(joins, engine_rank=5001, layout=KVLayout("other", *([1] * 4), "float32", 9))
+        alien = msgspec.structs.replace(
+            joins, engine_rank=5001, layout=KVLayout.uniform("other", *([1] * 4), "float32", 9)
+        )
         acts: dict[str, Callable[[], object]] = {
             "join": lambda: world.join(joins),
             "repetition": lambda: world.join(later),

@@ -17,7 +17,7 @@ from support.fake_transport import FakeFabric, FakeTransport, Fault, FaultKind
 from support.faults import ENVIRONMENT, FaultConfig, FaultyTransport, split_at_pages, with_faults
 
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.shard_writer import join, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import join, pair_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.transport import CopyList, Transport, WriteError
 from chitu.protocol import RankMemory
 
@@ -36,7 +36,7 @@ class Memory:
             self.arena = np.full(self.arena_bytes, value, np.uint8)
         self.arena_base = int(self.arena.ctypes.data)
         self.region_bases = tuple(self.arena_base + r * NUM_PAGES * PAGE_BYTES for r in range(2 * LAYERS))
-        self.page_bytes, self.num_pages = PAGE_BYTES, NUM_PAGES
+        self.page_bytes, self.num_pages = (PAGE_BYTES,) * (2 * LAYERS), NUM_PAGES
         self.aux_base = self.arena_base + PAGED_BYTES
         self.aux_row_bytes, self.num_aux_slots = AUX_BYTES, AUX_SLOTS
 
@@ -59,7 +59,9 @@ class Pair:
         self.peer = self.p.connect(self.memory, self.memory.sessions[0])
 
     def write_pages(self, src: list[int], dst: list[int], layers: range = range(LAYERS)) -> CopyList:
-        copies = plan_page_copies(self.source, self.memory, src, dst, layers)
+        copies = plan_page_copies(
+            pair_regions(self.source, self.memory), src, dst, range(2 * layers.start, 2 * layers.stop)
+        )
         self.p.write(self.peer, copies, 1.0)
         return copies
 
@@ -100,7 +102,7 @@ def test_the_broken_page_may_be_the_first_or_the_last_of_a_run(zero_page: int) -
 
 def test_scattered_pages_of_some_layers_and_the_aux_row_in_one_write() -> None:
     pair = Pair(FaultConfig(zero_page=0))
-    pages = plan_page_copies(pair.source, pair.memory, [9, 2, 3], [3, 0, 1], range(1, 3))
+    pages = plan_page_copies(pair_regions(pair.source, pair.memory), [9, 2, 3], [3, 0, 1], range(2, 6))
     pair.p.write(pair.peer, join(pages, plan_aux_copy(pair.source, pair.memory, 1, 0)), 1.0)
     assert not pair.target.pages[2:, 0].any()
     assert np.array_equal(pair.target.pages[2:, [3, 1]], pair.source.pages[2:, [9, 3]])
@@ -153,7 +155,7 @@ def test_a_split_has_the_same_bytes_and_no_piece_crosses_a_border(seed: int, pag
     lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(5))]
     copies = CopyList([1000 * i for i in range(len(lengths))], [rng.randrange(200) for _ in lengths], lengths)
     broken = {base + i for base in bases for i in range(page_bytes)}
-    outside, inside = split_at_pages(copies, bases, page_bytes)
+    outside, inside = split_at_pages(copies, [range(base, base + page_bytes) for base in bases])
     assert all(length <= page_bytes for length in inside.length)
     assert not {address for _, address in moves(outside)} & broken
     assert {address for _, address in moves(inside)} <= broken
@@ -239,7 +241,7 @@ class AuxPair(Pair):
 def test_a_stalled_write_fails_at_its_timeout_fenced_and_nothing_arrives() -> None:
     pair = Pair(FaultConfig(stall_every=2))
     pair.write_pages([1], [4])
-    copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
+    copies = plan_page_copies(pair_regions(pair.source, pair.memory), [2], [5], range(2 * LAYERS))
     with pytest.raises(WriteError, match=r"the write to D was stalled for 0\.0 s") as caught:
         pair.p.write(pair.peer, copies, 0.01)
     assert caught.value.fenced and (pair.target.pages[:, 5] == 255).all()
@@ -253,7 +255,7 @@ def test_a_delayed_write_arrives_later_and_one_past_its_timeout_fails() -> None:
     pair.write_pages([1], [4])
     assert time.monotonic() - begun_s >= 0.02
     assert np.array_equal(pair.target.pages[:, 4], pair.source.pages[:, 1])
-    copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
+    copies = plan_page_copies(pair_regions(pair.source, pair.memory), [2], [5], range(2 * LAYERS))
     with pytest.raises(WriteError, match="was delayed"):
         pair.p.write(pair.peer, copies, 0.005)
     assert (pair.target.pages[:, 5] == 255).all()
@@ -261,7 +263,7 @@ def test_a_delayed_write_arrives_later_and_one_past_its_timeout_fails() -> None:
 
 def test_a_transport_that_is_closed_lets_go_of_a_stalled_write() -> None:
     pair = Pair(FaultConfig(stall_every=1))
-    copies = plan_page_copies(pair.source, pair.memory, [2], [5], range(LAYERS))
+    copies = plan_page_copies(pair_regions(pair.source, pair.memory), [2], [5], range(2 * LAYERS))
     failures: list[WriteError] = []
 
     def write() -> None:

@@ -233,7 +233,9 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     of = UnsteadyFolder(KeptRequestsConfig(max_age_s=1e12), tmp_path / "kept")
     of.write(record(expires_s=1e12))
     limits, clock = [ModelLimits(2, 100), None] if leaves else [ModelLimits(2, 100)] * 4, FakeClock()
-    model = SimpleNamespace(layout=KVLayout("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0))
+    model = SimpleNamespace(
+        layout=KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0)
+    )
     router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
@@ -273,7 +275,7 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
 async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of, clock = folder(tmp_path), FakeClock()
     monkeypatch.setattr(time, "time", lambda: NOW_S)
-    layout = KVLayout("h", 2, 2, 16, 16, "float32", 100)
+    layout = KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100)
     model = SimpleNamespace(layout=layout, limits=lambda candidates: ModelLimits(2, 100))
     router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))

@@ -60,7 +60,7 @@ from chitu.types import Role
 ROOM = bytes(range(16))
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
-LAYOUT = KVLayout("m", 1, 1, 2, 1, "float32", 8)
+LAYOUT = KVLayout.uniform("m", 1, 1, 2, 1, "float32", 8)
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (
         TraceLines(Role.DECODE, 1, 7, b"{}\n", 2),
@@ -188,7 +188,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         {"type": "transport_message", "incarnation": 9, "transport": "mooncake", "payload": b"\x01\x02"},
     ),
     (
-        KVArgsRegisterInfo(3, 0, 7, "h", 5, LAYOUT, (RankMemory(0, (), 0, 99, (0,), 8, 4, 32, 8, 1),)),
+        KVArgsRegisterInfo(3, 0, 7, "h", 5, LAYOUT, (RankMemory(0, (), 0, 99, (0,), (8,), 4, 32, 8, 1),)),
         peer_codec,
         "",
         {
@@ -200,12 +200,10 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "dst_port": 5,
             "layout": {
                 "model_hash": "m",
-                "num_layers": 1,
-                "num_kv_heads": 1,
-                "head_dim": 2,
                 "page_size": 1,
                 "dtype": "float32",
                 "vocab_size": 8,
+                "groups": [{"layers": [0], "num_kv_heads": 1, "head_dims": [2, 2]}],
             },
             "ranks": [
                 {
@@ -214,7 +212,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                     "arena_base": 0,
                     "arena_bytes": 99,
                     "region_bases": [0],
-                    "page_bytes": 8,
+                    "page_bytes": [8],
                     "num_pages": 4,
                     "aux_base": 32,
                     "aux_row_bytes": 8,
@@ -443,7 +441,7 @@ def test_int_arrays_are_int32_little_endian_and_refuse_what_does_not_fit() -> No
 
 
 def test_layouts_name_every_field_that_differs() -> None:
-    mine = KVLayout("a", 2, 2, 16, 16, "float32", 100)
+    mine = KVLayout.uniform("a", 2, 2, 16, 16, "float32", 100)
     assert mine.mismatches(mine) == []
     theirs = msgspec.structs.replace(mine, page_size=8, dtype="bfloat16")
     assert mine.mismatches(theirs) == ["page_size: 16 != 8", "dtype: float32 != bfloat16"]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from scheduler_world import Engine, Tiered
@@ -29,7 +30,7 @@ from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, PageCopies, page_content_bytes
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, MEMORY_S, MeasuredSpeed, is_whole, seal
 from chitu.kv_cache.tiers.prefix_tiers import build_tiers
-from chitu.protocol import FP8_E4M3, KVLayout
+from chitu.protocol import FP8_E4M3, CacheGroup, KVLayout
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Pages on disk: bounded, shared between instances, and never read from a torn file.
@@ -528,19 +529,22 @@ def test_a_record_that_was_cut_off_is_told_apart(length: int) -> None:
 
 
 LAYOUTS = {
-    "keys and values": KVLayout("m", 2, 2, 8, 4, "float16", 100),
-    "one rank's share, scales in the page": KVLayout("m", 3, 4, 16, 4, FP8_E4M3, 100, tp_size=2),
-    "a head that two ranks hold": KVLayout("m", 3, 2, 16, 4, "float32", 100, tp_size=4),
-    "latent, one region a layer": KVLayout("m", 3, 1, 24, 4, "bfloat16", 100, tp_size=2, regions_per_layer=1),
+    "keys and values": KVLayout.uniform("m", 2, 2, 8, 4, "float16", 100),
+    "one rank's share, scales in the page": KVLayout.uniform("m", 3, 4, 16, 4, FP8_E4M3, 100, tp_size=2),
+    "a head that two ranks hold": KVLayout.uniform("m", 3, 2, 16, 4, "float32", 100, tp_size=4),
+    "layers that differ": KVLayout(
+        "m", 4, "float16", 100, (CacheGroup((0, 3), 4, (8, 8)), CacheGroup((1,), 2, (24, 16))), tp_size=2
+    ),
+    "latent, one region a layer": KVLayout.uniform("m", 3, 1, 24, 4, "bfloat16", 100, tp_size=2, regions_per_layer=1),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_tensors_are_copied_as_host_memory_is(layout: KVLayout) -> None:
     """Checked for the first rank, and for another rank, which leaves out what its neighbour holds too."""
-    first = layout.num_kv_heads >= layout.tp_size
+    holders = max(1, layout.tp_size // layout.groups[0].num_kv_heads)
     for tp_rank in range(layout.tp_size):
-        check_copies(layout, tp_rank, is_copied=first or tp_rank % (layout.tp_size // layout.num_kv_heads) == 0)
+        check_copies(layout, tp_rank, is_copied=tp_rank % holders == 0)
 
 
 def check_copies(layout: KVLayout, tp_rank: int, is_copied: bool) -> None:
@@ -551,8 +555,8 @@ def check_copies(layout: KVLayout, tp_rank: int, is_copied: bool) -> None:
     for number, region in enumerate(pool.regions):
         region.view(-1).view(torch.uint8).copy_(torch.arange(region.nbytes) * 7 + number)
     nbytes = page_content_bytes(pool.layout)
-    holders = max(1, layout.tp_size // layout.num_kv_heads)
-    assert nbytes * holders == layout.bytes_per_page * layout.tp_size
+    whole = msgspec.structs.replace(layout, tp_size=1)
+    assert nbytes == whole.bytes_per_page
     contents = [bytearray(nbytes) for _ in range(2)]
     both: list[PageCopies] = [HostPageCopies(pool, tp_rank), DevicePageCopies(pool, tp_rank)]
     for copies, content in zip(both, contents, strict=True):

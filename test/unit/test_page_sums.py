@@ -16,14 +16,13 @@ from chitu.config.tensor_parallel import kv_heads_of
 from chitu.errors import ConfigError, Integrity
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
 from chitu.instance.sequences import Sequence, SequenceState
-from chitu.kv_cache.checksum import HostPageSums, page_weights
+from chitu.kv_cache.checksum import HostPageSums, head_copies, page_weights
 from chitu.kv_transfer.layout import (
     SAMPLE_DIVISOR,
     RoomSums,
     VerifyKV,
     choose_pages,
     compare,
-    head_copies,
     read_sums,
 )
 from chitu.protocol import KVLayout, KVSums, SamplingParams, pack_i32
@@ -31,7 +30,7 @@ from chitu.tools.verify.parity import UNKNOWN_LAYER, Judgement, Place, damage_of
 from chitu.tools.verify.probe import CheckedRequest, MovedSums, Served
 from chitu.tools.verify.report import FORCED, Judged, wrong_pages
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 4, "float32", 500)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 4, "float32", 500)
 ROOM = b"r" * 16
 
 
@@ -71,7 +70,7 @@ def test_full_pages_are_summed_by_layer_and_the_newest_token_is_in_none() -> Non
 def test_no_more_is_summed_than_the_bound(pages: int) -> None:
     """The layers are so large that three pages just fit the bound, or slightly exceed it."""
     num_layers = MAX_SUMMED_BYTES // (3 * LAYOUT.bytes_per_page // LAYOUT.num_layers) + (pages == 2)
-    layout = KVLayout("hash", num_layers, 2, 16, 4, "float32", 500)
+    layout = KVLayout.uniform("hash", num_layers, 2, 16, 4, "float32", 500)
     found = sums_of(40, 1, layout)
     assert len(found) == num_layers and {len(layer) for layer in found} == {pages}
 
@@ -138,7 +137,7 @@ def test_what_is_not_on_d_as_p_wrote_it_is_damage_whatever_the_answer(one: Serve
 
 
 def test_with_several_ranks_the_sums_of_the_end_cover_one_and_are_not_compared() -> None:
-    wide = KVLayout("hash", 2, 2, 16, 4, "float32", 500, tp_size=2)
+    wide = KVLayout.uniform("hash", 2, 2, 16, 4, "float32", 500, tp_size=2)
     assert damage_of(served(["abc", "def"], ["abc", "def"], ["XX", "XX"]), wide) is None
     assert damage_of(served(["abc", "def"], ["abc", "dXf"]), wide) == Place(1, 1, True, "transfer")
 
@@ -151,7 +150,7 @@ def judged(pair: tuple[str, str], sums: str, kind: str = FORCED, wrong: bool = F
 def test_a_wrong_pair_is_compared_with_right_ones_of_its_layout_else_with_the_engine() -> None:
     right, broken, wide = hexed("ab", "cd"), hexed("ab", "cX"), hexed("YY", "YY")
     layouts = {name: LAYOUT for name in ("D0", "D1")}
-    layouts["D2"] = KVLayout("hash", 2, 2, 16, 4, "float32", 500, tp_size=2)
+    layouts["D2"] = KVLayout.uniform("hash", 2, 2, 16, 4, "float32", 500, tp_size=2)
     bad = [judged(("P0", "D1"), broken), judged(("P0", "D1"), "", "greedy", wrong=True)]
     found = wrong_pages([judged(("P0", "D0"), right), judged(("P0", "D2"), wide), *bad], layouts, {}, None)
     assert [(one.pair, one.place) for one in found] == [("P0-D1", Place(1, 1, True))]
@@ -169,7 +168,7 @@ def test_a_wrong_pair_is_compared_with_right_ones_of_its_layout_else_with_the_en
 
 LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, PAGES = 3, 4, 8, 4, 10
 ALL = range(LAYERS)
-SUMMED_LAYOUT = KVLayout("m", LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, "float32", 16)
+SUMMED_LAYOUT = KVLayout.uniform("m", LAYERS, HEADS, HEAD_DIM, PAGE_SIZE, "float32", 16)
 
 
 class Pool:
@@ -184,9 +183,11 @@ class Pool:
         return self.host.sums(ALL, range(PAGES))
 
 
-def device_sums_of(regions: np.ndarray, layout: KVLayout = SUMMED_LAYOUT, tp_rank: int = 0) -> HostPageSums:
+def device_sums_of(
+    regions: np.ndarray, layout: KVLayout = SUMMED_LAYOUT, tp_rank: int = 0, counts_copies: bool = True
+) -> HostPageSums:
     bases = [int(region.ctypes.data) for region in regions]
-    return HostPageSums(layout, tp_rank, bases, PAGES, regions.shape[2])
+    return HostPageSums(layout, tp_rank, bases, PAGES, [regions.shape[2]] * len(bases), counts_copies)
 
 
 def test_every_flipped_byte_of_a_page_changes_the_sum_of_that_page_only() -> None:
@@ -262,23 +263,24 @@ def test_ranks_add_up_to_the_whole_however_heads_are_divided(tp_size: int) -> No
     pool = Pool()
     heads = pool.bytes.reshape(2 * LAYERS, PAGES, HEADS, -1)
     cut = msgspec.structs.replace(SUMMED_LAYOUT, tp_size=tp_size)
-    per_rank = []
+    per_rank, once = [], []
     for rank in range(tp_size):
         mine = kv_heads_of(HEADS, tp_size, rank)
         shard = np.ascontiguousarray(heads[:, :, mine.start : mine.stop]).reshape(2 * LAYERS, PAGES, -1)
         per_rank.append(device_sums_of(shard, cut, rank).sums(ALL, range(PAGES)))
+        once.append(device_sums_of(shard, cut, rank, counts_copies=False).sums(ALL, range(PAGES)))
     copies = head_copies(cut)
-    assert (np.sum(per_rank[::copies], axis=0) == pool.sums()).all()
+    assert (np.sum(once, axis=0) == pool.sums()).all()
     assert (np.sum(per_rank, axis=0) == copies * pool.sums()).all()
 
 
 def test_the_weights_are_fixed_for_ever_and_odd() -> None:
     """P and D may be different builds, so a change of the formula needs a new protocol version."""
-    low, high, salt = page_weights(SUMMED_LAYOUT, 0, 64)
-    assert (low[0], high[0], salt[5, 3]) == (GOLDEN_LOW, GOLDEN_HIGH, GOLDEN_SALT)
-    assert all((part & 1).all() for part in (low, high, salt))
+    weights = page_weights(SUMMED_LAYOUT, 0, [64] * (2 * LAYERS))
+    assert (weights[5].low_W[0], weights[5].high_W[0], weights[5].salt_H[3]) == (GOLDEN_LOW, GOLDEN_HIGH, GOLDEN_SALT)
+    assert all((part & 1).all() for region in weights for part in region)
     with pytest.raises(ConfigError, match="multiple of 8"):
-        page_weights(SUMMED_LAYOUT, 0, 12)
+        page_weights(SUMMED_LAYOUT, 0, [12] * (2 * LAYERS))
 
 
 GOLDEN_LOW, GOLDEN_HIGH, GOLDEN_SALT = 1816945705467351923, 324473359974991427, -4727467792216840533

@@ -12,7 +12,7 @@ from chitu.net.process_deaths import pid_namespace
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
 from chitu.types import Role
 
-LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
+LAYOUT = KVLayout.uniform("m", 1, 2, 8, 4, "float32", 100)
 HERE = pid_namespace()
 ORDERS = [(5, 9), (9, 5)]
 
@@ -129,7 +129,7 @@ def test_of_those_that_are_gone_a_bounded_number_is_remembered(count: int) -> No
 # A peer of several TP ranks is dead only if none of its processes is left: followers write too.
 
 
-RANKS_LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100, tp_size=3)
+RANKS_LAYOUT = KVLayout.uniform("m", 1, 2, 8, 4, "float32", 100, tp_size=3)
 INSTANCE = InstanceInfo(Role.PREFILL, 0, 5, "h", 1, 2, RANKS_LAYOUT, 100, pid=10, follower_pids=(11, 12))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from chitu.kv_cache.prefix_index import (
 from chitu.protocol import KVLayout, pack_i32
 
 NUM_PAGES = 12
-LAYOUT = KVLayout("hash", 2, 2, 8, 4, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 8, 4, "float32", 100)
 
 
 @dataclass
@@ -247,10 +248,10 @@ def test_keys_grow_with_the_output_and_do_not_change() -> None:
 def test_salt_model_dtype_and_page_size_make_other_keys_and_tensor_parallelism_does_not() -> None:
     tokens = list(range(16))
     seen = {keys_of(tokens)[0], keys_of(tokens, "mine")[0], keys_of(tokens, "Mine")[0]}
-    others = [("model_hash", "other"), ("dtype", "bfloat16"), ("page_size", 2), ("num_layers", 3)]
+    others = [("model_hash", "other"), ("dtype", "bfloat16"), ("page_size", 2), ("groups", LAYOUT.groups * 2)]
     for name, value in others:
-        changed = KVLayout(**{f: getattr(LAYOUT, f) for f in LAYOUT.__struct_fields__} | {name: value})
+        changed = msgspec.structs.replace(LAYOUT, **{name: value})
         seen.add(keys_of(tokens, layout=changed)[0])
     assert len(seen) == 3 + len(others)
-    sliced = KVLayout(**{f: getattr(LAYOUT, f) for f in LAYOUT.__struct_fields__} | {"tp_size": 2})
+    sliced = msgspec.structs.replace(LAYOUT, tp_size=2)
     assert keys_of(tokens, layout=sliced) == keys_of(tokens)

@@ -113,7 +113,7 @@ def test_what_the_text_ended_is_asked_for_no_longer_and_some_grammars_cannot_be(
 
 
 def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
-    layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99)
+    layout = KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99)
     request = GenerateRequest("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8))
     made = Generation(request, lambda: None, 9.0, 0.0, tokens=[7, 8, 9])
     for reason, count, finish in (("length", 3, "length"), ("length", 2, "text"), ("cancelled", 3, "text")):
@@ -124,7 +124,8 @@ def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
 
 
 def test_a_receipt_names_the_adapter_by_its_hash() -> None:
-    layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99, adapters=(("sql", "1" * 32), ("tone", "2" * 32)))
+    adapters = (("sql", "1" * 32), ("tone", "2" * 32))
+    layout = msgspec.structs.replace(KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99), adapters=adapters)
     for adapter, digest in (("", ""), ("tone", "2" * 32)):
         request = GenerateRequest("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8), adapter=adapter)
         one = receipt_of("m", layout, Generation(request, lambda: None, 9.0, 0.0, tokens=[7]), 1)
@@ -134,7 +135,7 @@ def test_a_receipt_names_the_adapter_by_its_hash() -> None:
 
 
 def test_what_a_cross_check_asks_for_is_in_no_receipt() -> None:
-    layout = KVLayout("ab", 2, 2, 16, 16, "bfloat16", 99)
+    layout = KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99)
     sampling = SamplingParams(4, seed=8, logprobs=20, transfer_sums=True)
     made = Generation(GenerateRequest("r", pack_i32([5, 6]), 2, sampling), lambda: None, 9.0, 0.0, tokens=[7])
     assert receipt_of("m", layout, made, 1).sampling.logprobs == 20

@@ -53,7 +53,7 @@ ROOM = b"r" * 16
 P, OTHER_P, D = 7, 8, 9
 """Incarnations of P, of another P and of D."""
 NUM_BYTES = 100
-LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
+LAYOUT = KVLayout.uniform("m", 1, 2, 8, 4, "float32", 100)
 E, S = ReceiverEvent, ReceiverState
 OPEN = [state for state in S if RECEIVER_DEADLINES[state] is not Deadline.TERMINAL]
 

@@ -37,7 +37,7 @@ from chitu.serve.replicas import ReplicaCluster
 from chitu.serve.siblings import Siblings
 from chitu.types import Role
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 """A layout; these tests do not depend on its values."""
 
 

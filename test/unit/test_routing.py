@@ -37,7 +37,7 @@ PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity
 
 
 def info(role: Role, rank: int, draining: bool = False, incarnation: int = 1) -> InstanceInfo:
-    layout = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+    layout = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
     return InstanceInfo(role, rank, incarnation, "127.0.0.1", 1, 2, layout, 512, draining=draining)
 
 
@@ -396,7 +396,7 @@ def test_where_all_are_unwanted_a_second_try_comes_before_an_open_breaker(policy
 # Which instances the router refuses to combine, and the error that it gives.
 
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 SHM = "shm@boot:pid:[1]:0"
 RDMA, TCP = "mooncake over rdma", "mooncake over tcp"
 

@@ -51,8 +51,8 @@ from chitu.types import Role
 ROOM, OTHER_ROOM = b"r" * 16, b"s" * 16
 P, OTHER_D, D = 7, 8, 9
 """Incarnations of P, of another D and of D."""
-LAYOUT = KVLayout("m", 1, 2, 8, 4, "float32", 100)
-MEMORY = RankMemory(0, (), 0, 1 << 20, (0, 0), 100, 50, 0, 64, 4)
+LAYOUT = KVLayout.uniform("m", 1, 2, 8, 4, "float32", 100)
+MEMORY = RankMemory(0, (), 0, 1 << 20, (0, 0), (100, 100), 50, 0, 64, 4)
 INFO = TransferInfo(D, pack_i32([3, 5]), 0, 8)
 PAGES, FIRST_PAGE = TransferKVChunk(0, 1, 0, 2), TransferKVChunk(0, 1, 0, 1)
 ROW_JOB, PAGES_JOB, FENCE_JOB = (

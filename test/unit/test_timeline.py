@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from chitu.protocol import CacheGroup
 from chitu.protocol.account import PrefillTimes, RequestSnapshot
 from chitu.protocol.trace import (
     AnyTraceRecord,
@@ -25,7 +26,7 @@ from chitu.protocol.trace import (
 from chitu.tracing.timeline import Timeline, TimelineSpan, timeline_of
 from chitu.tracing.trace_files import FoundRecords
 
-LAYOUT = TracedLayout(1, 2, 4, 16, "float32", 1, 2)
+LAYOUT = TracedLayout(1, 16, "float32", 1, (CacheGroup((0,), 2, (4, 4)),))
 PAGES = {"P0": TracedPages.of([9, 4, 7]), "D0": TracedPages.of([1, 2, 3])}
 
 

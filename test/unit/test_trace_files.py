@@ -40,7 +40,7 @@ from chitu.tracing.tracer import LINGER_S, MAX_FRAME_SHARE_BYTES, MAX_QUEUED, Tr
 from chitu.types import Role
 
 ROOM, OTHER = bytes(range(16)), bytes(16 * [7])
-LAYOUT = KVLayout("m", 2, 1, 2, 1, "float32", 8)
+LAYOUT = KVLayout.uniform("m", 2, 1, 2, 1, "float32", 8)
 
 
 def ended(request_id: str, instance: str = "D0", message: str = "") -> TraceEnd:

@@ -28,14 +28,14 @@ from chitu.kv_transfer.receiver import (
     ReceiverEvent,
     ReceiverState,
 )
-from chitu.kv_transfer.shard_writer import join, layer_regions, plan_aux_copy, plan_page_copies
+from chitu.kv_transfer.shard_writer import join, pair_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.mapped import require_inside
 from chitu.kv_transfer.transports.transport import CopyList, WriteError
 from chitu.net.curve import derive
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
 from chitu.types import Role, new_room
 
-LAYOUT = KVLayout("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)
+LAYOUT = KVLayout.uniform("m", num_layers=2, num_kv_heads=2, head_dim=8, page_size=4, dtype="float32", vocab_size=100)
 
 
 @dataclasses.dataclass
@@ -45,17 +45,21 @@ class Memory:
     arena_base: int
     num_pages: int = 40
     num_layers: int = 2
-    page_bytes: int = 256
+    bytes_each: int = 256
     aux_row_bytes: int = 128
     num_aux_slots: int = 3
 
     @property
     def region_bases(self) -> tuple[int, ...]:
-        return tuple(self.arena_base + r * self.num_pages * self.page_bytes for r in range(2 * self.num_layers))
+        return tuple(self.arena_base + r * self.num_pages * self.bytes_each for r in range(2 * self.num_layers))
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        return (self.bytes_each,) * (2 * self.num_layers)
 
     @property
     def aux_base(self) -> int:
-        return self.arena_base + 2 * self.num_layers * self.num_pages * self.page_bytes
+        return self.arena_base + 2 * self.num_layers * self.num_pages * self.bytes_each
 
     @property
     def arena_bytes(self) -> int:
@@ -94,7 +98,7 @@ def test_every_page_of_every_region_moves_once_in_the_fewest_copies(
 ) -> None:
     src_pages, dst_pages = lists
     layers = range(first, min(2, first + count))
-    copies = plan_page_copies(SRC, DST, src_pages, dst_pages, layers)
+    copies = plan_page_copies(pair_regions(SRC, DST), src_pages, dst_pages, LAYOUT.regions_of(layers))
     expected = [
         (SRC.region_bases[r] + s * 256, DST.region_bases[r] + d * 256)
         for r in range(2 * layers.start, 2 * layers.stop)
@@ -102,7 +106,7 @@ def test_every_page_of_every_region_moves_once_in_the_fewest_copies(
     ]
     assert bytes_of(copies) == expected
     check_inside(copies, SRC, DST)
-    per_region = len(copies.src) // max(1, len(layer_regions(layers)))
+    per_region = len(copies.src) // max(1, len(LAYOUT.regions_of(layers)))
     breaks = sum(
         src_pages[i] != src_pages[i - 1] + 1 or dst_pages[i] != dst_pages[i - 1] + 1 for i in range(1, len(src_pages))
     )
@@ -111,7 +115,7 @@ def test_every_page_of_every_region_moves_once_in_the_fewest_copies(
 
 
 def test_runs_break_where_either_side_breaks() -> None:
-    copies = plan_page_copies(SRC, DST, [0, 1, 2, 3, 10], [5, 6, 7, 20, 21], range(1))
+    copies = plan_page_copies(pair_regions(SRC, DST), [0, 1, 2, 3, 10], [5, 6, 7, 20, 21], range(2))
     assert list(copies.length) == [3 * 256, 256, 256] * 2
     assert list(copies.src)[:3] == [SRC.arena_base, SRC.arena_base + 3 * 256, SRC.arena_base + 10 * 256]
 
@@ -133,14 +137,14 @@ def test_a_page_out_of_range_is_refused_with_its_value(
     src_pages: list[int], dst_pages: list[int], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        plan_page_copies(SRC, DST, src_pages, dst_pages, range(2))
+        plan_page_copies(pair_regions(SRC, DST), src_pages, dst_pages, range(4))
 
 
 def test_layers_and_page_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(TransferFailed, match="layers 1 to 2"):
-        plan_page_copies(SRC, DST, [0], [0], range(1, 3))
-    with pytest.raises(TransferFailed, match="256 bytes here and 512"):
-        plan_page_copies(SRC, Memory(1 << 30, page_bytes=512), [0], [0], range(1))
+    with pytest.raises(TransferFailed, match="regions 2 to 5 of 4"):
+        plan_page_copies(pair_regions(SRC, DST), [0], [0], range(2, 6))
+    with pytest.raises(TransferFailed, match=r"256.* bytes here and .*512"):
+        pair_regions(SRC, Memory(1 << 30, bytes_each=512))
 
 
 def test_aux_rows_are_one_copy_and_range_checked() -> None:
@@ -154,7 +158,7 @@ def test_aux_rows_are_one_copy_and_range_checked() -> None:
 
 
 def test_joined_lists_keep_order() -> None:
-    pages = plan_page_copies(SRC, DST, [1], [2], range(1))
+    pages = plan_page_copies(pair_regions(SRC, DST), [1], [2], range(2))
     joined = join(pages, plan_aux_copy(SRC, DST, 0, 0))
     assert list(joined.src) == [*pages.src, SRC.aux_base] and joined.nbytes == 2 * 256 + 128
 
@@ -174,7 +178,7 @@ def test_a_copy_that_leaves_an_arena_is_found(side: str, offset: int) -> None:
 def test_pages_of_a_long_prompt_that_do_not_touch_are_a_piece_each_in_every_region() -> None:
     src, dst = Memory(1 << 30, 1000, 32, 16384), Memory(1 << 40, 1000, 32, 16384)
     src_pages, dst_pages = [7 * i % 1000 for i in range(100)], [11 * i % 1000 for i in range(100)]
-    copies = plan_page_copies(src, dst, src_pages, dst_pages, range(32))
+    copies = plan_page_copies(pair_regions(src, dst), src_pages, dst_pages, range(64))
     check_inside(copies, src, dst)
     assert len(copies.src) == 6400 and copies.nbytes == 6400 * 16384
 
@@ -201,9 +205,10 @@ def test_a_sound_registration_passes_and_survives_the_wire() -> None:
         ({"num_pages": 61}, "overlaps"),
         ({"num_aux_slots": 4}, "aux rows .* outside the arena"),
         ({"num_pages": 1 << 62}, "outside the arena"),
-        ({"page_bytes": 128}, "page_bytes is 128 there and 256 here"),
+        ({"page_bytes": (128,) * 4}, "page_bytes is 128 there and 256 here"),
         ({"aux_row_bytes": 64}, "aux_row_bytes is 64"),
         ({"region_bases": DST.region_bases[:3]}, "3 regions there and 4 here"),
+        ({"page_bytes": DST.page_bytes[:3]}, r"page_bytes is 256 there and 256 here, of 3 and 4 regions"),
         ({"region_bases": (*DST.region_bases[:3], DST.arena_base - 256)}, "region 3 .* outside"),
         ({"region_bases": (*DST.region_bases[:3], DST.region_bases[0])}, "overlaps"),
         ({"aux_base": DST.arena_base}, "overlaps"),
@@ -226,18 +231,17 @@ def test_layouts_that_differ_are_refused_with_both_printed() -> None:
 
 def test_a_latent_cache_has_one_region_a_layer():
     """It has four layers in the regions that would be K and V of two."""
-    assert list(layer_regions(range(1, 3), 1)) == [1, 2]
-    copies = plan_page_copies(SRC, DST, [7], [9], range(1, 3), regions_per_layer=1)
+    latent = KVLayout.uniform("m", 4, 1, 16, 4, "float32", 100, regions_per_layer=1)
+    assert latent.regions_of(range(1, 3)) == range(1, 3)
+    copies = plan_page_copies(pair_regions(SRC, DST), [7], [9], latent.regions_of(range(1, 3)))
     expected = [(SRC.region_bases[r] + 7 * 256, DST.region_bases[r] + 9 * 256) for r in (1, 2)]
     assert bytes_of(copies) == expected
-    with pytest.raises(TransferFailed, match="layers 4 to 4 of memories with 4 and 4 layers"):
-        plan_page_copies(SRC, DST, [7], [9], range(4, 5), regions_per_layer=1)
 
 
 def test_a_latent_cache_and_one_of_keys_and_values_do_not_fit_each_other():
-    latent = msgspec.structs.replace(LAYOUT, num_kv_heads=1, regions_per_layer=1)
-    with pytest.raises(IncompatibleLayout, match="regions_per_layer: 1 != 2"):
-        check_compatible(latent, msgspec.structs.replace(latent, regions_per_layer=2))
+    latent, other = (KVLayout.uniform("m", 2, 1, 8, 4, "float32", 100, regions_per_layer=n) for n in (1, 2))
+    with pytest.raises(IncompatibleLayout, match="groups: layers 0 to 1: 1 x 8 != layers 0 to 1: 1 x 8 and 8"):
+        check_compatible(latent, other)
     for tp_size in (1, 2, 3, 8):  # every rank holds the whole latent
         check_compatible(latent, msgspec.structs.replace(latent, tp_size=tp_size))
 
@@ -508,7 +512,7 @@ def test_slots_that_are_used_again_and_again_never_pass_an_earlier_rooms_row_off
 # The bootstrap directory: the P of the cluster view, over HTTP.
 
 
-SERVED_LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100, tp_size=2)
+SERVED_LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100, tp_size=2)
 
 
 def member(role: Role, rank: int, incarnation: int = 1) -> InstanceInfo:

@@ -23,8 +23,8 @@ def test_a_writer_takes_the_first_transport_that_reaches_the_peer() -> None:
     for transport in (p, d):
         transport.register(target.ctypes.data, 64)
     base = target.ctypes.data
-    memory = RankMemory(0, (d.local_session(),), base, 64, (), 8, 0, base, 8, 0)
-    layout = KVLayout("m", num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float32", vocab_size=2)
+    memory = RankMemory(0, (d.local_session(),), base, 64, (base, base), (4, 4), 0, base, 8, 0)
+    layout = KVLayout.uniform("m", num_layers=1, num_kv_heads=1, head_dim=1, page_size=1, dtype="float32", vocab_size=2)
     info = KVArgsRegisterInfo(PROTOCOL_VERSION, 0, 1, "h", 1, layout, (memory,))
     stranger = FakeTransport(FakeFabric(), "X")
     open_shards(info, layout, 0, memory, [stranger, p]).close()

@@ -252,7 +252,7 @@ def test_where_nobody_answers_nothing_was_judged(capsys: pytest.CaptureFixture[s
 # What verify_xpyd_topology demands, on made-up clusters: it reports each thing that can be wrong, and nothing else.
 
 
-LAYOUT = KVLayout("hash", 4, 2, 16, 16, "bfloat16", 500)
+LAYOUT = KVLayout.uniform("hash", 4, 2, 16, 16, "bfloat16", 500)
 
 
 def load_script() -> ModuleType:

@@ -21,7 +21,7 @@ from chitu.protocol import (
 )
 from chitu.types import Role
 
-LAYOUT = KVLayout("hash", 2, 2, 16, 16, "float32", 100)
+LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 
 
 def info(rank: int, incarnation: int, role: Role = Role.PREFILL) -> InstanceInfo:

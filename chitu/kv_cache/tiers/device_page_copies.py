@@ -9,45 +9,49 @@ import torch
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ConfigError
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_cache.tiers.page_copies import HeadsOfRank
+from chitu.kv_cache.tiers.page_copies import HeadsOfRank, heads_of_rank
 from chitu.ops.cuda_device import on_stream
 
 
 class DevicePageCopies:
     def __init__(self, pool: KVPool, tp_rank: int = MAIN_RANK) -> None:
-        self._heads = HeadsOfRank(pool.layout, tp_rank)
-        self._regions_PHB = [region.flatten(2).view(torch.uint8) for region in pool.regions]
+        self._parts = [
+            (part, [pool.regions[index].flatten(2).view(torch.uint8) for index in part.regions])
+            for part in heads_of_rank(pool.layout, tp_rank)
+        ]
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def extract_from_kvpool(self, page: int, content: memoryview) -> None:
-        if not self._heads.is_first:
-            return
-        content_RHB = self._of(content)
         with on_stream(self._stream):
-            on_device_RHB = torch.stack([region_PHB[page] for region_PHB in self._regions_PHB])
-            if content_RHB.is_contiguous():
-                content_RHB.copy_(on_device_RHB, non_blocking=True)
-            else:  # torch would copy through memory that is not pinned
-                for content_HB, on_device_HB in zip(content_RHB, on_device_RHB, strict=True):
-                    content_HB.copy_(on_device_HB, non_blocking=True)
+            for part, regions_PHB in self._parts:
+                if not part.is_first:
+                    continue
+                content_RHB = _heads_in(content, part)
+                on_device_RHB = torch.stack([region_PHB[page] for region_PHB in regions_PHB])
+                if content_RHB.is_contiguous():
+                    content_RHB.copy_(on_device_RHB, non_blocking=True)
+                else:  # torch would copy through memory that is not pinned
+                    for content_HB, on_device_HB in zip(content_RHB, on_device_RHB, strict=True):
+                        content_HB.copy_(on_device_HB, non_blocking=True)
         self._wait()
 
     @torch.inference_mode()
     def restore_to_kvpool(self, page: int, content: memoryview) -> None:
-        content_RHB = self._of(content)
         with on_stream(self._stream):
-            on_device_RHB = content_RHB.to(self._regions_PHB[0].device, non_blocking=True)
-            for region, region_PHB in enumerate(self._regions_PHB):
-                region_PHB[page] = on_device_RHB[region]
+            for part, regions_PHB in self._parts:
+                on_device_RHB = _heads_in(content, part).to(regions_PHB[0].device, non_blocking=True)
+                for region, region_PHB in enumerate(regions_PHB):
+                    region_PHB[page] = on_device_RHB[region]
         self._wait()
-
-    def _of(self, content: memoryview) -> torch.Tensor:
-        return torch.frombuffer(content, dtype=torch.uint8).view(self._heads.shape)[:, self._heads.place]
 
     def _wait(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _heads_in(content: memoryview, part: HeadsOfRank) -> torch.Tensor:
+    return torch.frombuffer(content[part.place], dtype=torch.uint8).view(part.shape)[:, part.heads]
 
 
 def pin(memory: memoryview) -> None:

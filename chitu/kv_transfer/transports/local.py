@@ -246,7 +246,7 @@ def wrap_transports(
 
 def _check(plan: StagingPlan, pool: RankPool) -> None:
     """Raise ConfigError unless a page of one layer and a logits row fit into a segment."""
-    least = max(pool.layout.regions_per_layer * pool.page_bytes, pool.aux_row_bytes)
+    least = max(*pool.layout.bytes_by_layer, pool.aux_row_bytes)
     if plan.segment_bytes < least:
         raise ConfigError(
             f"dp_config.router.pd_disaggregation.staging_segment_mb: {plan.segment_bytes} bytes hold no page of a layer"

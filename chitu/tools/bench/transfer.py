@@ -33,7 +33,7 @@ from chitu.errors import MissingDependency
 from chitu.kv_cache.checksum import page_sums_of
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.shard_writer import plan_page_copies
+from chitu.kv_transfer.shard_writer import pair_regions, plan_page_copies
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
 from chitu.kv_transfer.transports.nixl import NixlTransport
 from chitu.kv_transfer.transports.segments import HostCopier, Scatterer, area_of
@@ -114,7 +114,9 @@ def lines_of(transport: StagedTransport, source: IO[str]) -> Iterator[str]:
             yield line
 
 
-LAYOUT = KVLayout("bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000)
+LAYOUT = KVLayout.uniform(
+    "bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000
+)
 NUM_PAGES, NUM_AUX_SLOTS = 128, 2
 """Size of the pool: with pages of 16 KiB an arena of 128 MiB."""
 TIMEOUT_S = 30.0
@@ -252,7 +254,7 @@ def cases(pool: KVPool, memory: RankMemory) -> list[Case]:
     run, shifted = range(PROMPT_PAGES), range(9, 9 + PROMPT_PAGES)
     for text, src_pages, dst_pages in (("contiguous", run, shifted), ("scattered", first, second)):
         for layers in (range(1), range(LAYOUT.num_layers)):
-            copies = plan_page_copies(pool, memory, src_pages, dst_pages, layers)
+            copies = plan_page_copies(pair_regions(pool, memory), src_pages, dst_pages, LAYOUT.regions_of(layers))
             name = f"{PROMPT_PAGES} {text} pages x {len(layers)} layers"
             raw = CopyList([pool.arena_base], [memory.arena_base], [copies.nbytes])
             made.append(Case(name, [copies], [0], src_pages, dst_pages, len(layers), raw))

@@ -58,9 +58,7 @@ def expected_bytes(prompt_tokens: int, layout: KVLayout) -> int:
     head, and each gets its own copy.
     """
     pages = -(-prompt_tokens // layout.page_size)
-    heads = max(layout.num_kv_heads, layout.tp_size)
-    page = layout.regions_per_layer * layout.num_layers * heads * layout.head_bytes
-    return pages * page + aux_row_bytes(layout.vocab_size)
+    return pages * layout.tp_size * layout.bytes_per_page + aux_row_bytes(layout.vocab_size)
 
 
 def prefilled_tokens(served: Served) -> int:

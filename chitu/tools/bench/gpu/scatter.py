@@ -24,7 +24,7 @@ from chitu.config.staging import plan_staging
 from chitu.errors import ChituError, MissingDependency
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
-from chitu.kv_transfer.shard_writer import plan_page_copies
+from chitu.kv_transfer.shard_writer import pair_regions, plan_page_copies
 from chitu.kv_transfer.transports.local import open_transports, register_memory, wrap_transports
 from chitu.kv_transfer.transports.segments import StagedPeer
 from chitu.kv_transfer.transports.staged import StagedTransport
@@ -55,7 +55,7 @@ def open_end(card: Card, kind: str, role: Role) -> LinkEnd:
     """Open one end as in a 1P1D on this device. A CPU does not need staging, so it is forced there. Raise
     MissingDependency if the transport's library is missing."""
     model = card.sizes.model
-    layout = KVLayout(
+    layout = KVLayout.uniform(
         "bench", model.layers, model.kv_heads, model.resolved_head_dim, PAGE_SIZE, card.sizes.dtype, model.vocab_size
     )
     instance = InstanceConfig(devices=(str(card.device),))
@@ -121,11 +121,12 @@ def _rows_of(card: Card, end: LinkEnd, to_child: IO[str], from_child: IO[str]) -
     raw_rate = _rate_of_one_piece(transport, peer, pool, repeats) if staged else 0.0
     for count in card.sizes.transfer_pages:
         own, theirs = (rng.sample(range(card.sizes.pool_pages), count) for _ in range(2))
-        nbytes = 2 * pool.page_bytes * count * layers
+        nbytes = pool.layout.bytes_per_page * count
         ways: dict[str, Callable[[], None]] = {}
-        whole = plan_page_copies(pool, memory, own, theirs, range(layers))
+        pairs, layout = pair_regions(pool, memory), pool.layout
+        whole = plan_page_copies(pairs, own, theirs, layout.regions_of(range(layers)))
         if reaches_pages(inner_peer):
-            by_layer = [plan_page_copies(pool, memory, own, theirs, range(i, i + 1)) for i in range(layers)]
+            by_layer = [plan_page_copies(pairs, own, theirs, layout.regions_of(range(i, i + 1))) for i in range(layers)]
             ways["one write"] = _writes(inner, inner_peer, [whole])
             if is_fast:
                 ways["a write a layer"] = _writes(inner, inner_peer, by_layer)

@@ -150,7 +150,7 @@ class StepBench:
 
     def _pool(self, num_pages: int) -> KVPool:
         spec = self.spec
-        layout = KVLayout(
+        layout = KVLayout.uniform(
             model_hash(self._folder),
             spec.num_layers,
             spec.num_kv_heads,
