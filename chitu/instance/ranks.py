@@ -22,6 +22,7 @@ from chitu.engine.process_watch import Lifeline, explaining
 from chitu.engine.tp_executor import RankGroup, run_follower
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_cache.state_sums import state_seals_of
 from chitu.kv_cache.tiers.page_copies import host_memory, page_copies_of
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.ranks import ShardFollower, TierMemory
@@ -103,7 +104,9 @@ def _start_writer(
     verify_kv = topology.dp_config.router.pd_disaggregation.verify_kv
     sums = (optional_page_sums_of if verify_kv == "off" else page_sums_of)(pool, tp_rank, role is not Role.PREFILL)
     tiers = _tier_memory(engine.pool, tp_rank, main) if main.tier_file >= 0 else None
-    writer = ShardFollower(pool.layout, tp_rank, pool, transports, main.lane_base, main.num_lanes, sums, tiers)
+    lanes = main.lane_base, main.num_lanes
+    seals = state_seals_of(pool, tp_rank)
+    writer = ShardFollower(pool.layout, tp_rank, pool, transports, *lanes, sums, tiers, seals)
     writer.start(ServiceThread)
     return writer
 

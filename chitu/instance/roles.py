@@ -181,7 +181,7 @@ class PrefillRole(InstanceRole):
 
     def on_computed(self, sequence: Sequence) -> None:
         """Send the logits row of a prompt (`PromptOwner`)."""
-        self._sender.feed.send_aux(sequence.room, sequence.aux_slot, sequence.prompt_lines)
+        self._sender.feed.send_rows(sequence.room, sequence.aux_slot, sequence.prompt_lines)
 
 
 class DecodeRole(InstanceRole):

@@ -67,8 +67,8 @@ def page_weights(
     D, where the sum over all ranks counts every head `head_copies` times; False on a P: only the first rank that holds
     a head counts it. Raise ConfigError unless KV heads have a multiple of 8 bytes."""
     regions, found = layout.regions, []
-    all_salts, used = _odd_numbers(3, sum(region.num_kv_heads for region in regions)), 0
-    low_W, high_W = (_odd_numbers(stream, max(page_bytes) // WORD_BYTES) for stream in (1, 2))
+    all_salts, used = odd_numbers(3, sum(region.num_kv_heads for region in regions)), 0
+    low_W, high_W = (odd_numbers(stream, max(page_bytes) // WORD_BYTES) for stream in (1, 2))
     for region, nbytes in zip(regions, page_bytes, strict=True):
         heads = kv_heads_of(region.num_kv_heads, layout.tp_size, tp_rank)
         head_bytes = nbytes // len(heads)
@@ -82,7 +82,7 @@ def page_weights(
     return found
 
 
-def _odd_numbers(stream: int, count: int) -> Int64s:
+def odd_numbers(stream: int, count: int) -> Int64s:
     """Return numbers of SplitMix64, which are the same in every build and on every machine."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(stream << 40)) * np.uint64(0x9E3779B97F4A7C15)

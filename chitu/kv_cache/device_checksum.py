@@ -1,6 +1,7 @@
-"""The page checksum of `checksum.py` over a pool's tensors, on their own device: same numbers, no copy to the host.
-Used like `HostPageSums`. On CUDA the work runs on a stream of its own and does not wait for a step's kernels (P sums
-what a finished step wrote, D what the transport wrote)."""
+"""The page checksum of `checksum.py` and that of state rows (`state_sums.py`) over a pool's tensors, on their own
+device: same numbers, no copy to the host. Used like `HostPageSums` and `HostStateSeals`. On CUDA the work runs on a
+stream of its own and does not wait for a step's kernels (P sums what a finished step wrote, D what the transport
+wrote)."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from numpy.typing import NDArray
 
 from chitu.kv_cache.checksum import CHUNK_BYTES, page_weights
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_cache.state_row import STAMP_BYTES, StateRow
+from chitu.kv_cache.state_sums import sealed, state_weights, unit_bytes_of
 from chitu.ops.cuda_device import on_stream
+from chitu.protocol import StateSeal
 
 DEVICE_CHUNK_BYTES = 64 * CHUNK_BYTES
 """Bytes summed at a time. Temporary device memory is at most three times as much."""
@@ -45,3 +49,28 @@ class DevicePageSums:
                     heads_CH = (words_CHW * low_W).sum(-1) + ((words_CHW >> 32) * high_W).sum(-1)
                     sums_N[chunk] += (heads_CH * salt_H).sum(-1)
             return sums_N.cpu().numpy()
+
+
+UNIT_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+class DeviceStateSeals:
+    def __init__(self, pool: KVPool, tp_rank: int) -> None:
+        self._rows = pool.state_rows
+        self._parts = [(part, UNIT_DTYPES[unit_bytes_of(part)]) for part in StateRow.of(pool.layout).parts]
+        self._weights = [
+            tuple(torch.from_numpy(each.copy()).to(pool.device) for each in weights)
+            for weights in state_weights(pool.layout, tp_rank)
+        ]
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @torch.inference_mode()
+    def seal(self, slot: int) -> StateSeal:
+        with on_stream(self._stream):
+            row = self._rows[slot]
+            totals = []
+            for (part, dtype), (weight_U, salt_L) in zip(self._parts, self._weights, strict=True):
+                units_LU = row[part.offset : part.offset + part.nbytes].view(dtype).view(part.shape[0], -1)
+                totals.append(((units_LU * weight_U).sum(-1) * salt_L).sum())
+            total = int(torch.stack(totals).sum().item())
+            return sealed(row[:STAMP_BYTES].cpu().numpy().tobytes(), total)

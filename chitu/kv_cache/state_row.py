@@ -95,6 +95,16 @@ def blocks_of(tensor: StateTensor) -> tuple[int, ...]:
     return tensor.cut or tensor.shape[:1]
 
 
+def lines_of(tensor: StateTensor, tp_size: int, tp_rank: int) -> list[range]:
+    """Return the indices of dimension 0 that a rank holds, a range for each block, in the order in which they lie."""
+    found, start = [], 0
+    for size in blocks_of(tensor):
+        share = size // tp_size
+        found.append(range(start + tp_rank * share, start + (tp_rank + 1) * share))
+        start += size
+    return found
+
+
 def why_not_cut(state: tuple[StateTensor, ...], tp_size: int) -> str:
     """Return why `tp_size` ranks cannot share this state, as a clause; empty if they can. Each block of dimension 0 is
     cut evenly."""

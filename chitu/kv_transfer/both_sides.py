@@ -27,6 +27,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import ChituError
+from chitu.kv_cache.state_sums import StateSeals
 from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory, PageSums, VerifyKV
 from chitu.kv_transfer.transports.transport import SendFrame, Transport
 from chitu.log import about
@@ -255,6 +256,10 @@ class KVManagerConfig:
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)
 
+    def has_state(self, num_pages: int) -> bool:
+        """Return whether a room gets a state row, too, if D wants this many pages of it."""
+        return bool(self.layout.state) and num_pages > 0
+
 
 @dataclass(slots=True, frozen=True)
 class OwnMemory:
@@ -266,6 +271,8 @@ class OwnMemory:
     """Transports in order of preference. Those that cannot register the memory leave the list."""
     page_sums: PageSums | None = None
     """Checksums of the pages of all our ranks; for `verify_kv` (unless it is off) and the hashes of trace records."""
+    state_seals: StateSeals | None = None
+    """Seals of the state rows of all our ranks; None if the layout has no state."""
     sessions: Sequence[TransportSession] = ()
     """Sessions of the transports that could register the memory (`registered`)."""
 

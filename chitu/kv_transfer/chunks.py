@@ -45,18 +45,19 @@ class KVChunk:
 
 @dataclass(slots=True)
 class TransferJob:
-    """What a transfer thread does at once for a room: write its aux row, write KV chunks, or try to fence its writes.
-    In the queue: all that waits for the room."""
+    """What a transfer thread does at once for a room: write its aux row, write KV chunks, write its state row, or try
+    to fence its writes. In the queue: all that waits for the room."""
 
     room: bytes
     is_aux: bool = False
     chunks: list[TransferKVChunk] = field(default_factory=list)
+    is_state: bool = False
     is_fence: bool = False
 
     @property
     def num_units(self) -> int:
-        """Pages times layers; the aux row counts as one."""
-        return self.is_aux + sum(chunk.num_units for chunk in self.chunks)
+        """Pages times layers; the aux row counts as one, and so does the state row."""
+        return self.is_aux + self.is_state + sum(chunk.num_units for chunk in self.chunks)
 
 
 Work = Callable[[TransferJob], None]
@@ -93,6 +94,8 @@ class ComputedPrompt:
     backlog: list[TransferKVChunk] = field(default_factory=list)
     """Chunks that were computed before the room was let go."""
     aux_slot: int = -1
+    state_slot: int = -1
+    """Row of its state, of which nothing changes any more; -1 until the prompt is computed, or without state."""
     prompt_logprobs: bytes | None = None
     """Logprobs of the whole prompt, for D; None if they were not requested."""
     started_s: float = 0.0
@@ -121,6 +124,11 @@ class TransferQueue:
     def put_chunk(self, room: bytes, chunk: TransferKVChunk) -> None:
         with self._changed:
             self._of(room).chunks.append(chunk)
+            self._changed.notify()
+
+    def put_state(self, room: bytes) -> None:
+        with self._changed:
+            self._of(room).is_state = True
             self._changed.notify()
 
     def put_fence(self, room: bytes) -> None:
@@ -219,10 +227,13 @@ class TransferQueue:
                 count += 1
             job = TransferJob(room, chunks=pending.chunks[:count])
             del pending.chunks[:count]
+        elif pending.is_state:
+            pending.is_state = False
+            job = TransferJob(room, is_state=True)
         else:
             pending.is_fence = False
             job = TransferJob(room, is_fence=True)
-        if not (pending.is_aux or pending.chunks or pending.is_fence):
+        if not (pending.is_aux or pending.chunks or pending.is_state or pending.is_fence):
             del self._pending[room]
         return job
 
@@ -259,7 +270,7 @@ class ChunkFeed:
         for chunk in backlog:
             self._queue_chunk(room, first_page, chunk)
         if computed.aux_slot >= 0:
-            self._queue.put_aux(room)
+            self._queue_rows(room, computed)
 
     def stop(self, room: bytes) -> None:
         self._rooms.pop(room, None)
@@ -311,17 +322,17 @@ class ChunkFeed:
                     computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, self._ready)]
             self._step = {}
 
-    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+    def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None, state_slot: int = -1) -> None:
         """Send the logits row of the room's last token, which is in `aux_slot`, once the room is let go, ahead of all
-        KV still queued. `prompt_logprobs` leave with Success."""
+        KV still queued, and behind that the state row, if there is one. `prompt_logprobs` leave with Success."""
         with self._lock:
             computed = self._rooms.get(room)
             if computed is None or computed.aux_slot >= 0:
                 return
-            computed.aux_slot, computed.prompt_logprobs = aux_slot, prompt_logprobs
+            computed.aux_slot, computed.prompt_logprobs, computed.state_slot = aux_slot, prompt_logprobs, state_slot
             computed.computed_s = self._clock.monotonic()
             if room in self._first_pages:
-                self._queue.put_aux(room)
+                self._queue_rows(room, computed)
 
     def reset(self, room: bytes) -> bool:
         """Forget what was computed for a room that is not announced, to free its pages. Return False if it is announced
@@ -331,10 +342,18 @@ class ChunkFeed:
             if computed is None or room in self._first_pages:
                 return False
             computed.backlog, computed.pages, computed.next_page, computed.aux_slot = [], (), 0, -1
+            computed.state_slot = -1
             self._step.pop(room, None)
             return True
 
     # -------------------------------------------------------------------------------------------------------- the queue
+
+    def _queue_rows(self, room: bytes, computed: ComputedPrompt) -> None:
+        """Queue the rows that D wants: the logits, and with KV the state."""
+        self._queue.put_aux(room)
+        num_pages = self._config.num_pages(computed.num_tokens) - self._first_pages[room]
+        if self._config.has_state(num_pages):
+            self._queue.put_state(room)
 
     def _layer_done(self, layer: int, ready: Ready | None) -> None:
         if layer in self._layers_done or layer >= self._num_layers:  # behind the last layer with KV

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from chitu.errors import ConfigError
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
-from chitu.kv_transfer.ranks import FanOut, TPPageSums
+from chitu.kv_transfer.ranks import FanOut, TPPageSums, TPStateSeals
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.local import register_memory, ways_of
@@ -122,4 +122,10 @@ def _registered(
         raise ConfigError(f"verify_kv {config.verify_kv} without a way to sum up the pages of all ranks")
     if page_sums is not None and fan_out is not None:
         page_sums = TPPageSums(fan_out, page_sums)
-    return replace(memory, page_sums=page_sums, sessions=register_memory(memory.pool, memory.transports))
+    state_seals = memory.state_seals
+    if config.layout.state and (state_seals is None or (num_followers and fan_out is None)):
+        raise ConfigError("the layout has state, and there is no way to sum up the state rows of all ranks")
+    if state_seals is not None and fan_out is not None:
+        state_seals = TPStateSeals(fan_out, state_seals, has_stamps=not is_decode)
+    sessions = register_memory(memory.pool, memory.transports)
+    return replace(memory, page_sums=page_sums, state_seals=state_seals, sessions=sessions)

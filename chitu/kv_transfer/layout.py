@@ -1,9 +1,10 @@
-"""Memory as a peer sees it: the record of a rank's memory, whether two ranks may exchange pages, aux rows, checksums.
+"""Memory as a peer sees it: the record of a rank's memory, whether two ranks may exchange pages and rows, aux rows,
+checksums.
 
 Addresses (pure): the service builds a `RankMemory` of its pool with `rank_memory`; the comm thread of P checks every
 registration with `check_compatible` and `check_rank_memory` before an address of it is used. Invariant: a `RankMemory`
-that passed the check describes regions and aux rows that lie inside its arena and do not overlap, so an index that is
-in range can never name a byte outside of them.
+that passed the check describes regions, aux rows and state rows that lie inside its arena and do not overlap, so an
+index that is in range can never name a byte outside of them.
 
 Aux slots: one row per request between P and D, a 64 byte header and then the logits of the prompt's last token.
 `MetadataBuffers` owns the header, and which slots are free. P seals a row once its logits are in place, the row crosses
@@ -22,6 +23,9 @@ own memory. They cross with Success as `KVSums`; every KV head counts once, howe
 pages of its memory and calls `compare` before the scheduler gets SUCCESS. If the request asks for checksums
 (`TransferInfo.page_sums`), P sums up all pages, by layer, whatever `verify_kv` is, and D returns both sides' to the
 client (`transfer_sums`).
+
+A state row is always verified (`check_state`), since tokens hardly ever show that a state is missing or old: Success
+carries P's seal of it, and D requires that it is of this prompt, all of it, and that its own ranks hold the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +44,17 @@ from numpy.typing import NDArray
 from chitu.config.tensor_parallel import kv_heads_per_rank
 from chitu.errors import BadFrame, IncompatibleLayout, Integrity
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, HostRows, RowMemory
-from chitu.protocol import KVLayout, KVSums, RankMemory, TransferSums, TransportSession, pack_i32, unpack_i32
+from chitu.kv_cache.state_row import StateStamp, why_not_cut
+from chitu.protocol import (
+    KVLayout,
+    KVSums,
+    RankMemory,
+    StateSeal,
+    TransferSums,
+    TransportSession,
+    pack_i32,
+    unpack_i32,
+)
 from chitu.protocol.trace import TracedSums
 from chitu.types import room_text
 
@@ -67,6 +81,29 @@ class PagedMemory(Protocol):
     def aux_row_bytes(self) -> int: ...
     @property
     def num_aux_slots(self) -> int: ...
+    @property
+    def state_base(self) -> int: ...
+    @property
+    def state_row_bytes(self) -> int: ...
+    @property
+    def num_state_slots(self) -> int: ...
+
+
+class SlotRows(NamedTuple):
+    """Rows of one kind in a rank's memory, a slot each."""
+
+    name: str
+    base: int
+    row_bytes: int
+    num_slots: int
+
+
+def aux_rows_of(memory: PagedMemory) -> SlotRows:
+    return SlotRows("aux", memory.aux_base, memory.aux_row_bytes, memory.num_aux_slots)
+
+
+def state_rows_of(memory: PagedMemory) -> SlotRows:
+    return SlotRows("state", memory.state_base, memory.state_row_bytes, memory.num_state_slots)
 
 
 def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSession]) -> RankMemory:
@@ -82,6 +119,9 @@ def rank_memory(pool: PagedMemory, tp_rank: int, sessions: Sequence[TransportSes
         aux_base=pool.aux_base,
         aux_row_bytes=pool.aux_row_bytes,
         num_aux_slots=pool.num_aux_slots,
+        state_base=pool.state_base if pool.num_state_slots else 0,
+        state_row_bytes=pool.state_row_bytes,
+        num_state_slots=pool.num_state_slots,
     )
 
 
@@ -91,6 +131,8 @@ def check_compatible(mine: KVLayout, theirs: KVLayout) -> None:
     for heads in () if different else [group.num_kv_heads for group in mine.groups]:
         if theirs.tp_size < 1 or (heads % theirs.tp_size and theirs.tp_size % heads):
             different = [f"tp_size: {heads} KV heads cannot be cut for {theirs.tp_size} ranks"]
+    if not different and (why := why_not_cut(theirs.state, theirs.tp_size)):
+        different = [f"tp_size: {why}"]
     if different:
         raise IncompatibleLayout(f"KV layouts differ in {'; '.join(different)} (mine {mine}, theirs {theirs})")
 
@@ -106,13 +148,19 @@ def page_bytes_of(theirs: KVLayout, mine: KVLayout, my_page_bytes: Sequence[int]
 
 
 def check_rank_memory(
-    theirs: RankMemory, mine: PagedMemory, tp_size: int = 1, page_bytes: tuple[int, ...] | None = None
+    theirs: RankMemory,
+    mine: PagedMemory,
+    tp_size: int = 1,
+    page_bytes: tuple[int, ...] | None = None,
+    state_row_bytes: int | None = None,
 ) -> None:
     """Validate the addresses of a rank of a compatible peer of `tp_size` ranks. Raises BadFrame with the values.
 
-    `page_bytes`: required size of the peer's pages, by region; None: the size of ours.
+    `page_bytes`: required size of the peer's pages, by region, and `state_row_bytes` of its state rows; None: the size
+    of ours.
     """
-    for name in ("arena_base", "arena_bytes", "aux_base", "num_pages", "num_aux_slots", "tp_rank"):
+    counts = ("num_pages", "num_aux_slots", "num_state_slots")
+    for name in ("arena_base", "arena_bytes", "aux_base", "state_base", "tp_rank", *counts):
         value = getattr(theirs, name)
         if not 0 <= value < ADDRESS_LIMIT:
             raise BadFrame(f"{name} is {value}; at least 0 and below 2**63 is expected")
@@ -122,6 +170,9 @@ def check_rank_memory(
         raise BadFrame(f"an arena of {theirs.arena_bytes} bytes at {theirs.arena_base:#x} ends beyond 2**63")
     if theirs.aux_row_bytes != mine.aux_row_bytes:
         raise BadFrame(f"aux_row_bytes is {theirs.aux_row_bytes} there and {mine.aux_row_bytes} here")
+    row_bytes = mine.state_row_bytes if state_row_bytes is None else state_row_bytes
+    if theirs.state_row_bytes != row_bytes:
+        raise BadFrame(f"state_row_bytes is {theirs.state_row_bytes} there and {row_bytes} here")
     if len(theirs.region_bases) != len(mine.region_bases):
         raise BadFrame(f"{len(theirs.region_bases)} regions there and {len(mine.region_bases)} here")
     wanted = tuple(mine.page_bytes) if page_bytes is None else page_bytes
@@ -136,10 +187,12 @@ def _sizes_text(page_bytes: Sequence[int]) -> str:
 
 
 def _check_spans(memory: RankMemory) -> None:
-    """Raise BadFrame unless every region and the aux rows lie inside the arena and no two of them overlap."""
+    """Raise BadFrame unless every region and all rows lie inside the arena and no two of them overlap."""
     regions = zip(memory.region_bases, memory.page_bytes, strict=True)
     spans = [(base, memory.num_pages * nbytes, f"region {r}") for r, (base, nbytes) in enumerate(regions)]
     spans.append((memory.aux_base, memory.num_aux_slots * memory.aux_row_bytes, "the aux rows"))
+    if memory.num_state_slots:
+        spans.append((memory.state_base, memory.num_state_slots * memory.state_row_bytes, "the state rows"))
     arena_end = memory.arena_base + memory.arena_bytes
     for base, nbytes, name in spans:
         if base < memory.arena_base or base + nbytes > arena_end:
@@ -361,3 +414,16 @@ def compare(expected: RoomSums, found: Int64s, copies: int) -> None:
             f"checksum mismatch in {len(wrong)} of {len(expected.positions)} verified KV pages"
             f" (pages {names} of the prompt), written over {expected.transport or 'an unnamed transport'}"
         )
+
+
+def check_state(sent: StateSeal | None, expected: StateStamp, found: StateSeal) -> None:
+    """Verify a state row on D. `sent`: P's seal; `expected`: of the prompt; `found`: of D's own rows, which P has
+    written. Raises Integrity naming what differs."""
+    if sent is None:
+        raise Integrity("P sent no seal of the state")
+    if sent.num_tokens != expected.num_tokens:
+        raise Integrity(f"the state has taken in {sent.num_tokens} tokens, the prompt has {expected.num_tokens}")
+    if sent.digest != expected.digest:
+        raise Integrity(f"the state is of other tokens (digest {sent.digest:#010x}, not {expected.digest:#010x})")
+    if sent.sum != found.sum:
+        raise Integrity(f"checksum of the state is {found.sum:#x}, P has {sent.sum:#x}")

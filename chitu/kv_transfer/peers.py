@@ -33,6 +33,7 @@ from typing import Final
 from chitu import log
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import BadFrame, ChituError, IncompatibleLayout, from_code
+from chitu.kv_cache.state_row import StateRow
 from chitu.kv_transfer.both_sides import KVManagerConfig, Line, OwnMemory, Send
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
 from chitu.kv_transfer.ranks import FanOut
@@ -238,6 +239,8 @@ class DecodePeer:
     """The last room that each page was announced for, over or not; at most one entry per page."""
     aux_rooms: dict[int, bytes] = field(default_factory=dict)
     """The last room that each aux slot was announced for."""
+    state_rooms: dict[int, bytes] = field(default_factory=dict)
+    """The last room that each state slot was announced for."""
 
     @property
     def is_suspended(self) -> bool:
@@ -343,10 +346,13 @@ def check_registration(info: KVArgsRegisterInfo, layout: KVLayout, memory: Paged
     if len(info.ranks) != tp_size or {rank.tp_rank for rank in info.ranks} != set(range(tp_size)):
         raise BadFrame(f"{len(info.ranks)} ranks of memory for tp_size {tp_size}")
     page_bytes = page_bytes_of(info.layout, layout, memory.page_bytes)
+    state_row_bytes = StateRow.of(info.layout).row_bytes
     for rank in info.ranks:
-        check_rank_memory(rank, memory, tp_size, page_bytes)
+        check_rank_memory(rank, memory, tp_size, page_bytes, state_row_bytes)
     if len({rank.num_pages for rank in info.ranks}) > 1:
         raise BadFrame(f"the ranks have {sorted({rank.num_pages for rank in info.ranks})} pages, not as many each")
+    if len({rank.num_state_slots for rank in info.ranks}) > 1:
+        raise BadFrame(f"the ranks have {sorted({rank.num_state_slots for rank in info.ranks})} state slots")
     return next(rank for rank in info.ranks if rank.tp_rank == MAIN_RANK)
 
 
@@ -362,7 +368,12 @@ def check_announcement(info: TransferInfo, memory: RankMemory, config: KVManager
         raise BadFrame("a page is announced twice")
     if not 0 <= info.dst_aux_index < memory.num_aux_slots:
         raise BadFrame(f"aux slot {info.dst_aux_index} announced of {memory.num_aux_slots}")
+    slots = range(memory.num_state_slots) if config.has_state(len(pages)) else range(-1, 0)
+    if info.dst_state_index not in slots:
+        raise BadFrame(f"state slot {info.dst_state_index} announced of {memory.num_state_slots}")
     num_full = min(len(pages), info.num_tokens // config.layout.page_size)
+    if config.layout.state:
+        num_full = 0  # no prefix has its state
     if not 0 <= info.prefix_pages <= num_full:
         raise BadFrame(f"{info.prefix_pages} prefix pages of {num_full} full ones")
     return pages

@@ -38,11 +38,12 @@ import numpy as np
 import zmq
 
 from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from_code
+from chitu.kv_cache.state_sums import StateSeals, reduced
 from chitu.kv_cache.tiers.page_copies import PageCopies, page_content_bytes
 from chitu.kv_transfer.layout import Int64s, PagedMemory, PageSums
 from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_shards, wait_for
 from chitu.kv_transfer.transports.transport import Transport, WriteError
-from chitu.protocol import KVArgsRegisterInfo, KVLayout, pack_i32, unpack_i32
+from chitu.protocol import KVArgsRegisterInfo, KVLayout, StateSeal, pack_i32, unpack_i32
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,6 +91,15 @@ class WritePages(Order, frozen=True, tag="write"):
         return cls(number, incarnation, timeout_s, rows, pack_i32(src_pages[part]), pack_i32(dst_pages[part]))
 
 
+class WriteState(Order, frozen=True, tag="write_state"):
+    """Write our part of a state row to the D of this incarnation."""
+
+    incarnation: int
+    timeout_s: float
+    src_slot: int
+    dst_slot: int
+
+
 class Fence(Order, frozen=True, tag="fence"):
     """Make sure that no earlier write to that D can land any more."""
 
@@ -105,6 +115,12 @@ class SumPages(Order, frozen=True, tag="sum"):
     pages: bytes
 
 
+class SealState(Order, frozen=True, tag="seal_state"):
+    """Return the seal of our part of a state row."""
+
+    slot: int
+
+
 class CopyShard(Order, frozen=True, tag="copy"):
     """Copy our heads of this page from the pool to its content in the tiers' memory, or back (`is_restore`)."""
 
@@ -118,7 +134,7 @@ class EndOrder(Order, frozen=True, tag="end"):
     """End the lane's thread, because the instance stops. Not answered."""
 
 
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, Fence, SumPages, CopyShard, EndOrder]
+AnyOrder = Union[OpenPeer, ClosePeer, WritePages, WriteState, Fence, SumPages, SealState, CopyShard, EndOrder]
 
 
 class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -128,6 +144,8 @@ class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     nbytes: int = 0
     sums: bytes = b""
     """Answer to `SumPages`: int64, native order."""
+    seal: StateSeal | None = None
+    """Answer to `SealState`."""
     is_fenced: bool = True
     """For a failed write: nothing of it can land any more. For a fence order: its result."""
     code: str = ""
@@ -287,8 +305,18 @@ class TPDecodeWriter:
         wait_for(chunks)  # what is ready here is ready on the followers, which cannot see our events
         pages = src_pages, dst_pages
         order = WritePages.of(self._fan_out.next_number(), self._incarnation, timeout_s, chunks, *pages)
-        wait_s = timeout_s + self._fan_out.answer_grace_s
-        result = self._lane.order(order, lambda: self._own.write_pages(chunks, *pages, timeout_s), wait_s)
+        return self._write(order, lambda: self._own.write_pages(chunks, *pages, timeout_s), timeout_s)
+
+    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
+        return self._own.write_aux(src_slot, dst_slot, timeout_s)
+
+    def write_state(self, src_slot: int, dst_slot: int, timeout_s: float) -> tuple[int, ...]:
+        order = WriteState(self._fan_out.next_number(), self._incarnation, timeout_s, src_slot, dst_slot)
+        return self._write(order, lambda: self._own.write_state(src_slot, dst_slot, timeout_s), timeout_s)
+
+    def _write(self, order: Order, mine: Callable[[], tuple[int, ...]], timeout_s: float) -> tuple[int, ...]:
+        """Have all ranks write, and return the bytes of each."""
+        result = self._lane.order(order, mine, timeout_s + self._fan_out.answer_grace_s)
         failures = result.failures()
         if failures:
             text = "; ".join(error.message for error in failures)
@@ -296,9 +324,6 @@ class TPDecodeWriter:
             raise WriteError(text, fenced=is_fenced)
         assert not isinstance(result.mine, ChituError)
         return (*result.mine, *(answer.nbytes for answer in result.answers if answer is not None))
-
-    def write_aux(self, src_slot: int, dst_slot: int, timeout_s: float) -> int:
-        return self._own.write_aux(src_slot, dst_slot, timeout_s)
 
     def buffer_lengths(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
@@ -338,6 +363,31 @@ class TPPageSums:
             raise TransferFailed(f"sums of {[len(sums_N) for sums_N in theirs]} pages for {len(pages)}")
         totals_N: Int64s = np.sum([result.mine, *theirs], axis=0, dtype=np.int64)
         return totals_N
+
+
+class TPStateSeals:
+    """Implements `StateSeals` for the main rank of several: the stamp of all ranks and the sum of their checksums.
+
+    `has_stamps`: P requires equal stamps; rows of D have none, as P writes them.
+    """
+
+    def __init__(self, fan_out: FanOut, own: StateSeals, has_stamps: bool) -> None:
+        self._fan_out = fan_out
+        self._own = own
+        self._has_stamps = has_stamps
+
+    def seal(self, slot: int) -> StateSeal:
+        order = SealState(self._fan_out.next_number(), slot)
+        result = self._fan_out.sum_lane.order(order, lambda: self._own.seal(slot), SUM_TIMEOUT_S)
+        failures = result.failures()
+        if failures:
+            raise TransferFailed("; ".join(error.message for error in failures))
+        assert isinstance(result.mine, StateSeal)
+        seals = [result.mine, *(answer.seal for answer in result.answers if answer is not None and answer.seal)]
+        stamps = {(seal.num_tokens, seal.digest) for seal in seals}
+        if len(seals) != 1 + len(result.answers) or (self._has_stamps and len(stamps) > 1):
+            raise TransferFailed(f"the ranks' parts of state row {slot} differ in their tokens: {seals}")
+        return StateSeal(result.mine.num_tokens, result.mine.digest, reduced(sum(seal.sum for seal in seals)))
 
 
 class TPPageCopies:
@@ -444,6 +494,7 @@ class ShardFollower:
         num_lanes: int,
         page_sums: PageSums | None = None,
         tiers: TierMemory | None = None,
+        state_seals: StateSeals | None = None,
     ) -> None:
         self._layout = layout
         self._tp_rank = tp_rank
@@ -451,6 +502,7 @@ class ShardFollower:
         self._transports = transports
         self._page_sums = page_sums
         self._tiers = tiers
+        self._state_seals = state_seals
         self._writers: dict[int, ShardWriter] = {}
         """Writers by D's incarnation; lane 0 changes it, the other lanes look up."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -501,6 +553,13 @@ class ShardFollower:
                 pages = unpack_i32(order.src_pages), unpack_i32(order.dst_pages)
                 (nbytes,) = writer.write_pages(chunks, *pages, order.timeout_s)
                 return OrderAnswer(order.number, nbytes)
+            if isinstance(order, WriteState):
+                writer = self._writer(order.incarnation)
+                (nbytes,) = writer.write_state(order.src_slot, order.dst_slot, order.timeout_s)
+                return OrderAnswer(order.number, nbytes)
+            if isinstance(order, SealState):
+                assert self._state_seals is not None, "the layout has state on every rank"
+                return OrderAnswer(order.number, seal=self._state_seals.seal(order.slot))
             if isinstance(order, SumPages):
                 if self._page_sums is None:
                     raise TransferFailed(f"TP rank {self._tp_rank} was not set up for verify_kv")

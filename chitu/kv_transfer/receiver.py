@@ -29,6 +29,7 @@ from chitu.errors import (
     TransferTimeout,
     from_code,
 )
+from chitu.kv_cache.state_row import StateStamp
 from chitu.kv_transfer.both_sides import (
     NEVER_S,
     Aborted,
@@ -189,6 +190,8 @@ class ReceiveRoom:
     """True if checksums of its pages are computed for a trace record, whatever `verify_kv` is."""
     sums: TransferSums | None = None
     """Checksums of its pages on both sides, if the request asked for them."""
+    state: StateStamp | None = None
+    """Tokens that its state must have taken in; None without a state row."""
 
 
 # --------------------------------------------------------------------------------------------------------------- events
@@ -243,11 +246,13 @@ class CheckRow(NamedTuple):
 
 
 class CheckPages(NamedTuple):
-    """Verify the pages against P's checksums."""
+    """Verify the pages and the state row against P's checksums."""
 
     room: bytes
     info: TransferInfo
     status: TransferStatus
+    state: StateStamp | None = None
+    """As in `ReceiveRoom`."""
 
 
 class Deliver(NamedTuple):
@@ -367,8 +372,8 @@ class ReceiverMachine:
     def _verify(self, room: bytes, record: ReceiveRoom) -> None:
         assert record.status is not None
         is_summed = record.is_traced or record.info.page_sums
-        if self._verifies_kv or (is_summed and record.status.kv_sums is not None):
-            self._effects.append(CheckPages(room, record.info, record.status))
+        if self._verifies_kv or record.state is not None or (is_summed and record.status.kv_sums is not None):
+            self._effects.append(CheckPages(room, record.info, record.status, record.state))
         else:
             self._apply(room, E.VERIFIED)
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from functools import partial
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import ChituError, Integrity, ProtocolError
 from chitu.kv_cache.checksum import head_copies
+from chitu.kv_cache.state_row import StateStamp
 from chitu.kv_transfer.both_sides import (
     TICK_INTERVAL_S,
     Aborted,
@@ -36,6 +36,7 @@ from chitu.kv_transfer.both_sides import (
 from chitu.kv_transfer.layout import (
     Int64s,
     PageSums,
+    check_state,
     compare,
     rank_memory,
     read_sums,
@@ -94,8 +95,8 @@ class DecodeReceiver:
         self.machine = ReceiverMachine(config, _registration(config, memory, followers), self._view)
         self._messages = TransportMessages(config.incarnation, memory.transports, context.send_frame, self._address_of)
         self.verifier: JobThread[CheckPages] | None = None
-        if memory.page_sums is not None:
-            self.verifier = JobThread("verify", partial(self._check_pages, memory.page_sums))
+        if memory.page_sums is not None or memory.state_seals is not None:
+            self.verifier = JobThread("verify", self._check_pages)
         self._next_tick_s = 0.0
         self.unknown_frames = 0
         """Number of undecodable or misdirected frames so far."""
@@ -145,23 +146,30 @@ class DecodeReceiver:
         prefill_incarnation: int,
         prefix_pages: int,
         page_sums: bool = False,
+        state_slot: int = -1,
+        digest: int = 0,
     ) -> None:
         """Announce reserved pages (ceil(num_tokens / page_size)) and an aux slot to P. Starts the transfer deadline.
         The first `prefix_pages`, all full, already hold their KV: P does not write to them. Without pages P sends the
-        logits row only. With `page_sums`, SUCCESS brings checksums of both sides, if the layout allows any."""
+        logits row only. With `page_sums`, SUCCESS brings checksums of both sides, if the layout allows any. With state
+        and pages P writes to row `state_slot`, too; `digest` is that of the prompt (`state_row.digest_of`)."""
         if num_tokens < 1 or len(pages) not in (0, self._config.num_pages(num_tokens)):
             raise ValueError(f"{len(pages)} pages for {num_tokens} tokens")
         if not 0 <= prefix_pages <= min(len(pages), num_tokens // self._config.layout.page_size):
             raise ValueError(
                 f"{prefix_pages} prefix pages do not fit {len(pages)} pages of a prompt of {num_tokens} tokens"
             )
+        has_state = self._config.has_state(len(pages))
+        if has_state == (state_slot < 0) or (has_state and prefix_pages):
+            raise ValueError(f"state slot {state_slot} and {prefix_pages} prefix pages for {len(pages)} pages")
         info = TransferInfo(
             incarnation=self._config.incarnation,
             dst_kv_indices=pack_i32(pages),
             dst_aux_index=aux_slot,
             num_tokens=num_tokens,
             prefix_pages=prefix_pages,
-            page_sums=page_sums and self.verifier is not None,
+            dst_state_index=state_slot,
+            page_sums=page_sums and self._memory.page_sums is not None,
         )
         pool = self._memory.pool
         # Every rank's copy of a KV head counts: with fewer heads than ranks a head is written to several of them.
@@ -170,11 +178,14 @@ class DecodeReceiver:
             request_id,
             info,
             aux_slot,
-            (len(pages) - prefix_pages) * page_bytes + pool.aux_row_bytes,
+            (len(pages) - prefix_pages) * page_bytes
+            + pool.aux_row_bytes
+            + (self._config.layout.state_bytes if has_state else 0),
             prefix_pages * page_bytes,
             prefill_rank,
             prefill_incarnation,
-            is_traced=self.verifier is not None and self._is_traced(room),
+            is_traced=self._memory.page_sums is not None and self._is_traced(room),
+            state=StateStamp(num_tokens, digest) if has_state else None,
         )
         self._handle(Announced(room, record))
 
@@ -262,13 +273,35 @@ class DecodeReceiver:
             checked = RowChecked(job.room, error)
         self._handle(checked)
 
-    def _check_pages(self, page_sums: PageSums, job: CheckPages) -> None:
-        """Verify a room's pages on the verifying thread, so heartbeats, acknowledgements and steps do not wait for it.
-        If the room ends meanwhile (deadline, client gone), the result is ignored; reading pages that another request
-        owns by then does no harm."""
-        layout, pages = self._config.layout, unpack_i32(job.info.dst_kv_indices)
+    def _check_pages(self, job: CheckPages) -> None:
+        """Verify a room's pages and state row on the verifying thread, so heartbeats, acknowledgements and steps do not
+        wait for it. If the room ends meanwhile (deadline, client gone), the result is ignored; reading memory that
+        another request owns by then does no harm."""
         error: ChituError | None = None
         sums: TransferSums | None = None
+        if self._memory.page_sums is not None:
+            error, sums = self._summed_pages(self._memory.page_sums, job)
+        if self._config.verify_kv == "off":  # computed for the trace or the client only
+            error = None
+        if job.state is not None:
+            error = error or self._state_error(job, job.state)
+        self._handle(PagesChecked(job.room, error, sums))
+
+    def _state_error(self, job: CheckPages, expected: StateStamp) -> ChituError | None:
+        """Return what is wrong with a room's state row."""
+        assert self._memory.state_seals is not None, "the layout has state"
+        try:
+            check_state(job.status.state, expected, self._memory.state_seals.seal(job.info.dst_state_index))
+        except ChituError as failure:
+            return failure
+        return None
+
+    def _summed_pages(self, page_sums: PageSums, job: CheckPages) -> tuple[ChituError | None, TransferSums | None]:
+        """Return what is wrong with a room's pages, and both sides' checksums if the request asks for them."""
+        layout, pages = self._config.layout, unpack_i32(job.info.dst_kv_indices)
+        sums: TransferSums | None = None
+        if job.status.kv_sums is None and self._config.verify_kv == "off":
+            return None, None
         try:
             first, num_layers = job.info.prefix_pages, layout.num_layers
             expected = read_sums(job.status.kv_sums, self._config.verify_kv, first, len(pages), num_layers)
@@ -280,10 +313,8 @@ class DecodeReceiver:
             if self._config.verify_kv != "off":
                 compare(expected, found, head_copies(layout))
         except ChituError as failure:
-            error = failure
-        if self._config.verify_kv == "off":  # computed for the trace or the client only
-            error = None
-        self._handle(PagesChecked(job.room, error, sums))
+            return failure, sums
+        return None, sums
 
     def _is_traced(self, room: bytes) -> bool:
         return self._tracer is not None and room in self._tracer.rooms

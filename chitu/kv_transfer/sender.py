@@ -44,7 +44,7 @@ from chitu.kv_transfer.chunks import ComputedPrompt, TransferJob
 from chitu.kv_transfer.layout import RoomSums
 from chitu.kv_transfer.peers import DecodePeer, PeerView, check_announcement
 from chitu.kv_transfer.transports.transport import WriteError
-from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StatusAck, TransferInfo, TransferStatus, Wire
+from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StateSeal, StatusAck, TransferInfo, TransferStatus, Wire
 from chitu.protocol.account import PrefillTimes
 from chitu.protocol.peer import KVPoll
 from chitu.types import Role, instance_name, room_text
@@ -242,11 +242,13 @@ class SendRoom:
     computed: ComputedPrompt = field(default_factory=lambda: ComputedPrompt(0))
     destination: Destination | None = None
     units_left: int = 0
-    """Pages times layers that have not landed yet, plus one for the logits row; known from the announcement on."""
+    """Pages times layers that have not landed yet, plus one for each row; known from the announcement on."""
     bytes_per_rank: tuple[int, ...] = ()
     """Bytes moved by each of our TP ranks."""
     kv_sums: RoomSums | None = None
     """Checksums of what was written, added to by the thread that works on the room; None if they are not needed."""
+    state: StateSeal | None = None
+    """Seal of its state row, set by the thread that writes it."""
     error: ChituError | None = None
     repeat_due_s: float = NEVER_S
     requested_s: float = 0.0
@@ -526,11 +528,14 @@ class SenderMachine:
             self._apply(room, E.REFUSED, error)
             return
         peer.aux_rooms[info.dst_aux_index] = room
+        if info.dst_state_index >= 0:
+            peer.state_rooms[info.dst_state_index] = room
         peer.page_rooms.update(dict.fromkeys(pages[info.prefix_pages :], room))
         first_page = info.prefix_pages if pages else self._config.num_pages(info.num_tokens)
         record.destination = Destination(info, peer, pages, first_page)
         record.decode_rank, record.decode_incarnation = peer.info.engine_rank, info.incarnation
-        record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + 1
+        num_rows = 1 + self._config.has_state(len(pages))
+        record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + num_rows
         self._apply(room, E.ANNOUNCE, new=record)
 
     def _announced_again(self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: Destination) -> None:
@@ -543,6 +548,8 @@ class SenderMachine:
         """Raise BadFrame if a page or slot of this announcement may still be written for another room of the same D. A
         correct D does not reuse them before P has reported that it stopped."""
         self._require_free("aux slot", info.dst_aux_index, peer.aux_rooms.get(info.dst_aux_index))
+        if info.dst_state_index >= 0:
+            self._require_free("state slot", info.dst_state_index, peer.state_rooms.get(info.dst_state_index))
         for page in pages:
             self._require_free("page", page, peer.page_rooms.get(page))
 
@@ -681,6 +688,7 @@ class SenderMachine:
             bytes_per_rank=record.bytes_per_rank,
             times=record.times,
             kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
+            state=record.state,
             prompt_logprobs=logprobs,
         )
         self._send(room, peer, status)

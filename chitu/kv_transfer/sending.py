@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from chitu.kv_transfer.both_sides import (
     TransferOutbox,
     ViewChanged,
 )
-from chitu.kv_transfer.chunks import ChunkFeed, TransferJob, TransferQueue, merged
+from chitu.kv_transfer.chunks import ChunkFeed, ComputedPrompt, TransferJob, TransferQueue, merged
 from chitu.kv_transfer.layout import MAX_SUMS, PagedMemory, RoomSums, choose_pages, summed, trace_window, traced_sums
 from chitu.kv_transfer.peers import DecodePeer, DecodePeers, PeerView
 from chitu.kv_transfer.ranks import FanOut
@@ -66,6 +67,7 @@ from chitu.protocol import (
     ClusterView,
     KVArgsRegisterInfo,
     KVLayout,
+    StateSeal,
     StatusAck,
     TransferInfo,
     TransportMessage,
@@ -108,7 +110,7 @@ class SenderTrace:
             peer_pages=TracedPages.of(destination.pages),
             layout=self._tracer.layout,
             bytes_by_layer=tuple(bytes_by_layer),
-            total_bytes=sum(bytes_by_layer) + self._aux_row_bytes,
+            total_bytes=sum(bytes_by_layer) + self._aux_row_bytes + (theirs.state_bytes if destination.pages else 0),
         )
 
     def note_write(
@@ -121,15 +123,16 @@ class SenderTrace:
         error: str,
     ) -> None:
         job, pages = write.job, (write.record.computed.pages, write.destination.pages)
-        lengths = [self._aux_row_bytes] if job.is_aux else writer.buffer_lengths(chunks, *pages)
+        what: Literal["kv", "logits", "state"] = "logits" if job.is_aux else "state" if job.is_state else "kv"
+        lengths = [*bytes_per_rank] if job.is_aux or job.is_state else writer.buffer_lengths(chunks, *pages)
         layers = [(chunk.first_layer, chunk.end_layer) for chunk in chunks] or [(0, 0)]
         self._tracer.add(
             job.room,
             TraceWrite,
-            what="logits" if job.is_aux else "kv",
+            what=what,
             transport=writer.transport,
             device=self._tracer.device,
-            dtype="float32" if job.is_aux else self._layout.dtype,
+            dtype=self._layout.dtype if what == "kv" else "float32" if what == "logits" else "uint8",
             layers=(min(first for first, _ in layers), max(end for _, end in layers)),
             num_buffers=len(lengths),
             buffer_bytes=(min(lengths, default=0), max(lengths, default=0)),
@@ -163,7 +166,7 @@ class PageWriter:
             return FenceResult(failed, False, error)
 
     def write(self, write: Write) -> Written:
-        """Write the job's logits row or chunks."""
+        """Write the job's logits row, chunks or state row."""
         job, computed = write.job, write.record.computed
         is_traced = self._trace is not None and self._trace.has(job.room)
         timeout_s = self._config.write_timeout_s
@@ -176,6 +179,10 @@ class PageWriter:
                 self._memory.aux.seal(computed.aux_slot, job.room, computed.cached_tokens)
                 slots = computed.aux_slot, write.destination.info.dst_aux_index
                 return Written(job, self._noted(write, writer, [], lambda: (writer.write_aux(*slots, timeout_s),)))
+            if job.is_state:
+                write.record.state = self._seal(computed)
+                slots = computed.state_slot, write.destination.info.dst_state_index
+                return Written(job, self._noted(write, writer, [], lambda: writer.write_state(*slots, timeout_s)))
             chunks = merged(job.chunks)
             pages = computed.pages, write.destination.pages
             moved = self._noted(write, writer, chunks, lambda: writer.write_pages(chunks, *pages, timeout_s))
@@ -183,6 +190,17 @@ class PageWriter:
             return Written(job, moved)
         except ChituError as error:
             return Written(job, error=error)
+
+    def _seal(self, computed: ComputedPrompt) -> StateSeal:
+        """Return the seal of the prompt's state row. Raises TransferFailed unless it has taken in the whole prompt."""
+        assert self._memory.state_seals is not None, "the layout has state"
+        seal = self._memory.state_seals.seal(computed.state_slot)
+        if seal.num_tokens != computed.num_tokens:
+            raise TransferFailed(
+                f"state row {computed.state_slot} has taken in {seal.num_tokens} tokens, the prompt has "
+                f"{computed.num_tokens}"
+            )
+        return seal
 
     def _noted(
         self, write: Write, writer: DecodeWriter, chunks: list[TransferKVChunk], act: Callable[[], tuple[int, ...]]

@@ -13,6 +13,9 @@ consecutive, so it is one copy per region. If the two sides hold different KV he
 each page is its own copy: heads are the outer dimension of a page and tokens the inner one, so the slice is contiguous.
 Every index is range-checked here, on both sides, because it becomes an address next: an own page that is out of range
 is a bug (`TransferFailed`), a peer's page is a bad message of that peer (`BadFrame`).
+
+Rows (pure): the logits row goes as one copy from rank 0 to rank 0, the state row of a request from every rank of P to
+the ranks of D that hold the same lines of its tensors, of every block for itself.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank
 from chitu.errors import BadFrame, ChituError, ProtocolError, TransferFailed
-from chitu.kv_transfer.layout import PagedMemory
+from chitu.kv_cache.state_row import StateRow, lines_of
+from chitu.kv_transfer.layout import PagedMemory, SlotRows, aux_rows_of, state_rows_of
 from chitu.kv_transfer.transports.mapped import as_array
 from chitu.kv_transfer.transports.transport import (
     CopyList,
@@ -43,7 +48,7 @@ from chitu.types import Ready
 
 
 class PageSlice(NamedTuple):
-    """The part of a page that moves, in bytes: its offset in a source page and in a destination page, and its size."""
+    """The part of a page or row that moves, in bytes: its offset in the source and in the destination, and its size."""
 
     src_offset: int
     dst_offset: int
@@ -158,19 +163,30 @@ def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s
     return starts, np.diff(np.append(starts, len(src_pages_P))).astype(np.int64)
 
 
+def plan_row_copies(
+    src: SlotRows, dst: SlotRows, src_slot: int, dst_slot: int, parts: Sequence[PageSlice] | None = None
+) -> CopyList:
+    """Return the copies that bring these parts of row `src_slot` to row `dst_slot`; None: the whole row, as one copy.
+    Raises the errors of `plan_page_copies`."""
+    if parts is None:
+        if src.row_bytes != dst.row_bytes:
+            raise TransferFailed(f"{src.name} rows of {src.row_bytes} bytes here and {dst.row_bytes} bytes there")
+        parts = (PageSlice(0, 0, src.row_bytes),)
+    if not 0 <= src_slot < src.num_slots:
+        raise TransferFailed(f"source {src.name} slot {src_slot} of {src.num_slots}")
+    if not 0 <= dst_slot < dst.num_slots:
+        raise BadFrame(f"destination {dst.name} slot {dst_slot} of {dst.num_slots}")
+    src_at, dst_at = src.base + src_slot * src.row_bytes, dst.base + dst_slot * dst.row_bytes
+    return CopyList(
+        tuple(src_at + part.src_offset for part in parts),
+        tuple(dst_at + part.dst_offset for part in parts),
+        tuple(part.nbytes for part in parts),
+    )
+
+
 def plan_aux_copy(src: PagedMemory, dst: PagedMemory, src_slot: int, dst_slot: int) -> CopyList:
     """Return the one copy that brings aux row `src_slot` to `dst_slot`. Raises the errors of `plan_page_copies`."""
-    if src.aux_row_bytes != dst.aux_row_bytes:
-        raise TransferFailed(f"aux rows of {src.aux_row_bytes} bytes here and {dst.aux_row_bytes} bytes there")
-    if not 0 <= src_slot < src.num_aux_slots:
-        raise TransferFailed(f"source aux slot {src_slot} of {src.num_aux_slots}")
-    if not 0 <= dst_slot < dst.num_aux_slots:
-        raise BadFrame(f"destination aux slot {dst_slot} of {dst.num_aux_slots}")
-    return CopyList(
-        (src.aux_base + src_slot * src.aux_row_bytes,),
-        (dst.aux_base + dst_slot * dst.aux_row_bytes,),
-        (src.aux_row_bytes,),
-    )
+    return plan_row_copies(aux_rows_of(src), aux_rows_of(dst), src_slot, dst_slot)
 
 
 def join(*parts: CopyList) -> CopyList:
@@ -197,6 +213,33 @@ def checked_pages(
     if len(pages_P) > 1 and np.bincount(pages_P - low).max() > 1:
         raise error(f"{side} page {low + int(np.bincount(pages_P - low).argmax())} is listed twice")
     return pages_P
+
+
+def state_slices(layout: KVLayout, src_rank: int, dst_size: int, dst_rank: int) -> tuple[PageSlice, ...]:
+    """Return the parts of a state row that rank `src_rank` of a P of this layout writes to rank `dst_rank` of a D of
+    `dst_size` ranks: of every block of every tensor, the lines that both hold."""
+    slices: list[PageSlice] = []
+    src_row, dst_row = StateRow.of(layout), StateRow.of(msgspec.structs.replace(layout, tp_size=dst_size))
+    for src, dst in zip(src_row.parts, dst_row.parts, strict=True):
+        line, src_at, dst_at = src.line_bytes, src.offset, dst.offset
+        blocks = lines_of(src.tensor, layout.tp_size, src_rank), lines_of(src.tensor, dst_size, dst_rank)
+        for src_lines, dst_lines in zip(*blocks, strict=True):
+            first, end = max(src_lines.start, dst_lines.start), min(src_lines.stop, dst_lines.stop)
+            if first < end:
+                offsets = src_at + (first - src_lines.start) * line, dst_at + (first - dst_lines.start) * line
+                _append_slice(slices, PageSlice(*offsets, (end - first) * line))
+            src_at += len(src_lines) * line
+            dst_at += len(dst_lines) * line
+    return tuple(slices)
+
+
+def _append_slice(slices: list[PageSlice], new: PageSlice) -> None:
+    """Append a slice, or extend the last one if it ends where the new one begins, on both sides."""
+    last = slices[-1] if slices else None
+    if last and (last.src_offset + last.nbytes, last.dst_offset + last.nbytes) == (new.src_offset, new.dst_offset):
+        slices[-1] = PageSlice(last.src_offset, last.dst_offset, last.nbytes + new.nbytes)
+    else:
+        slices.append(new)
 
 
 class HeadCopy(NamedTuple):
@@ -274,6 +317,11 @@ class DecodeWriter(Protocol):
         """Write the logits row from our main rank to D's and return its bytes. Raises the errors of `write_pages`."""
         ...
 
+    def write_state(self, src_slot: int, dst_slot: int, timeout_s: float) -> tuple[int, ...]:
+        """Write the state row of all our ranks to all of D's, and return the bytes that each rank of ours wrote. Raises
+        the errors of `write_pages`."""
+        ...
+
     def buffer_lengths(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
     ) -> list[int]:
@@ -297,6 +345,8 @@ class RankConnection:
     """Our regions and its own, and what it receives of each of our pages."""
     transport: Transport
     handle: PeerHandle
+    state_parts: tuple[PageSlice, ...] = ()
+    """Parts of our state rows that it receives."""
 
 
 class ShardWriter:
@@ -317,18 +367,7 @@ class ShardWriter:
         after = [chunk.ready for chunk in chunks if chunk.ready is not None]
         if not all(isinstance(rank.transport, OrderedTransport) for rank in self._ranks):
             wait_for(chunks)
-        deadline_s = time.monotonic() + timeout_s
-        for rank, copies in planned:
-            if not len(copies.src):  # layers without KV, or without heads for this rank
-                continue
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise WriteError(f"writing to the ranks before {rank.handle.session_id} took {timeout_s} s", True)
-            if isinstance(rank.transport, OrderedTransport):
-                rank.transport.write_after(rank.handle, copies, after, left_s)
-            else:
-                rank.transport.write(rank.handle, copies, left_s)
-        return (sum(copies.nbytes for _, copies in planned),)
+        return (_write(planned, after, timeout_s),)
 
     def buffer_lengths(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int]
@@ -359,6 +398,13 @@ class ShardWriter:
         rank.transport.write(rank.handle, copies, timeout_s)
         return copies.nbytes
 
+    def write_state(self, src_slot: int, dst_slot: int, timeout_s: float) -> tuple[int, ...]:
+        planned = []
+        for rank in self._ranks:
+            rows = state_rows_of(rank.pairs.src), state_rows_of(rank.pairs.dst)
+            planned.append((rank, plan_row_copies(*rows, src_slot, dst_slot, rank.state_parts)))
+        return (_write(planned, (), timeout_s),)
+
     def fence(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
         return all(rank.transport.fence(rank.handle, max(0.0, deadline_s - time.monotonic())) for rank in self._ranks)
@@ -366,6 +412,22 @@ class ShardWriter:
     def close(self) -> None:
         for rank in self._ranks:
             rank.transport.disconnect(rank.handle)
+
+
+def _write(planned: Sequence[tuple[RankConnection, CopyList]], after: Sequence[Ready], timeout_s: float) -> int:
+    """Write to one rank of D after the other, and return the bytes. Raises WriteError."""
+    deadline_s = time.monotonic() + timeout_s
+    for rank, copies in planned:
+        if not len(copies.src):  # layers without KV, or without heads for this rank
+            continue
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise WriteError(f"writing to the ranks before {rank.handle.session_id} took {timeout_s} s", True)
+        if isinstance(rank.transport, OrderedTransport):
+            rank.transport.write_after(rank.handle, copies, after, left_s)
+        else:
+            rank.transport.write(rank.handle, copies, left_s)
+    return sum(copies.nbytes for _, copies in planned)
 
 
 def open_shards(
@@ -383,9 +445,11 @@ def open_shards(
     try:
         for rank in sorted(info.ranks, key=lambda rank: rank.tp_rank):
             parts = page_slices(layout, memory, tp_rank, info.layout.tp_size, rank.tp_rank)
-            if any(parts):
+            state_parts = state_slices(layout, tp_rank, info.layout.tp_size, rank.tp_rank)
+            if any(parts) or state_parts:
                 pairs = pair_regions(memory, rank, parts)
-                connections.append(RankConnection(pairs, *_connect(rank, transports, info.incarnation)))
+                way = _connect(rank, transports, info.incarnation)
+                connections.append(RankConnection(pairs, *way, state_parts))
     except ChituError:
         ShardWriter(layout, connections).close()
         raise

@@ -47,6 +47,10 @@ class RankMemory(Wire, frozen=True):
     aux_base: int
     aux_row_bytes: int
     num_aux_slots: int
+    state_base: int = 0
+    """State rows, if the layout has state; each rank has its own."""
+    state_row_bytes: int = 0
+    num_state_slots: int = 0
 
 
 class KVArgsRegisterInfo(Wire, frozen=True, tag="kv_args_register_info"):
@@ -87,6 +91,8 @@ class TransferInfo(Wire, frozen=True, tag="transfer_info"):
     """Prompt tokens; P refuses a room whose prompt has another length."""
     prefix_pages: int = 0
     """Leading pages that D holds already; P skips them."""
+    dst_state_index: int = -1
+    """State row; -1 if the layout has no state, or only the logits row is wanted."""
     page_sums: bool = False
     """Whether Success is to bring checksums of all pages that P writes, by layer, because the request asks for
     them."""
@@ -102,6 +108,17 @@ class KVSums(Wire, frozen=True):
     these are too many."""
     transport: str
     """Transport that P wrote with, for D's log."""
+
+
+class StateSeal(Wire, frozen=True):
+    """What P has written to a room's state row, over all of its ranks."""
+
+    num_tokens: int
+    """Tokens that the state has taken in."""
+    digest: int
+    """CRC-32 of their ids, int32 LE."""
+    sum: int
+    """Checksum of the rows of all ranks, int64 (formula: `kv_cache/state_sums.py`)."""
 
 
 class TransferStatus(Wire, frozen=True, tag="transfer_status"):
@@ -120,6 +137,8 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """Sent with Success."""
     kv_sums: KVSums | None = None
     """Sent with Success, if P's `verify_kv` is not `off` or D asked for them."""
+    state: StateSeal | None = None
+    """Sent with Success, if D announced a state row. D always verifies it."""
     prompt_logprobs: bytes | None = None
     """Sent with Success, if the router asked P for them."""
 

@@ -103,7 +103,7 @@ class TraceSend(TraceRecord, frozen=True, kw_only=True, tag="send"):
 class TraceWrite(TraceRecord, frozen=True, kw_only=True, tag="write"):
     """P: one submit to the transport, recorded when it is complete."""
 
-    what: Literal["kv", "logits"]
+    what: Literal["kv", "logits", "state"]
     transport: str
     device: str
     """Where P's buffers are: `cpu`, `cuda`."""

@@ -40,6 +40,7 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
+from chitu.kv_cache.state_sums import state_seals_of
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import KVManager, NoPeers, manager_of_decode, manager_of_prefill
@@ -329,7 +330,9 @@ def _own_memory(
     )
     # `verify_kv` reports why checksums are impossible; the hashes of trace records can be left out.
     sums_of = optional_page_sums_of if pd.verify_kv == "off" else page_sums_of
-    return OwnMemory(pool, aux, transports, sums_of(cast("KVPool", pool), MAIN_RANK, instance.role is not Role.PREFILL))
+    kv_pool, is_decode = cast("KVPool", pool), instance.role is not Role.PREFILL
+    sums, seals = sums_of(kv_pool, MAIN_RANK, is_decode), state_seals_of(kv_pool, MAIN_RANK)
+    return OwnMemory(pool, aux, transports, sums, seals)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ class Memory:
         self.aux_base = self.arena_base + 2 * NUM_LAYERS * region_bytes
         self.aux_row_bytes = AUX_ROW_BYTES
         self.num_aux_slots = NUM_AUX
+        self.state_base = self.state_row_bytes = self.num_state_slots = 0
         regions = self.arena[: 2 * NUM_LAYERS * region_bytes]
         self.kv = regions.reshape(2 * NUM_LAYERS, NUM_PAGES, page_bytes)
         self.rows = self.arena[2 * NUM_LAYERS * region_bytes : pool_bytes].reshape(NUM_AUX, AUX_ROW_BYTES)
@@ -409,7 +410,7 @@ class Node:
                     continue
                 request.aux_slot = aux_slot
                 self.memory.aux.get(aux_slot)[:] = logits_of(request.room)
-                self.sender.feed.send_aux(request.room, aux_slot)
+                self.sender.feed.send_rows(request.room, aux_slot)
 
     def _store(self, place: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
         if self.device is None:

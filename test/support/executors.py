@@ -410,6 +410,7 @@ class ChecksumPool:
     """A `PagedMemory` with pages, aux rows and space for transports in one shared file, laid out as in `KVPool`."""
 
     device = ChecksumDevice("cpu")
+    state_base = state_row_bytes = num_state_slots = 0
 
     def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, transfer_bytes: int = 0) -> None:
         self.layout = layout

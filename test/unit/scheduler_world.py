@@ -246,7 +246,7 @@ class Wire:
 
     def end_step(self) -> None: ...
 
-    def send_aux(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+    def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
         self.computed[room] = aux_slot
         self.prompt_logprobs[room] = prompt_logprobs
 

@@ -39,6 +39,7 @@ class Memory:
         self.page_bytes, self.num_pages = (PAGE_BYTES,) * (2 * LAYERS), NUM_PAGES
         self.aux_base = self.arena_base + PAGED_BYTES
         self.aux_row_bytes, self.num_aux_slots = AUX_BYTES, AUX_SLOTS
+        self.state_base = self.state_row_bytes = self.num_state_slots = 0
 
     @property
     def pages(self) -> NDArray[np.uint8]:

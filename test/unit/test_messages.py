@@ -34,6 +34,7 @@ from chitu.protocol import (
     RankMemory,
     RegisterReply,
     SamplingParams,
+    StateSeal,
     StatusAck,
     TokenBatch,
     TraceLines,
@@ -140,6 +141,33 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
                 "sums": b"\x07\0\0\0\0\0\0\0" + b"\xff" * 8,
                 "transport": "shm",
             },
+        },
+    ),
+    (
+        TransferStatus(9, 4, bytes_per_rank=(4096,), state=StateSeal(40, 7, -1)),
+        peer_codec,
+        "85a474797065af7472616e736665725f737461747573ab696e6361726e6174696f6e09a4706f6c6c04ae62797465735f7065725f72616e6b"
+        "91cd1000a5737461746583aa6e756d5f746f6b656e7328a664696765737407a373756dff",
+        {
+            "type": "transfer_status",
+            "incarnation": 9,
+            "poll": 4,
+            "bytes_per_rank": [4096],
+            "state": {"num_tokens": 40, "digest": 7, "sum": -1},
+        },
+    ),
+    (
+        TransferInfo(7, pack_i32([3]), 2, 4, dst_state_index=5),
+        peer_codec,
+        "86a474797065ad7472616e736665725f696e666fab696e6361726e6174696f6e07ae6473745f6b765f696e6469636573c40403000000ad64"
+        "73745f6175785f696e64657802aa6e756d5f746f6b656e7304af6473745f73746174655f696e64657805",
+        {
+            "type": "transfer_info",
+            "incarnation": 7,
+            "dst_kv_indices": b"\x03\0\0\0",
+            "dst_aux_index": 2,
+            "num_tokens": 4,
+            "dst_state_index": 5,
         },
     ),
     (

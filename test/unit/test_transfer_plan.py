@@ -40,7 +40,7 @@ LAYOUT = KVLayout.uniform("m", num_layers=2, num_kv_heads=2, head_dim=8, page_si
 
 @dataclasses.dataclass
 class Memory:
-    """A made-up pool: regions one after the other, aux rows last."""
+    """A made-up pool: regions one after the other, then aux rows, then state rows."""
 
     arena_base: int
     num_pages: int = 40
@@ -48,6 +48,8 @@ class Memory:
     bytes_each: int = 256
     aux_row_bytes: int = 128
     num_aux_slots: int = 3
+    state_row_bytes: int = 0
+    num_state_slots: int = 0
 
     @property
     def region_bases(self) -> tuple[int, ...]:
@@ -62,8 +64,12 @@ class Memory:
         return self.arena_base + 2 * self.num_layers * self.num_pages * self.bytes_each
 
     @property
+    def state_base(self) -> int:
+        return self.aux_base + self.num_aux_slots * self.aux_row_bytes
+
+    @property
     def arena_bytes(self) -> int:
-        return self.aux_base + self.num_aux_slots * self.aux_row_bytes - self.arena_base
+        return self.state_base + self.num_state_slots * self.state_row_bytes - self.arena_base
 
 
 SRC, DST = Memory(1 << 20), Memory(1 << 30, num_pages=60)
