@@ -108,10 +108,10 @@ def _architecture(config: dict[str, Any], where: str) -> str:
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"{where}: architectures: {architecture!r} is not supported (known: {known})")
-    wanted = ARCHITECTURES[architecture].model_type
-    if config.get("model_type", wanted) != wanted:
-        stated = config["model_type"]
-        raise ConfigError(f"{where}: architectures: {architecture} has the model_type {wanted!r}, not {stated!r}")
+    wanted = ARCHITECTURES[architecture].model_types
+    stated = config.get("model_type", wanted[0])
+    if stated not in wanted:
+        raise ConfigError(f"{where}: architectures: {architecture} has the model_type {wanted[0]!r}, not {stated!r}")
     return architecture
 
 

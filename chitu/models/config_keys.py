@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 from chitu.errors import ConfigError, UnsupportedModel
@@ -191,21 +191,21 @@ _DTYPE = {"torch_dtype": "dtype", "compression_config": "quantization_config"}
 class Architecture:
     module: str
     """Module of `chitu.models`."""
-    model_type: str
-    """Name by which transformers chooses its classes."""
+    model_types: tuple[str, ...]
+    """Names by which transformers chooses its classes; those behind the first mean the same computation."""
     keys: Keys
 
 
 def _architecture(
     module: str,
-    model_type: str,
+    model_type: str | tuple[str, ...],
     used: Mapping[str, Key],
     only: Mapping[str, tuple[Any, ...]],
     no_effect: frozenset[str] = frozenset(),
     **aliases: str,
 ) -> Architecture:
     keys = Keys({**_USED, **used}, {**_ONLY, **only}, _WITHOUT_EFFECT | no_effect, {**_DTYPE, **aliases})
-    return Architecture(module, model_type, keys)
+    return Architecture(module, (model_type,) if isinstance(model_type, str) else model_type, keys)
 
 
 ARCHITECTURES = {
@@ -303,7 +303,7 @@ ARCHITECTURES = {
     ),
     "DeepseekV3ForCausalLM": _architecture(
         "deepseek",
-        "deepseek_v3",
+        ("deepseek_v3", "kimi_k2"),
         {
             **_LATENT,
             "max_position_embeddings": Key("count", 4096),
@@ -322,6 +322,33 @@ ARCHITECTURES = {
         {**_LATENT_ONLY, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         num_local_experts="n_routed_experts",
         num_mtp_layers="num_nextn_predict_layers",
+    ),
+    "Glm4MoeLiteForCausalLM": _architecture(
+        "deepseek",
+        "glm4_moe_lite",
+        {
+            **_LATENT,
+            "max_position_embeddings": Key("count", 202752),
+            "num_key_value_heads": Key("count", 20, nullable=True),
+            "rms_norm_eps": Key("number", 1e-5),
+            "mlp_layer_types": Key("names", None, nullable=True),
+            "n_shared_experts": Key("natural", 1),
+            "num_experts_per_tok": Key("count", 4),
+            "routed_scaling_factor": Key("number", 1.8),
+            "norm_topk_prob": Key("flag", True),
+            "n_group": Key("count", 1),
+            "topk_group": Key("count", 1),
+            "rope_interleave": Key("flag", True, nullable=True),
+            "num_nextn_predict_layers": Key("natural", 0),
+        },
+        # transformers does not read first_k_dense_replace: without mlp_layer_types one layer has no experts.
+        {
+            **_LATENT_ONLY,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "first_k_dense_replace": (1,),
+        },
+        num_local_experts="n_routed_experts",
     ),
 }
 """Name in config.json -> its module, model_type and keys."""
@@ -502,9 +529,12 @@ class ExpertSpec:
 
 def read_expert_spec(values: Mapping[str, Any], architecture: str, where: str) -> ExpertSpec | None:
     """Return the spec, or None without experts. `values`: of the whole config. Raises ConfigError, UnsupportedModel."""
-    reader = {"Qwen3MoeForCausalLM": _qwen3_moe, "DeepseekV2ForCausalLM": _v2, "DeepseekV3ForCausalLM": _v3}.get(
-        architecture
-    )
+    reader = {
+        "Qwen3MoeForCausalLM": _qwen3_moe,
+        "DeepseekV2ForCausalLM": _v2,
+        "DeepseekV3ForCausalLM": _v3,
+        "Glm4MoeLiteForCausalLM": _glm4_lite,
+    }.get(architecture)
     spec = reader(values, where) if reader is not None else None
     if spec is not None:
         _check(spec, where)
@@ -536,6 +566,19 @@ def _v2(values: Mapping[str, Any], where: str) -> ExpertSpec:
 def _v3(values: Mapping[str, Any], where: str) -> ExpertSpec:
     normalised, groups = bool(values["norm_topk_prob"]), (values["n_group"], values["topk_group"])
     return _deepseek(values, groups, has_choice_bias=True, scoring="sigmoid", is_normalised=normalised, group_votes=2)
+
+
+def _glm4_lite(values: Mapping[str, Any], where: str) -> ExpertSpec:
+    num_layers = values["num_hidden_layers"]
+    kinds = values["mlp_layer_types"]
+    if kinds is None:
+        kinds = ["dense"] + ["sparse"] * (num_layers - 1)
+    if len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(kinds):
+        raise ConfigError(
+            f"{where}: mlp_layer_types is {kinds}, not 'dense' or 'sparse' for each of {num_layers} layers"
+        )
+    spec = _v3({**values, "first_k_dense_replace": 1}, where)
+    return replace(spec, layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
 
 
 def _deepseek(

@@ -42,7 +42,7 @@ def qwen3_moe(spec: ModelSpec) -> Traits:
 
 
 def deepseek(spec: ModelSpec) -> Traits:
-    """Describe DeepSeek-V2 and -V3: latent attention, and experts with shared ones behind the first layers."""
+    """Describe DeepSeek-V2, -V3, Kimi-K2 and GLM-4.7-Flash: latent attention, and experts with shared ones."""
     return Traits()
 
 

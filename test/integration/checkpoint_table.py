@@ -8,31 +8,18 @@ both sides, a chunk size, and what happens to the sequence between two of its to
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, GreedySampler, chunks_of
-from quantised_checkpoints import (
-    Encoded,
-    awq,
-    float8,
-    float8_rows,
-    float8_tensor,
-    gpt_oss_experts,
-    gptq,
-    int8_rows,
-    nvfp4,
-    packed_integers,
-)
 from safetensors.torch import load_file, save_file
 from support.checkpoints import Row, config_of, write_row_config
+from support.quantised_weights import encode
 from thread_ranks import Ranks
 
 from chitu.engine.executor import Admit, CopyPage, FirstToken, Offload, Restore, StepPlan
@@ -92,74 +79,28 @@ def randomise(model: transformers.PreTrainedModel) -> None:
 
 
 def make_checkpoint(row: Row, folder: Path) -> Checkpoint:
-    """Write the row's folder with random weights, float32 or quantised as published."""
-    config = config_of(row)
+    """Write the row's folder with random weights: float32, or quantised in the row's form, which the reference has
+    dequantised."""
+    config, quantization = config_of(row), {}
     for part in (config, config.get("text_config", {})):
-        part.pop("quantization_config", None)
+        quantization |= part.pop("quantization_config", None) or {}
     model_class = getattr(transformers, config["architectures"][0])
+    config["model_type"] = model_class.config_class.model_type  # by which it names tensors; kimi_k2 is deepseek_v3
     torch.manual_seed(sum(row.name.encode()))
     model = model_class(model_class.config_class.from_dict(config)).float().eval()
     randomise(model)
     transformers.logging.disable_progress_bar()
     model.save_pretrained(folder)
     if row.form:
-        quantise(row, folder)
-        model = model_class.from_pretrained(folder, dtype=torch.float32).eval()
-        (folder / "quantised.safetensors").replace(folder / "model.safetensors")
+        plain = folder / "dequantised"
+        model.save_pretrained(plain)
+        small, large = encode(row.form, load_file(folder / "model.safetensors"), quantization)
+        assert len(small) > len(large), "nothing is quantised"
+        save_file(small, folder / "model.safetensors")
+        save_file(large, plain / "model.safetensors", metadata={"format": "pt"})
+        model = model_class.from_pretrained(plain, dtype=torch.float32).eval()
     write_row_config(row, folder)
     return Checkpoint(folder, model)
-
-
-def quantise(row: Row, folder: Path) -> None:
-    """Write the published form of the folder's weights to quantised.safetensors, and what it stands for back to
-    model.safetensors."""
-    config = config_of(row)
-    given = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
-    source = np.random.default_rng(7)
-    plain = load_file(folder / "model.safetensors")
-    published: dict[str, torch.Tensor] = {}
-    for name, tensor in plain.items():
-        module = name.removesuffix(".weight")
-        if row.form == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            encoded, weight = gpt_oss_experts(source, tensor.shape[0], tensor.shape[2], tensor.shape[1])
-            published |= {f"{name}_{end}": each for end, each in encoded.tensors.items()}
-            plain[name] = torch.from_numpy(weight).float()
-        elif row.form != "mxfp4" and name.endswith(LINEAR) and not _is_left_out(module, given):
-            encoded = ENCODERS[row.form](source, *tensor.shape, given)
-            published |= {f"{module}.{end}": each for end, each in encoded.tensors.items()}
-            plain[name] = torch.from_numpy(encoded.weight).float()
-        else:
-            published[name] = tensor
-    assert len(published) > len(plain), "nothing is quantised"
-    for file, tensors in (("model", plain), ("quantised", published)):
-        save_file({name: each.contiguous().clone() for name, each in tensors.items()}, folder / f"{file}.safetensors")
-
-
-LINEAR = tuple(f"{part}.weight" for part in ("_proj", "_mqa", ".w1", ".w2", ".w3", "in_proj_qkv", "in_proj_z"))
-"""Ends of the names of weights that published folders have quantised."""
-
-
-def _is_left_out(module: str, given: dict[str, Any]) -> bool:
-    """Return whether a `quantization_config` says that this module is not quantised."""
-    left_out = [*(given.get("ignore") or ()), *(given.get("modules_to_not_convert") or ())]
-    return any(re.match(each[3:], module) if each.startswith("re:") else each in module for each in left_out)
-
-
-def _fp8_block(source: np.random.Generator, rows: int, columns: int, given: dict[str, Any]) -> Encoded:
-    scales = torch.float8_e8m0fnu if given.get("scale_fmt") == "ue8m0" else torch.float32
-    return float8(source, rows, columns, tuple(given["weight_block_size"]), scales)
-
-
-ENCODERS: dict[str, Callable[[np.random.Generator, int, int, dict[str, Any]], Encoded]] = {
-    "fp8_block": _fp8_block,
-    "fp8_channel": lambda source, rows, columns, _: float8_rows(source, rows, columns),
-    "fp8_tensor": lambda source, rows, columns, _: float8_tensor(source, rows, columns),
-    "nvfp4": lambda source, rows, columns, _: nvfp4(source, rows, columns),
-    "awq": lambda source, rows, columns, given: awq(source, rows, columns, given["group_size"]),
-    "gptq": lambda source, rows, columns, given: gptq(source, rows, columns, group=given["group_size"]),
-    "int4_packed": lambda source, rows, columns, _: packed_integers(source, rows, columns, group=32),
-    "int8": lambda source, rows, columns, _: int8_rows(source, rows, columns),
-}
 
 
 class Recorder(GreedySampler):

@@ -73,6 +73,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**EXPERTS, **LATENT, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**{k: v for k, v in LATENT.items() if k != "first_k_dense_replace"}, **EXPERTS, "q_lora_rank": 48},
+    ),
     "qwen3_moe_sparse": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }
 

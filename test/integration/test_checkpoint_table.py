@@ -28,7 +28,10 @@ from chitu.models.config import read_model_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SERVED = {row.name: row for row in ROWS if not row.refused}
-CUT = ("Qwen3-32B-FP8", "DeepSeek-V3", "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen2.5-32B-Instruct-GPTQ-Int4")
+CUT = (
+    *("Qwen3-32B-FP8", "DeepSeek-V3", "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen2.5-32B-Instruct-GPTQ-Int4"),
+    *("Qwen3-32B-AWQ", "Kimi-K2-Thinking", "DeepSeek-R1-NVFP4"),
+)
 """Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights."""
 KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16")
 """Rows of each kind of cache."""

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 from engine_checkpoints import FAMILIES, GREEDY, Engine, GreedySampler, make_prompt, write_checkpoint
-from quantised_checkpoints import FORMS, Encoded, float8, gpt_oss_experts, nvfp4, quantise_folder, write_folder
 from safetensors.torch import load_file, save_file
+from support.quantised_weights import FORMS, Encoded, float8, gpt_oss_experts, quantise_folder, write_folder
 
 from chitu.engine.executor import PrefillChunk, StepPlan
+from chitu.errors import UnsupportedModel
 from chitu.models.checkpoint import check_checkpoint, count_weights, damaged_tensor
 from chitu.models.config import read_model_spec
 from chitu.models.dequantize import halves, integers, scales_of
@@ -168,13 +169,6 @@ def test_rows_of_several_matrices_are_stacked(tmp_path):
     assert torch.equal(found, torch.cat([exactly(one.weight)[5:20], exactly(two.weight)]))
 
 
-OWN_FORMS = {
-    "fp8": lambda s, r, c: float8(s, r, c, (32, 16)),
-    "fp8 ue8m0": lambda s, r, c: float8(s, r, c, (24, 32), torch.float8_e8m0fnu),
-    "nvfp4": nvfp4,
-}
-
-
 def logits(folder: Path) -> torch.Tensor:
     """Return the logits of two prompts' last tokens, in chunks and in one batch."""
     sampler, prompts = Recorder(), [make_prompt(5), make_prompt(50)]
@@ -196,21 +190,63 @@ class Recorder(GreedySampler):
         return super().sample(logits, slots)
 
 
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 24]}
+OTHERS = ("fp8_channel", "fp8_tensor", "nvfp4", "awq", "gptq", "int4_packed", "int8")
+
+
+def config_of(form: str) -> dict[str, Any]:
+    makers = {
+        "fp8_channel": "fp8 rows",
+        "fp8_tensor": "fp8 tensor",
+        "int4_packed": "int4",
+        "int8": "int8 rows",
+    }
+    return FORMS[makers.get(form, form)](np.random.default_rng(0), 32, 32).config
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, tmp_path):
     write_checkpoint(tmp_path / "plain", family, num_layers=2)
     small, large = tmp_path / "quantised", tmp_path / "dequantised"
-    modules = quantise_folder(tmp_path / "plain", small, large, OWN_FORMS["fp8"])
+    names = quantise_folder(tmp_path / "plain", small, large, "fp8_block", BLOCKS)
     spec = read_model_spec(small)
-    assert len(modules) > 10 and spec.quantization.words == "block FP8"
+    assert len(names) > 10 and spec.quantization.words == "block FP8"
     assert check_checkpoint(small, spec) == check_checkpoint(large, read_model_spec(large)) == count_weights(large)
     expected = logits(large)
     assert torch.equal(logits(small), expected)
 
     tensors = load_file(small / "model.safetensors")
-    tensors[f"{modules[0]}.weight_scale_inv"][0, 0] *= 2
+    tensors[f"{names[0]}_scale_inv"][0, 0] *= 2
     save_file(tensors, small / "model.safetensors")
     assert not torch.equal(logits(small), expected), "one block counts"
-    tensors[f"{modules[0]}.weight"].view(torch.uint8)[0, 0] = 0x7F
+    tensors[names[0]].view(torch.uint8)[0, 0] = 0x7F
     save_file(tensors, small / "model.safetensors")
-    assert damaged_tensor(small) == f"{modules[0]}.weight"
+    assert damaged_tensor(small) == names[0]
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_a_model_in_each_form_has_the_logits_of_its_dequantised_folder(form, tmp_path):
+    write_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=2)
+    small, large = tmp_path / "quantised", tmp_path / "dequantised"
+    names = quantise_folder(tmp_path / "plain", small, large, form, config_of(form))
+    assert len(names) > 10
+    assert check_checkpoint(small, read_model_spec(small)) == count_weights(large)
+    assert torch.equal(logits(small), logits(large))
+
+
+def test_biases_of_gptq_are_left_out_only_if_they_are_zero(tmp_path):
+    """Its programs give every layer a bias, also those of models that have none."""
+    write_checkpoint(tmp_path / "plain", "llama2", num_layers=2)
+    small = tmp_path / "quantised"
+    quantise_folder(tmp_path / "plain", small, tmp_path / "dequantised", "gptq", config_of("gptq"))
+    tensors = load_file(small / "model.safetensors")
+    for value in (0.0, 0.5):
+        save_file(
+            {**tensors, "model.layers.1.mlp.up_proj.bias": torch.full((112,), value)}, small / "model.safetensors"
+        )
+        assert check_checkpoint(small, read_model_spec(small))
+        if value:
+            with pytest.raises(UnsupportedModel, match=r"does not use: model\.layers\.1\.mlp\.up_proj\.bias"):
+                logits(small)
+        else:
+            assert torch.equal(logits(small), logits(tmp_path / "dequantised"))

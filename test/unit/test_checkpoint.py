@@ -371,16 +371,15 @@ def test_reading_a_spec_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-SHRUNK_YARN = ("DeepSeek-V3", "DeepSeek-V3.1", "DeepSeek-R1-NVFP4", "DeepSeek-R1-AWQ")
-
-
 @pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {row.name for row in ROWS if row.refused}))
 def test_a_published_config_is_read(name, tmp_path):
     spec = read_model_spec(write_config(tmp_path, PUBLISHED[name]))
     assert spec.dtype in ("bfloat16", "float16", "float32")
     assert spec.eos_token_ids
     text = PUBLISHED[name].get("text_config", PUBLISHED[name])
-    yarn = 4 * 32768 if "README" in name else 40 * 64 if name in SHRUNK_YARN else 0
+    rope = text.get("rope_scaling") or {}
+    is_yarn = rope.get("type", rope.get("rope_type")) == "yarn"
+    yarn = int(rope["factor"] * rope["original_max_position_embeddings"]) if is_yarn else 0
     assert spec.max_model_len == max(yarn, text["max_position_embeddings"])
 
 

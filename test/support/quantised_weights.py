@@ -4,6 +4,7 @@ for in float64. Shares no code with `chitu.models`."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -297,22 +298,70 @@ def write_folder(folder: Path, tensors: dict[str, torch.Tensor], config: dict[st
     return folder
 
 
+LAYERS = tuple(f"{part}.weight" for part in ("proj", "_mqa", "_qkvz", "_qkv", "in_proj_z", ".w1", ".w2", ".w3"))
+"""Ends of names of the matrices that published checkpoints quantise."""
+
+
+def encode(
+    form: str, tensors: dict[str, torch.Tensor], quantization: dict[str, Any], seed: int = 7
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return a checkpoint's tensors as published in this form, and with the numbers that they stand for, float32.
+
+    The quantised numbers are random ones of the usual size, not the given ones. `form`: of `support/checkpoints.py`.
+    `quantization`: the config's `quantization_config`, which may be empty.
+    """
+    source, block = np.random.default_rng(seed), tuple(quantization.get("weight_block_size") or (32, 32))
+    scales = torch.float8_e8m0fnu if quantization.get("scale_fmt") == "ue8m0" else torch.float32
+    makers: dict[str, Callable[[np.random.Generator, int, int], Encoded]] = {
+        "fp8_block": lambda s, r, c: float8(s, r, c, (block[0], block[1]), scales),
+        "fp8_channel": float8_rows,
+        "fp8_tensor": float8_tensor,
+        "nvfp4": nvfp4,
+        "mxfp4": mxfp4,
+        "awq": awq,
+        "gptq": gptq,
+        "int4_packed": packed_integers,
+        "int8": int8_rows,
+    }
+    skipped = [*(quantization.get("ignore") or ()), *(quantization.get("modules_to_not_convert") or ())]
+    small, large = dict(tensors), dict(tensors)
+    for name, tensor in tensors.items():
+        module = name.removesuffix(".weight")
+        if any(_is_named(pattern, module) for pattern in skipped):
+            continue
+        if form == "mxfp4" and tensor.dim() == 3 and name.endswith("_proj"):
+            encoded, weight = gpt_oss_experts(source, tensor.shape[0], tensor.shape[2], tensor.shape[1])
+            found = {f"{name}_{end}": each for end, each in encoded.tensors.items()}
+        elif form != "mxfp4" and tensor.dim() == 2 and name.endswith(LAYERS) and _fits(form, *tensor.shape):
+            encoded = makers[form](source, *tensor.shape)
+            weight, found = encoded.weight, {f"{module}.{end}": each for end, each in encoded.tensors.items()}
+        else:
+            continue
+        del small[name]
+        small |= found
+        large[name] = torch.from_numpy(weight).float()
+    return small, large
+
+
+def _is_named(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    words = pattern.replace(".", r"\.").replace("*", ".*")
+    return re.search(rf"(^|\.){words}(\.|$)", module) is not None
+
+
+def _fits(form: str, rows: int, columns: int) -> bool:
+    per_row = {"nvfp4": 16, "int4_packed": 8, "gptq": 8}.get(form, 1)
+    return columns % per_row == 0 and (form not in ("awq", "gptq") or rows % 8 == 0)
+
+
 def quantise_folder(
-    plain: Path, quantised: Path, dequantised: Path, form: Callable[[np.random.Generator, int, int], Encoded]
+    plain: Path, quantised: Path, dequantised: Path, form: str, quantization: dict[str, Any]
 ) -> list[str]:
     """Write a checkpoint's copy with quantised layers, and one with the numbers that they stand for, float32. Returns
-    the names of the modules."""
-    source = np.random.default_rng(7)
+    the names of the tensors that are quantised."""
     tensors: dict[str, torch.Tensor] = load_file(plain / "model.safetensors")
-    small, large, modules, quantization = dict(tensors), dict(tensors), [], {}
-    for name, tensor in tensors.items():
-        if name.endswith(("_proj.weight", "_mqa.weight")):
-            encoded, module = form(source, *tensor.shape), name.removesuffix(".weight")
-            del small[name]
-            small |= {f"{module}.{end}": each for end, each in encoded.tensors.items()}
-            large[name] = torch.from_numpy(encoded.weight).to(tensor.dtype)
-            modules.append(module)
-            quantization = encoded.config
+    small, large = encode(form, tensors, quantization)
     for folder, kept in ((quantised, small), (dequantised, large)):
         folder.mkdir(parents=True)
         for file in plain.glob("*.json"):
@@ -320,4 +369,4 @@ def quantise_folder(
         save_file({name: each.contiguous().clone() for name, each in kept.items()}, folder / "model.safetensors")
     config = json.loads((plain / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    return modules
+    return [name for name in tensors if name not in small or small[name].dtype != tensors[name].dtype]
