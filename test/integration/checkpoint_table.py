@@ -199,10 +199,12 @@ class Link:
         self._num_layers = layout.num_layers
 
     def send(self, mine: Admit, theirs: Admit) -> None:
-        """Write a prompt's pages, and its logits row, whose number on both sides is that of P's slot."""
+        """Write a prompt's pages, its state, and its logits row, whose number on both sides is that of P's slot."""
         whole = TransferKVChunk(0, self._num_layers, 0, len(mine.pages))
         for writer in self._writers:
             writer.write_pages([whole], mine.pages, theirs.pages[: len(mine.pages)], 30.0)
+            if mine.state_slot >= 0:
+                writer.write_state(mine.state_slot, theirs.state_slot, 30.0)
         self._writers[0].write_aux(mine.slot, mine.slot, 30.0)
 
     def close(self) -> None:
