@@ -26,7 +26,8 @@ from chitu.engine.executor import Admit, PrefillChunk, StepPlan
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.kv_cache.pool import KVPool
-from chitu.models.config import model_hash, read_model_spec
+from chitu.models.config import Code, model_hash, read_model_spec
+from chitu.models.layers import DecoderModel
 from chitu.ops.torch_ops import TorchOps
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
 from chitu.tools.bench.report import DEFAULT_DIR, publish
@@ -76,12 +77,13 @@ class OwnEngine:
     """chitu's model runner with its KV pool; every sequence owns the same pages in each run."""
 
     def __init__(self, folder: Path, ops: str) -> None:
-        spec = read_model_spec(folder)
+        code: Code = "transformers" if ops == "transformers" else "own"
+        spec = read_model_spec(folder, code=code)
         layout = KVLayout(model_hash(folder), PAGE_SIZE, "float32", spec.vocab_size, spec.groups)
         self._pages_each = MAX_MODEL_LEN // PAGE_SIZE
         pool = KVPool(layout, NUM_SLOTS * self._pages_each, 1)
-        model = load_model(folder, "float32", ops=TorchOps() if ops == "torch" else None)
-        self.ops_name = model.ops.name
+        model = load_model(folder, "float32", ops=TorchOps() if ops == "torch" else None, code=code)
+        self.ops_name = model.ops.name if isinstance(model, DecoderModel) else "modules of transformers"
         sampler = Sampler(NUM_SLOTS, spec.vocab_size, torch.device("cpu"), spec.eos_token_ids)
         self._runner = ModelRunner(spec, model, pool, NUM_SLOTS, MAX_MODEL_LEN, sampler)
         self._limits = SchedulerConfig()
@@ -179,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ops", choices=("native", "torch"), default="native")
+    parser.add_argument("--ops", choices=("native", "torch", "transformers"), default="native")
     parser.add_argument("--out", type=Path, default=DEFAULT_DIR)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

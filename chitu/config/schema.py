@@ -44,6 +44,9 @@ class ModelConfig(Section, frozen=True):
     the memory; prefill is faster if the CPU has AMX, decode is slower."""
     max_model_len: Positive | None = None
     """Maximum tokens (prompt plus output) of one request; unset: the model's own limit."""
+    code: Literal["auto", "own", "transformers"] = "auto"
+    """Code that computes the model: our own, which is faster, or the modules of the installed transformers, which know
+    more architectures. `auto`: our own if it has all that the checkpoint asks for."""
     prefill_attention: Literal["auto", "flashinfer", "paged"] = "auto"
     """Attention on CUDA for prompts longer than the recorded steps: FlashInfer's kernels or our own paged one. `auto`:
     torch's library for whole prompts; for the rest FlashInfer if it is installed and supports the model, else our

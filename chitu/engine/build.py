@@ -47,9 +47,10 @@ from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
 from chitu.kv_cache.state_row import StateRow
 from chitu.models.common import build_decoder
-from chitu.models.config import ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
+from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.models.families import traits_of
-from chitu.models.layers import DecoderModel, Shard
+from chitu.models.layers import Shard
+from chitu.models.model import Model
 from chitu.models.weights import WeightSource
 from chitu.net.control_groups import usable_cores
 from chitu.ops.flashinfer_prefill import PrefillShape
@@ -70,6 +71,10 @@ def prefill_ops(
     """
     wanted, tp_size = topology.model.prefill_attention, instance.config.tp_size
     if instance.role is Role.DECODE:
+        return None
+    if spec.code == "transformers":
+        if wanted == "flashinfer":
+            raise ConfigError("model.prefill_attention is flashinfer, but models of transformers use their own only")
         return None
     if spec.latent is not None:
         if wanted == "flashinfer":
@@ -94,7 +99,7 @@ def warmup_prompts(
     """Return prompt lengths for the warm-up of a GPU, a tuple for each step: every length that prompts are padded to
     for torch's library, else one too long for a recording. `longest_recorded`: tokens of a step; 0 without recordings.
     """
-    if device.type != "cuda" or instance.role is Role.DECODE:
+    if device.type != "cuda" or instance.role is Role.DECODE or spec.code == "transformers":
         return []
     from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, padded_lengths  # Triton: only with a GPU
 
@@ -124,20 +129,26 @@ def load_model(
     max_model_len: int | None = None,
     ops: Ops | None = None,
     shard: Shard | None = None,
-) -> DecoderModel:
+    code: Code = "auto",
+) -> Model:
     """Read the weights of a checkpoint folder, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
     `read_model_spec`. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError
     (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
     """
-    spec = read_model_spec(path, max_model_len)
-    traits = traits_of(spec)
+    spec = read_model_spec(path, max_model_len, code)
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
     with torch.inference_mode(), WeightSource(path, torch_dtype, target, progress, spec.quantization) as weights:
-        return build_decoder(spec, traits, weights, chosen, target, spec.max_model_len, shard)
+        if spec.code == "transformers":
+            from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
+
+            if shard is not None:
+                raise ConfigError(f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only")
+            return build_generic(path, spec, torch_dtype, target, weights)
+        return build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
 
 
 logger = logging.getLogger(__name__)
@@ -184,14 +195,16 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-    spec = read_model_spec(path, topology.model.max_model_len)
+    spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
     model_dtype = resolve_dtype(topology.model.dtype, spec, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kv_dtype = kv_dtype_of(topology.cache, spec, model_dtype, capability)
     group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
     # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    layout = kv_layout(spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path), model_dtype)
+    layout = kv_layout(
+        spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path, spec.code), model_dtype
+    )
     bytes_per_page = layout.bytes_per_page
     num_pages = num_pages_asked(topology, instance)
     if num_pages is not None:
@@ -204,7 +217,9 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     progress.state("loading")
     stamp = weights_stamp(path)
     ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
-    model = load_model(path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group)
+    model = load_model(
+        path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group, spec.code
+    )
     num_slots = topology.scheduler.max_running_requests
     is_main = tp_rank == MAIN_RANK
     num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, role) if is_main else 0
@@ -242,8 +257,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         num_pages = group.smallest(num_pages)
         num_states = group.smallest(num_states) if row_bytes else 0
     # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
-    # would need state rows of their own.
-    is_recorded = device.type == "cuda" and group is None and not layout.state
+    # would need state rows of their own. The attention of `models/generic` would read the longest sequence's pages.
+    is_recorded = device.type == "cuda" and group is None and not layout.state and spec.code == "own"
     recording = Recording(CudaRecorder(device)) if is_recorded else None
     pool = KVPool(
         layout,

@@ -67,7 +67,8 @@ class ServedModel:
     @classmethod
     def load(cls, config: ModelConfig, created_s: int) -> ServedModel:
         """Load the model's tokenizer and spec. ConfigError if the folder is missing or not a model."""
-        return cls(config, Tokenizer.load(config.path), read_model_spec(config.path, config.max_model_len), created_s)
+        spec = read_model_spec(config.path, config.max_model_len, config.code)
+        return cls(config, Tokenizer.load(config.path), spec, created_s)
 
     def adapter_of(self, name: str | None) -> str:
         """Return the LoRA adapter of this name, or "" for the model alone: its served name, its path, or None. Raises

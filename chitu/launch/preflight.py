@@ -125,9 +125,9 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
     """Check the model files that the processes will read, by headers except for the weights themselves."""
     path = topology.model.path
     try:
-        spec = read_model_spec(path, topology.model.max_model_len)
+        spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
         num_weights = check_checkpoint(path, spec)
-        found = ModelFacts(path, "", model_hash(path), spec.max_model_len, num_weights)
+        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, num_weights)
         require_tokenizer(path)
     except ConfigError as error:
         return None, ModelFacts(path, error.message)

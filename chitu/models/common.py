@@ -271,6 +271,7 @@ def build_decoder(
         weights.ignore_layers(range(spec.num_layers, spec.num_layers + spec.num_extra_layers))
     weights.finish()
     rotated = spec.head_dim if spec.latent is None else spec.latent.rope_dim
+    assert spec.rope is not None  # our own code computes it
     return DecoderModel(
         ops=ops,
         embedding_VD=embedding_VD,

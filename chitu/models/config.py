@@ -1,6 +1,7 @@
 """Reads a checkpoint folder's description of its model, without torch and without loading weights.
 
-Owns the translation of Hugging Face's config.json into one frozen `ModelSpec`; `config_keys.py` lists the known keys.
+Owns the translation of Hugging Face's config.json into one frozen `ModelSpec`; `config_keys.py` lists the known keys of
+the architectures that our own code computes, `generic/spec.py` reads the others, which transformers' modules compute.
 Called by the engine's loader, and by the router, which needs limits, eos ids and the model hash but no tensors. What
 this project cannot compute is refused here, by name, before any weights are read.
 """
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
@@ -25,12 +26,15 @@ from chitu.models.config_keys import (
     ExpertSpec,
     Key,
     LatentSpec,
+    NotByOwnCode,
     RopeSpec,
     read_expert_spec,
     read_latent_spec,
     read_rope,
     value_of,
 )
+from chitu.models.generic.library import is_known, library_version
+from chitu.models.generic.spec import read_text_shape
 from chitu.models.quantization import Quantization, read_quantization
 from chitu.protocol import CacheGroup, StateTensor
 
@@ -57,7 +61,8 @@ class ModelSpec:
     max_model_len: int
     """Most tokens of one sequence: the requested limit, else as many as the positions reach."""
     rms_norm_eps: float
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None if transformers computes the model."""
     tie_word_embeddings: bool
     attention_bias: bool
     """Biases on q, k and v (Qwen2: always) and, on Llama with `attention_bias`, on o too."""
@@ -78,6 +83,12 @@ class ModelSpec:
     """Layers behind the last one in the checkpoint, for multi-token prediction (DeepSeek-V3); not used."""
     quantization: Quantization | None = None
     """How the weights are stored; None if they are floating-point numbers."""
+    code: Literal["own", "transformers"] = "own"
+    """Whose code computes the model: `layers.py`, or the modules of transformers (`generic/`)."""
+    windows: tuple[int | None, ...] = ()
+    """Last positions that a row of each layer sees, None for all of them; empty if all layers see all."""
+    is_text_part: bool = False
+    """Whether the model has parts for images or sound, which are not computed."""
 
     @property
     def family(self) -> str:
@@ -102,9 +113,12 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value or ())
 
 
-def _architecture(config: dict[str, Any], where: str) -> str:
+def _architecture(config: dict[str, Any]) -> str:
     named = config.get("architectures")
-    architecture = str(named[0]) if isinstance(named, list) and named else "none named"
+    return str(named[0]) if isinstance(named, list) and named else "none named"
+
+
+def _require_own(config: dict[str, Any], architecture: str, where: str) -> None:
     if architecture not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModel(f"{where}: architectures: {architecture!r} is not supported (known: {known})")
@@ -112,19 +126,19 @@ def _architecture(config: dict[str, Any], where: str) -> str:
     stated = config.get("model_type", wanted[0])
     if stated not in wanted:
         raise ConfigError(f"{where}: architectures: {architecture} has the model_type {wanted[0]!r}, not {stated!r}")
-    return architecture
 
 
 def _refuse_windows(values: dict[str, Any], served: int, where: str) -> None:
     """Raise UnsupportedModel if sequences longer than a sliding window are to be served."""
     window = values.get("sliding_window")
     if values.get("use_sliding_window", True) and window is not None and window < served:
-        raise UnsupportedModel(
+        raise NotByOwnCode(
+            "sliding_window",
             f"{where}: sliding_window is {window} tokens, and a window below the {served} tokens that are to be served "
-            f"is not supported; model.max_model_len={window} serves the model without one"
+            f"is not supported; model.max_model_len={window} serves the model without one",
         )
     if any(kind != "full_attention" for kind in values["layer_types"] or ()):
-        raise UnsupportedModel(f"{where}: layer_types other than 'full_attention' are not supported")
+        raise NotByOwnCode("layer_types", f"{where}: layer_types other than 'full_attention' are not supported")
 
 
 def _served_tokens(reach: int, max_model_len: int | None, where: str) -> int:
@@ -136,18 +150,82 @@ def _served_tokens(reach: int, max_model_len: int | None, where: str) -> int:
     return max_model_len or reach
 
 
-def read_model_spec(path: str | Path, max_model_len: int | None = None) -> ModelSpec:
+Code = Literal["auto", "own", "transformers"]
+
+
+def read_model_spec(path: str | Path, max_model_len: int | None = None, code: Code = "auto") -> ModelSpec:
     """Return the spec of a checkpoint folder. Every key of config.json is used, known to have no effect, or refused.
 
-    `max_model_len`: most tokens of a served sequence; a sliding window at least that long has no effect. Raises
+    `max_model_len`: most tokens of a served sequence; a sliding window at least that long has no effect. `code`: whose
+    code computes the model; `auto` is our own if it knows the architecture and all that the config asks for. Raises
     ConfigError for a missing or broken config.json and for more tokens than the model reaches, UnsupportedModel for an
-    architecture or feature that this project does not compute.
+    architecture or feature that is not computed here.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise ConfigError(f"model.path: {folder} is not a folder")
     config, where = _read_json(folder / "config.json"), f"model.path: {folder / 'config.json'}"
-    architecture = _architecture(config, where)
+    architecture = _architecture(config)
+    if code == "transformers" or (code == "auto" and architecture not in ARCHITECTURES):
+        return _read_generic(folder, config, architecture, where, max_model_len)
+    try:
+        return _read_own(folder, config, architecture, where, max_model_len)
+    except NotByOwnCode as error:
+        if code == "own" or not is_known(config.get("model_type"), error.key):
+            raise  # a key that the library ignores, too
+        try:
+            return _read_generic(folder, config, architecture, where, max_model_len)
+        except ConfigError:
+            raise error from None
+
+
+def _read_generic(
+    folder: Path, config: dict[str, Any], architecture: str, where: str, max_model_len: int | None
+) -> ModelSpec:
+    """Return the spec of a model that transformers computes."""
+    shape = read_text_shape(config, architecture, where)
+    served = _served_tokens(shape.reach, max_model_len, where)
+    if shape.exact_tokens is not None and served > shape.exact_tokens:
+        raise UnsupportedModel(
+            f"{where}: beyond {shape.exact_tokens} tokens the rope of this model turns all positions by the longest "
+            f"sequence of a batch, which is not supported; model.max_model_len={shape.exact_tokens} serves the model"
+        )
+    _require_dtype(shape.dtype, where)
+    return ModelSpec(
+        architecture=architecture,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=max(shape.head_dims),
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocab_size,
+        max_model_len=served,
+        rms_norm_eps=0.0,
+        rope=None,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        attention_bias=False,
+        mlp_bias=False,
+        eos_token_ids=_eos_token_ids(folder, shape.eos_token_id),
+        dtype=shape.dtype,
+        groups=(CacheGroup(tuple(range(shape.num_layers)), shape.num_kv_heads, shape.head_dims),),
+        code="transformers",
+        windows=shape.windows if any(window is not None for window in shape.windows) else (),
+        is_text_part=shape.is_part,
+        quantization=read_quantization(shape.quantization_config, folder, where),
+    )
+
+
+def _require_dtype(dtype: str, where: str) -> None:
+    if dtype not in SUPPORTED_DTYPES:
+        raise UnsupportedModel(f"{where}: dtype {dtype!r} is not supported (known: {', '.join(SUPPORTED_DTYPES)})")
+
+
+def _read_own(
+    folder: Path, config: dict[str, Any], architecture: str, where: str, max_model_len: int | None
+) -> ModelSpec:
+    """Return the spec of a model that our own code computes."""
+    _require_own(config, architecture, where)
     values = ARCHITECTURES[architecture].keys.read(config, where)
     rope = read_rope(values, values["max_position_embeddings"], where)
     served = _served_tokens(rope.reach_tokens(values["max_position_embeddings"]), max_model_len, where)
@@ -167,9 +245,8 @@ def read_model_spec(path: str | Path, max_model_len: int | None = None) -> Model
         raise ConfigError(f"{where}: layer_types has {len(values['layer_types'])}, num_hidden_layers is {num_layers}")
     rotated = head_dim if latent is None else latent.rope_dim
     if rotated % 2:
-        raise UnsupportedModel(f"{where}: an odd head_dim ({rotated}) is not supported")
-    if dtype not in SUPPORTED_DTYPES:
-        raise UnsupportedModel(f"{where}: dtype {dtype!r} is not supported (known: {', '.join(SUPPORTED_DTYPES)})")
+        raise NotByOwnCode("head_dim", f"{where}: an odd head_dim ({rotated}) is not supported")
+    _require_dtype(dtype, where)
     return ModelSpec(
         architecture=architecture,
         num_layers=num_layers,
@@ -234,11 +311,11 @@ def weight_files(path: str | Path) -> list[Path]:
     return files
 
 
-def model_hash(path: str | Path) -> str:
-    """Return 32 hex digits that are equal for two folders if they hold the same model.
+def model_hash(path: str | Path, code: Literal["own", "transformers"] = "own") -> str:
+    """Return 32 hex digits that are equal for two folders if they hold the same model and the same code computes it.
 
-    Covers config.json, each weight file's name, size and header (names, shapes, dtypes, offsets), and samples of the
-    weights: another training of the same architecture differs in them.
+    Covers the version of transformers if it is its code, config.json, each weight file's name, size and header (names,
+    shapes, dtypes, offsets), and samples of the weights: another training of the same architecture differs in them.
     """
     folder = Path(path)
     digest = hashlib.sha256()
@@ -246,6 +323,8 @@ def model_hash(path: str | Path) -> str:
     config.pop("transformers_version", None)
     config.pop("_name_or_path", None)
     digest.update(json.dumps(config, sort_keys=True).encode())
+    if code == "transformers":
+        digest.update(f"\0transformers {library_version()}".encode())
     files = weight_files(folder)
     for file in files:
         digest.update(f"\0{file.name}\0{file.stat().st_size}\0".encode())

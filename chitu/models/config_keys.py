@@ -30,6 +30,14 @@ REQUIRED: Final = "(required)"
 """Marks a key without default: sizes of tensors, which every published config has."""
 
 
+class NotByOwnCode(UnsupportedModel):
+    """Our own code does not compute this value of `key`; the modules of transformers may (`model.code`)."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
 class Key(NamedTuple):
     """A key that is used."""
 
@@ -91,7 +99,7 @@ class Keys:
         for key, value in named.items():
             if key in self.only and value not in self.only[key]:
                 values = ", ".join(repr(each) for each in self.only[key])
-                raise UnsupportedModel(f"{where}: {key} {value!r} is not supported (only {values})")
+                raise NotByOwnCode(key, f"{where}: {key} {value!r} is not supported (only {values})")
             if key not in self.used and key not in self.only and key not in self.no_effect:
                 raise ConfigError(self._unknown(key, where))
         return {key: value_of(named, key, wanted, where) for key, wanted in self.used.items()}
@@ -427,7 +435,8 @@ def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) 
             raise ConfigError(f"{where}: {key} is {value!r}, but {name}.{key} is {given[key]!r}; keep one of them")
     kind = str(given.get("rope_type", given.get("type", "default")))
     if kind not in ROPE_TYPES:
-        raise UnsupportedModel(f"{where}: {name}.rope_type {kind!r} is not supported (known: {', '.join(ROPE_TYPES)})")
+        known = ", ".join(ROPE_TYPES)
+        raise NotByOwnCode("rope_parameters", f"{where}: {name}.rope_type {kind!r} is not supported (known: {known})")
     keys = Keys(
         used={**_ANY, **ROPE_TYPES[kind]},
         only={"partial_rotary_factor": (1.0,)},

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -354,6 +354,10 @@ class WeightSource:
 
     def has(self, name: str) -> bool:
         return name in self._left
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Leave out these tensors, of parts that are not computed."""
+        self._left.difference_update(names)
 
     def ignore(self, *suffixes: str) -> None:
         """Leave out tensors with these name endings, which hold nothing that the model needs."""

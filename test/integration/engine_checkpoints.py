@@ -17,7 +17,7 @@ from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
-from chitu.models.config import model_hash, read_model_spec
+from chitu.models.config import Code, model_hash, read_model_spec
 from chitu.ops.interface import Ops
 from chitu.protocol import SamplingParams, pack_i32
 
@@ -172,11 +172,12 @@ class Engine:
         device: str = "cpu",
         recording: Recording | None = None,
         sampler: Sampler | None = None,
+        code: Code = "auto",
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's."""
-        self.spec = read_model_spec(path, max_model_len)
-        model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops)
-        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path))
+        self.spec = read_model_spec(path, max_model_len, code)
+        model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops, code=code)
+        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code))
         has_scratch = recording is not None
         self.pool = KVPool(layout, num_pages, 8, device, has_scratch=has_scratch, num_state_slots=num_slots + 1)
         self._num_state_slots = self.pool.num_state_slots

@@ -47,8 +47,10 @@ class StepBench:
     def __init__(self, card: Card, folder: Path) -> None:
         self._card = card
         self._folder = folder
-        self.spec: ModelSpec = read_model_spec(folder)
-        self.model: DecoderModel = load_model(folder, card.sizes.dtype, str(card.device), ops=card.ops())
+        self.spec: ModelSpec = read_model_spec(folder, code="own")
+        model = load_model(folder, card.sizes.dtype, str(card.device), ops=card.ops(), code="own")
+        assert isinstance(model, DecoderModel)
+        self.model = model
         self._weight_bytes = count_weights(folder, self.spec.quantization) * card.dtype.itemsize
         self._recorder = card.recorder()
 

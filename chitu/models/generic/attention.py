@@ -1,0 +1,222 @@
+"""The attention of a generic model: the function that the attention modules of `transformers` call in place of theirs
+(`AttentionInterface`), over the pages of the cache.
+
+Owned by one model and called only by the step thread, within `step`. A module gives rotated q, k and v of all rows; k
+and v go into the pages of its layer, then each row attends to the positions that its sequence, its window and its chunk
+let it see. Windows are masks over full pages, of which only those are read that a row can see. Nothing of another
+sequence's page is used: it may hold NaN, which no mask would stop.
+
+Shapes as in `ops/interface.py`, and B sequences with L rows each, M positions of their pages, O numbers of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from chitu.errors import Internal, UnsupportedModel
+from chitu.models.model import KVViews
+from chitu.ops.fp8_pages import put_rows, take_pages
+from chitu.ops.interface import Batch
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """The forward that is being computed."""
+
+    batch: Batch
+    cache: KVViews
+    on_layer: Callable[[int], None] | None
+    pages_T: torch.Tensor
+    """Page of each row's position."""
+    offsets_T: torch.Tensor
+    num_announced: int = 0
+    """Layers for which `on_layer` was called."""
+
+    def announce(self, num_layers: int) -> None:
+        """Call `on_layer` for the layers before this number, those without attention among them."""
+        if self.on_layer is not None:
+            for layer in range(self.num_announced, num_layers):
+                self.on_layer(layer)
+            self.num_announced = num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What a layer adds to causal attention."""
+
+    scale: float
+    window: int | None = None
+    """Last positions that a row sees, its own included; None for all."""
+    chunk: int | None = None
+    """A row sees the positions of its own run of so many only; None for all."""
+    softcap: float | None = None
+    sinks_H: torch.Tensor | None = None
+    """Logits that take weight from the positions and give nothing."""
+
+
+class PagedAttention:
+    """The attention function of one model."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._step: PagedStep | None = None
+
+    @contextmanager
+    def step(self, batch: Batch, cache: KVViews, on_layer: Callable[[int], None] | None) -> Iterator[None]:
+        """Let the modules that are called within it work on this batch."""
+        size = next(pages.shape[2] for pages in cache.k if pages is not None)
+        pages_T = batch.page_table[batch.slots_T, batch.positions_T // size]
+        self._step = step = PagedStep(batch, cache, on_layer, pages_T, batch.positions_T % size)
+        try:
+            yield
+            step.announce(self._num_layers)
+        finally:
+            self._step = None
+
+    def __call__(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Attend with q, k, v `[1, heads, T, N]` and return `[1, T, H, O]`, as the interface wants it."""
+        step, layer = self._step, module.layer_idx
+        if step is None:
+            raise Internal("attention outside a step")
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if not causal:
+            raise UnsupportedModel(f"layer {layer} attends to later positions, which is not supported")
+        config = module.config
+        kinds = getattr(config, "layer_types", None)
+        is_chunked = kinds is not None and kinds[layer] == "chunked_attention"
+        kind = AttentionKind(
+            scale=scaling if scaling is not None else float(query.shape[-1] ** -0.5),
+            window=sliding_window,
+            chunk=config.attention_chunk_size if is_chunked else None,
+            softcap=softcap,
+            sinks_H=s_aux,
+        )
+        q_THN, k_TKN, v_TKO = (x[0].transpose(0, 1) for x in (query, key, value))
+        k_PKSN, v_PKSN = step.cache.k[layer], step.cache.v[layer]
+        put_rows(k_PKSN, step.pages_T, step.offsets_T, _padded(k_TKN, k_PKSN.shape[-1]))
+        put_rows(v_PKSN, step.pages_T, step.offsets_T, _padded(v_TKO, v_PKSN.shape[-1]))
+        step.announce(layer + 1)
+        return attend(q_THN, step.batch, k_PKSN, v_PKSN, kind, value.shape[-1]).unsqueeze(0), None
+
+
+def _padded(x_TKN: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the rows with zeros behind them, as wide as a page's."""
+    return x_TKN if x_TKN.shape[-1] == width else F.pad(x_TKN, (0, width - x_TKN.shape[-1]))
+
+
+def attend(
+    q_THN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, kind: AttentionKind, width: int
+) -> torch.Tensor:
+    """Return the attention `[T, H, O]` of all rows over the pages of their slots. `width`: O."""
+    out_THO = q_THN.new_empty(*q_THN.shape[:2], width)
+    size = k_PKSN.shape[2]
+    for span in batch.spans:
+        rows, end = slice(span.row, span.row + span.length), span.start + span.length
+        first = _first_seen(span.start, kind) // size
+        pages_P = batch.page_table[span.slot, first : -(-end // size)]
+        k_KMN, v_KMO = (
+            take_pages(x, pages_P, q_THN.dtype).transpose(0, 1).flatten(1, 2)[:, : end - first * size]
+            for x in (k_PKSN, v_PKSN)
+        )
+        columns_M = torch.arange(first * size, end, device=q_THN.device)
+        out_THO[rows] = _attend(
+            q_THN[rows].unsqueeze(0),
+            k_KMN.unsqueeze(0),
+            v_KMO[..., :width].unsqueeze(0),
+            batch.positions_T[rows].unsqueeze(0),
+            columns_M.unsqueeze(0),
+            kind,
+        )[0]
+    if batch.decode_slots:
+        rows = slice(batch.decode_row, None)
+        out_THO[rows] = _decode(q_THN[rows], batch, k_PKSN, v_PKSN, kind, width)
+    return out_THO
+
+
+def _first_seen(position: int, kind: AttentionKind) -> int:
+    """Return the first position that a row at `position` sees."""
+    first = 0
+    if kind.window is not None:
+        first = max(first, position - kind.window + 1)
+    if kind.chunk is not None:
+        first = max(first, position // kind.chunk * kind.chunk)
+    return first
+
+
+def _decode(
+    q_BHN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, kind: AttentionKind, width: int
+) -> torch.Tensor:
+    size, table_BP = k_PKSN.shape[2], batch.page_table[batch.slots_T[batch.decode_row :]]
+    positions_B = batch.positions_T[batch.decode_row :]
+    count, reach = -(-batch.max_decode_len // size), min(kind.window or kind.chunk or 0, kind.chunk or kind.window or 0)
+    if reach and reach // size + 2 < count:  # only the pages that a window or chunk can touch, by sequence
+        count = reach // size + 2
+        last_B = positions_B // size
+        columns_BP = (last_B - count + 1).clamp_(min=0).unsqueeze(1) + torch.arange(count, device=q_BHN.device)
+        table_BP = table_BP.gather(1, columns_BP.clamp(max=table_BP.shape[1] - 1))
+        starts_BP = columns_BP * size
+    else:
+        table_BP = table_BP[:, :count]
+        starts_BP = (torch.arange(count, device=q_BHN.device) * size).unsqueeze(0)
+    columns_BM = (starts_BP.unsqueeze(2) + torch.arange(size, device=q_BHN.device)).flatten(1)
+    k_BKMN, v_BKMO = (take_pages(x, table_BP, q_BHN.dtype).transpose(1, 2).flatten(2, 3) for x in (k_PKSN, v_PKSN))
+    # Columns past a sequence's end may be in pages of other sequences.
+    foreign_BKMN = (columns_BM > positions_B.unsqueeze(1))[:, None, :, None]
+    k_BKMN, v_BKMO = k_BKMN.masked_fill(foreign_BKMN, 0), v_BKMO[..., :width].masked_fill(foreign_BKMN, 0)
+    return _attend(q_BHN.unsqueeze(1), k_BKMN, v_BKMO, positions_B.unsqueeze(1), columns_BM, kind)[:, 0]
+
+
+def _attend(
+    q_BLHN: torch.Tensor,
+    k_BKMN: torch.Tensor,
+    v_BKMO: torch.Tensor,
+    positions_BL: torch.Tensor,
+    columns_BM: torch.Tensor,
+    kind: AttentionKind,
+) -> torch.Tensor:
+    """Return `[B, L, H, O]` of rows at these positions over keys at these."""
+    q_BHLN, rows_BL1, columns_B1M = q_BLHN.transpose(1, 2), positions_BL.unsqueeze(2), columns_BM.unsqueeze(1)
+    if k_BKMN.shape[-1] != q_BHLN.shape[-1]:
+        k_BKMN = k_BKMN[..., : q_BHLN.shape[-1]]
+    seen_BLM = columns_B1M <= rows_BL1
+    if kind.window is not None:
+        seen_BLM = seen_BLM & (columns_B1M > rows_BL1 - kind.window)
+    if kind.chunk is not None:
+        seen_BLM = seen_BLM & (columns_B1M // kind.chunk == rows_BL1 // kind.chunk)
+    seen_B1LM, is_grouped = seen_BLM.unsqueeze(1), q_BHLN.shape[1] != k_BKMN.shape[1]
+    if kind.softcap is None and kind.sinks_H is None:
+        out_BHLO = F.scaled_dot_product_attention(
+            q_BHLN, k_BKMN, v_BKMO, attn_mask=seen_B1LM, scale=kind.scale, enable_gqa=is_grouped
+        )
+        return out_BHLO.transpose(1, 2)
+    groups = q_BHLN.shape[1] // k_BKMN.shape[1]
+    scores_BHLM = (q_BHLN @ k_BKMN.repeat_interleave(groups, 1).transpose(2, 3)).float() * kind.scale
+    if kind.softcap is not None:
+        scores_BHLM = kind.softcap * torch.tanh(scores_BHLM / kind.softcap)
+    scores_BHLM = scores_BHLM.masked_fill(~seen_B1LM, -torch.inf)
+    if kind.sinks_H is not None:
+        sinks_BHL1 = kind.sinks_H.float().view(1, -1, 1, 1).expand(*scores_BHLM.shape[:3], 1)
+        weights_BHLM = torch.cat((scores_BHLM, sinks_BHL1), -1).softmax(-1)[..., :-1]
+    else:
+        weights_BHLM = scores_BHLM.softmax(-1)
+    return (weights_BHLM.to(v_BKMO.dtype) @ v_BKMO.repeat_interleave(groups, 1)).transpose(1, 2)

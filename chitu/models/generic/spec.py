@@ -1,0 +1,212 @@
+"""Reads the sizes of a model that `transformers` computes, and refuses by name what cannot be computed by its modules
+over our pages. No torch: the control plane needs limits and eos ids of every model.
+
+Owns the rules of admission that a config can answer. The library knows what every key means, so keys are not listed
+here: only the sizes that the engine needs are read, by the names and defaults of the library's config class
+(`library.py`), and `model.py` compares them with the config object that the library makes. What no config tells is
+found while loading, by the self-check (`check.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.config_keys import KINDS
+from chitu.models.generic.library import ConfigClass, code_has, find_config, has_class, library_version
+
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LATENT_KEYS = ("kv_lora_rank", "q_lora_rank")
+INDEX_KEYS = ("index_topk", "index_n_heads", "index_head_dim", "sparse_attention_config")
+BY_LAYER_KEYS = (
+    "swa_num_key_value_heads", "swa_head_dim", "global_head_dim", "num_global_key_value_heads", "block_configs",
+    "attention_other_setting", "per_layer_config",
+)  # fmt: skip
+"""Keys of models whose heads differ by layer."""
+PATTERNS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4, "olmo3": 4, "exaone4": 4}
+"""By `model_type`: every n-th layer has no window, if neither `layer_types` nor `sliding_window_pattern` is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """Sizes of the text part of a model."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dims: tuple[int, int]
+    """Numbers of a key and of a value."""
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    reach: int
+    """Most tokens of a sequence for which positions are defined."""
+    exact_tokens: int | None
+    """Most tokens for which rows of a batch do not change each other; None for any number."""
+    tie_word_embeddings: bool
+    eos_token_id: int | list[int] | None
+    dtype: str
+    windows: tuple[int | None, ...]
+    """Last positions that a row of each layer sees, where they are known to be fewer than all."""
+    quantization_config: dict[str, Any] | None
+    is_part: bool
+    """Whether the model has other parts (images, sound), which are not computed."""
+
+
+def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) -> TextShape:
+    """Return the sizes. Raises ConfigError for a size that is missing or of the wrong type, UnsupportedModel for what
+    cannot be computed over pages."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise UnsupportedModel(f"{where}: architectures: {architecture!r} without a model_type is not supported")
+    outer = find_config(model_type)
+    if outer is None or not has_class(architecture, model_type):
+        remote = ", and code of the folder (auto_map) is never run" if config.get("auto_map") else ""
+        raise UnsupportedModel(
+            f"{where}: architectures: {architecture!r} ({model_type}) is not supported: transformers "
+            f"{library_version()} has no such class{remote}"
+        )
+    text, own = _text_part(config, outer, where)
+    _refuse(config, text, own, architecture, where)
+    reader = TextReader(text, own, where)
+    num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
+    hidden_size = reader.count("hidden_size")
+    head_dim = reader.value("head_dim") or hidden_size // num_heads
+    reach, exact = _reach(reader, where)
+    return TextShape(
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=reader.value("num_key_value_heads") or num_heads,
+        head_dims=(head_dim, reader.value("v_head_dim") or head_dim),
+        hidden_size=hidden_size,
+        intermediate_size=reader.value("intermediate_size") or 4 * hidden_size,
+        vocab_size=reader.count("vocab_size"),
+        reach=reach,
+        exact_tokens=exact,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", reader.value("tie_word_embeddings"))),
+        eos_token_id=config.get("eos_token_id", reader.value("eos_token_id")),
+        dtype=_first(text.get("dtype"), text.get("torch_dtype"), config.get("dtype"), config.get("torch_dtype"))
+        or "float32",
+        windows=layer_windows(reader, num_layers),
+        quantization_config=_first(config.get("quantization_config"), text.get("quantization_config")),
+        is_part=own is not outer,
+    )
+
+
+def _first(*values: Any) -> Any:
+    return next((value for value in values if value is not None), None)
+
+
+def _text_part(config: Mapping[str, Any], outer: ConfigClass, where: str) -> tuple[Mapping[str, Any], ConfigClass]:
+    """Return the keys of the text part and its config class."""
+    if not outer.text_type and "text_config" not in config:
+        return config, outer
+    text = config.get("text_config", config)  # older files have the keys of the text part among the others
+    if not isinstance(text, dict):
+        raise ConfigError(f"{where}: text_config is {text!r}, not an object")
+    model_type = (text.get("model_type") if text is not config else None) or outer.text_type
+    own = find_config(model_type) if isinstance(model_type, str) else None
+    if own is None:
+        version = library_version()
+        raise UnsupportedModel(f"{where}: text_config: transformers {version} has no model_type {model_type!r}")
+    return text, own
+
+
+@dataclass(frozen=True, slots=True)
+class TextReader:
+    text: Mapping[str, Any]
+    own: ConfigClass
+    where: str
+
+    def value(self, key: str) -> Any:
+        """Return the value of the key under any of its names, or its default."""
+        names = (key, self.own.aliases.get(key, key))
+        for source in (self.text, self.own.defaults):
+            for name in names:
+                if name in source:
+                    return source[name]
+        return None
+
+    def count(self, key: str) -> int:
+        value = self.value(key)
+        words, is_right = KINDS["count"]
+        if value is None:
+            raise ConfigError(f"{self.where} lacks {key!r}")
+        if not is_right(value):
+            raise ConfigError(f"{self.where}: {key} is {value!r}, not {words}")
+        return int(value)
+
+
+def _refuse(
+    config: Mapping[str, Any], text: Mapping[str, Any], own: ConfigClass, architecture: str, where: str
+) -> None:
+    def unsupported(what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{where}: {architecture}: {what}")
+
+    for part in (config, text):
+        if part.get("is_encoder_decoder"):
+            raise unsupported("an encoder (is_encoder_decoder) is not supported")
+    for key in INDEX_KEYS:
+        if text.get(key):
+            raise unsupported(f"sparse attention by an index ({key}) is not supported")
+    for key in LATENT_KEYS:
+        if text.get(key):
+            raise unsupported(
+                f"latent attention ({key}) is computed by our own code only, which does not know this architecture: "
+                "expanded keys and values would need 10 to 60 times its memory"
+            )
+    for key in BY_LAYER_KEYS:
+        if text.get(key):
+            raise unsupported(f"layers with different heads ({key}) are not supported")
+    if isinstance(text.get("num_attention_heads"), list) or isinstance(text.get("num_key_value_heads"), list):
+        raise unsupported("layers with different heads (num_attention_heads) are not supported")
+    if text.get("num_kv_shared_layers"):
+        raise unsupported("layers that share keys and values (num_kv_shared_layers) are not supported")
+    kinds = text.get("layer_types") or ()
+    strange = [kind for kind in kinds if kind not in (FULL, SLIDING, CHUNKED)]
+    if strange:
+        raise unsupported(f"layers of the kind {strange[0]!r} (layer_types) are not supported")
+    if code_has(own, "_is_stateful = True"):
+        raise unsupported("layers with a recurrent state are not supported")
+    if not code_has(own, "ALL_ATTENTION_FUNCTIONS"):
+        raise unsupported("its code in transformers has no attention interface")
+
+
+def _reach(reader: TextReader, where: str) -> tuple[int, int | None]:
+    """Return the most tokens that positions reach, and the most for which they are those of a lone sequence."""
+    positions = reader.count("max_position_embeddings")
+    scaling = reader.text.get("rope_parameters") or reader.text.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"{where}: rope_scaling is {scaling!r}, not an object")
+    by_layer = [each for each in scaling.values() if isinstance(each, dict)]
+    exact: int | None = None
+    for each in by_layer or [scaling]:
+        kind = each.get("rope_type", each.get("type"))
+        original = each.get("original_max_position_embeddings") or reader.value("original_max_position_embeddings")
+        factor = each.get("factor")
+        if kind in ("longrope", "su"):
+            exact = min(exact or positions, original or positions)
+        elif kind == "dynamic":
+            exact = min(exact or positions, positions)
+        elif kind == "yarn" and original and isinstance(factor, int | float):
+            positions = max(positions, int(factor * original))
+    return positions, exact
+
+
+def layer_windows(reader: TextReader, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer, None where a layer sees all positions or it is not known."""
+    window = reader.value("sliding_window")
+    if not isinstance(window, int) or reader.value("use_sliding_window") is False:
+        return (None,) * num_layers
+    kinds = reader.text.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == num_layers:
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    model_type = str(reader.own.defaults.get("model_type"))
+    period = _first(reader.value("sliding_window_pattern"), PATTERNS.get(model_type))
+    if isinstance(period, int) and period > 0:
+        return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
+    if model_type in ("mistral", "mixtral", "phi3", "starcoder2"):
+        return (window,) * num_layers
+    return (None,) * num_layers
