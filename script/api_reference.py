@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
 from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
 from chitu.http.body_decoder import (
     ABORT,
@@ -61,6 +62,14 @@ around it; raw line breaks and tabs in its strings become escapes. Anything else
 also a call whose JSON is broken or cut off. A stream sends a call when it is complete, so `arguments` are always a JSON
 object, and the parts of a stream are always the answer that is not streamed. Text between `<think>` or `[THINK]` and
 its end is `reasoning_content` if the template knows these marks.
+
+`/v1/messages` and `/v1/messages/count_tokens` are Anthropic's Messages API, made into a chat: the base URL of its
+clients and agents is that of the server, without `/v1`. `model` is the served name, so set it in the agent, also that
+of its small model. Headers `anthropic-version` and `anthropic-beta` have no effect. Reasoning is in `thinking` blocks,
+whose `signature` signs nothing. `usage.cache_read_input_tokens` counts what P or D had cached, and `input_tokens` the
+rest of the prompt. Errors are Anthropic's error object; where other routes answer 503 because nothing can serve the
+request now, these answer 529. A prompt longer than the context is an error that begins with `prompt is too long`, which
+agents act on. An API key may come as `X-API-Key`, at every route.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),
@@ -73,6 +82,8 @@ SHORT = {
     TOKENIZE: "tokenize",
     DETOKENIZE: "detokenize",
     RESPONSES: "responses",
+    MESSAGES: "messages",
+    COUNT_TOKENS: "count_tokens",
     ABORT: "abort",
     "/admin/drain": "drain",
     "/admin/snapshot": "snapshot",

@@ -3,7 +3,7 @@
 The page, `/health` and `/livez` are open to all. If `api_keys` are configured, everything else requires one of them. An
 operator's calls (`/admin/...`) require the cluster's token if the cluster has a key, since API keys are for its users.
 Without a cluster key they require an API key; with neither, they must come from this machine and not from a web page.
-The token is accepted wherever an API key is. Secrets are compared in constant time.
+The token is accepted wherever an API key is, and either may come in X-API-Key. Secrets are compared in constant time.
 
 An API key belongs to a tenant (`api_key_salts`). It sees the requests of its tenant alone, in any route; the
 operator sees all. Without API keys all clients see all requests, except their traces, which are for this machine.
@@ -31,13 +31,24 @@ PROCESS_PATHS = frozenset({"/admin/record", "/admin/abort"})
 """Paths for the router's other API processes alone, which act for every tenant."""
 TRACE_FOLDER = "/trace/"
 """Records of requests, with their tokens."""
-API_KEY = ("an API key is required: Authorization: Bearer KEY", "the API key is not one of this server's")
+API_KEY = (
+    "an API key is required: Authorization: Bearer KEY, or X-API-Key: KEY",
+    "the API key is not one of this server's",
+)
 TOKEN = ("the cluster's token is required: set CHITU_CLUSTER_KEY", "the token is not that of this cluster's key")
 """Messages for a missing key, and for a wrong one."""
 SALT_BYTES = 16
 """Size of the prefix of a request's own salt. All are equally long, so that two tenants cannot have the same salt."""
 IPV6_NETWORK_BYTES = 8
 """Bytes of an IPv6 address that identify a client, which has a whole /64 of addresses."""
+
+
+def _authorization(scope: Scope) -> bytes | None:
+    """Return the header Authorization, or what it would be for the key in X-API-Key, as Anthropic's clients send it."""
+    given = header(scope, b"authorization")
+    if given is None and (key := header(scope, b"x-api-key")) is not None:
+        return b"Bearer " + key
+    return given
 
 
 class Access:
@@ -56,12 +67,12 @@ class Access:
         """Raise Unauthorized or Forbidden if the request may not be answered."""
         path: str = scope["path"]
         if path.startswith(ADMIN_FOLDER):
-            self._require_operator(scope, path, header(scope, b"authorization"))
+            self._require_operator(scope, path, _authorization(scope))
         elif path.startswith(TRACE_FOLDER) and not self._api_keys:
-            if not is_bearer(header(scope, b"authorization"), self._token):
+            if not is_bearer(_authorization(scope), self._token):
                 _require_local(scope, "without api_keys, traces are shown with the cluster's token, or to this machine")
         elif self._api_keys and path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
-            _require(header(scope, b"authorization"), [*self._api_keys, *self._token], *API_KEY)
+            _require(_authorization(scope), [*self._api_keys, *self._token], *API_KEY)
 
     def count(self, scope: Scope) -> None:
         """Raise RateLimited if the client requests more generations than its share. Call after `require`."""
@@ -74,19 +85,19 @@ class Access:
     def cache_salt(self, scope: Scope) -> str:
         """Return the prefix of the request's own `cache_salt`, which differs between tenants. Empty if no key is
         required. Call after `require`."""
-        return self._salts.get(bearer(header(scope, b"authorization")) or b"", "") if self._salts else ""
+        return self._salts.get(bearer(_authorization(scope)) or b"", "") if self._salts else ""
 
     def trace_tenant(self, scope: Scope) -> str | None:
         """Return the tenant whose requests the caller may see (records, traces, snapshots); None: those of all. Call
         after `require`."""
-        is_operator = is_bearer(header(scope, b"authorization"), self._token)
+        is_operator = is_bearer(_authorization(scope), self._token)
         return None if is_operator or not self._api_keys else self.cache_salt(scope)
 
     def require_priority(self, scope: Scope, priority: int) -> None:
         """Raise InvalidRequest if the client may not ask for this priority. The lowest goes first; none from 0 on is
         refused. Call after `require`."""
         if priority < self._min_priority or self._min_priorities:
-            authorization = header(scope, b"authorization")
+            authorization = _authorization(scope)
             if not is_bearer(authorization, self._token):
                 key = bearer(authorization) or b""
                 _require_priority(priority, self._min_priorities.get(key, self._min_priority))
@@ -110,7 +121,7 @@ class Access:
         """Return whose share of the router a request takes: that of its API key if keys are required, else of its
         address."""
         if self._api_keys:
-            return bearer(header(scope, b"authorization")) or b""
+            return bearer(_authorization(scope)) or b""
         address = _address(scope)
         if address is None:
             return b""

@@ -132,23 +132,41 @@ class FinishedChoice(msgspec.Struct, frozen=True):
     """Logprobs as JSON, in pieces."""
     prompt_logprobs: PromptLogprobs | None = None
     """Logprobs of its prompt; None if they were not requested."""
+    stop_text: str = ""
+    """The stop string that ended it; empty if none did."""
+
+
+COMMENT = b": keep-alive\n"
+"""A line that readers of server-sent events skip."""
 
 
 class AnswerFormat(Protocol):
-    """Bodies of one response: `CompletionFormat`, `ChatFormat` or `ResponsesFormat`. `logprobs` are JSON."""
+    """Bodies of one response: `CompletionFormat`, `ChatFormat`, `ResponsesFormat` or `MessagesFormat`. `logprobs` are
+    JSON."""
 
     @property
     def done(self) -> bytes:
         """Bytes after the last event."""
 
-    def opening(self, index: int) -> bytes: ...
+    @property
+    def sign_of_life(self) -> bytes:
+        """What a stream gets in silence: a comment, without the blank line that ends an event, or an event."""
+
+    def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
+        """Return the first event of a choice. The last two arguments are tokens of its prompt."""
 
     def delta(
         self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
     ) -> bytes: ...
 
     def last(
-        self, index: int, text: str | MessageDelta, reason: str, token_ids: list[int] | None, logprobs: bytes = b"null"
+        self,
+        index: int,
+        text: str | MessageDelta,
+        reason: str,
+        token_ids: list[int] | None,
+        logprobs: bytes = b"null",
+        stop_text: str = "",
     ) -> bytes: ...
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
@@ -163,7 +181,7 @@ class AnswerFormat(Protocol):
         """Yield the whole answer in pieces, at least one for each choice, which is taken when its pieces are due."""
 
 
-ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_")
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
 """Prefixes of a response id; the request id follows."""
 
 
@@ -202,6 +220,7 @@ class _Format(abc.ABC):
     """Id, model and time of one response; the events that both routes share."""
 
     done = DONE
+    sign_of_life = COMMENT
     object_name = ""
     chunk_name = ""
     id_prefix = ""
@@ -276,7 +295,7 @@ class CompletionFormat(_Format):
             head = self._openings[index] = self._start + b'{"index":%d,"text":' % index
         return head
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
         return b""
 
     def delta(
@@ -293,6 +312,7 @@ class CompletionFormat(_Format):
         reason: str,
         token_ids: list[int] | None,
         logprobs: bytes = b"null",
+        stop_text: str = "",
     ) -> bytes:
         return self._text_of(index) + _json(text) + self._end(_json(reason), token_ids, logprobs)
 
@@ -314,7 +334,7 @@ class ChatFormat(_Format):
             head = self._openings[index] = self._start + b'{"index":%d,"delta":{' % index
         return head
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
         """Return the chunk that names the role, sent before a choice's first text."""
         return self._delta_of(index) + b'"role":"assistant","content":""}' + self._delta_end
 
@@ -333,6 +353,7 @@ class ChatFormat(_Format):
         reason: str,
         token_ids: list[int] | None,
         logprobs: bytes = b"null",
+        stop_text: str = "",
     ) -> bytes:
         content = _parts(text if isinstance(text, MessageDelta) else MessageDelta(text))
         return self._delta_of(index) + content + b"}" + self._end(_json(reason), token_ids, logprobs)
@@ -351,12 +372,73 @@ class ChatFormat(_Format):
         return ChatChoice(index=index, message=message, finish_reason=reason, token_ids=token_ids, logprobs=None)
 
 
-class ResponsesFormat:
+class ItemsFormat(abc.ABC):
+    """A message as a list of items, each opened, filled and closed by events of its own, in the order in which the
+    model writes them: what `/v1/responses` and `/v1/messages` share."""
+
     done = b""
     """Bytes after the last event: none."""
+    sign_of_life = COMMENT
 
+    def __init__(self) -> None:
+        self._output: list[dict[str, Any]] = []
+        """Items so far; the last one is open unless `_kind` is empty."""
+        self._text: list[str] = []
+        """Text of the open item."""
+        self._kind = ""
+        """Kind of the open item: `message`, `reasoning`, or the index of a call."""
+        self._reason = ""
+        """Why the text ended, once it has."""
+
+    def delta(
+        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
+    ) -> bytes:
+        return self._take(text)
+
+    def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
+        return event
+
+    def _take(self, delta: str | MessageDelta) -> bytes:
+        """Return a part of the message as events."""
+        if isinstance(delta, str):
+            return self._add("message", delta) if delta else b""
+        events = b""
+        if delta.reasoning:
+            events += self._add("reasoning", delta.reasoning)
+        if delta.content:
+            events += self._add("message", delta.content)
+        for call in delta.calls:
+            events += self._add(str(call.place), call.arguments, call)
+        return events
+
+    def _add(self, kind: str, text: str, call: CallDelta | None = None) -> bytes:
+        events = b""
+        if kind != self._kind:
+            events = self._close("completed")
+            self._kind, self._text = kind, []
+            events += self._open(kind, call)
+        if not text:
+            return events
+        self._text.append(text)
+        return events + self._filled(kind, text)
+
+    @abc.abstractmethod
+    def _open(self, kind: str, call: CallDelta | None) -> bytes:
+        """Append an item to `_output`. `call`: the first part of a call; None for the other kinds."""
+
+    @abc.abstractmethod
+    def _filled(self, kind: str, text: str) -> bytes:
+        """Return the event of a part of the open item's text."""
+
+    @abc.abstractmethod
+    def _close(self, status: str) -> bytes:
+        """Close the open item, if there is one."""
+
+
+class ResponsesFormat(ItemsFormat):
     def __init__(self, response_id: str, created_s: int, model: str, echo: dict[str, Any]) -> None:
         """`echo`: see `echo_of`."""
+        super().__init__()
         self._id = response_id
         self._whole = ResponsesReply(
             id=ID_PREFIXES[2] + response_id,
@@ -370,14 +452,6 @@ class ResponsesFormat:
             output=[],
             usage=None,
         )
-        self._reason = ""
-        """Why the text ended, once it has."""
-        self._output: list[dict[str, Any]] = []
-        """Items so far; the last one is open unless `_kind` is empty."""
-        self._text: list[str] = []
-        """Text of the open item."""
-        self._kind = ""
-        """Kind of the open item: `message`, `reasoning`, or the index of a call."""
         self._num_events = 0
 
     # ----------------------------------------------------------------------------------------------------- not streamed
@@ -390,13 +464,8 @@ class ResponsesFormat:
 
     # --------------------------------------------------------------------------------------------------------- streamed
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
         return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
-
-    def delta(
-        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
-    ) -> bytes:
-        return self._take(text)
 
     def last(
         self,
@@ -405,6 +474,7 @@ class ResponsesFormat:
         reason: str,
         token_ids: list[int] | None,
         logprobs: bytes = b"null",
+        stop_text: str = "",
     ) -> bytes:
         """Return the events of the last text. The answer itself follows with its usage."""
         self._reason = reason
@@ -416,9 +486,6 @@ class ResponsesFormat:
         closing = self._close(_status(self._reason))
         whole = self._ended(self._reason, usage)
         return closing + self._lifecycle(f"response.{whole.status}")
-
-    def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
-        return event
 
     def error(self, error: ChituError) -> bytes:
         """Return the last events of an answer that has begun."""
@@ -449,33 +516,11 @@ class ResponsesFormat:
         )
         return whole
 
-    def _take(self, delta: str | MessageDelta) -> bytes:
-        """Return a part of the message as events."""
-        if isinstance(delta, str):
-            return self._add("message", delta) if delta else b""
-        events = b""
-        if delta.reasoning:
-            events += self._add("reasoning", delta.reasoning)
-        if delta.content:
-            events += self._add("message", delta.content)
-        for call in delta.calls:
-            events += self._add(str(call.place), call.arguments, call)
-        return events
-
-    def _add(self, kind: str, text: str, call: CallDelta | None = None) -> bytes:
-        events = b""
-        if kind != self._kind:
-            events = self._close("completed") + self._open(kind, call)
-        if not text:
-            return events
-        self._text.append(text)
-        name = "function_call_arguments" if call is not None else _TEXTS[kind][0]
-        return events + self._event(
-            f"response.{name}.delta", **self._place(kind), delta=text, **_LOGPROBS.get(kind, {})
-        )
+    def _filled(self, kind: str, text: str) -> bytes:
+        name = _TEXTS[kind][0] if kind in _TEXTS else "function_call_arguments"
+        return self._event(f"response.{name}.delta", **self._place(kind), delta=text, **_LOGPROBS.get(kind, {}))
 
     def _open(self, kind: str, call: CallDelta | None) -> bytes:
-        self._kind, self._text = kind, []
         number = len(self._output)
         item: dict[str, Any]
         if call is not None:
@@ -493,7 +538,6 @@ class ResponsesFormat:
         return opened + self._event("response.content_part.added", **self._place(kind), part=_part(kind, ""))
 
     def _close(self, status: str) -> bytes:
-        """Close the open item, if there is one."""
         if not self._kind:
             return b""
         item, kind, text = self._output[-1], self._kind, "".join(self._text)

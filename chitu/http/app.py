@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from chitu.errors import ChituError, Internal
 from chitu.http.access import Access
-from chitu.http.exchange import EXCHANGE, Exchange
+from chitu.http.exchange import ANTHROPIC_PATHS, EXCHANGE, Exchange
 from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.log import about
-from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, error_body, header
+from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, header
 
-EXPOSED = b", ".join((b"x-request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
+EXPOSED = b", ".join((b"x-request-id", b"request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
 """Headers of answers that scripts may read, in addition to those that they always may."""
 PREFLIGHT_S = b"600"
 """How long a browser may remember the answer to a preflight."""
@@ -108,6 +108,8 @@ class RouterApp:
         exchange.headers = [(b"x-request-id", request_id.encode("ascii"))]
         try:
             path = scope["path"]
+            if path in ANTHROPIC_PATHS:
+                exchange.headers.append((b"request-id", exchange.headers[0][1]))  # Anthropic's name of it
             if self._cors_origins:
                 exchange.headers += cors_headers(scope, self._cors_origins)
                 if is_preflight(scope):  # a browser's own request, which has no key
@@ -132,7 +134,7 @@ class RouterApp:
         except ClientGone:
             pass
         except MethodNotAllowed as error:
-            exchange.answer(405, error_body(error), [(b"allow", error.allowed)])
+            exchange.fail(error, [(b"allow", error.allowed)])
         except ChituError as error:
             exchange.fail(error)
         except Exception:

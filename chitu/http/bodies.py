@@ -91,10 +91,10 @@ _UnlessEmpty = Annotated[
     Unread,
     msgspec.Meta(description="Not supported yet, unless empty", extra={"effect": REFUSED, "note": "unless empty"}),
 ]
-_Uncached = Annotated[Unread, ignored("prompts are cached by their tokens")]
+Uncached = Annotated[Unread, ignored("prompts are cached by their tokens")]
 _SentBack = Annotated[Unread, ignored("of an answer that is sent back")]
 _OfAnotherModel = Annotated[Unread, ignored("of an answer of another model; see `reasoning_content`")]
-_Without = Annotated[Unread, ignored()]
+Without = Annotated[Unread, ignored()]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -105,19 +105,20 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 TokenCount = Annotated[int, msgspec.Meta(ge=1)]
-_Temperature = Annotated[Annotated[float, msgspec.Meta(ge=0, le=2)] | None, note("0 (greedy) to 2; default 1")]
-_TopP = Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, note("above 0, to 1; default 1")]
+Temperature = Annotated[Annotated[float, msgspec.Meta(ge=0, le=2)] | None, note("0 (greedy) to 2; default 1")]
+TopP = Annotated[Annotated[float, msgspec.Meta(gt=0, le=1)] | None, note("above 0, to 1; default 1")]
+TopK = Annotated[Annotated[int, msgspec.Meta(ge=-1)] | None, note("1 or more; 0 and -1 are off")]
 _NumChoices = Annotated[int, msgspec.Meta(ge=1, le=MAX_N)]
 _NumLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)]
 _Penalty = Annotated[Annotated[float, msgspec.Meta(ge=-2, le=2)] | None, note("-2 to 2, over emitted tokens")]
-_StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
+StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_schema={"minLength": 1})]
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
 _BadTokens = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 _TokenIdText = Annotated[str, documented(pattern="^[0-9]+$")]
 _TokenId = Annotated[int, documented(minimum=0)]
 _Bias = Annotated[float, documented(minimum=-100, maximum=100)]
 _FormatType = Annotated[Literal["text", "json_object", "json_schema"], note("`text`, `json_object` or `json_schema`")]
-_Object = Annotated[Unread, documented(type="object")]
+ObjectText = Annotated[Unread, documented(type="object")]
 _Schema = Annotated[Unread, documented(anyOf=[{"type": "object"}, {"type": "string"}])]
 _Choices = Annotated[
     list[Annotated[str, msgspec.Meta(max_length=MAX_CHOICE_CHARS)]], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)
@@ -133,7 +134,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: Annotated[
-        _Object,
+        ObjectText,
         note(
             "up to 65,536 characters, as all of these; the answer is JSON that it allows, in the order of "
             f"`properties`. Of `format`, {', '.join(sorted(ENFORCED_FORMATS))} hold; any other is an annotation and "
@@ -150,7 +151,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: _FormatType
     json_schema: Annotated[JsonSchemaFormat | None, note("with `type` `json_schema` or `json_object`")] = None
-    schema: Annotated[_Object, note("the same schema, as in other servers")] = msgspec.UNSET
+    schema: Annotated[ObjectText, note("the same schema, as in other servers")] = msgspec.UNSET
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,8 +190,8 @@ class GenerationBody(Body, kw_only=True):
     ] = None
     """Without effect beside `max_completion_tokens`, also if it is out of range."""
     max_completion_tokens: Annotated[TokenCount | None, note("the same, and overrides it")] = None
-    temperature: _Temperature = None
-    top_p: _TopP = None
+    temperature: Temperature = None
+    top_p: TopP = None
     n: Annotated[
         _NumChoices | None,
         note(
@@ -199,7 +200,7 @@ class GenerationBody(Body, kw_only=True):
         ),
     ] = None
     stop: Annotated[
-        _StopText | Annotated[list[_StopText], msgspec.Meta(max_length=MAX_STOPS)] | None,
+        StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None,
         note(
             "text or up to 16 texts of 1 to 256 characters. Special tokens in them are found, too, although the answer "
             "does not show them; a text that is one special token also counts as its id in `stop_token_ids`"
@@ -217,7 +218,7 @@ class GenerationBody(Body, kw_only=True):
         Annotated[dict[_TokenIdText, _Bias], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None,
         note("up to 1024 token ids, each -100 to 100"),
     ] = None
-    top_k: Annotated[Annotated[int, msgspec.Meta(ge=-1)] | None, note("1 or more; 0 and -1 are off")] = None
+    top_k: TopK = None
     min_p: Annotated[Annotated[float, msgspec.Meta(ge=0, le=1)] | None, note("0 to 1")] = None
     repetition_penalty: Annotated[
         Annotated[float, msgspec.Meta(gt=0, le=10)] | None, note("above 0, to 10, over prompt and emitted tokens")
@@ -355,8 +356,8 @@ _Role = Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[str, documented(enum=["text"]), note("`text`")]
     text: str | None = None
-    cache_control: _Without = msgspec.UNSET
-    prompt_cache_breakpoint: _Without = msgspec.UNSET
+    cache_control: Without = msgspec.UNSET
+    prompt_cache_breakpoint: Without = msgspec.UNSET
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -382,13 +383,13 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
             "`response_format` and the like. Arguments of an enforced call always follow them"
         ),
     ] = None
-    cache_control: _Uncached = msgspec.UNSET
+    cache_control: Uncached = msgspec.UNSET
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
     type: _FunctionType
     function: ToolFunction
-    cache_control: _Uncached = msgspec.UNSET
+    cache_control: Uncached = msgspec.UNSET
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -431,8 +432,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     id: _SentBack = msgspec.UNSET
     thinking_blocks: _OfAnotherModel = msgspec.UNSET
     reasoning_details: _OfAnotherModel = msgspec.UNSET
-    metadata: _Without = msgspec.UNSET
-    cache_control: _Uncached = msgspec.UNSET
+    metadata: Without = msgspec.UNSET
+    cache_control: Uncached = msgspec.UNSET
 
 
 _Messages = Annotated[
@@ -443,7 +444,7 @@ _Tools = Annotated[
     Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
     note("up to 128; in the prompt as the model's chat template writes them"),
 ]
-_TemplateKwargs = Annotated[
+TemplateKwargs = Annotated[
     Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)] | None,
     note("up to 64 variables of the chat template, such as `enable_thinking`; an unused one gets a warning"),
 ]
@@ -462,7 +463,7 @@ class ChatBody(GenerationBody, kw_only=True):
     messages: _Messages = None
     logprobs: Annotated[bool | None, note("`true`: with each token its logprob")] = None
     top_logprobs: Annotated[_NumLogprobs | None, note("0 to 20 most likely tokens, with `logprobs`")] = None
-    chat_template_kwargs: _TemplateKwargs = None
+    chat_template_kwargs: TemplateKwargs = None
     tools: _Tools = None
     tool_choice: Annotated[
         ChosenTool | _Choice | None,
@@ -500,10 +501,10 @@ class InputPart(msgspec.Struct, forbid_unknown_fields=True):
         note("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
     ]
     text: str | None = None
-    annotations: _Without = msgspec.UNSET
-    logprobs: _Without = msgspec.UNSET
-    prompt_cache_breakpoint: _Without = msgspec.UNSET
-    cache_control: _Without = msgspec.UNSET
+    annotations: Without = msgspec.UNSET
+    logprobs: Without = msgspec.UNSET
+    prompt_cache_breakpoint: Without = msgspec.UNSET
+    cache_control: Without = msgspec.UNSET
 
 
 _Parts = str | Annotated[list[InputPart], msgspec.Meta(max_length=MAX_PARTS)]
@@ -531,8 +532,8 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     namespace: _SentBack = msgspec.UNSET
     summary: _SentBack = msgspec.UNSET
     encrypted_content: _SentBack = msgspec.UNSET
-    metadata: _Without = msgspec.UNSET
-    cache_control: _Uncached = msgspec.UNSET
+    metadata: Without = msgspec.UNSET
+    cache_control: Uncached = msgspec.UNSET
 
 
 class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -541,7 +542,7 @@ class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     parameters: _Parameters = None
     strict: Annotated[bool | None, note("as of a chat")] = None
-    cache_control: _Uncached = msgspec.UNSET
+    cache_control: Uncached = msgspec.UNSET
 
 
 class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
@@ -557,7 +558,7 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: _FormatType
-    schema: Annotated[_Object, note("of `json_schema` or `json_object`: the answer follows it")] = msgspec.UNSET
+    schema: Annotated[ObjectText, note("of `json_schema` or `json_object`: the answer follows it")] = msgspec.UNSET
     name: Annotated[str | None, ignored()] = None
     description: Annotated[str | None, ignored()] = None
     strict: Annotated[bool | None, ignored("the answer always follows the schema")] = None
@@ -565,7 +566,7 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: TextFormat | None = None
-    verbosity: _Without = msgspec.UNSET
+    verbosity: Without = msgspec.UNSET
 
 
 class ResponsesBody(Body, kw_only=True):
@@ -575,8 +576,8 @@ class ResponsesBody(Body, kw_only=True):
     ] = None
     instructions: Annotated[str | None, note("a system message before `input`")] = None
     max_output_tokens: Annotated[TokenCount | None, note("1 to the rest of the context, which is the default")] = None
-    temperature: _Temperature = None
-    top_p: _TopP = None
+    temperature: Temperature = None
+    top_p: TopP = None
     stream: Annotated[bool | None, note("server-sent events, each with a `sequence_number`")] = None
     tools: Annotated[
         Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128 functions")
@@ -588,7 +589,7 @@ class ResponsesBody(Body, kw_only=True):
     metadata: Annotated[
         Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
     ] = None
-    chat_template_kwargs: _TemplateKwargs = None
+    chat_template_kwargs: TemplateKwargs = None
     return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last event")] = None
     return_receipt: Annotated[bool | None, note("as of a chat")] = None
 
@@ -599,7 +600,7 @@ class ResponsesBody(Body, kw_only=True):
 class TokenizeBody(Body, kw_only=True):
     prompt: Annotated[str | None, note("text")] = None
     messages: _Messages = None
-    chat_template_kwargs: _TemplateKwargs = None
+    chat_template_kwargs: TemplateKwargs = None
     tools: _Tools = None
     add_generation_prompt: Annotated[
         bool | None, note("for messages; default true: with the tokens that precede the model's answer")
@@ -643,14 +644,3 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 ABORT = "/abort_request"
-BODIES: dict[str, type[msgspec.Struct]] = {
-    COMPLETIONS: CompletionBody,
-    CHAT: ChatBody,
-    RESPONSES: ResponsesBody,
-    TOKENIZE: TokenizeBody,
-    DETOKENIZE: DetokenizeBody,
-    ABORT: AbortBody,
-    "/admin/drain": DrainBody,
-    "/admin/snapshot": SnapshotBody,
-}
-"""Bodies that clients and operators send, by route."""

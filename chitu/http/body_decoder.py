@@ -23,9 +23,9 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar, Union, get_args
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
 from chitu.http.bodies import (
     ABORT,
-    BODIES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -49,7 +49,21 @@ from chitu.http.bodies import (
 
 # --------------------------------------------------------------------------------------------------------------- fields
 
+BODIES: dict[str, type[msgspec.Struct]] = {
+    COMPLETIONS: CompletionBody,
+    CHAT: ChatBody,
+    RESPONSES: ResponsesBody,
+    MESSAGES: MessagesBody,
+    COUNT_TOKENS: CountTokensBody,
+    TOKENIZE: TokenizeBody,
+    DETOKENIZE: DetokenizeBody,
+    ABORT: AbortBody,
+    "/admin/drain": DrainBody,
+    "/admin/snapshot": SnapshotBody,
+}
+"""Bodies that clients and operators send, by route."""
 GENERATION = (COMPLETIONS, CHAT)
+ANTHROPIC = (MESSAGES, COUNT_TOKENS)
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -60,17 +74,19 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
         ("enable_thinking", "thinking", "think", "preserve_thinking"), ("chat_template_kwargs.enable_thinking",)
     ),
     **dict.fromkeys(("repeat_penalty", "penalty_repeat"), ("repetition_penalty",)),
-    **dict.fromkeys(("stop_sequences", "stop_strings"), ("stop",)),
+    **dict.fromkeys(("stop", "stop_sequences", "stop_strings"), ("stop", "stop_sequences")),
     **dict.fromkeys(("grammar", "gbnf"), ("guided_grammar",)),
-    **dict.fromkeys(("format", "response_schema"), ("response_format", "text.format")),
-    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning.effort")),
+    **dict.fromkeys(("format", "response_schema"), ("response_format", "text.format", "output_config.format")),
+    **dict.fromkeys(("reasoning", "reasoning_effort"), ("reasoning_effort", "reasoning.effort", "thinking")),
     "temp": ("temperature",),
     "num_return_sequences": ("n",),
-    "response_format": ("text.format",),
+    "response_format": ("text.format", "output_config.format"),
+    "output_format": ("response_format", "text.format", "output_config.format"),
     "top_n_tokens": ("top_logprobs", "logprobs"),
     "messages": ("input",),
     "input": ("messages", "prompt"),
     "system": ("messages", "instructions"),
+    "instructions": ("system", "messages"),
 }
 """Name of a field in other servers, or at other routes -> what it is called here, of which a route has at most one."""
 
@@ -143,6 +159,57 @@ UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
             ("tools[].output_schema", ""),
             ("reasoning.context", ""),
             ("reasoning.mode", ""),
+        ),
+    ),
+    (
+        ANTHROPIC,
+        NO_EFFECT,
+        (
+            ("cache_control", "prompts are cached by their tokens"),
+            ("context_management", "the turns stay as they are sent"),
+            ("speed", "there is only one"),
+        ),
+    ),
+    (
+        (MESSAGES,),
+        NO_EFFECT,
+        (
+            ("metadata", ""),
+            ("service_tier", "there is only one"),
+            ("diagnostics", ""),
+        ),
+    ),
+    (
+        ANTHROPIC,
+        REFUSED,
+        (
+            ("mcp_servers", "", ([],)),
+            ("billing_policy", ""),
+            ("compaction", ""),
+            ("messages[].content[].source", "images and documents are not supported yet"),
+            ("messages[].content[].title", "documents are not supported yet"),
+            ("messages[].content[].context", "documents are not supported yet"),
+            ("messages[].content[].file_id", "files are not supported yet"),
+            ("messages[].content[].transformations", "images are not supported yet"),
+            ("messages[].content[].content[].source", "images and documents are not supported yet"),
+            ("messages[].content[].content[].title", "documents are not supported yet"),
+            ("messages[].content[].content[].context", "documents are not supported yet"),
+            ("messages[].content[].content[].content", "search results are not supported yet"),
+            ("messages[].content[].content[].transformations", "images are not supported yet"),
+            ("messages[].content[].content[].tool_name", ""),
+            ("messages[].content[].content[].tabs", ""),
+            ("messages[].content[].content[].state_changes", ""),
+        ),
+    ),
+    (
+        (MESSAGES,),
+        REFUSED,
+        (
+            ("container", ""),
+            ("inference_geo", ""),
+            ("fallbacks", "", ([],)),
+            ("fallback_credit_token", ""),
+            ("thread", ""),
         ),
     ),
     (
@@ -312,7 +379,7 @@ MAX_TOOLS_BYTES = 256 << 10
 """Bytes of JSON of `tools`, in a large body."""
 MAX_NEUTRAL_BYTES = 64
 """Bytes of JSON. No neutral value of a refused field is longer."""
-CONTENT = ("prompt", "messages", "tokens", "input", "instructions")
+CONTENT = ("prompt", "messages", "tokens", "input", "instructions", "system")
 """Fields that may make a body large."""
 
 NAMED_CHARS = 100
@@ -540,6 +607,8 @@ chat_decoder = BodyDecoder(ChatBody, CHAT)
 tokenize_decoder = BodyDecoder(TokenizeBody, TOKENIZE)
 abort_decoder = BodyDecoder(AbortBody, ABORT)
 responses_decoder = BodyDecoder(ResponsesBody, RESPONSES)
+messages_decoder = BodyDecoder(MessagesBody, MESSAGES)
+count_decoder = BodyDecoder(CountTokensBody, COUNT_TOKENS)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)
 drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
 snapshot_decoder = BodyDecoder(SnapshotBody, "/admin/snapshot")

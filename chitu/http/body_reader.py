@@ -18,7 +18,7 @@ import msgspec
 
 from chitu.errors import Capacity, InvalidRequest, NoInstance
 from chitu.grammars import GrammarCompiler
-from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS, Body
+from chitu.http.bodies import LARGE_BODY_BYTES, Body
 from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
 from chitu.http.exchange import Exchange
 from chitu.http.parse import (
@@ -30,7 +30,7 @@ from chitu.http.parse import (
     offered_tools,
     template_variables,
 )
-from chitu.http.replies import DetokenizeReply, TokenizeReply
+from chitu.http.replies import CountTokensReply, DetokenizeReply, TokenizeReply
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
@@ -47,9 +47,15 @@ class TokensAnswer(NamedTuple):
 
 
 class TokenCounts:
-    def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
+    def __init__(self, model: ServedModel, parser: BodyParser, takes_unknown: bool) -> None:
         self._model = model
+        self._parser = parser
         self._takes_unknown = takes_unknown
+
+    def messages(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
+        """Count the tokens of a body of `/v1/messages/count_tokens`."""
+        count, warnings = self._parser.count_tokens(raw, context)
+        return TokensAnswer(msgspec.json.encode(CountTokensReply(count)), warnings)
 
     def tokenize(self, raw: bytes | bytearray, context: ParseContext) -> TokensAnswer:
         body, warnings = self._body(tokenize_decoder, raw)
@@ -64,11 +70,7 @@ class TokenCounts:
             tools, with_start = offered_tools(body.tools), body.add_generation_prompt is not False
             text = model.render(chat_messages(body.messages), variables, warnings, tools, with_start)
             param, add_special_tokens = "messages", bool(body.add_special_tokens)
-        most = max(max_len or 0, MAX_TOKENS)
-        if model.tokenizer.exceeds(text, most, bytes_per_token=1):
-            raise InvalidRequest(f"{param}: at most {most} tokens are counted", param)
-        context.require_client()
-        ids = model.tokenizer.encode(text, add_special_tokens)
+        ids = model.encode_counted(text, add_special_tokens, param, limits, context.require_client)
         answer = TokenizeReply(len(ids), max_len, ids)
         if body.return_token_strs:
             answer.token_strs = [model.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
@@ -90,7 +92,7 @@ class TokenCounts:
         return body, warnings
 
 
-BodyRoute = Literal["completion", "chat", "responses", "tokenize", "detokenize"]
+BodyRoute = Literal["completion", "chat", "responses", "messages", "count_tokens", "tokenize", "detokenize"]
 BODY_S = 30.0
 """Processor time that a body may take. The largest take seconds. One that takes longer has trapped a template, or a
 pattern of the tokenizer."""
@@ -118,11 +120,14 @@ class BodyWork:
 
     def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
         self._model = model
-        parser, counts = BodyParser(model, takes_unknown), TokenCounts(model, takes_unknown)
+        parser = BodyParser(model, takes_unknown)
+        counts = TokenCounts(model, parser, takes_unknown)
         self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], ParsedRequest | TokensAnswer]] = {
             "completion": parser.completion,
             "chat": parser.chat,
             "responses": parser.responses,
+            "messages": parser.messages,
+            "count_tokens": counts.messages,
             "tokenize": counts.tokenize,
             "detokenize": counts.detokenize,
         }
@@ -214,8 +219,8 @@ class BodyReader:
         parsed: ParsedRequest = found
         return parsed
 
-    async def tokens(self, route: BodyRoute, raw: bytes, exchange: Exchange) -> TokensAnswer:
-        """Return the answer of `/tokenize` or `/detokenize`."""
+    async def tokens(self, route: BodyRoute, raw: bytes | bytearray, exchange: Exchange) -> TokensAnswer:
+        """Return the answer of `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`."""
         answer: TokensAnswer = await self._read(ReadBody(route, self._facts()), raw, exchange)
         return answer
 

@@ -33,6 +33,9 @@ class Scanner(Protocol):
     @property
     def marks(self) -> Mapping[int, str]: ...
 
+    @property
+    def found(self) -> str: ...
+
     def push(self, delta: str, /) -> tuple[str, bool]: ...
 
     def finish(self) -> str: ...
@@ -54,11 +57,13 @@ class ChoiceDecoder:
         "_num_parsed",
         "_parser",
         "_scanner",
+        "_special_stops",
         "_stop_ids",
         "_unshown",
         "finish_reason",
         "num_reasoning_tokens",
         "num_tokens",
+        "stop_text",
     )
 
     def __init__(
@@ -78,12 +83,16 @@ class ChoiceDecoder:
         self._scanner = scanner
         self._include_stop = options.include_stop
         self._stop_ids = stop_ids
+        self._special_stops = {token: text for text, token in options.special_stops.items() if text in options.stops}
+        """Stop strings at whose token D stops."""
         self._held: list[int] = []
         self.num_tokens = 0
         self._num_parsed = 0
         self.num_reasoning_tokens = 0
         """Tokens up to the end of the reasoning, with its marks; 0 if reasoning is not separated from content."""
         self.finish_reason: str | None = None
+        self.stop_text = ""
+        """The stop string that ended the choice; empty if none did."""
 
     def feed(self, tokens: list[int], reason: str | None) -> list[Delta]:
         """Return the deltas of these tokens, one per token that shows text. `reason` (from D), a stop string, or the
@@ -92,6 +101,8 @@ class ChoiceDecoder:
         deltas: list[Delta] = []
         held, push, scanner = self._held, self._detokenizer.push, self._scanner
         hidden = reason == "stop" and bool(tokens) and self._is_hidden(tokens[-1])
+        if hidden and self._special_stops:
+            self.stop_text = self._special_stops.get(tokens[-1], "")
         before = self.num_tokens
         self.num_tokens += len(tokens)
         for place, token in enumerate(tokens[:-1] if hidden else tokens, 1):
@@ -101,7 +112,7 @@ class ChoiceDecoder:
                 text, hit = scanner.push(text + scanner.marks.get(token, ""))
                 if hit:
                     self.num_tokens = before + place
-                    self.finish_reason = "stop"
+                    self.finish_reason, self.stop_text = "stop", scanner.found
                     deltas.append(Delta(text, held))
                     self._held = []
                     break
@@ -167,7 +178,7 @@ class ChoiceDecoder:
         if self._scanner is not None:
             text, hit = self._scanner.push(text) if text else ("", False)
             if hit:
-                self.finish_reason = "stop"
+                self.finish_reason, self.stop_text = "stop", self._scanner.found
             else:
                 text += self._scanner.finish()
         if deltas and not self._held:
@@ -320,7 +331,7 @@ def append_events(
     sizes = [len(delta.token_ids) for delta in deltas] if options.continuous_usage else []
     if not choice.is_open:
         choice.is_open = True
-        events.append(form.opening(index))
+        events.append(form.opening(index, choice.prompt.num_tokens, generation.cached_tokens))
         if choice.prompt.echo:
             echoed = None if logprobs is None else b"".join(logprobs.pieces(choice.of_prompt))
             events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
@@ -331,7 +342,7 @@ def append_events(
     if ending is not None and decoder.finish_reason is not None:
         ids = ending.token_ids if with_ids else None
         numbers = b"null" if logprobs is None else logprobs.of(len(ending.token_ids))
-        events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers))
+        events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers, decoder.stop_text))
     if sizes:
         # Opening events may precede the deltas.
         for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):

@@ -16,9 +16,22 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from chitu.errors import Capacity, ChituError, PayloadTooLarge, UnsupportedEncoding
 from chitu.http.limits import FREE_BODY_BYTES, BodyBudget
-from chitu.net.http import ClientGone, Headers, Message, Scope, error_body, error_headers, header
+from chitu.net.http import (
+    OVERLOADED,
+    ClientGone,
+    Headers,
+    Message,
+    Scope,
+    anthropic_error,
+    anthropic_status,
+    error_body,
+    error_headers,
+    header,
+)
 
 if TYPE_CHECKING:
     from chitu.http.connection import Connection
@@ -35,6 +48,9 @@ JSON = b"content-type: application/json\r\n"
 
 STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 STATUS_LINE[499] = b"HTTP/1.1 499 Client Closed Request\r\n"  # nginx's, in no standard: `RequestCancelled`
+STATUS_LINE[OVERLOADED] = b"HTTP/1.1 529 Overloaded\r\n"  # Anthropic's
+ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+"""Paths whose errors are Anthropic's error object."""
 
 
 class Exchange:
@@ -224,9 +240,14 @@ class Exchange:
         self.connection.transport.write(b"".join(head))
         self._complete()
 
-    def fail(self, error: ChituError) -> None:
-        """Answer with the error as OpenAI's error object."""
-        self.answer(error.http_status, error_body(error), error_headers(error))
+    def fail(self, error: ChituError, more: Headers | None = None) -> None:
+        """Answer with the error as the error object of the path's API."""
+        headers = error_headers(error) + (more or [])
+        if self.scope["path"] not in ANTHROPIC_PATHS:
+            self.answer(error.http_status, error_body(error), headers)
+            return
+        request_id = next((value.decode() for name, value in self.headers if name == b"request-id"), None)
+        self.answer(anthropic_status(error), msgspec.json.encode(anthropic_error(error, request_id)), headers)
 
     @property
     def is_full(self) -> bool:

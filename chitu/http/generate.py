@@ -1,4 +1,5 @@
-"""The hot routes: `/v1/completions`, `/v1/chat/completions` and `/v1/responses` as plain ASGI on the router's loop.
+"""The hot routes: `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages` as plain ASGI on the
+router's loop.
 
 A request costs one task (of its connection), a token neither task, queue nor timer. The writer of a stream is woken
 once per loop turn and sends all events that are due at once, or in parts if these are large. Whatever ends the handler
@@ -16,6 +17,7 @@ from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, RequestCancelled
 from chitu.http.answers import (
+    COMMENT,
     AnswerFormat,
     ChatFormat,
     CompletionFormat,
@@ -24,6 +26,7 @@ from chitu.http.answers import (
     ResponsesFormat,
     UsageCount,
 )
+from chitu.http.anthropic_answers import MessagesFormat
 from chitu.http.body_decoder import warning_header
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, RunningAnswers, append_events, read_tokens
@@ -51,9 +54,7 @@ Each entry of logprobs counts as one."""
 PART_BYTES = 256 << 10
 """A larger answer that is not streamed is written in parts of about this size, without announcing its length."""
 SILENT_TURNS = 4
-"""Looks at a stream, `stream_comment_s` in all, that find nothing new in it before it gets a comment."""
-COMMENT = b": keep-alive\n"
-"""A line that readers of server-sent events skip."""
+"""Looks at a stream, `stream_comment_s` in all, that find nothing new in it before it gets a sign of life."""
 
 
 class GenerationRoutes:
@@ -88,7 +89,7 @@ class GenerationRoutes:
         """Whether the process is ending and rejects new requests."""
         self._look_s = config.stream_comment_s / SILENT_TURNS
         self._next_look_s = 0.0
-        self._streams: dict[Exchange, tuple[ParsedRequest, RunningAnswer]] = {}
+        self._streams: dict[Exchange, tuple[ParsedRequest, RunningAnswer, AnswerFormat]] = {}
         """Streams that wait for events."""
 
     async def answer(self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute) -> None:
@@ -137,18 +138,29 @@ class GenerationRoutes:
                 make_span = partial(self._request_span, scope, request_id, running, failed)
                 self._trace(scope, running.arrived_s, make_span)
 
+    async def count_tokens(self, exchange: Exchange, scope: Scope, request_id: str) -> None:
+        """Answer `/v1/messages/count_tokens`."""
+        raw = await exchange.body(self._max_body_bytes)
+        body, warnings = await self._bodies.tokens("count_tokens", raw, exchange)
+        if warnings:
+            exchange.headers.append(warning_header(warnings))
+        exchange.answer(200, body)
+
     def tick(self) -> None:
-        """Write a comment to each stream that was silent for `stream_comment_s`, so that no proxy cuts it off. Call it
-        several times in that time."""
+        """Write a sign of life to each stream that was silent for `stream_comment_s`, so that no proxy cuts it off.
+        Call it several times in that time."""
         now_s = self._clock.monotonic()
         if not self._look_s or now_s < self._next_look_s:
             return
         self._next_look_s = now_s + self._look_s
-        for exchange, (parsed, running) in self._streams.items():
+        for exchange, (parsed, running, form) in self._streams.items():
             exchange.silent_turns += 1
             if exchange.silent_turns >= SILENT_TURNS and not exchange.is_full:
+                sign = form.sign_of_life
                 # A blank line after it would be an event of its own for some readers once an event has had an id.
-                self._write(exchange, parsed, running, COMMENT if running.numbers is not None else COMMENT + b"\n")
+                if sign is COMMENT and running.numbers is None:
+                    sign += b"\n"
+                self._write(exchange, parsed, running, sign)
 
     def _require_open(self) -> None:
         if self.draining:
@@ -295,6 +307,8 @@ class GenerationRoutes:
 
     def format_of(self, route: BodyRoute, parsed: ParsedRequest, request_id: str, created_s: int) -> AnswerFormat:
         name = parsed.adapter or self._model.name
+        if route == "messages":
+            return MessagesFormat(request_id, name, parsed.fills_context)
         if route == "responses":
             return ResponsesFormat(request_id, created_s, name, parsed.echo)
         make = ChatFormat if route == "chat" else CompletionFormat
@@ -339,7 +353,7 @@ class GenerationRoutes:
     ) -> None:
         """Stream the answer. Its head leaves with the first event or comment, so an earlier failure is still an HTTP
         error."""
-        self._streams[exchange] = parsed, running
+        self._streams[exchange] = parsed, running, form
         try:
             await self._write_events(exchange, parsed, running, form)
         finally:
@@ -482,6 +496,7 @@ def _finished(choice: Choice, options: OutputOptions) -> FinishedChoice:
         choice.token_ids if options.return_token_ids else None,
         logprobs.pieces(choice.of_prompt) if logprobs is not None else (b"null",),
         choice.of_prompt.field if choice.of_prompt is not None else None,
+        choice.decoder.stop_text,
     )
 
 

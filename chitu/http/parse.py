@@ -1,8 +1,8 @@
 """Parsing of a body into a `ParsedRequest`: prompts as token ids, each with its sampling, and output options. Pure.
 
-Checks what the types of a body cannot express (the shape of prompts, the content of messages, the choice of tools), and
-makes a chat of a body of `/v1/responses`: nothing is stored, so `input` has all turns, as in an answer's `output`, and
-adjacent items of the model form one assistant message. Part of `BodyWork`; every error is returned to the client.
+Checks what the types of a body cannot express (the shape of prompts, the content of messages, the choice of tools).
+Bodies of other APIs are chats in other words (`translation.py`). Part of `BodyWork`; every error is returned to the
+client.
 """
 
 from __future__ import annotations
@@ -15,33 +15,30 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest, NoInstance
+from chitu.http.anthropic_bodies import CountTokensBody
+from chitu.http.anthropic_chat import chat_of_messages
 from chitu.http.bodies import (
     EFFORTS,
-    ITEM_TYPES,
     MAX_PROMPTS,
-    PART_TYPES,
     TOOL_CHOICES,
-    CalledFunction,
     ChatBody,
     ChatMessage,
-    ChosenFunction,
-    ChosenTool,
     CompletionBody,
     GenerationBody,
-    InputItem,
-    InputPart,
-    JsonSchemaFormat,
     MessageToolCall,
-    ResponseFormat,
-    ResponsesBody,
-    ResponsesToolChoice,
-    TextFormat,
     Tool,
-    ToolFunction,
 )
-from chitu.http.body_decoder import chat_decoder, completion_decoder, cut_character, responses_decoder
+from chitu.http.body_decoder import (
+    chat_decoder,
+    completion_decoder,
+    count_decoder,
+    cut_character,
+    messages_decoder,
+    responses_decoder,
+)
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
+from chitu.http.responses_chat import chat_of_responses, echo_of
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerSize,
@@ -53,6 +50,7 @@ from chitu.http.sampling_fields import (
     sampling_params,
 )
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
+from chitu.http.translation import Translation, text_of_parts
 from chitu.net.http import Scope, header
 from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
 
@@ -75,6 +73,15 @@ class CallSchema(NamedTuple):
 
 
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
+
+
+class RenderedChat(NamedTuple):
+    text: str
+    variables: dict[str, Any]
+    """Variables of the chat template."""
+    tools: ChosenTools
+    adapter: str
+    """Name of the LoRA adapter; empty: the model alone."""
 
 
 class ParsedRequest(msgspec.Struct):
@@ -102,6 +109,8 @@ class ParsedRequest(msgspec.Struct):
     """Name of the field that the samplings' grammar comes from."""
     call_schemas: tuple[CallSchema, ...] = ()
     """Schemas in a grammar of calls."""
+    fills_context: bool = False
+    """The tokens of the answer are those that the context has room for, fewer than asked for."""
 
     def refusal(self, error: InvalidRequest) -> InvalidRequest:
         """Return the error of compiling the grammar with the field that is at fault. Its `param` is that of
@@ -199,21 +208,50 @@ class BodyParser:
         """Parse a body of `/v1/responses`."""
         warnings: list[str] = []
         body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
-        chat = chat_body(body)
-        try:
-            parsed = self._chat(chat, context, warnings)
-        except InvalidRequest as error:
-            raise error_for_responses(error) from None
-        if parsed.grammar_param is not None:
-            parsed.grammar_param = _for_responses(parsed.grammar_param)
-        parsed.call_schemas = tuple(
-            [schema._replace(param=_for_responses(schema.param)) for schema in parsed.call_schemas]
-        )
+        translation = chat_of_responses(body, self._model.tokenizer.template_variables, warnings)
+        parsed = self._translated(translation, context, warnings)
         parsed.echo = echo_of(body)
+        return parsed
+
+    def messages(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
+        """Parse a body of `/v1/messages`."""
+        warnings: list[str] = []
+        body = messages_decoder.decode(raw, warnings if self._takes_unknown else None)
+        return self._translated(self._of_messages(body, warnings), context, warnings, caps=True)
+
+    def count_tokens(self, raw: bytes | bytearray, context: ParseContext) -> tuple[int, list[str]]:
+        """Return how many tokens the prompt of a body of `/v1/messages/count_tokens` has, and warnings."""
+        warnings: list[str] = []
+        body = count_decoder.decode(raw, warnings if self._takes_unknown else None)
+        translation = self._of_messages(body, warnings)
+        try:
+            rendered = self._rendered(translation.chat, warnings)
+        except InvalidRequest as error:
+            raise translation.names.renamed(error) from None
+        limits = context.facts.limits
+        ids = self._model.encode_counted(rendered.text, False, "messages", limits, context.require_client)
+        return len(ids), warnings
+
+    def _of_messages(self, body: CountTokensBody, warnings: list[str]) -> Translation:
+        reasons = self._model.message_format.reasoning is not None
+        return chat_of_messages(body, self._model.tokenizer.template_variables, reasons, warnings)
+
+    def _translated(
+        self, translation: Translation, context: ParseContext, warnings: list[str], caps: bool = False
+    ) -> ParsedRequest:
+        """Parse a chat that was made of another body, whose answer always has its usage."""
+        names = translation.names
+        try:
+            parsed = self._chat(translation.chat, context, warnings, caps)
+        except InvalidRequest as error:
+            raise names.renamed(error) from None
+        if parsed.grammar_param is not None:
+            parsed.grammar_param = names.of(parsed.grammar_param)
+        parsed.call_schemas = tuple([schema._replace(param=names.of(schema.param)) for schema in parsed.call_schemas])
         parsed.options.include_usage = True
         return parsed
 
-    def _chat(self, body: ChatBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
+    def _rendered(self, body: ChatBody, warnings: list[str]) -> RenderedChat:
         adapter = self._model.adapter_of(body.model)
         variables = {
             **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
@@ -221,6 +259,11 @@ class BodyParser:
         }
         tools = chosen_tools(body)
         text = self._model.render(chat_messages(body.messages), variables, warnings, tools.offered)
+        return RenderedChat(text, variables, tools, adapter)
+
+    def _chat(self, body: ChatBody, context: ParseContext, warnings: list[str], caps: bool = False) -> ParsedRequest:
+        """`caps`: more tokens than the rest of the context are no error, but cut to it."""
+        text, variables, tools, adapter = self._rendered(body, warnings)
         plan, calls, schemas = self._model.message_plan(body, text, tools.offered), None, []
         if tools.enforced and plan is not None and plan.calls is not None:
             schemas = _call_schemas(body.tools or (), tools)
@@ -240,6 +283,7 @@ class BodyParser:
             warnings,
             (calls, param) if calls is not None else None,
             reasoning,
+            caps,
         )
         if plan is not None and reasoning is None and parsed.samplings[0].grammar is not None:
             # The grammar holds from the first token on, so there is no reasoning.
@@ -259,6 +303,7 @@ class BodyParser:
         warnings: list[str],
         calls: tuple[Grammar, str] | None = None,
         reasoning: Reasoning | None = None,
+        caps: bool = False,
     ) -> ParsedRequest:
         options = output_options(body)
         wanted = body.max_completion_tokens
@@ -284,13 +329,17 @@ class BodyParser:
         prompts: list[Prompt] = []
         samplings = []
         shared: SamplingParams | None = None
-        size = AnswerSize(body, options, len(given))
+        size, fills_context = AnswerSize(body, options, len(given)), False
         for entry in given:
             context.require_client()
             ids, text = self._encode(entry, add_special_tokens, limits, most)
             if not ids:
                 raise InvalidRequest(f"{param}: a prompt must have at least one token", param)
-            max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
+            if caps:
+                max_tokens = output_limit(len(ids), None, wanted, limits.max_model_len)
+                fills_context = max_tokens == limits.max_model_len - len(ids) and max_tokens != wanted
+            else:
+                max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
             if wanted is None:
                 max_tokens = min(max_tokens, size.most_tokens(len(ids)))
             self._model.require_known(ids, limits, param, isinstance(entry, str))
@@ -312,6 +361,7 @@ class BodyParser:
             is_chat=default_tokens is None,
             warnings=warnings,
             grammar_param=grammar_param,
+            fills_context=fills_context,
         )
 
     def _encode(
@@ -344,10 +394,6 @@ def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]
     names = [tool["function"]["name"] for tool in tools.enforced]
     why = "tool_choice enforces calls of {!r}" if tools.is_required else "{!r} is strict"
     return [CallSchema(places[name], why.format(name)) for name in names]
-
-
-def _for_responses(param: str) -> str:
-    return error_for_responses(InvalidRequest("", param)).param or param
 
 
 # ------------------------------------------------------------------------------------------------- prompts and messages
@@ -427,18 +473,6 @@ def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
             message_of_template["reasoning_content"] = reasoning
         messages.append(message_of_template)
     return messages
-
-
-def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
-    """Return parts of content, each a type and a text, as one text: joined by line breaks, as vLLM and llama.cpp do.
-    Raise InvalidRequest for a part of another type, and for one without text."""
-    for i, (kind, text) in enumerate(parts):
-        if kind not in types:
-            known = ", ".join(map(repr, types))
-            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind[:40]!r}", f"{where}[{i}]")
-        if text is None:
-            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
-    return "\n".join([text for _, text in parts if text is not None])
 
 
 def _call_of_template(call: MessageToolCall, where: str) -> dict[str, Any]:
@@ -547,144 +581,3 @@ def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
                 f"chat_template_kwargs.{name} is set by other fields; leave it out", f"chat_template_kwargs.{name}"
             )
     return given or {}
-
-
-# ------------------------------------------------------------------------------------------------------------ responses
-
-
-_NAMES = (
-    (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
-    (re.compile(r"max_completion_tokens"), "max_output_tokens"),
-    (re.compile(r"reasoning_effort"), "reasoning.effort"),
-    (re.compile(r"(tools\[\d+\])\.function"), r"\1"),
-    (re.compile(r"response_format(\.json_schema)?"), "text.format"),
-)
-"""Fields of a chat -> the fields of this route that they are made from."""
-
-
-def error_for_responses(error: InvalidRequest) -> InvalidRequest:
-    """Return an error of the chat with the name of this route's field."""
-    param, message = error.param, error.message
-    if param is not None:
-        for pattern, name in _NAMES:
-            if pattern.fullmatch(param) or pattern.match(param):
-                own = pattern.sub(name, param)
-                message, param = message.replace(param, own), own
-                break
-    return InvalidRequest(message, param)
-
-
-def chat_body(body: ResponsesBody) -> ChatBody:
-    """Return the chat body. Raise InvalidRequest for items and parts that are neither text nor calls."""
-    if body.input is None or body.input == []:
-        raise InvalidRequest("input is required: text, or a list of items", "input")
-    messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
-    if isinstance(body.input, str):
-        messages.append(ChatMessage("user", body.input))
-    else:
-        messages += _messages(body.input)
-    chosen = body.tool_choice
-    choice = ChosenTool(chosen.type, ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
-    text = body.text.format if body.text is not None else None
-    return ChatBody(
-        model=body.model,
-        messages=messages,
-        max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        stream=body.stream,
-        tools=[Tool(t.type, ToolFunction(t.name, t.description, t.parameters, t.strict)) for t in body.tools or ()],
-        tool_choice=choice,
-        response_format=_response_format(text) if text is not None else None,
-        parallel_tool_calls=body.parallel_tool_calls,
-        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
-        chat_template_kwargs=body.chat_template_kwargs,
-        return_proof=body.return_proof,
-        return_receipt=body.return_receipt,
-    )
-
-
-def _response_format(given: TextFormat) -> ResponseFormat:
-    if given.type == "json_schema":
-        return ResponseFormat(given.type, JsonSchemaFormat(given.schema))
-    return ResponseFormat(given.type, schema=given.schema)
-
-
-def _messages(items: list[InputItem]) -> list[ChatMessage]:
-    messages: list[ChatMessage] = []
-    for i, item in enumerate(items):
-        where = f"input[{i}]"
-        kind = item.type or "message"
-        if kind not in ITEM_TYPES:
-            raise InvalidRequest(f"{where}.type: {kind[:40]!r} is not supported yet", f"{where}.type")
-        if kind == "message":
-            if item.role is None or item.content is None:
-                raise InvalidRequest(f"{where}: a message has a role and content", where)
-            text = _text(item.content, f"{where}.content")
-            if item.role == "assistant":
-                _of_model(messages, kind).content = text
-            else:
-                messages.append(ChatMessage(item.role, text))
-        elif kind == "function_call":
-            if item.name is None or item.call_id is None:
-                raise InvalidRequest(f"{where}: a function_call has a name and a call_id", where)
-            own = _of_model(messages, kind)
-            call = MessageToolCall(CalledFunction(item.name, item.arguments), item.call_id)
-            own.tool_calls = [*(own.tool_calls or ()), call]
-        elif kind == "function_call_output":
-            if item.call_id is None or item.output is None:
-                raise InvalidRequest(f"{where}: a function_call_output has a call_id and an output", where)
-            text = _text(item.output, f"{where}.output")
-            messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
-        else:
-            _of_model(messages, kind).reasoning_content = _text(item.content or "", f"{where}.content")
-    # Templates have no message of reasoning alone.
-    return [message for message in messages if message.content is not None or message.tool_calls]
-
-
-def _of_model(messages: list[ChatMessage], kind: str) -> ChatMessage:
-    """Return the assistant message that an item of this kind belongs to: the last one, or a new one."""
-    last = messages[-1] if messages else None
-    if (
-        last is None
-        or last.role != "assistant"
-        or (kind == "message" and last.content is not None)
-        or (kind == "reasoning" and last.tool_calls)
-    ):
-        last = ChatMessage("assistant")
-        messages.append(last)
-    return last
-
-
-def _text(given: str | list[InputPart], where: str) -> str:
-    if isinstance(given, str):
-        return given
-    return text_of_parts([(part.type, part.text) for part in given], PART_TYPES, where)
-
-
-def echo_of(body: ResponsesBody) -> dict[str, Any]:
-    """Return the request fields that the answer repeats."""
-    return {
-        "instructions": body.instructions,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-        "max_output_tokens": body.max_output_tokens,
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-        "text": {"format": _format_of(body)},
-        "truncation": "disabled",
-        "store": False,
-        "background": False,
-        "previous_response_id": None,
-    }
-
-
-def _format_of(body: ResponsesBody) -> dict[str, Any]:
-    given = body.text.format if body.text is not None else None
-    if given is None:
-        return {"type": "text"}
-    fields = {"name": given.name, "description": given.description, "strict": given.strict, "schema": given.schema}
-    return {"type": given.type, **{name: value for name, value in fields.items() if value not in (None, msgspec.UNSET)}}

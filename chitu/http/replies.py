@@ -184,6 +184,42 @@ class ResponsesReply(msgspec.Struct):
     chitu: Proof | msgspec.UnsetType = msgspec.UNSET
 
 
+class ThinkingTokensReply(msgspec.Struct):
+    thinking_tokens: int
+
+
+class MessagesUsageReply(msgspec.Struct):
+    input_tokens: int
+    """Prompt tokens that were not cached."""
+    cache_creation_input_tokens: int
+    """Always 0: nothing extra is paid for what the cache keeps."""
+    cache_read_input_tokens: int
+    """Prompt tokens that were cached."""
+    output_tokens: int
+    output_tokens_details: ThinkingTokensReply
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessagesReply(msgspec.Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    """Blocks of the types thinking, text and tool_use."""
+    stop_reason: StopReason | None
+    """Null only in the first event."""
+    stop_sequence: str | None
+    usage: MessagesUsageReply
+    chitu: Proof | msgspec.UnsetType = msgspec.UNSET
+
+
+class CountTokensReply(msgspec.Struct):
+    input_tokens: int
+
+
 class AbortReply(msgspec.Struct):
     aborted: int
     """Number of requests that this call ended."""

@@ -31,9 +31,9 @@ from chitu.config.topology import with_router_ports
 from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge, UnknownTrace
 from chitu.http.access import Access
 from chitu.http.answers import in_pieces
+from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
 from chitu.http.bodies import (
     ABORT,
-    BODIES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -45,6 +45,7 @@ from chitu.http.bodies import (
     TOKENIZE,
 )
 from chitu.http.body_decoder import (
+    BODIES,
     BodyDecoder,
     abort_decoder,
     abort_here_decoder,
@@ -56,18 +57,20 @@ from chitu.http.body_decoder import (
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import RunningAnswers
 from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource, Watchers
-from chitu.http.exchange import EXCHANGE
+from chitu.http.exchange import ANTHROPIC_PATHS, EXCHANGE
 from chitu.http.kept_requests import KeptRequests
 from chitu.http.metrics_text import MetricsReport, render_pieces
 from chitu.http.replies import (
     AbortReply,
     ChatReply,
     CompletionReply,
+    CountTokensReply,
     DetokenizeReply,
     DrainReply,
     ExampleReply,
     HealthInstance,
     HealthReply,
+    MessagesReply,
     ModelReply,
     ModelsReply,
     ResponsesReply,
@@ -75,7 +78,7 @@ from chitu.http.replies import (
     TokenizeReply,
 )
 from chitu.http.served_model import ServedModel
-from chitu.net.http import ErrorReply, error_body, error_headers, query_value
+from chitu.net.http import AnthropicErrorReply, ErrorReply, error_body, error_headers, query_value
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import encode
 from chitu.protocol.account import RequestSnapshot
@@ -224,6 +227,14 @@ HOT_ROUTES = (
     Route(
         *("POST", RESPONSES, None, ResponsesReply, (404, 429, 499, 504), (JSON, STREAM)),
         {"summary": "Response", "operationId": "create_response"},
+    ),
+    Route(
+        *("POST", MESSAGES, None, MessagesReply, (404, 429, 499, 504, 529), (JSON, STREAM)),
+        {"summary": "Message", "operationId": "create_message"},
+    ),
+    Route(
+        *("POST", COUNT_TOKENS, None, CountTokensReply, (404, 429, 529), (JSON,)),
+        {"summary": "Tokens of a message's prompt", "operationId": "count_message_tokens"},
     ),
     Route("GET", "/v1/requests/{request_id}", None, None, (404, 499, 504), (JSON, STREAM), KEPT_REQUEST),
 )
@@ -500,6 +511,7 @@ MEANINGS = {
     431: "The headers are too large",
     500: "A bug of the server",
     503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
+    529: "No instance serves, or too many wait: what is 503 elsewhere; see Retry-After",
     504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
 }
 ANYWHERE = (400, 401, 408, 413, 415, 431, 500, 503)
@@ -509,7 +521,7 @@ ANYWHERE = (400, 401, 408, 413, 415, 431, 500, 503)
 def openapi_document(version: str, routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI document: what each route takes and answers, with every status code."""
     paths: dict[str, Any] = {}
-    structs: list[Any] = [ErrorReply]
+    structs: list[Any] = [ErrorReply, AnthropicErrorReply]
     for route in routes:
         path = route.path.replace(":path}", "}")
         if route.is_shown:
@@ -549,8 +561,9 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
     responses = {"200": {"description": "OK", "content": kinds}}
     if route.reply is not None:
         kinds[JSON] = _schema(route.reply)
+    error = AnthropicErrorReply if path in ANTHROPIC_PATHS else ErrorReply
     for status in sorted({*ANYWHERE, *route.statuses}):
-        responses[str(status)] = {"description": MEANINGS[status], "content": {JSON: _schema(ErrorReply)}}
+        responses[str(status)] = {"description": MEANINGS[status], "content": {JSON: _schema(error)}}
     if path == "/health":
         # The body is the same as with 200 and gives the reason.
         why = "No request can be served now, or the router is about to end"

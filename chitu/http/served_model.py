@@ -5,7 +5,7 @@ Loop thread, except what needs no candidates, which any thread may call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,23 @@ class ServedModel:
         most = max(limits.max_model_len, MAX_TOKENS)
         if self.tokenizer.exceeds(text, most, bytes_per_token=1):
             raise ContextLengthExceeded(f"a prompt of {len(text)} characters has more than {most} tokens; shorten it")
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def encode_counted(
+        self,
+        text: str,
+        add_special_tokens: bool,
+        param: str,
+        limits: ModelLimits | None,
+        require_client: Callable[[], None],
+    ) -> list[int]:
+        """Return the ids of a text that is only to be counted, also if it is longer than a request may be, or nothing
+        serves. InvalidRequest, which names `param`, beyond `MAX_TOKENS`. Calls `require_client` ahead of the costly
+        part."""
+        most = max(limits.max_model_len if limits is not None else 0, MAX_TOKENS)
+        if self.tokenizer.exceeds(text, most, bytes_per_token=1):
+            raise InvalidRequest(f"{param}: at most {most} tokens are counted", param)
+        require_client()
         return self.tokenizer.encode(text, add_special_tokens)
 
     def num_added_tokens(self, ids: Sequence[int]) -> int:

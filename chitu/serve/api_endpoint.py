@@ -23,7 +23,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import with_router
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
-from chitu.http.app import RouterApp
+from chitu.http.app import HotRoute, RouterApp
 from chitu.http.body_reader import BodyReader
 from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource
 from chitu.http.generate import GenerationRoutes
@@ -136,10 +136,12 @@ class ApiEndpoint:
         self._routes = GenerationRoutes(
             model, self.router, bodies, config, clock, access.cache_salt, access.require_priority, spans
         )
-        hot = {
+        hot: dict[str, HotRoute] = {
             "/v1/completions": partial(self._routes.answer, route="completion"),
             "/v1/chat/completions": partial(self._routes.answer, route="chat"),
             "/v1/responses": partial(self._routes.answer, route="responses"),
+            "/v1/messages": partial(self._routes.answer, route="messages"),
+            "/v1/messages/count_tokens": self._routes.count_tokens,
         }
         self._kept, kept_route = None, None
         if (keep := config.kept_requests).dir is not None:

@@ -29,7 +29,7 @@ def end_before_mark(text: str, marks: Sequence[str], heads: Collection[str], lon
 class StopScanner:
     """A scanner that holds back the longest end of the text that may become a stop string, and nothing more."""
 
-    __slots__ = ("_heads", "_held", "_include_stop", "_longest", "_stopped", "_stops", "_texts", "marks")
+    __slots__ = ("_heads", "_held", "_include_stop", "_longest", "_stopped", "_stops", "_texts", "found", "marks")
 
     def __init__(
         self, stops: Sequence[str], include_stop: bool = False, special: Mapping[str, int] = MappingProxyType({})
@@ -54,6 +54,8 @@ class StopScanner:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self._stopped = False
+        self.found = ""
+        """The stop string that was hit; empty: none yet."""
 
     def push(self, delta: str) -> tuple[str, bool]:
         """Return the text that may be emitted now, and whether a stop string was hit. After a hit drop all text."""
@@ -72,8 +74,9 @@ class StopScanner:
         self._stopped = True
         self._held = ""
         end, start = min((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0)
+        self.found = text[start:end].translate(self._texts)
         shown = self._shown(text[:start])
-        return shown + text[start:end].translate(self._texts) if self._include_stop else shown
+        return shown + self.found if self._include_stop else shown
 
     def _shown(self, text: str) -> str:
         """Return the text without marks."""

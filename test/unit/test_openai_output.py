@@ -14,7 +14,8 @@ from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, Res
 from chitu.http.body_decoder import responses_decoder
 from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
 from chitu.http.messages.call_parser import CallDelta, MessageDelta, joined
-from chitu.http.parse import chat_body, chat_messages, echo_of, error_for_responses
+from chitu.http.parse import chat_messages
+from chitu.http.responses_chat import chat_of_responses, echo_of
 from chitu.http.sampling_fields import OutputOptions
 from chitu.http.token_logprobs import (
     LOWEST,
@@ -227,7 +228,7 @@ USAGE = UsageCount(3, 4, 1)
 
 def messages(given: Any, **more: Any) -> list[dict[str, Any]]:
     body = responses_decoder.decode(json.dumps({"input": given, **more}).encode())
-    return chat_messages(chat_body(body).messages)
+    return chat_messages(chat_of_responses(body, (), []).chat.messages)
 
 
 def test_items_of_one_turn_of_the_model_become_one_message() -> None:
@@ -291,6 +292,9 @@ def test_a_hosted_tool_is_refused_by_its_type() -> None:
 
 
 def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
+    tools = [{"type": "function", "name": name} for name in "ab"]
+    body = responses_decoder.decode(json.dumps({"input": "a", "tools": tools}).encode())
+    names = chat_of_responses(body, (), []).names
     for name, own in (
         ("messages", "input"),
         ("messages[3].content", "input"),
@@ -300,7 +304,7 @@ def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
         ("tool_choice", "tool_choice"),
         (None, None),
     ):
-        error = error_for_responses(InvalidRequest(f"{name} is wrong", name))
+        error = names.renamed(InvalidRequest(f"{name} is wrong", name))
         assert (error.param, error.message) == (own, f"{own} is wrong")
 
 

@@ -9,8 +9,8 @@ from router_world import World, pair, two_pairs
 
 from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
 from chitu.http.body_decoder import responses_decoder
-from chitu.http.parse import echo_of
 from chitu.http.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
+from chitu.http.responses_chat import echo_of
 from chitu.protocol import Finish, TokenBatch, TransferSums
 from chitu.protocol.account import Moments, PrefillTimes, StageTimes
 from chitu.router.request import Generation

@@ -18,6 +18,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
 from chitu.errors import InvalidRequest
+from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
 from chitu.http.bodies import (
     LARGE_BODY_BYTES,
     MAX_ID_CHARS,
@@ -58,15 +59,18 @@ from chitu.http.body_decoder import (
     abort_decoder,
     chat_decoder,
     completion_decoder,
+    count_decoder,
     detokenize_decoder,
     fields_of,
+    messages_decoder,
     responses_decoder,
     tokenize_decoder,
     warning_header,
 )
 from chitu.http.connection import RequestParser
 from chitu.http.limits import HTTPLimits
-from chitu.http.parse import chat_body, chat_messages, completion_prompts, offered_tools
+from chitu.http.parse import chat_messages, completion_prompts, offered_tools
+from chitu.http.responses_chat import chat_of_responses
 from chitu.http.routes import Route, openapi_document
 from chitu.http.sampling_fields import grammar_of, output_options, sampling_params
 from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
@@ -81,6 +85,8 @@ DECODERS: dict[str, BodyDecoder[Any]] = {
     DETOKENIZE: detokenize_decoder,
     ABORT: abort_decoder,
     RESPONSES: responses_decoder,
+    MESSAGES: messages_decoder,
+    COUNT_TOKENS: count_decoder,
 }
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
@@ -89,6 +95,8 @@ LEAST: dict[str, dict[str, Any]] = {
     DETOKENIZE: {"tokens": [1]},
     ABORT: {"rid": "a"},
     RESPONSES: {"input": "a"},
+    MESSAGES: {"messages": [USER], "max_tokens": 1},
+    COUNT_TOKENS: {"messages": [USER]},
 }
 ASKING = ["something", 7, [1], {"a": 1}]
 """Values of which at least one is not neutral for each refused field."""
@@ -269,7 +277,7 @@ def test_parts_of_a_text_are_joined_by_line_breaks() -> None:
         {"type": "function_call", "call_id": "1" * 4572, "name": "f", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "1" * 4572, "output": of_input},
     ]
-    shown = chat_messages(chat_body(decode(RESPONSES, {"input": items})).messages)
+    shown = chat_messages(chat_of_responses(decode(RESPONSES, {"input": items}), (), []).chat.messages)
     assert [message["content"] for message in shown] == ["Be terse.\nUse bullets.", "", "Be terse.\nUse bullets."]
 
 
