@@ -270,7 +270,7 @@ class Broken:
         self._client.close()  # so that no earlier request is pending, and none follows
         reply = self._client.exchange(request)
         self._client.close()
-        self._judge(reply, request)
+        self._judge(reply, request, path in ANTHROPIC)
         # A wrong head is reported before the client is authenticated, a wrong body after that.
         assert reply.status in ((400, 401) if path.startswith("/admin/") else (400,)), request
 
