@@ -110,7 +110,7 @@ class KVPool:
         self.region_bases = tuple(self.arena_base + start for start in starts)
         self.aux_base = self.arena_base + aux_start
         self.state_base = self.arena_base + state_start
-        no_pages = arena[:0]
+        no_pages = torch.empty(0, 0, layout.page_size, 0, dtype=torch.uint8)
         self.regions: list[torch.Tensor] = []
         self.k = [no_pages] * layout.num_layers
         self.v = [no_pages] * layout.num_layers

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -55,35 +56,26 @@ class PageSlice(NamedTuple):
     nbytes: int
 
 
+class AlikeRegions(NamedTuple):
+    """Regions of which the same part of a page moves, ascending."""
+
+    regions: tuple[int, ...]
+    part: PageSlice
+    src_page_bytes: int
+    dst_page_bytes: int
+    src_R: Int64s
+    """Address of that part of page 0 in each region: `[regions]`."""
+    dst_R: Int64s
+
+
 class RegionPairs(NamedTuple):
-    """The regions of a source and of a destination, in pairs, and what moves of their pages. Arrays: `[regions]`."""
+    """The regions of a source and of a destination, in pairs, without those of which nothing moves."""
 
     src: PagedMemory
     dst: PagedMemory
-    src_R: Int64s
-    """Address of the part of page 0 that moves."""
-    dst_R: Int64s
-    src_page_bytes_R: Int64s
-    dst_page_bytes_R: Int64s
-    nbytes_R: Int64s
-    """Bytes that move of a page; 0: nothing, because the two hold different KV heads of this group."""
-    is_whole: bool
-    """Whether whole pages move in all regions, so that neighbouring pages can move as one copy."""
-
-    def only(self, chosen: slice | Int64s) -> RegionPairs:
-        """Return these pairs alone."""
-        nbytes_R, src_bytes_R, dst_bytes_R = (
-            each[chosen] for each in (self.nbytes_R, self.src_page_bytes_R, self.dst_page_bytes_R)
-        )
-        is_whole = self.is_whole or bool((nbytes_R == src_bytes_R).all() and (nbytes_R == dst_bytes_R).all())
-        return self._replace(
-            src_R=self.src_R[chosen],
-            dst_R=self.dst_R[chosen],
-            src_page_bytes_R=src_bytes_R,
-            dst_page_bytes_R=dst_bytes_R,
-            nbytes_R=nbytes_R,
-            is_whole=is_whole,
-        )
+    num_regions: int
+    alike: tuple[AlikeRegions, ...]
+    """One entry if all layers are alike."""
 
 
 def pair_regions(src: PagedMemory, dst: PagedMemory, parts: Sequence[PageSlice | None] | None = None) -> RegionPairs:
@@ -93,63 +85,58 @@ def pair_regions(src: PagedMemory, dst: PagedMemory, parts: Sequence[PageSlice |
         if tuple(src.page_bytes) != tuple(dst.page_bytes):
             raise TransferFailed(f"pages of {src.page_bytes} bytes here and {dst.page_bytes} bytes there")
         parts = [PageSlice(0, 0, nbytes) for nbytes in src.page_bytes]
-    slices = [part or PageSlice(0, 0, 0) for part in parts]
-    for part, src_bytes, dst_bytes in zip(slices, src.page_bytes, dst.page_bytes, strict=True):
+    found: dict[tuple[PageSlice, int, int], list[int]] = {}
+    for region, (part, src_bytes, dst_bytes) in enumerate(zip(parts, src.page_bytes, dst.page_bytes, strict=True)):
+        if part is None:
+            continue
         for offset, page_bytes in ((part.src_offset, src_bytes), (part.dst_offset, dst_bytes)):
-            if offset < 0 or part.nbytes < 0 or offset + part.nbytes > page_bytes:
+            if offset < 0 or part.nbytes < 1 or offset + part.nbytes > page_bytes:
                 raise TransferFailed(f"{part.nbytes} bytes from byte {offset} on of pages of {page_bytes} bytes")
-    table = np.array(
-        [(*part, *each) for part, *each in zip(slices, src.page_bytes, dst.page_bytes, strict=True)], dtype=np.int64
-    )
-    src_offset_R, dst_offset_R, nbytes_R, src_bytes_R, dst_bytes_R = table.T.copy()
-    return RegionPairs(
-        src,
-        dst,
-        np.asarray(src.region_bases, dtype=np.int64) + src_offset_R,
-        np.asarray(dst.region_bases, dtype=np.int64) + dst_offset_R,
-        src_bytes_R,
-        dst_bytes_R,
-        nbytes_R,
-        bool((nbytes_R == src_bytes_R).all() and (nbytes_R == dst_bytes_R).all()),
-    )
+        found.setdefault((part, src_bytes, dst_bytes), []).append(region)
+    src_R, dst_R = (np.asarray(memory.region_bases, dtype=np.int64) for memory in (src, dst))
+    alike = [
+        AlikeRegions(tuple(regions), *kind, src_R[regions] + kind[0].src_offset, dst_R[regions] + kind[0].dst_offset)
+        for kind, regions in found.items()
+    ]
+    return RegionPairs(src, dst, len(src.region_bases), tuple(alike))
 
 
 def plan_page_copies(
     pairs: RegionPairs, src_pages: Sequence[int], dst_pages: Sequence[int], regions: range
 ) -> CopyList:
-    """Return the copies that bring `src_pages[i]` to `dst_pages[i]` in these (consecutive) regions, region by region.
+    """Return the copies that bring `src_pages[i]` to `dst_pages[i]` in these (consecutive) regions; of regions that are
+    alike region by region.
 
     Raises TransferFailed if our side is out of range, BadFrame if the peer's side is.
     """
     if len(src_pages) != len(dst_pages):
         raise BadFrame(f"{len(src_pages)} source pages for {len(dst_pages)} destination pages")
-    if regions.start < 0 or regions.stop > len(pairs.nbytes_R):
-        raise TransferFailed(f"regions {regions.start} to {regions.stop - 1} of {len(pairs.nbytes_R)}")
+    if regions.start < 0 or regions.stop > pairs.num_regions:
+        raise TransferFailed(f"regions {regions.start} to {regions.stop - 1} of {pairs.num_regions}")
     if not len(src_pages) or not regions:
         return NOTHING
     src_P = checked_pages(src_pages, pairs.src.num_pages, "source", TransferFailed)
     dst_P = checked_pages(dst_pages, pairs.dst.num_pages, "destination", BadFrame)
-    chosen = pairs.only(slice(regions.start, regions.stop))
-    if chosen.is_whole:
-        return _whole_pages(chosen, src_P, dst_P)
-    whole_R = (chosen.nbytes_R == chosen.src_page_bytes_R) & (chosen.nbytes_R == chosen.dst_page_bytes_R)
-    slices = chosen.only(np.flatnonzero(~whole_R & (chosen.nbytes_R > 0)))
-    copies = CopyList(
-        as_array(slices.src_R[:, None] + np.multiply.outer(slices.src_page_bytes_R, src_P)),
-        as_array(slices.dst_R[:, None] + np.multiply.outer(slices.dst_page_bytes_R, dst_P)),
-        as_array(np.repeat(slices.nbytes_R, len(src_P))),
-    )
-    return join(_whole_pages(chosen.only(np.flatnonzero(whole_R)), src_P, dst_P), copies) if whole_R.any() else copies
+    plans = []
+    for alike in pairs.alike:
+        chosen = slice(*(bisect_left(alike.regions, bound) for bound in (regions.start, regions.stop)))
+        if chosen.start < chosen.stop:
+            plans.append(_plan(alike, chosen, src_P, dst_P))
+    return plans[0] if len(plans) == 1 else join(*plans)
 
 
-def _whole_pages(pairs: RegionPairs, src_P: Int64s, dst_P: Int64s) -> CopyList:
-    starts, run_pages = merge_runs(src_P, dst_P)
-    src_P, dst_P = src_P[starts], dst_P[starts]
-    nbytes_R = pairs.nbytes_R
+def _plan(alike: AlikeRegions, chosen: slice, src_P: Int64s, dst_P: Int64s) -> CopyList:
+    """Return the copies in some of these regions."""
+    src_R, dst_R, nbytes = alike.src_R[chosen], alike.dst_R[chosen], alike.part.nbytes
+    if nbytes == alike.src_page_bytes == alike.dst_page_bytes:  # neighbouring pages move as one copy
+        starts, run_pages = merge_runs(src_P, dst_P)
+        src_P, dst_P, length_P = src_P[starts], dst_P[starts], run_pages * nbytes
+    else:
+        length_P = np.full(len(src_P), nbytes, dtype=np.int64)
     return CopyList(
-        as_array(pairs.src_R[:, None] + np.multiply.outer(nbytes_R, src_P)),
-        as_array(pairs.dst_R[:, None] + np.multiply.outer(nbytes_R, dst_P)),
-        as_array(np.multiply.outer(nbytes_R, run_pages)),
+        as_array(np.add.outer(src_R, src_P * alike.src_page_bytes)),
+        as_array(np.add.outer(dst_R, dst_P * alike.dst_page_bytes)),
+        as_array(np.tile(length_P, len(src_R))),
     )
 
 
