@@ -29,7 +29,7 @@ setup(
     },
     install_requires=[
         "torch>=2.9",
-        "transformers>=4.57",
+        "transformers>=4.57",  # 5.23 for models that our own code does not compute (chitu/models/generic)
         "safetensors>=0.6",
         "tokenizers>=0.22",
         "jinja2>=3.1",

@@ -64,6 +64,8 @@ class PagedAttention:
     """The attention function of one model."""
 
     def __init__(self, num_layers: int) -> None:
+        self.name = f"chitu_{id(self):x}"
+        """Name by which the library's modules find it."""
         self._num_layers = num_layers
         self._step: PagedStep | None = None
 

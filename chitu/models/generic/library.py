@@ -17,11 +17,19 @@ from pathlib import Path
 from typing import Any
 
 TRANSFORMERS = "transformers"
+LEAST_VERSION = (5, 23)
+"""Oldest version whose way to name and join the tensors of checkpoints is known to be as `model.py` uses it."""
 
 
 def library_version() -> str:
     """Return the version of the installed `transformers`."""
     return importlib.metadata.version(TRANSFORMERS)
+
+
+def is_too_old(version: str) -> bool:
+    """Return whether a version lacks what `model.py` needs."""
+    numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
+    return tuple(numbers) < LEAST_VERSION
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -32,10 +33,17 @@ from transformers.core_model_loading import (
 from chitu.errors import ConfigError, Internal, UnsupportedModel
 from chitu.models.config import ModelSpec
 from chitu.models.generic.attention import PagedAttention
+from chitu.models.generic.check import check
 from chitu.models.generic.library import library_version
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
 from chitu.ops.interface import Batch
+
+LIBRARY_ERRORS = (
+    AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
+    StrictDataclassError, ZeroDivisionError,
+)  # fmt: skip
+"""What the library raises for a config that it cannot use."""
 
 
 class GenericModel:
@@ -49,7 +57,7 @@ class GenericModel:
         self.hidden_size = spec.hidden_size
         self.dtype = dtype
         self.parts = parts
-        self._attention = attention
+        self.attention = attention
 
     def forward(
         self,
@@ -60,7 +68,7 @@ class GenericModel:
     ) -> torch.Tensor:
         """Return hidden states `[T, D]` after the final norm, and write K and V of all rows into the pages. Calls
         `on_layer(l)` when K and V of layer l are in the pages, before its attention is computed."""
-        with self._attention.step(batch, cache, on_layer):
+        with self.attention.step(batch, cache, on_layer):
             out = self.parts.decoder(
                 input_ids=token_ids_T.unsqueeze(0),
                 position_ids=batch.positions_T.unsqueeze(0),
@@ -75,6 +83,24 @@ class GenericModel:
         out = self.parts.head(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False)
         logits_RV: torch.Tensor = out.logits[0].float()
         return logits_RV
+
+    def reference(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return hidden states `[T, D]` of one sequence by the library's own attention, without pages."""
+        decoder = self.parts.decoder
+        decoder.set_attn_implementation("eager")
+        try:
+            positions_T = torch.arange(token_ids_T.shape[0], device=token_ids_T.device)
+            out = decoder(input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False)
+        finally:
+            decoder.set_attn_implementation(self.attention.name)
+        hidden_TD: torch.Tensor = out.last_hidden_state[0]
+        return hidden_TD
+
+    def parts_with_limits(self) -> list[Any]:
+        """Return the decoder's modules and their configs."""
+        modules = list(self.parts.decoder.modules())
+        configs = {id(part.config): part.config for part in modules if hasattr(part, "config")}
+        return [*modules, *configs.values()]
 
 
 class _Passing:
@@ -159,13 +185,14 @@ def build_generic(
     """Build the model and read its weights. Raises ConfigError (UnsupportedModel) if the checkpoint does not fit."""
     attention = PagedAttention(spec.num_layers)
     model = empty_model(path, spec, dtype)
-    name = f"chitu_{id(attention):x}"
-    transformers.AttentionInterface.register(name, attention)
-    model.set_attn_implementation(name)
+    transformers.AttentionInterface.register(attention.name, attention)
+    model.set_attn_implementation(attention.name)
     parts = TextParts(model)
     fill(model, parts, weights, device, spec)
     parts.detach()
-    return GenericModel(spec, parts, attention, dtype)
+    built = GenericModel(spec, parts, attention, dtype)
+    check(built, spec, device)
+    return built
 
 
 def empty_model(path: str | Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
@@ -175,19 +202,30 @@ def empty_model(path: str | Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
         raise UnsupportedModel(f"architectures: {spec.architecture!r} is not in transformers {library_version()}")
     keys = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     keys.pop("quantization_config", None)  # our reader gives dequantised weights
-    config = model_class.config_class.from_dict(keys)
-    if config.model_type != keys.get("model_type"):
+    try:
+        config = model_class.config_class.from_dict(keys)
+    except LIBRARY_ERRORS as error:
+        raise ConfigError(f"model.path: {path}/config.json: transformers cannot use it: {one_line(error)}") from error
+    wanted = model_class.config_class.model_type
+    if wanted != keys.get("model_type"):
         raise UnsupportedModel(
-            f"model.path: {path}: {spec.architecture} has the model_type {config.model_type!r}, not "
-            f"{keys.get('model_type')!r}"
+            f"model.path: {path}: {spec.architecture} has the model_type {wanted!r}, not {keys.get('model_type')!r}"
         )
     text = config.get_text_config(decoder=True)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):
         if part is not None:
             part.dtype, part.output_router_logits = dtype, False  # router logits are for training
     _compare(spec, text)
-    with _default_dtype(dtype), torch.device("meta"):
-        return model_class(config).eval()
+    try:
+        with _default_dtype(dtype), torch.device("meta"):
+            return model_class(config).eval()
+    except LIBRARY_ERRORS as error:
+        raise ConfigError(f"model.path: {path}/config.json: transformers cannot use it: {one_line(error)}") from error
+
+
+def one_line(error: Exception) -> str:
+    """Return the library's sentence, which may have several lines."""
+    return " ".join(str(error).split())
 
 
 def _compare(spec: ModelSpec, text: Any) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config_keys import KINDS
-from chitu.models.generic.library import ConfigClass, code_has, find_config, has_class, library_version
+from chitu.models.generic.library import (
+    LEAST_VERSION,
+    ConfigClass,
+    code_has,
+    find_config,
+    has_class,
+    is_too_old,
+    library_version,
+)
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank")
@@ -58,15 +66,21 @@ class TextShape:
 def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) -> TextShape:
     """Return the sizes. Raises ConfigError for a size that is missing or of the wrong type, UnsupportedModel for what
     cannot be computed over pages."""
-    model_type = config.get("model_type")
+    model_type, version = config.get("model_type"), library_version()
+    if is_too_old(version):
+        least = ".".join(map(str, LEAST_VERSION))
+        raise UnsupportedModel(
+            f"{where}: architectures: {architecture!r} is not supported: it needs transformers {least} or newer, which "
+            f"computes models that our own code does not, and {version} is installed"
+        )
     if not isinstance(model_type, str):
         raise UnsupportedModel(f"{where}: architectures: {architecture!r} without a model_type is not supported")
     outer = find_config(model_type)
     if outer is None or not has_class(architecture, model_type):
         remote = ", and code of the folder (auto_map) is never run" if config.get("auto_map") else ""
         raise UnsupportedModel(
-            f"{where}: architectures: {architecture!r} ({model_type}) is not supported: transformers "
-            f"{library_version()} has no such class{remote}"
+            f"{where}: architectures: {architecture!r} is not supported: transformers {version} has no class of this "
+            f"name and model_type ({model_type}){remote}"
         )
     text, own = _text_part(config, outer, where)
     _refuse(config, text, own, architecture, where)

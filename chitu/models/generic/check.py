@@ -1,0 +1,204 @@
+"""The self-check of a generic model: what the engine does with it gives what transformers does.
+
+Owns the promise of the family, which no list of names could keep: three random sequences, in chunks and in one batch,
+through pages, against the same modules with the library's own attention, each sequence alone. The pages begin as NaN,
+so what is read but was not written shows. Windows, chunks of attention and lengths that scale attention are shrunk for
+both sides, so that the sequences exceed them. A right model differs by rounding, a wrong one by several percent at
+least. Runs once, on the thread that builds the engine, before the pool is allocated; with several ranks, on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from chitu.errors import UnsupportedModel
+from chitu.models.config import ModelSpec
+from chitu.models.generic.library import library_version
+from chitu.models.model import Model
+from chitu.ops.interface import Batch, Span, tiles_of
+
+PAGE_SIZE = 16
+LENGTHS = (5, 23, 45)
+"""Tokens of the sequences: one within a page, one of two pages, one of three."""
+CHUNK = 20
+SHRUNK = 8
+"""Tokens of windows and the like, instead of thousands."""
+LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""Attributes of configs and modules that hold such lengths."""
+BOUND = 1e-3
+"""Largest error in float32, as a share of the largest logit."""
+BOUND_16_BITS = 5e-2
+"""The same with fewer bits, for the median of the rows of a kind: rounding may send single rows to other experts."""
+
+logger = logging.getLogger(__name__)
+
+
+class Checked(Model, Protocol):
+    """A model whose modules can be asked for their own result."""
+
+    def reference(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of one sequence by the library's attention, without pages."""
+        ...
+
+    def parts_with_limits(self) -> Sequence[Any]:
+        """Return modules and configs that may have attributes of `LIMITS`."""
+        ...
+
+
+class ScratchCache:
+    """Pages and states of a few sequences: `KVViews`."""
+
+    def __init__(self, spec: ModelSpec, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        num_pages = sum(-(-length // PAGE_SIZE) for length in LENGTHS) + 1  # one of nobody
+        self.k: list[Any] = [None] * spec.num_layers
+        self.v: list[Any] = [None] * spec.num_layers
+        for group in spec.groups:
+            heads = max(1, group.num_kv_heads // tp_size)
+            for layer in group.layers:
+                pages = [
+                    torch.full((num_pages, heads, PAGE_SIZE, width), torch.nan, dtype=dtype, device=device)
+                    for width in group.head_dims
+                ]
+                self.k[layer], self.v[layer] = pages[0], pages[-1]
+        self.states: Mapping[tuple[int, str], torch.Tensor] = {
+            (each.layer, each.name): torch.zeros(
+                (len(LENGTHS), *each.shape),
+                dtype=dtype if each.dtype == "auto" else getattr(torch, each.dtype),
+                device=device,
+            )
+            for each in spec.state
+        }
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(5)).tolist()
+        self.page_table = torch.full((len(LENGTHS), -(-max(LENGTHS) // PAGE_SIZE)), order.pop(), dtype=torch.int64)
+        for slot, length in enumerate(LENGTHS):
+            for index in range(-(-length // PAGE_SIZE)):
+                self.page_table[slot, index] = order.pop()
+        self.page_table = self.page_table.to(device)
+
+
+class CheckRows(NamedTuple):
+    """CheckRows of a step: of a sequence, from a position on; `kind` says how they are computed."""
+
+    slot: int
+    start: int
+    length: int
+    kind: str
+
+
+def steps() -> Iterator[list[CheckRows]]:
+    """Yield steps that compute all sequences: chunks, and beside them the last tokens of shorter ones as decodes."""
+    done = [0] * len(LENGTHS)
+    while any(position < length for position, length in zip(done, LENGTHS, strict=True)):
+        step = []
+        for slot, length in enumerate(LENGTHS):
+            prompt = length - 2  # the last two one by one
+            if done[slot] < prompt:
+                kind = "a later chunk" if done[slot] else "a first chunk"
+                step.append(CheckRows(slot, done[slot], min(CHUNK, prompt - done[slot]), kind))
+            elif done[slot] < length:
+                step.append(CheckRows(slot, done[slot], 1, "a single token"))
+        for rows in step:
+            done[rows.slot] += rows.length
+        yield sorted(step, key=lambda rows: rows.kind == "a single token")
+
+
+def batch_of(step: Sequence[CheckRows], cache: ScratchCache, has_state: bool) -> Batch:
+    """Return the batch of a step."""
+    device, spans, row = cache.page_table.device, [], 0
+    slots = [rows.slot for rows in step for _ in range(rows.length)]
+    positions = [rows.start + index for rows in step for index in range(rows.length)]
+    decodes = [rows for rows in step if rows.kind == "a single token"]
+    for rows in step[: len(step) - len(decodes)]:
+        spans.append(Span(row, rows.length, rows.slot, rows.start, rows.slot if has_state else -1))
+        row += rows.length
+    return Batch(
+        slots_T=torch.tensor(slots, device=device),
+        positions_T=torch.tensor(positions, device=device),
+        page_table=cache.page_table,
+        spans=tuple(spans),
+        spans_X4=torch.tensor([(s.row, s.length, s.slot, s.start) for s in spans], dtype=torch.int64).view(-1, 4),
+        tiles_Y4=torch.tensor(tiles_of(spans), dtype=torch.int64, device=device).view(-1, 4),
+        decode_row=row,
+        decode_slots=tuple(rows.slot for rows in decodes),
+        max_decode_len=max((rows.start + 1 for rows in decodes), default=0),
+        decode_states=tuple(rows.slot for rows in decodes) if has_state else (),
+    )
+
+
+@contextmanager
+def shrunk(parts: Sequence[Any]) -> Iterator[None]:
+    """Let all windows and the like be short."""
+    before = []
+    for part in parts:
+        for name in LIMITS:
+            value = vars(part).get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > SHRUNK:
+                before.append((part, name, value))
+    try:
+        for part, name, _ in before:
+            setattr(part, name, SHRUNK)
+        yield
+    finally:
+        for part, name, value in before:
+            setattr(part, name, value)
+
+
+def check(model: Checked, spec: ModelSpec, device: torch.device, tp_size: int = 1) -> None:
+    """Raise UnsupportedModel if pages and batches change what the model computes. Logs what it cost."""
+    started = time.perf_counter()
+    try:
+        with torch.inference_mode(), shrunk(model.parts_with_limits()):
+            errors = errors_of(model, spec, device, tp_size)
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedModel(
+            f"{spec.architecture} is not supported: the code of transformers {library_version()} cannot be computed in "
+            f"batches over pages: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+    is_exact = model.dtype == torch.float32
+    for kind, apart in errors.items():
+        found = float(apart.max() if is_exact else apart.median())
+        bound = BOUND if is_exact else BOUND_16_BITS
+        if not found <= bound:
+            raise UnsupportedModel(
+                f"{spec.architecture} is not supported: computed in batches over pages, {kind} of a sequence has "
+                f"logits that are {found:.2g} of the largest away from those of transformers {library_version()} "
+                f"(bound {bound:g}): it keeps or reads something that this project does not know"
+            )
+    worst = max(float(apart.max()) for apart in errors.values())
+    logger.info(
+        "%s, computed by transformers %s, was checked in %.1f s: largest error %.1e of the largest logit",
+        spec.architecture,
+        library_version(),
+        time.perf_counter() - started,
+        worst,
+    )
+
+
+def errors_of(model: Checked, spec: ModelSpec, device: torch.device, tp_size: int) -> dict[str, torch.Tensor]:
+    """Return, by kind of row, the error of each row's logits as a share of the largest of its sequence."""
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(spec.vocab_size, (length,), generator=generator).to(device) for length in LENGTHS]
+    theirs = [model.logits(model.reference(prompt)) for prompt in prompts]
+    cache = ScratchCache(spec, tp_size, model.dtype, device)
+    errors: dict[str, list[torch.Tensor]] = {}
+    for step in steps():
+        tokens_T = torch.cat([prompts[rows.slot][rows.start : rows.start + rows.length] for rows in step])
+        hidden_TD = model.forward(tokens_T, batch_of(step, cache, bool(spec.state)), cache)
+        logits_TV = model.logits(hidden_TD)
+        first = 0
+        for rows in step:
+            wanted = theirs[rows.slot]
+            if logits_TV is not None and wanted is not None:
+                own = logits_TV[first : first + rows.length]
+                apart = (own - wanted[rows.start : rows.start + rows.length]).abs().amax(1)
+                errors.setdefault(rows.kind, []).append(apart / wanted.abs().max())
+            first += rows.length
+    return {kind: torch.cat(each).nan_to_num(torch.inf, torch.inf).cpu() for kind, each in errors.items()}
