@@ -30,7 +30,7 @@ from chitu.models.dequantize import Quantized, dequantise, integers, scales_of
 from chitu.models.quantization import PackedTensor, Quantization, logical_tensors
 
 STAGING_BYTES = 16 << 20
-PIECE_NUMBERS = 1 << 20
+PIECE_NUMBERS = 1 << 18
 """Numbers that are dequantised at a time."""
 DTYPES = {
     "F64": torch.float64,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,8 @@ import torch
 
 from chitu.engine.build import RankEngine
 from chitu.errors import ConfigError, Internal
-from chitu.models.config import weight_files, weights_digest, weights_stamp
+from chitu.models.checkpoint import count_weights
+from chitu.models.config import read_model_spec, weight_files, weights_digest, weights_stamp
 from chitu.models.weights import STAGING_BYTES, TensorFiles
 from chitu.tools.make_model import make_model
 
@@ -45,6 +47,25 @@ def test_the_peak_is_the_model_and_a_small_buffer(tmp_path):
     assert weights > 100 * MIB
     found = subprocess.run([sys.executable, "-c", LOAD, folder], capture_output=True, text=True, check=True)
     assert int(found.stdout) < weights + STAGING_BYTES + 24 * MIB
+
+
+def test_dequantising_needs_only_pieces_beside_the_model(tmp_path):
+    """Of 44 MiB in 8 bits come 174 MiB of float32."""
+    sizes = {"hidden_size": 1024, "layers": 4, "vocab_size": 2048, "intermediate_size": 3072}
+    folder = make_model(tmp_path / "m", "qwen3", tie=True, dtype="bfloat16", **sizes)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.ones(-(-rows // 128), -(-columns // 128))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = 4 * count_weights(folder, read_model_spec(folder).quantization)
+    assert weights > 150 * MIB
+    found = subprocess.run([sys.executable, "-c", LOAD, folder], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < weights + STAGING_BYTES + 48 * MIB
 
 
 @pytest.fixture
