@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import transformers
 from checkpoint_table import (
     TOLERANCE,
     answers_of,
@@ -27,7 +28,9 @@ from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import read_model_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SERVED = {row.name: row for row in ROWS if not row.refused}
+HAS_MODELS = transformers.__version__ >= "5"
+"""Whether the library has the classes of the list."""
+SERVED = {row.name: row for row in ROWS if not row.refused and (HAS_MODELS or row.code == "own")}
 CUT = (
     *("Qwen3-32B-FP8", "DeepSeek-V3", "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen2.5-32B-Instruct-GPTQ-Int4"),
     *("Qwen3-32B-AWQ", "Kimi-K2-Thinking", "DeepSeek-R1-NVFP4"),
