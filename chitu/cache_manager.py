@@ -153,6 +153,11 @@ class PagedKVCacheManager:
 
     # ------------------------------------------------------------------------------------------------- the prefix cache
 
+    @property
+    def caches(self) -> bool:
+        """Whether pages outlive their rooms."""
+        return self._fingerprint is not None
+
     def page_keys(self, cache_salt: str, adapter_hash: str = "") -> PageKeys | None:
         """Return the keys for the pages of one sequence; None if nothing is cached. `adapter_hash`: see `PageKeys`."""
         if self._fingerprint is None:

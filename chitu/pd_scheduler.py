@@ -146,12 +146,14 @@ class PDScheduler:
         return not (self._inbox or len(self._arrivals)) and len(self._sequences) == over and self._pending is None
 
     def _check_idle(self) -> None:
-        """Check that every page is free or cached. A leak is a bug, but it is only logged: the instance still works."""
+        """Check that every page is free or cached, and every state row free. A leak is a bug, but it is only logged:
+        the instance still works."""
         self._is_checked = True
         try:
             self._cache.check_idle()
+            self._resources.states.check_idle()
         except Internal as error:
-            logger.error("page accounting: %s", error.message)
+            logger.error("accounting of pages and rows: %s", error.message)
 
     def _schedule(self) -> Step:
         plan = StepPlan()

@@ -91,7 +91,8 @@ class CacheConfig(Section, frozen=True):
     token and head."""
     prefix_cache: bool = True
     """Keep full pages of prompts and outputs on their instances until the space is needed. Of a later prompt with the
-    same prefix, only the rest is computed and moved from P to D."""
+    same prefix, only the rest is computed and moved from P to D. No effect on models with recurrent state (linear
+    attention, Mamba): pages alone continue no prompt of theirs."""
     host_bytes: Annotated[int, Meta(ge=0)] = 0
     """Host memory (pinned beside a GPU) of each P and unified instance, in bytes: second tier of the prefix cache when
     the pool is full. With disk or store each D has one, too, of 1 GiB at most. 0: none."""

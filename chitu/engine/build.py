@@ -35,6 +35,7 @@ from chitu.engine.memory_budget import (
     reserve_bytes,
     share_of_device,
     small_pool,
+    state_problems,
     too_large,
 )
 from chitu.engine.model_runner import ModelRunner
@@ -206,6 +207,8 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path, spec.code), model_dtype
     )
     bytes_per_page = layout.bytes_per_page
+    for problem in state_problems(topology, spec, [instance]):
+        raise ConfigError(problem)
     num_pages = num_pages_asked(topology, instance)
     if num_pages is not None:
         free_bytes = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]

@@ -59,7 +59,8 @@ class AppendPages(PlanPart, frozen=True):
 
 
 class Offload(PlanPart, frozen=True):
-    """Copies the pages that hold `kv_len` tokens of this slot to host memory under `key`, then releases the slot."""
+    """Copies the pages that hold `kv_len` tokens of this slot, and its state row, to host memory under `key`, then
+    releases the slot."""
 
     slot: int
     key: int
@@ -73,8 +74,16 @@ class CopyPage(PlanPart, frozen=True):
     target: int
 
 
+class CopyState(PlanPart, frozen=True):
+    """Copies state row `source` to the row of this slot, before the step computes."""
+
+    slot: int
+    source: int
+
+
 class Restore(PlanPart, frozen=True):
-    """Copies the KV saved under `key` into the pages of this newly admitted slot, and drops the saved copy."""
+    """Copies the KV and the state saved under `key` into the pages and the state row of this newly admitted slot, and
+    drops the saved copy."""
 
     slot: int
     key: int
@@ -114,6 +123,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     admit: list[Admit] = []
     append: list[AppendPages] = []
     copy: list[CopyPage] = []
+    copy_state: list[CopyState] = []
     restore: list[Restore] = []
     first_tokens: list[FirstToken] = []
     prefill: list[PrefillChunk] = []

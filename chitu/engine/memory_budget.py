@@ -18,6 +18,7 @@ from chitu.config.schema import CacheConfig, Topology
 from chitu.config.topology import Instance, instances_on
 from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import UNIFIED_AUX_ROWS
+from chitu.kv_cache.state_row import why_not_cut
 from chitu.models.config import ModelSpec
 from chitu.net.control_groups import memory_left_bytes
 from chitu.protocol import (
@@ -145,6 +146,18 @@ def pool_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance],
     keys = dict.fromkeys(num_pages_key(instance) for instance, _, _ in asked)
     names = [instance.name for instance, _, _ in asked]
     yield too_large(", ".join(keys), names, needed, available_bytes, sum(page_bytes for _, _, page_bytes in asked))
+
+
+def state_problems(topology: Topology, spec: ModelSpec, here: Sequence[Instance]) -> Iterator[str]:
+    """Yield error texts on settings that a model with recurrent state does not allow."""
+    if spec.state and topology.cache.host_bytes:
+        yield (
+            f"cache.host_bytes is {topology.cache.host_bytes}, but kept pages (in host memory, on disk, in a store) "
+            "continue no prompt of a model with recurrent state: set it to 0"
+        )
+    for instance in here:
+        if why := why_not_cut(spec.state, instance.config.tp_size):
+            yield f"{instance.key}.tp_size is {instance.config.tp_size}, but {why}"
 
 
 def weight_problems(

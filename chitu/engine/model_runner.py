@@ -170,6 +170,8 @@ class ModelRunner:
         self._slots.append_pages(plan.append)
         if plan.copy:
             self._copy_pages(plan.copy)
+        for copy in plan.copy_state:
+            self._pool.state_rows[self._slots[copy.slot].state_slot] = self._pool.state_rows[copy.source]
         for restore in plan.restore:
             self._restore(restore.slot, restore.key)
 

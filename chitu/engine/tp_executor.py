@@ -184,7 +184,7 @@ class TensorParallelExecutor:
             raise Internal("a first token is fed back in the step that samples it: the followers cannot know it")
         self._group.send(_encoder.encode(StepOrder(self._last.slots, self._last.tokens, for_followers(plan))))
         self._last = self._runner.execute(plan, on_layer)
-        if plan.offload or plan.copy:
+        if plan.offload or plan.copy or plan.copy_state:
             # The pages may be announced next, and a peer would overwrite what a slower rank has not copied yet.
             self._group.barrier()
         return self._last
@@ -230,7 +230,8 @@ def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline) -> N
             return
         runner.append_tokens(order.slots, order.tokens)
         step = runner.launch(order.plan)  # it samples nothing: there is nothing to read
-        if order.plan.copy:
+        copies = order.plan.copy or order.plan.copy_state
+        if copies:
             step.result()
-        if order.plan.offload or order.plan.copy:
+        if order.plan.offload or copies:
             group.barrier()  # as on the main rank: see `TensorParallelExecutor.execute`

@@ -22,6 +22,7 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import Inbox, Resources, Sequences
 from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.tracing.tracer import Tracer
@@ -37,6 +38,8 @@ class LoadedEngine:
     """Aux slots; by default none, with which no logits can be handed over."""
     tiers: PrefixTiers | NoTiers = field(default_factory=NoTiers)
     """Tiers behind the prefix cache."""
+    states: StateSlots = field(default_factory=StateSlots)
+    """State rows; none if the model has no recurrent state."""
     grammars: GrammarStore | None = None
     """Compiled grammars for the executor's sampler; None if this instance does not support grammars."""
     finished_pages: FinishedPages | None = None
@@ -78,5 +81,6 @@ class InstanceCore:
 
     def __post_init__(self) -> None:
         self.trace = SchedulerTrace(self.tracer, self.engine.cache)
-        resources = Resources(self.engine.cache, self.engine.executor.info.num_slots, self.engine.aux)
+        engine = self.engine
+        resources = Resources(engine.cache, engine.executor.info.num_slots, engine.aux, engine.states)
         self.sequences = Sequences(resources, self.trace.end)

@@ -6,7 +6,8 @@ of unified instances: it moves sequences between states and writes the step plan
 Why running requests cannot deadlock over pages: a request that could not fit the pool alone is refused on arrival.
 Every running request can be retracted to host memory, the last in `Sequence.order` first, so the first always gets
 pages. A transfer ends within a deadline, and its pages then belong to a running (retractable) request. Retracted
-requests resume before anything new starts.
+requests resume before anything new starts. State slots cannot deadlock: a request takes all that it needs with its
+pages, or none, and never another one.
 
 A plan may be made before the tokens of the newest launched step are read. So it relies on what was launched
 (`Sequence.kv_len`, `.launched`), not on what was emitted. A sequence with one more token in flight takes its next step
@@ -20,7 +21,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.engine.executor import Admit, AppendPages, CopyPage, FirstToken, Offload, Restore, StepPlan
+from chitu.engine.executor import Admit, AppendPages, CopyPage, CopyState, FirstToken, Offload, Restore, StepPlan
 from chitu.instance.core import InstanceCore
 from chitu.instance.load import InstanceLoad
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
@@ -105,6 +106,7 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
             sequence.kv_len,
             tuple(cache.get_page_indices(sequence.room)),
             sequence.sampling,
+            state_slot=sequence.state_slot,
             adapter=sequence.adapter,
         )
     )
@@ -141,23 +143,23 @@ class DecodeManager:
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding
 
-    def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int], bool]:
-        """Return the admission check of this turn: may a sequence take `pages` now, `num_shared` of which are in use?
-        A sequence that passes is counted from then on, so the caller must admit it. `others` hold pages too and decode
-        here later."""
+    def open_admission(self, others: Iterable[Sequence] = ()) -> Callable[[Sequence, int, int, int], bool]:
+        """Return the admission check of this turn: may a sequence take `pages` now, `num_shared` of which are in use,
+        and so many state slots? A sequence that passes is counted from then on, so the caller must admit it. `others`
+        hold pages too and decode here later."""
         if not self._slots.num_free:
-            return lambda sequence, pages, num_shared: False
+            return lambda sequence, pages, num_shared, num_states: False
         reserve = GrowthReserve(
             self._cache.page_size, self._config.reserved_decode_tokens, self._cache.num_shared_pages
         )
         for active in (*self._sequences.queue(*_HOLDING), *others):
             reserve.add(active, len(self._cache.get_page_indices(active.room)))
 
-        def may_start(sequence: Sequence, pages: int, num_shared: int) -> bool:
+        def may_start(sequence: Sequence, pages: int, num_shared: int, num_states: int) -> bool:
             available, num_forks = self._cache.num_available_pages, len(sequence.forks)
             num_own = self._cache.pages_for(sequence.prompt_len % self._cache.page_size)  # of each fork
             wanted = pages - num_shared + num_forks * num_own
-            if max(1, num_forks) > self._slots.num_free:
+            if max(1, num_forks) > self._slots.num_free or num_states > self._resources.states.num_free:
                 return False
             if not may_admit(available, wanted, reserve.pages, reserve.is_empty):
                 return False
@@ -204,9 +206,10 @@ class DecodeManager:
         may_start = self.open_admission()
         for sequence in sorted(retracted, key=lambda s: s.order):
             num_pages = self._cache.pages_for(sequence.kv_len + 1)
-            if not may_start(sequence, num_pages, 0):
+            if not may_start(sequence, num_pages, 0, self._resources.states_wanted(sequence)):
                 return
             self._slots.take(sequence)
+            self._resources.take_state(sequence)
             self._cache.reserve(sequence.room, sequence.kv_len + 1)
             sequence.capacity_tokens = num_pages * self._cache.page_size
             admit(sequence, self._cache, plan)
@@ -227,6 +230,8 @@ class DecodeManager:
                 last = sequence.prompt_len // self._cache.page_size
                 pages = [self._cache.get_page_indices(each.room)[last] for each in (source, sequence)]
                 plan.copy.append(CopyPage(sequence.slot, *pages))
+            if source is not sequence and sequence.state_slot >= 0:
+                plan.copy_state.append(CopyState(sequence.slot, source.state_slot))
             plan.first_tokens.append(FirstToken(sequence.slot, source.aux_slot))
         return ready
 

@@ -2,7 +2,8 @@
 
 D may not have room for the pages of an early request yet. So announced requests come first, and take the pages of
 early ones if pages are short. Without that rule P's pages could all belong to requests whose D waits for another P in
-the same state: a deadlock across instances. Owned by `PrefillRole`, step thread only.
+the same state: a deadlock across instances. With recurrent state nothing is computed early: what gives way would be
+computed anew from its first token, for each announcement. Owned by `PrefillRole`, step thread only.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class EarlyAdmission:
         """Whether the newest check failed because a step in flight may compute for requests that must give way."""
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Return whether pages, an aux slot and an executor slot are free; the sequence must start then. An announced
+        """Return whether pages, the rows and an executor slot are free; the sequence must start then. An announced
         request may take those of early ones, but not before the step in flight is read."""
         self.needs_read = False
+        if self._resources.has_state and not (sequence.announced and self._resources.states.num_free):
+            return False
         pages, aux = self._missing(sequence)
         if (pages > 0 or aux > 0) and sequence.announced:
             self._make_way(sequence)

@@ -136,6 +136,8 @@ class InstanceLoad:
             bad_pages=tiers.bad_pages,
             aux_total=engine.aux.num_slots,
             aux_free=engine.aux.num_free,
+            states_total=engine.states.num_slots,
+            states_free=engine.states.num_free,
             steps=self.steps,
             tokens=self._num_tokens,
             tokens_dropped=tokens.tokens_dropped,

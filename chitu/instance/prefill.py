@@ -194,6 +194,7 @@ class PrefillManager:
                 self._trace.note_slot(sequence)
             if self._owner.leaves_row(sequence):
                 sequence.aux_slot = self._resources.take_aux()
+            self._resources.take_state(sequence)
             sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
             self._cache.reserve(sequence.room, sequence.prompt_len)
             self._sequences.hold_forks(sequence)

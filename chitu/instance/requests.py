@@ -204,6 +204,7 @@ class RequestArrivals:
         self._sequences = core.sequences
         self._ends = ends
         self._cache = core.engine.cache
+        self._resources = core.sequences.resources
         self._grammars = core.engine.grammars
         self._info = core.engine.executor.info
         self._eos = frozenset(self._info.eos_token_ids)
@@ -409,6 +410,12 @@ class RequestArrivals:
         cache = self._cache
         if cache.pages_for(total) > cache.num_pages:
             return Capacity(f"{total} tokens need {cache.pages_for(total)} pages, this instance has {cache.num_pages}")
+        num_states, num_state_slots = self._resources.states_wanted(sequence), self._resources.states.num_slots
+        if num_states > num_state_slots:
+            return Capacity(
+                f"{choices} choices at once need {num_states} state rows, this instance has {num_state_slots} "
+                "(cache.num_state_slots)"
+            )
         if sequence.forks:
             num_slots = self._info.num_slots
             num_pages = cache.pages_for(sequence.prompt_len)

@@ -20,6 +20,7 @@ from chitu.instance.early import EarlyAdmission
 from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad
 from chitu.instance.prefill import Chunk, PrefillManager
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
+from chitu.kv_cache.state_row import digest_of
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.receiving import DecodeReceiver
@@ -180,8 +181,8 @@ class PrefillRole(InstanceRole):
         return True
 
     def on_computed(self, sequence: Sequence) -> None:
-        """Send the logits row of a prompt (`PromptOwner`)."""
-        self._sender.feed.send_rows(sequence.room, sequence.aux_slot, sequence.prompt_lines)
+        """Send the logits row and the state row of a prompt (`PromptOwner`)."""
+        self._sender.feed.send_rows(sequence.room, sequence.aux_slot, sequence.prompt_lines, sequence.state_slot)
 
 
 class DecodeRole(InstanceRole):
@@ -260,11 +261,14 @@ class DecodeRole(InstanceRole):
                 sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
             num_pages = self._cache.pages_for(sequence.prompt_len)
             num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
-            if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared):
+            num_states = self._resources.states_wanted(sequence) if sequence.needs_kv else 0
+            if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared, num_states):
                 return
             if not sequence.forks:
                 slots.take(sequence)
             sequence.aux_slot = self._resources.take_aux()
+            if num_states:
+                self._resources.take_state(sequence)
             known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
             self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
             self._sequences.hold_forks(sequence)
@@ -282,6 +286,8 @@ class DecodeRole(InstanceRole):
                 sequence.prefill_incarnation,
                 known // self._cache.page_size,
                 sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
+                sequence.state_slot,
+                digest_of(sequence.prompt) if num_states else 0,
             )
 
     def _take_kv(self, sequence: Sequence, event: TransferEvent) -> None:
@@ -354,13 +360,14 @@ class UnifiedRole(InstanceRole):
             return lambda sequence: False
         computing = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
         may_start = self._decode.open_admission(computing)
-        aux = self._core.engine.aux
+        aux, resources = self._core.engine.aux, self._core.sequences.resources
 
         def may_start_here(sequence: Sequence) -> bool:
             if sequence.forks and not aux.num_free:
                 return False
             pages = self._cache.pages_for(sequence.prompt_len)
-            return may_start(sequence, pages, pages - self._cache.pages_wanted(sequence.keys, sequence.prompt))
+            num_shared = pages - self._cache.pages_wanted(sequence.keys, sequence.prompt)
+            return may_start(sequence, pages, num_shared, resources.states_wanted(sequence))
 
         return may_start_here
 

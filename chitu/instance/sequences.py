@@ -23,6 +23,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.prefix_index import PageKeys
+from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.net.threads import Waker
@@ -174,6 +175,8 @@ class Sequence:
     admitted: bool = False
     """Whether the executor knows the sequence's slot, from this step's plan on at the latest."""
     aux_slot: int = -1
+    state_slot: int = -1
+    """Row of its recurrent state, from its admission or announcement to its end, but for a retraction; -1 without."""
     kv_len: int = 0
     """Tokens whose KV is in the pages once the launched steps are done."""
     cached_tokens: int = 0
@@ -324,13 +327,21 @@ class SlotPool:
 
 
 class Resources:
-    """The pages, slots and aux slots of an instance. What is released while a launched step is unread becomes free when
-    the newest one is read."""
+    """The pages, slots, aux slots and state slots of an instance. What is released while a launched step is unread
+    becomes free when the newest one is read.
 
-    def __init__(self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers) -> None:
+    With state nothing is cached: pages alone do not continue a prompt whose model keeps more than they hold."""
+
+    def __init__(
+        self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers, states: StateSlots | None = None
+    ) -> None:
         self.cache = cache
         self.slots = SlotPool(num_slots)
         self.aux = aux
+        self.states = states or StateSlots()
+        self.has_state = self.states.num_slots > 0
+        if self.has_state and cache.caches:
+            raise Internal("a prefix cache beside recurrent state")
         self._num_launched = self._num_read = 0
         self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
         """Releases that wait, each until that many steps have been read."""
@@ -357,10 +368,23 @@ class Resources:
             raise Internal("an aux slot was counted as free but none is")
         return slot
 
+    def states_wanted(self, sequence: Sequence) -> int:
+        """Return how many state slots a sequence and its forks take that computes, or gets KV. Forks take one each, as
+        each continues the state of the prompt by itself."""
+        return 1 + len(sequence.forks) if self.has_state else 0
+
+    def take_state(self, sequence: Sequence) -> None:
+        """Take a state slot for the sequence, if the model has state. The caller has just checked that one is free."""
+        if self.has_state:
+            sequence.state_slot = self.states.take()
+
     def hold_forks(self, source: Sequence) -> None:
-        """Reserve for each fork the page in which the prompt ends, and a slot; the first fork later gets the slot of
-        the prompt, if that has one. The caller has just checked that they are free."""
+        """Reserve for each fork the page in which the prompt ends, a state row if the prompt has one, and a slot; the
+        first fork later gets the slot of the prompt, if that has one. The caller has just checked that they are
+        free."""
         for fork in source.forks:
+            if source.state_slot >= 0:
+                self.take_state(fork)
             self.cache.reserve(fork.room, source.prompt_len % self.cache.page_size)
         for fork in source.forks[source.slot >= 0 :]:
             self.slots.take(fork)
@@ -394,6 +418,9 @@ class Resources:
         `vacate`."""
         self.slots.free(sequence, is_offloaded)
         self._free_aux(sequence)
+        if sequence.state_slot >= 0:
+            self.states.free(sequence.state_slot)
+            sequence.state_slot = -1
         self.cache.remove_task(sequence.room)
 
     def _free_aux(self, sequence: Sequence) -> None:

@@ -7,6 +7,9 @@ again, until the sequences that raise alone are known. They fail; each other seq
 that were sent already are not sent again. Their transfer may overlap the second write, which `verify_kv` can take for
 damage; that costs another attempt.
 
+A recurrent state is not written twice but moved on, and a step that raised may have moved some layers' states on and
+others' not. So with state each sequence is repeated alone, after its state was computed anew from its first token.
+
 Invariant: a broken device ends the process. So if nothing at all could be computed, one token that no request needs is
 tried, as after a request whose logits are not finite: NaN and infinity have no token, and their KV must not be cached.
 Requests in a row that all end so end the process, too: weights may overflow in longer prompts alone.
@@ -20,6 +23,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from chitu.engine.executor import Admit, DoneStep, PrefillChunk, StepPlan, StepResult, is_sound
 from chitu.errors import Capacity, DecodeLost, Internal, StepFailed
@@ -71,6 +76,7 @@ class StepFaults:
         self._resources = core.sequences.resources
         self._role = role
         self._ends = ends
+        self._chunk_size = core.settings.config.chunk_size
         self.num_unsound = 0
         """Requests since the start that ended because their logits were not finite."""
         self._is_in_doubt = False
@@ -108,7 +114,8 @@ class StepFaults:
         if not self._is_in_doubt:
             return False
         slots, cache, aux = self._resources.slots, self._resources.cache, self._resources.aux
-        return bool(slots.num_free and cache.num_available_pages and (self._role.samples or aux.num_free))
+        has_rows = (self._role.samples or aux.num_free) and self._resources.states.num_free >= self._resources.has_state
+        return bool(slots.num_free and cache.num_available_pages and has_rows)
 
     def check_device(self) -> None:
         """Compute prompts that no request has. Raise Internal, which ends the process, if no logits of two single
@@ -122,17 +129,20 @@ class StepFaults:
             length = min(PROBE_TOKENS, cache.page_size, self._executor.info.max_model_len - 1)
             prompts.append([vocab_size * place // length for place in range(length)])
         slot, aux_slot = slots.next_free, -1 if self._role.samples else self._resources.take_aux()
+        state_slot = self._resources.states.take() if self._resources.has_state else -1
         pages = tuple(cache.reserve(_NOBODY, 1))
         sampling = SamplingParams(max_tokens=1, temperature=0.0) if self._role.samples else None
         results = []
         for prompt in prompts:
             chunk = PrefillChunk(slot, 0, len(prompt), sample=sampling is not None, aux_slot=aux_slot)
-            admit = Admit(slot, pack_i32(prompt), len(prompt), 0, pages, sampling)
+            admit = Admit(slot, pack_i32(prompt), len(prompt), 0, pages, sampling, state_slot)
             plan = StepPlan(release=slots.take_releases(), admit=[admit], prefill=[chunk])
             results.append(is_sound(self._executor.launch(plan).result()))
             self._executor.launch(StepPlan(release=[slot])).result()
         if aux_slot >= 0:
             aux.free(aux_slot)
+        if state_slot >= 0:
+            self._resources.states.free(state_slot)
         cache.remove_task(_NOBODY)
         if not any(results[:2]):
             raise Internal(f"{self._name} computes no finite logits any more, not even for a prompt of one token")
@@ -203,6 +213,8 @@ class StepFaults:
             part_of(record.slot)
         for copy in plan.copy:
             part_of(copy.slot).copy.append(copy)
+        for copy_state in plan.copy_state:
+            part_of(copy_state.slot).copy_state.append(copy_state)
         for restore in plan.restore:
             if restore.key in saved:  # else the KV is in the pages again
                 part_of(restore.slot).restore.append(restore)
@@ -215,15 +227,24 @@ class StepFaults:
         return list(parts.values())
 
     def _run(self, parts: list[_Part], outcome: _Outcome) -> None:
+        if self._resources.has_state and len(parts) > 1:
+            for part in parts:
+                self._run([part], outcome)
+            return
         plan, saved = StepPlan(), self._executor.saved_keys
         for part in parts:
+            restored = [restore for restore in part.plan.restore if restore.key in saved]
             admit(part.sequence, self._resources.cache, plan)
-            plan.restore.extend([restore for restore in part.plan.restore if restore.key in saved])
+            plan.restore.extend(restored)
             plan.copy.extend(part.plan.copy)
+            plan.copy_state.extend(part.plan.copy_state)
             plan.first_tokens.extend(part.plan.first_tokens)
             plan.prefill.extend(part.plan.prefill)
             plan.decode.extend(part.plan.decode)
         try:
+            for part in parts:
+                if self._resources.has_state and not plan.restore:
+                    self._rebuild_state(part, plan)
             result = self._executor.launch(plan).result()
         except Internal:
             raise
@@ -245,10 +266,24 @@ class StepFaults:
             part.sequence.admitted = True
             outcome.done.add(part.sequence)
 
+    def _rebuild_state(self, part: _Part, plan: StepPlan) -> None:
+        """Compute the tokens of a sequence anew that its part of the step continues, and take its admission out of the
+        plan. Its KV is written again where it is."""
+        sequence, size = part.sequence, self._chunk_size
+        if not sequence.kv_len or not (part.plan.prefill or part.plan.decode):
+            return  # its state is zeroed, or was not touched
+        admissions = [msgspec.structs.replace(plan.admit.pop(), kv_len=0)]
+        for start in range(0, sequence.kv_len, size):
+            chunk = PrefillChunk(sequence.slot, start, min(size, sequence.kv_len - start))
+            self._executor.launch(StepPlan(admit=admissions, prefill=[chunk])).result()
+            admissions = []
+
     def _require_sound(self, sequence: Sequence, error: Exception) -> None:
         """Compute a token in place of `sequence`, which is over. Raise `error` if not even that works."""
         sampling = None if sequence.sampling is None else SamplingParams(max_tokens=1, temperature=0.0)
-        cache = self._resources.cache
+        cache, states = self._resources.cache, self._resources.states
+        if self._resources.has_state and sequence.state_slot < 0 and not states.num_free:
+            return  # as below
         try:
             cache.reserve(sequence.room, sequence.kv_len + 1)
         except Capacity:
@@ -256,7 +291,9 @@ class StepFaults:
         # Use the page that its next token goes to: no other sequence reads it. Full pages may be cached and shared.
         next_page = sequence.kv_len // cache.page_size
         pages = cache.get_page_indices(sequence.room)[next_page : next_page + 1]
-        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, tuple(pages), sampling)
+        if self._resources.has_state and sequence.state_slot < 0:
+            self._resources.take_state(sequence)  # freed with the sequence
+        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, tuple(pages), sampling, sequence.state_slot)
         chunk = PrefillChunk(sequence.slot, 0, 1, sample=sampling is not None)
         try:
             self._executor.launch(StepPlan(admit=[admit], prefill=[chunk])).result()

@@ -14,7 +14,7 @@ import zlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, Internal
 from chitu.protocol import ITEM_BYTES, KVLayout, StateTensor
 
 STAMP_BYTES = 64
@@ -115,3 +115,37 @@ def why_not_cut(state: tuple[StateTensor, ...], tp_size: int) -> str:
                 f"{blocks} rows of the state {tensor.name!r} of layer {tensor.layer} cannot be cut for {tp_size} ranks"
             )
     return ""
+
+
+class StateSlots:
+    """Which state rows of an instance are free: `num_free` and those in use are `num_slots`, always. Without state
+    there are none. Step thread only."""
+
+    def __init__(self, num_slots: int = 0) -> None:
+        self.num_slots = num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._used: set[int] = set()
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        """Return a free slot. The caller has just checked that there is one; else raise Internal."""
+        if not self._free:
+            raise Internal("a state slot was counted as free but none is")
+        slot = self._free.pop()
+        self._used.add(slot)
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Give a slot back. Raises Internal for a slot that is not in use."""
+        if slot not in self._used:
+            raise Internal(f"state slot {slot} is free already")
+        self._used.remove(slot)
+        self._free.append(slot)
+
+    def check_idle(self) -> None:
+        """Raise Internal unless every slot is free: called when no request is left."""
+        if self._used or len(self._free) != self.num_slots:
+            raise Internal(f"{len(self._used)} state rows in use and {len(self._free)} free of {self.num_slots}")

@@ -22,7 +22,13 @@ import msgspec
 from chitu.config.schema import Topology
 from chitu.config.staging import protocol_of
 from chitu.config.topology import Instance, bound_ports, instances_on, is_loopback, listening_host
-from chitu.engine.memory_budget import available_cpu_bytes, pool_problems, small_pools, weight_problems
+from chitu.engine.memory_budget import (
+    available_cpu_bytes,
+    pool_problems,
+    small_pools,
+    state_problems,
+    weight_problems,
+)
 from chitu.errors import ConfigError
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
@@ -225,6 +231,8 @@ def memory_findings(
     has the bytes of each GPU of this host."""
     for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards):
         yield Finding(Level.ERROR, "memory", problem)
+    for problem in state_problems(topology, spec, here):
+        yield Finding(Level.ERROR, "model", problem)
     for problem in pool_problems(topology, spec, here, available_bytes):
         yield Finding(Level.ERROR, "memory", problem)
     for warning in small_pools(topology, spec, here):

@@ -47,6 +47,9 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Pages kept for later prompts, which no request uses at the moment."""
     aux_total: int = 0
     aux_free: int = 0
+    states_total: int = 0
+    """Rows of recurrent state; 0 if the model has none."""
+    states_free: int = 0
     steps: int = 0
     tokens: int = 0
     """Tokens since start: prompt tokens computed (P), tokens emitted (D)."""

@@ -40,6 +40,7 @@ from chitu.instance.page_sums import FinishedPages
 from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
+from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_cache.state_sums import state_seals_of
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
 from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
@@ -205,6 +206,7 @@ def _build(
         cache,
         MetadataBuffers(pool.aux_rows, 4 * pool.layout.vocab_size),
         tiers,
+        StateSlots(pool.num_state_slots),
         rank.grammars,
         _finished_pages(instance, pool, cache),
         rank.prepare_thread,
@@ -225,7 +227,7 @@ def _build(
         control_port=0,
         layout=pool.layout,
         max_model_len=executor.info.max_model_len,
-        num_slots=executor.info.num_slots,
+        num_slots=_choices_at_once(executor.info.num_slots, pool.num_state_slots),
         num_pages=cache.num_pages,
         pid=os.getpid(),
         follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
@@ -288,6 +290,11 @@ def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManag
     return None if sums is None else FinishedPages(sums, cache, pool.layout)
 
 
+def _choices_at_once(num_slots: int, num_state_slots: int) -> int:
+    """Return for how many choices of a prompt there are slots at once; each has a state row, and the prompt has one."""
+    return min(num_slots, max(1, num_state_slots - 1)) if num_state_slots else num_slots
+
+
 def _device_kind(instance: Instance) -> str:
     return instance.config.devices[MAIN_RANK].partition(":")[0]
 
@@ -305,8 +312,9 @@ def _tracer(instance: Instance, incarnation: Incarnation, comm: CommLoop, pool: 
 
 
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:
-    """Return the prefix of the keys of cached pages; None if nothing is cached."""
-    if not topology.cache.prefix_cache:
+    """Return the prefix of the keys of cached pages; None if nothing is cached. Nothing is beside recurrent state: no
+    prefix of a prompt has it."""
+    if not topology.cache.prefix_cache or engine.pool.layout.state:
         return None
     fingerprint, model = layout_fingerprint(engine.pool.layout), topology.model
     if not (has_tiers(topology, instance) and has_lasting_tiers(topology)):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +20,7 @@ from chitu.engine.executor import (
     Admit,
     AppendPages,
     CopyPage,
+    CopyState,
     DoneStep,
     ExecutorInfo,
     FirstToken,
@@ -32,7 +34,8 @@ from chitu.engine.executor import (
 from chitu.errors import Internal
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES, aux_row_bytes
 from chitu.kv_cache.pool import shared_memory
-from chitu.protocol import KVLayout, SamplingParams, pack_logprobs, unpack_i32
+from chitu.kv_cache.state_row import STAMP_BYTES, StateStamp, digest_of
+from chitu.protocol import KVLayout, SamplingParams, StateTensor, pack_i32, pack_logprobs, unpack_i32
 from chitu.types import Ready
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -53,6 +56,9 @@ FIRST_TOKEN = 16
 """Smallest id of an answer; smaller ones are special tokens of a tokenizer."""
 _KV = struct.Struct("<3I")
 _REGIONS = [region.to_bytes(4, "little") for region in range(NUM_REGIONS)]
+FAKE_STATE = (StateTensor(0, "sum", "float32", (4, 4)),)
+"""State of these executors' layouts, if they have one: the checksum of the KV of the tokens taken in, in each word."""
+STATE_ROW_BYTES = STAMP_BYTES + 64
 _ROW = struct.Struct("<4sI")
 _ROW_MARK = b"FAKE"
 
@@ -111,6 +117,11 @@ class _FakeSlot:
     lacks_restore: bool
     """Whether it was admitted with KV that is not in its pages and was not restored yet."""
     adapter: int
+    state_slot: int = -1
+    taken: int = 0
+    """Checksum that its state row must have."""
+    wrong: int = 0
+    """Difference that a wrong state makes to every token."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -120,18 +131,27 @@ class _Saved:
     kv_len: int
     state: int
     """Checksum of the tokens whose KV is saved."""
+    row: NDArray[np.uint8] | None
+    """Its state row."""
 
 
 class FakeExecutor:
-    """Executor without tensors. `aux_rows` is memory `[aux slots, bytes]`; by default there are none."""
+    """Executor without tensors. `aux_rows` is memory `[aux slots, bytes]`, `state_rows` memory `[state slots, bytes]`
+    of rows of `FAKE_STATE`; by default there are none."""
 
     def __init__(
-        self, info: ExecutorInfo, num_pages: int, page_size: int, aux_rows: NDArray[np.uint8] | None = None
+        self,
+        info: ExecutorInfo,
+        num_pages: int,
+        page_size: int,
+        aux_rows: NDArray[np.uint8] | None = None,
+        state_rows: NDArray[np.uint8] | None = None,
     ) -> None:
         self.info = info
         self.num_pages = num_pages
         self.page_size = page_size
         self._aux_rows = np.zeros((0, 128), np.uint8) if aux_rows is None else aux_rows
+        self._state_rows = np.zeros((0, STATE_ROW_BYTES), np.uint8) if state_rows is None else state_rows
         self._slots: dict[int, _FakeSlot] = {}
         self._users: dict[int, list[int]] = {}
         """Slots that use each page."""
@@ -152,6 +172,10 @@ class FakeExecutor:
     @property
     def saved_keys(self) -> frozenset[int]:
         return frozenset(self._saved)
+
+    def state_row(self, state_slot: int) -> memoryview:
+        """Return the writable bytes of one state row."""
+        return memoryview(self._state_rows[state_slot])
 
     def aux_row(self, aux_slot: int) -> memoryview:
         """Return the writable bytes of one row, which a transport copies."""
@@ -183,6 +207,8 @@ class FakeExecutor:
             self._append(append)
         for copy in plan.copy:
             self._copy(copy)
+        for copy_state in plan.copy_state:
+            self._copy_state(copy_state)
         for restore in plan.restore:
             self._restore(restore)
         for first in plan.first_tokens:
@@ -241,9 +267,51 @@ class FakeExecutor:
             adapter=admit.adapter,
         )
         self._take_pages(slot, state, admit.pages)
+        self._take_state(slot, state, admit)
         self._require_pages(slot, state, admit.kv_len)
         if admit.kv_len == len(tokens):  # a transfer writes the KV, or has written it
             self._fill(state, 0, admit.kv_len)
+
+    # ------------------------------------------------------------------------------------------------------ state rows
+
+    def _take_state(self, slot: int, state: _FakeSlot, admit: Admit) -> None:
+        row = admit.state_slot
+        if not len(self._state_rows):
+            _check(row == -1, f"slot {slot}: state row {row}, of none")
+            return
+        _check(-1 <= row < len(self._state_rows), f"slot {slot}: state row {row} of {len(self._state_rows)}")
+        users = [other for other, each in self._slots.items() if each.state_slot == row >= 0]
+        _check(not users, f"slot {slot}: state row {row}, which slots {users} have")
+        state.state_slot, state.taken = row, _state_of(state.tokens[: admit.kv_len], state.adapter)
+        if row >= 0 and not admit.kv_len:
+            self._state_rows[row] = 0
+
+    def _move_state(self, slot: int, state: _FakeSlot, start: int, end: int, is_chunk: bool) -> None:
+        """Take the tokens `[start, end)` into the slot's state row, and stamp it behind a chunk."""
+        if not len(self._state_rows):
+            return
+        _check(state.state_slot >= 0, f"slot {slot} computes without a state row")
+        row = self._state_rows[state.state_slot]
+        words = row[STAMP_BYTES:].view(np.uint32)
+        if (words != state.taken).any():
+            self._find_wrong_state(slot, state, zlib.crc32(words.tobytes()))
+        state.taken = _state_of(state.tokens[start:end], state.adapter, state.taken, start)
+        words[:] = state.taken ^ state.wrong
+        if is_chunk:
+            stamp = StateStamp(end, digest_of(pack_i32(state.tokens[:end]))).pack()
+            row[: len(stamp)] = np.frombuffer(stamp, np.uint8)
+
+    def _find_wrong_state(self, slot: int, state: _FakeSlot, found: int) -> None:
+        """Take note of a state row that holds something else than it must."""
+        raise InvariantViolation(f"slot {slot}: state row {state.state_slot} holds the state of other tokens")
+
+    def _copy_state(self, copy: CopyState) -> None:
+        state = self._live(copy.slot, "copy of a state")
+        _check(
+            0 <= copy.source < len(self._state_rows) and 0 <= state.state_slot != copy.source,
+            f"slot {copy.slot}: state row {copy.source} is copied to {state.state_slot}",
+        )
+        self._state_rows[state.state_slot] = self._state_rows[copy.source]
 
     def _append(self, append: AppendPages) -> None:
         self._take_pages(append.slot, self._live(append.slot, "append"), append.pages)
@@ -267,6 +335,13 @@ class FakeExecutor:
                 return False
         return len(pages) * self.page_size >= len(tokens)
 
+    def _is_repeat(self, page: int, state: _FakeSlot, end: int) -> bool:
+        """Return whether a page holds already what is written to it: a state that is computed anew writes KV twice."""
+        adapter, known, known_end = self._held.get(page, (0, [], 0))
+        last = min(end, known_end)
+        is_same = last > 0 and adapter == state.adapter and known[:last] == state.tokens[:last]
+        return is_same and len(self._state_rows) > 0
+
     def _fill(self, state: _FakeSlot, start: int, end: int) -> None:
         """Record that the KV of its tokens `[start, end)` is in its pages."""
         for number in range(start // self.page_size, -(-end // self.page_size)):
@@ -276,7 +351,7 @@ class FakeExecutor:
     def _compute(self, slot: int, state: _FakeSlot, end: int) -> None:
         """Record the KV of the tokens from `kv_len` to `end` as computed."""
         for page in state.pages[state.kv_len // self.page_size : -(-end // self.page_size)]:
-            if self._users[page] != [slot]:
+            if self._users[page] != [slot] and not self._is_repeat(page, state, end):
                 raise InvariantViolation(f"slot {slot} writes to page {page}, which slots {self._users[page]} use")
         self._fill(state, state.kv_len, end)
         state.kv_len = end
@@ -309,7 +384,8 @@ class FakeExecutor:
         _check(offload.key not in self._saved, f"offload under key {offload.key}, which is in use")
         _check(not state.lacks_restore, f"offload of slot {offload.slot}, whose KV was never restored")
         _check(state.kv_len > 0, f"offload of slot {offload.slot}, which holds no KV")
-        self._saved[offload.key] = _Saved(state.kv_len, _state_of(state.tokens[: state.kv_len], state.adapter))
+        row = self._state_rows[state.state_slot].copy() if state.state_slot >= 0 else None
+        self._saved[offload.key] = _Saved(state.kv_len, _state_of(state.tokens[: state.kv_len], state.adapter), row)
         self._release(offload.slot)
 
     def _restore(self, restore: Restore) -> None:
@@ -326,6 +402,8 @@ class FakeExecutor:
             f"slot {restore.slot}: the KV under key {restore.key} is of other tokens",
         )
         state.lacks_restore = False
+        if saved.row is not None:
+            self._state_rows[state.state_slot] = saved.row
         self._fill(state, 0, state.kv_len)
 
     def _first_token(self, first: FirstToken, result: StepResult) -> None:
@@ -347,6 +425,7 @@ class FakeExecutor:
         _check(not state.lacks_restore, f"slot {chunk.slot}: prefill onto KV that was never restored")
         self._require_pages(chunk.slot, state, end)
         self._compute(chunk.slot, state, end)
+        self._move_state(chunk.slot, state, chunk.start, end, is_chunk=True)
         if chunk.logprobs >= 0:
             behind = state.tokens[chunk.start + 1 : end + 1]
             result.prompt_logprobs[chunk.slot] = b"".join([fake_logprobs(token, chunk.logprobs) for token in behind])
@@ -365,11 +444,13 @@ class FakeExecutor:
             raise InvariantViolation(f"slot {slot}: decode with KV that was never restored")
         self._require_pages(slot, state, state.kv_len + 1)
         self._compute(slot, state, state.kv_len + 1)
+        self._move_state(slot, state, state.kv_len - 1, state.kv_len, is_chunk=False)
         self._sample(slot, state, state.state, result)
 
     def _sample(self, slot: int, state: _FakeSlot, checksum: int, result: StepResult) -> None:
         if state.sampling is None:
             raise InvariantViolation(f"slot {slot} was admitted without sampling parameters and shall sample")
+        checksum ^= state.wrong
         emitted = len(state.tokens) - state.prompt_len
         if emitted >= state.sampling.max_tokens:
             raise InvariantViolation(f"slot {slot}: token {emitted + 1} of {state.sampling.max_tokens}")
@@ -398,8 +479,9 @@ def _check(holds: bool, message: str) -> None:
 NUM_LAYERS = NUM_REGIONS // 2
 
 
-def checksum_layout(page_size: int, vocab_size: int) -> KVLayout:
-    return KVLayout.uniform("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
+def checksum_layout(page_size: int, vocab_size: int, *, has_state: bool = False) -> KVLayout:
+    layout = KVLayout.uniform("checksum", NUM_LAYERS, 1, RECORD_BYTES // 4, page_size, "float32", vocab_size)
+    return msgspec.structs.replace(layout, state=FAKE_STATE) if has_state else layout
 
 
 class ChecksumDevice(NamedTuple):
@@ -410,27 +492,33 @@ class ChecksumPool:
     """A `PagedMemory` with pages, aux rows and space for transports in one shared file, laid out as in `KVPool`."""
 
     device = ChecksumDevice("cpu")
-    state_base = state_row_bytes = num_state_slots = 0
 
-    def __init__(self, layout: KVLayout, num_pages: int, num_aux_slots: int, transfer_bytes: int = 0) -> None:
+    def __init__(
+        self, layout: KVLayout, num_pages: int, num_aux_slots: int, transfer_bytes: int = 0, num_state_slots: int = 0
+    ) -> None:
         self.layout = layout
         self.num_pages = num_pages
         self.num_aux_slots = num_aux_slots
         self.page_bytes = layout.page_bytes
         self.aux_row_bytes = aux_row_bytes(layout.vocab_size)
         region_bytes = num_pages * layout.page_size * RECORD_BYTES
-        transfer_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
+        state_offset = NUM_REGIONS * region_bytes + num_aux_slots * self.aux_row_bytes
+        self.num_state_slots = num_state_slots if layout.state else 0
+        self.state_row_bytes = STATE_ROW_BYTES if layout.state else 0
+        transfer_offset = state_offset + self.num_state_slots * self.state_row_bytes
         self.arena_bytes = transfer_offset + transfer_bytes
         mapping = shared_memory("chitu-kv", self.arena_bytes, "the KV cache")
         self.arena_base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self.region_bases = tuple(self.arena_base + r * region_bytes for r in range(NUM_REGIONS))
         self.aux_base = self.arena_base + NUM_REGIONS * region_bytes
+        self.state_base = self.arena_base + state_offset
         self.transfer_base = self.arena_base + transfer_offset
         arena = np.frombuffer(mapping, dtype=np.uint8)
         shape = (NUM_REGIONS, num_pages * layout.page_size, RECORD_BYTES)
         self.kv: NDArray[np.uint8] = arena[: NUM_REGIONS * region_bytes].reshape(shape)
         """KV of shape `[region, page * page_size + offset, RECORD_BYTES]`."""
-        self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : transfer_offset].reshape(
+        self.state_rows: NDArray[np.uint8] = arena[state_offset:transfer_offset].reshape(-1, STATE_ROW_BYTES)
+        self.aux_rows: NDArray[np.uint8] = arena[NUM_REGIONS * region_bytes : state_offset].reshape(
             -1, self.aux_row_bytes
         )
         """Aux rows: instead of logits, the checksum of the prompt's KV, and zeros."""
@@ -455,7 +543,7 @@ class ChecksumExecutor(FakeExecutor):
         pace: Pace,
         hold: Callable[[str], None] = lambda what: None,
     ) -> None:
-        super().__init__(info, pool.num_pages, pool.layout.page_size, pool.aux_rows)
+        super().__init__(info, pool.num_pages, pool.layout.page_size, pool.aux_rows, pool.state_rows)
         self._pool = pool
         self._pace = pace
         self._hold = hold
@@ -486,6 +574,10 @@ class ChecksumExecutor(FakeExecutor):
     def _admit(self, admit: Admit) -> None:
         super()._admit(admit)
         self._begins[admit.slot] = admit.kv_len
+
+    def _find_wrong_state(self, slot: int, state: _FakeSlot, found: int) -> None:
+        """Let it change every token."""
+        state.wrong = found | 1
 
     def _holds(self, pages: Sequence[int], tokens: list[int], adapter: int = 0) -> bool:
         """Accept any pages, since they may come from another process. Their contents show in the tokens."""

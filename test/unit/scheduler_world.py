@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.clock import FakeClock
 from support.executors import (
+    STATE_ROW_BYTES,
     ChecksumExecutor,
     ChecksumPool,
     FakeExecutor,
@@ -32,6 +33,7 @@ from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.roles import DecodeRole, PrefillRole, UnifiedRole
 from chitu.instance.token_manager import TokenManager
+from chitu.kv_cache.state_row import StateSlots, StateStamp, read_stamp
 from chitu.kv_cache.tiers.host_pages import HostPages
 from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, PageStore
@@ -109,8 +111,10 @@ class Instance:
         request_timeout_s: float = math.inf,
         info: ExecutorInfo = INFO,
         page_size: int = PAGE_SIZE,
+        state_slots: int = 0,
     ) -> None:
-        """Make the instance. With `overlap` its device returns results late."""
+        """Make the instance. With `overlap` its device returns results late. With `state_slots` its model has a
+        recurrent state."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
         self.has_logprobs: dict[bytes, bool] = {}
@@ -123,9 +127,13 @@ class Instance:
         self.ports: dict[int, list[bytes]] = {}
         """Rooms of the messages that went to the token port of each API process."""
         self.open_ports: list[int] = []
-        self.cache = PagedKVCacheManager(num_pages, page_size, b"model")
+        self.cache = PagedKVCacheManager(num_pages, page_size, None if state_slots else b"model")
+        self.states = StateSlots(state_slots)
         self.aux = make_aux(aux_slots)
-        self.executor = executor(info, num_pages, page_size, np.zeros((aux_slots, 128), np.uint8))
+        rows = [np.zeros((aux_slots, 128), np.uint8)]
+        if state_slots:
+            rows.append(np.full((state_slots, STATE_ROW_BYTES), 0xFF, np.uint8))
+        self.executor = executor(info, num_pages, page_size, *rows)
         self.late = late(self.executor)
         layout = KVLayout.uniform("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
         self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: Silence(), self.clock)
@@ -136,7 +144,12 @@ class Instance:
         core = InstanceCore(
             SchedulerSettings(config, DeadlineConfig(), request_timeout_s=request_timeout_s, overlap=overlap),
             LoadedEngine(
-                self.late if overlap else self.executor, self.cache, self.aux, self.make_tiers(), grammars=grammars
+                self.late if overlap else self.executor,
+                self.cache,
+                self.aux,
+                self.make_tiers(),
+                self.states,
+                grammars=grammars,
             ),
             TokenManager(1, self._take, self._open_port),
             self.failures.__setitem__,
@@ -189,6 +202,7 @@ class Instance:
 
     def check_empty(self) -> None:
         self.cache.check_idle()
+        self.states.check_idle()
         assert not self.executor.saved_keys
         untold = [room for room, traced in self.tracer.rooms.items() if traced.ended_s is None]
         assert not untold, "rooms that would be traced for ever"
@@ -223,6 +237,9 @@ class Wire:
         self.prefix_pages: dict[bytes, int] = {}
         self.requested: set[bytes] = set()
         self.computed: dict[bytes, int] = {}
+        self.sent_states: dict[bytes, int] = {}
+        self.stamps: dict[bytes, tuple[int, StateStamp]] = {}
+        """State row on D, and what the state there must have taken in."""
         self.prompt_logprobs: dict[bytes, bytes | None] = {}
         self.delivered: set[bytes] = set()
         self.dead: set[bytes] = set()
@@ -246,8 +263,9 @@ class Wire:
 
     def end_step(self) -> None: ...
 
-    def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+    def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None, state_slot: int = -1) -> None:
         self.computed[room] = aux_slot
+        self.sent_states[room] = state_slot
         self.prompt_logprobs[room] = prompt_logprobs
 
     def reset(self, room: bytes) -> bool:
@@ -265,7 +283,10 @@ class Wire:
         prefill_incarnation: int,
         prefix_pages: int,
         page_sums: bool,
+        state_slot: int = -1,
+        digest: int = 0,
     ) -> None:
+        self.stamps[room] = state_slot, StateStamp(num_tokens, digest)
         needs_kv = self.decode is None or self.decode.scheduler._sequences._all[room].needs_kv
         page_size = PAGE_SIZE if self.decode is None else self.decode.cache.page_size
         assert len(pages) == (-(-num_tokens // page_size) if needs_kv else 0)
@@ -298,11 +319,22 @@ class Wire:
                 self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room))
             else:
                 del self.computed[room]
+                self._deliver_state(room)
                 lines = self.prompt_logprobs[room]
                 self.events_d.append(
                     TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, prompt_logprobs=lines)
                 )
                 self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
+
+    def _deliver_state(self, room: bytes) -> None:
+        """Copy a state row as the transfer layer does, which requires that P has computed the whole prompt."""
+        assert self.prefill and self.decode
+        source, (target, stamp) = self.sent_states[room], self.stamps[room]
+        assert (target >= 0) <= (source >= 0)
+        if target >= 0:
+            row = self.prefill.executor.state_row(source)
+            assert read_stamp(bytes(row)) == stamp
+            self.decode.executor.state_row(target)[:] = row
 
 
 class PSide(Wire):

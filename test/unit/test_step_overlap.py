@@ -371,10 +371,12 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
         def end_step(self) -> None:
             handed.append("end")
 
-        def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None) -> None:
+        def send_rows(
+            self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None, state_slot: int = -1
+        ) -> None:
             handed.append(f"logits of {room[-1]}")
             assert prefill.executor.aux_row(aux_slot)[64:68] == b"FAKE"
-            super().send_rows(room, aux_slot, prompt_logprobs)
+            super().send_rows(room, aux_slot, prompt_logprobs, state_slot)
 
     prefill = Instance(32, sender=Side(Wire()), chunk=16, overlap=True)
     for index in (1, 2):
