@@ -70,6 +70,12 @@ whose `signature` signs nothing. `usage.cache_read_input_tokens` counts what P o
 rest of the prompt. Errors are Anthropic's error object; where other routes answer 503 because nothing can serve the
 request now, these answer 529. A prompt longer than the context is an error that begins with `prompt is too long`, which
 agents act on. An API key may come as `X-API-Key`, at every route.
+
+Agents offer tools by default that only the servers of their own API can run (`web_search`, `local_shell`, `mcp`, ...).
+Such tools, and items of an earlier turn that came from them, are left out of the prompt, and the header
+`X-Chitu-Warning` says so; to choose one of them is an error. So the Codex CLI works at `/v1/responses` as it is, with a
+model whose chat template calls tools. Its custom tools take text: the model sees a function with the argument `input`,
+and a grammar of theirs (Lark or a regular expression) is a pattern of that argument, which calls always follow.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

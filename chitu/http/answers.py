@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -21,6 +21,7 @@ import msgspec
 from fastapi.responses import Response, StreamingResponse
 
 from chitu.errors import ChituError, InvalidRequest
+from chitu.http.custom_tools import input_of
 from chitu.http.messages.call_parser import CallDelta, MessageDelta
 from chitu.http.proof import Proof
 from chitu.http.replies import (
@@ -38,6 +39,7 @@ from chitu.http.replies import (
     UsageReply,
 )
 from chitu.http.token_logprobs import PromptLogprobs
+from chitu.http.translation import encoded_reasoning
 from chitu.net.http import Scope, error_body, header, query_value
 
 WRITE_BYTES = 64 << 10
@@ -408,8 +410,11 @@ class ItemsFormat(abc.ABC):
         if delta.content:
             events += self._add("message", delta.content)
         for call in delta.calls:
-            events += self._add(str(call.place), call.arguments, call)
+            events += self._add(str(call.place), self._text_of(call), call)
         return events
+
+    def _text_of(self, call: CallDelta) -> str:
+        return call.arguments
 
     def _add(self, kind: str, text: str, call: CallDelta | None = None) -> bytes:
         events = b""
@@ -436,9 +441,19 @@ class ItemsFormat(abc.ABC):
 
 
 class ResponsesFormat(ItemsFormat):
-    def __init__(self, response_id: str, created_s: int, model: str, echo: dict[str, Any]) -> None:
-        """`echo`: see `echo_of`."""
+    def __init__(
+        self,
+        response_id: str,
+        created_s: int,
+        model: str,
+        echo: dict[str, Any],
+        custom_tools: Collection[str] = (),
+        encodes_reasoning: bool = False,
+    ) -> None:
+        """`echo`: see `echo_of`. The last two arguments: see `ParsedRequest`."""
         super().__init__()
+        self._custom_tools = custom_tools
+        self._encodes_reasoning = encodes_reasoning
         self._id = response_id
         self._whole = ResponsesReply(
             id=ID_PREFIXES[2] + response_id,
@@ -516,16 +531,22 @@ class ResponsesFormat(ItemsFormat):
         )
         return whole
 
+    def _text_of(self, call: CallDelta) -> str:
+        # A call comes whole, so its text can be read.
+        return input_of(call.arguments) if call.name in self._custom_tools else call.arguments
+
     def _filled(self, kind: str, text: str) -> bytes:
-        name = _TEXTS[kind][0] if kind in _TEXTS else "function_call_arguments"
+        name = _TEXTS[kind][0] if kind in _TEXTS else _ARGUMENTS[self._output[-1]["type"]][0]
         return self._event(f"response.{name}.delta", **self._place(kind), delta=text, **_LOGPROBS.get(kind, {}))
 
     def _open(self, kind: str, call: CallDelta | None) -> bytes:
         number = len(self._output)
         item: dict[str, Any]
         if call is not None:
-            item = {"id": f"fc_{self._id}_{number}", "type": "function_call", "call_id": call.id, "name": call.name}
-            item["arguments"] = ""
+            kind_of_call = "custom_tool_call" if call.name in self._custom_tools else "function_call"
+            _, prefix, field = _ARGUMENTS[kind_of_call]
+            item = {"id": f"{prefix}_{self._id}_{number}", "type": kind_of_call, "call_id": call.id, "name": call.name}
+            item[field] = ""
         elif kind == "reasoning":
             item = {"id": f"rs_{self._id}_{number}", "type": "reasoning", "summary": [], "content": []}
         else:
@@ -544,10 +565,14 @@ class ResponsesFormat(ItemsFormat):
         place = self._place(kind)
         self._kind = ""
         item["status"] = status
-        if item["type"] == "function_call":
-            item["arguments"] = text
-            events = self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)
+        if item["type"] in _ARGUMENTS:
+            name, _, field = _ARGUMENTS[item["type"]]
+            item[field] = text
+            named = {"name": item["name"]} if item["type"] == "function_call" else {}
+            events = self._event(f"response.{name}.done", **place, **named, **{field: text})
         else:
+            if kind == "reasoning" and self._encodes_reasoning:
+                item["encrypted_content"] = encoded_reasoning(text)
             item["content"] = [_part(kind, text)]
             events = self._event(f"response.{_TEXTS[kind][0]}.done", **place, text=text, **_LOGPROBS.get(kind, {}))
             events += self._event("response.content_part.done", **place, part=item["content"][0])
@@ -571,6 +596,11 @@ _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "reasoning": ("reasoning_text", {}),
 }
 """Kinds of items that have text parts -> the part's type and its further fields."""
+_ARGUMENTS = {
+    "function_call": ("function_call_arguments", "fc", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "ctc", "input"),
+}
+"""Types of calls -> the name of their events, the prefix of their ids, and the field with their text."""
 _LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}
 
 

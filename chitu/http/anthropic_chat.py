@@ -89,7 +89,7 @@ def chat_of_messages(
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
         chat.cache_salt = body.cache_salt
         chat.return_proof, chat.return_receipt = body.return_proof, body.return_receipt
-    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, TOO_LONG))
+    return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, too_long=TOO_LONG))
 
 
 def _tools(given: list[MessagesTool], warnings: list[str]) -> tuple[list[Tool], list[int]]:

@@ -60,8 +60,17 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of OpenAI and vLLM."""
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`body_reader.py`)."""
-ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+ITEM_TYPES = (
+    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
+)
 PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+ENCRYPTED = "reasoning.encrypted_content"
+INCLUDABLE = (
+    *(ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
+    *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
+)
+"""Values of `include`. All but the first are of items that no answer of this server has."""
 
 Effect = Literal["served", "refused", "without effect"]
 SERVED: Effect = "served"
@@ -494,6 +503,11 @@ class ChatBody(GenerationBody, kw_only=True):
 # ------------------------------------------------------------------------------------------------------------ responses
 
 
+_OfLeftOutItem = Annotated[Unread, ignored("of an item that is left out of the prompt")]
+_OfLeftOutTool = Annotated[Unread, ignored("of a tool that is left out of the prompt")]
+_AtOnce = Annotated[Unread, ignored("the tool is in the prompt at once")]
+
+
 class InputPart(msgspec.Struct, forbid_unknown_fields=True):
     type: Annotated[
         str,
@@ -515,7 +529,11 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Annotated[
         Annotated[str, documented(enum=list(ITEM_TYPES))] | None,
-        note("`message` (default), `function_call`, `function_call_output`, `reasoning`"),
+        note(
+            "`message` (default), `function_call`, `function_call_output`, `custom_tool_call`, "
+            "`custom_tool_call_output`, `reasoning`. Those of tools that run on other servers (`web_search_call`, "
+            "`local_shell_call`, `mcp_call`, ...) are left out of the prompt, and the header X-Chitu-Warning says so"
+        ),
     ] = None
     role: Annotated[_Role | None, note("of a message")] = None
     content: Annotated[
@@ -524,29 +542,100 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     call_id: Annotated[CallId | None, note("of a call and its output")] = None
     name: Annotated[ToolName | None, note("of a call")] = None
     arguments: Annotated[str | None, note("of a call, JSON")] = None
+    input: Annotated[str | None, note("of a `custom_tool_call`: its text")] = None
     output: Annotated[_Parts | None, note("of a call's output: text, or parts")] = None
+    encrypted_content: Annotated[
+        str | None, note("of `reasoning` without `content`: its text, if it is of an answer of this server")
+    ] = None
     id: _SentBack = msgspec.UNSET
     status: _SentBack = msgspec.UNSET
     phase: _SentBack = msgspec.UNSET
     caller: _SentBack = msgspec.UNSET
     namespace: _SentBack = msgspec.UNSET
     summary: _SentBack = msgspec.UNSET
-    encrypted_content: _SentBack = msgspec.UNSET
+    action: _OfLeftOutItem = msgspec.UNSET
+    result: _OfLeftOutItem = msgspec.UNSET
+    results: _OfLeftOutItem = msgspec.UNSET
+    queries: _OfLeftOutItem = msgspec.UNSET
+    code: _OfLeftOutItem = msgspec.UNSET
+    container_id: _OfLeftOutItem = msgspec.UNSET
+    outputs: _OfLeftOutItem = msgspec.UNSET
+    operation: _OfLeftOutItem = msgspec.UNSET
+    environment: _OfLeftOutItem = msgspec.UNSET
+    execution: _OfLeftOutItem = msgspec.UNSET
+    tools: _OfLeftOutItem = msgspec.UNSET
+    server_label: _OfLeftOutItem = msgspec.UNSET
+    error: _OfLeftOutItem = msgspec.UNSET
     metadata: Without = msgspec.UNSET
     cache_control: Uncached = msgspec.UNSET
 
 
+class CustomFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: Annotated[str, documented(enum=["text", "grammar"]), note("`text` or `grammar`")]
+    syntax: Annotated[Annotated[str, documented(enum=["lark", "regex"])] | None, note("`lark` or `regex`")] = None
+    definition: Annotated[
+        _GrammarText | None,
+        note(
+            "calls follow it. A grammar in Lark with a rule that refers to itself (or `%ignore`, or a terminal of the "
+            "tokenizer) is in the prompt alone, and the header X-Chitu-Warning says so"
+        ),
+    ] = None
+
+
 class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: _FunctionType
-    name: _NameOfTool
+    type: Annotated[
+        str,
+        note(
+            "`function`, or `custom`: a tool that takes text, which the model sees as a function with the argument "
+            "`input`. Any other (`web_search`, `local_shell`, `mcp`, ...) runs on other servers alone: it is left out "
+            "of the prompt, and the header X-Chitu-Warning says so"
+        ),
+    ]
+    name: Annotated[ToolName | None, note("1 to 128 characters, each once; of a function or custom tool")] = None
     description: str | None = None
     parameters: _Parameters = None
     strict: Annotated[bool | None, note("as of a chat")] = None
+    format: Annotated[CustomFormat | None, note("of a custom tool; default: any text")] = None
     cache_control: Uncached = msgspec.UNSET
+    defer_loading: _AtOnce = msgspec.UNSET
+    allowed_callers: _AtOnce = msgspec.UNSET
+    output_schema: Annotated[Unread, ignored("no chat template shows it")] = msgspec.UNSET
+    filters: _OfLeftOutTool = msgspec.UNSET
+    user_location: _OfLeftOutTool = msgspec.UNSET
+    search_context_size: _OfLeftOutTool = msgspec.UNSET
+    search_content_types: _OfLeftOutTool = msgspec.UNSET
+    external_web_access: _OfLeftOutTool = msgspec.UNSET
+    environment: _OfLeftOutTool = msgspec.UNSET
+    execution: _OfLeftOutTool = msgspec.UNSET
+    tools: _OfLeftOutTool = msgspec.UNSET
+    container: _OfLeftOutTool = msgspec.UNSET
+    vector_store_ids: _OfLeftOutTool = msgspec.UNSET
+    max_num_results: _OfLeftOutTool = msgspec.UNSET
+    ranking_options: _OfLeftOutTool = msgspec.UNSET
+    display_width: _OfLeftOutTool = msgspec.UNSET
+    display_height: _OfLeftOutTool = msgspec.UNSET
+    server_label: _OfLeftOutTool = msgspec.UNSET
+    server_url: _OfLeftOutTool = msgspec.UNSET
+    server_description: _OfLeftOutTool = msgspec.UNSET
+    connector_id: _OfLeftOutTool = msgspec.UNSET
+    authorization: _OfLeftOutTool = msgspec.UNSET
+    headers: _OfLeftOutTool = msgspec.UNSET
+    allowed_tools: _OfLeftOutTool = msgspec.UNSET
+    require_approval: _OfLeftOutTool = msgspec.UNSET
+    model: _OfLeftOutTool = msgspec.UNSET
+    size: _OfLeftOutTool = msgspec.UNSET
+    quality: _OfLeftOutTool = msgspec.UNSET
+    output_format: _OfLeftOutTool = msgspec.UNSET
+    output_compression: _OfLeftOutTool = msgspec.UNSET
+    background: _OfLeftOutTool = msgspec.UNSET
+    moderation: _OfLeftOutTool = msgspec.UNSET
+    partial_images: _OfLeftOutTool = msgspec.UNSET
+    input_fidelity: _OfLeftOutTool = msgspec.UNSET
+    action: _OfLeftOutTool = msgspec.UNSET
 
 
 class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: _FunctionType
+    type: Annotated[Literal["function", "custom"], note("`function` or `custom`")]
     name: _NameOfChosen
 
 
@@ -579,13 +668,24 @@ class ResponsesBody(Body, kw_only=True):
     temperature: Temperature = None
     top_p: TopP = None
     stream: Annotated[bool | None, note("server-sent events, each with a `sequence_number`")] = None
-    tools: Annotated[
-        Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128 functions")
-    ] = None
+    tools: Annotated[Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = (
+        None
+    )
     tool_choice: Annotated[ResponsesToolChoice | _Choice | None, note("as of a chat")] = None
     parallel_tool_calls: _OneCall = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
+    include: Annotated[
+        list[Annotated[str, documented(enum=list(INCLUDABLE))]] | None,
+        note(
+            "`reasoning.encrypted_content`: reasoning has its text there, too, encoded but not encrypted, for clients "
+            "that send back nothing else of it. What only items of other servers' tools have adds nothing"
+        ),
+    ] = None
+    truncation: Annotated[
+        Annotated[str, documented(enum=["auto", "disabled"])] | None,
+        note("`disabled` (default) or `auto`; with both, an input longer than the context is refused"),
+    ] = None
     metadata: Annotated[
         Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
     ] = None

@@ -310,7 +310,9 @@ class GenerationRoutes:
         if route == "messages":
             return MessagesFormat(request_id, name, parsed.fills_context)
         if route == "responses":
-            return ResponsesFormat(request_id, created_s, name, parsed.echo)
+            return ResponsesFormat(
+                *(request_id, created_s, name, parsed.echo, parsed.custom_tools, parsed.encodes_reasoning)
+            )
         make = ChatFormat if route == "chat" else CompletionFormat
         return make(request_id, created_s, name, parsed.options.include_usage)
 

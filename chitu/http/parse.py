@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -19,6 +20,7 @@ from chitu.http.anthropic_bodies import CountTokensBody
 from chitu.http.anthropic_chat import chat_of_messages
 from chitu.http.bodies import (
     EFFORTS,
+    ENCRYPTED,
     MAX_PROMPTS,
     TOOL_CHOICES,
     ChatBody,
@@ -36,9 +38,10 @@ from chitu.http.body_decoder import (
     messages_decoder,
     responses_decoder,
 )
+from chitu.http.custom_tools import with_pattern
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
-from chitu.http.responses_chat import chat_of_responses, echo_of
+from chitu.http.responses_chat import chat_of_responses, custom_names, echo_of
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerSize,
@@ -70,6 +73,8 @@ class CallSchema(NamedTuple):
     """Name of its field."""
     why: str
     """The reason why calls follow it."""
+    has_places: bool = True
+    """Whether the places within it are those of its field."""
 
 
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
@@ -109,6 +114,10 @@ class ParsedRequest(msgspec.Struct):
     """Name of the field that the samplings' grammar comes from."""
     call_schemas: tuple[CallSchema, ...] = ()
     """Schemas in a grammar of calls."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools that take text (`custom_tools.py`)."""
+    encodes_reasoning: bool = False
+    """The answer has its reasoning encoded, too (`ENCRYPTED`)."""
     fills_context: bool = False
     """The tokens of the answer are those that the context has room for, fewer than asked for."""
 
@@ -122,7 +131,7 @@ class ParsedRequest(msgspec.Struct):
             param = f"{self.grammar_param}{place[2]}"
             return InvalidRequest(f"{param}: {error.message}", param)
         schema = self.call_schemas[int(place[1])]
-        param = f"{schema.param}{place[2]}"
+        param = f"{schema.param}{place[2] if schema.has_places else ''}"
         return InvalidRequest(f"{param}: {error.message} ({schema.why})", param)
 
     @property
@@ -211,6 +220,8 @@ class BodyParser:
         translation = chat_of_responses(body, self._model.tokenizer.template_variables, warnings)
         parsed = self._translated(translation, context, warnings)
         parsed.echo = echo_of(body)
+        parsed.custom_tools = custom_names(body)
+        parsed.encodes_reasoning = ENCRYPTED in (body.include or ())
         return parsed
 
     def messages(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
@@ -242,12 +253,18 @@ class BodyParser:
         """Parse a chat that was made of another body, whose answer always has its usage."""
         names = translation.names
         try:
-            parsed = self._chat(translation.chat, context, warnings, caps)
+            parsed = self._chat(translation.chat, context, warnings, caps, translation.patterns)
         except InvalidRequest as error:
             raise names.renamed(error) from None
         if parsed.grammar_param is not None:
             parsed.grammar_param = names.of(parsed.grammar_param)
-        parsed.call_schemas = tuple([schema._replace(param=names.of(schema.param)) for schema in parsed.call_schemas])
+        parsed.call_schemas = tuple(
+            [
+                schema._replace(param=own, has_places=names.of(f"{schema.param}.x") != own)
+                for schema in parsed.call_schemas
+                for own in (names.of(schema.param),)
+            ]
+        )
         parsed.options.include_usage = True
         return parsed
 
@@ -261,14 +278,23 @@ class BodyParser:
         text = self._model.render(chat_messages(body.messages), variables, warnings, tools.offered)
         return RenderedChat(text, variables, tools, adapter)
 
-    def _chat(self, body: ChatBody, context: ParseContext, warnings: list[str], caps: bool = False) -> ParsedRequest:
-        """`caps`: more tokens than the rest of the context are no error, but cut to it."""
+    def _chat(
+        self,
+        body: ChatBody,
+        context: ParseContext,
+        warnings: list[str],
+        caps: bool = False,
+        patterns: Mapping[str, str] = MappingProxyType({}),
+    ) -> ParsedRequest:
+        """`caps`: more tokens than the rest of the context are no error, but cut to it. `patterns`: see
+        `Translation`."""
         text, variables, tools, adapter = self._rendered(body, warnings)
         plan, calls, schemas = self._model.message_plan(body, text, tools.offered), None, []
         if tools.enforced and plan is not None and plan.calls is not None:
             schemas = _call_schemas(body.tools or (), tools)
+            enforced = [_as_enforced(tool, patterns) for tool in tools.enforced]
             params = [schema.param for schema in schemas]
-            calls = grammar_of_calls(plan.calls, tools.enforced, params, plan.is_parallel, tools.is_required)
+            calls = grammar_of_calls(plan.calls, enforced, params, plan.is_parallel, tools.is_required)
             plan = plan._replace(is_enforced=True)
         reasoning = plan.reasoning_ahead(text) if plan is not None else None
         if variables.get("enable_thinking") is False:
@@ -386,6 +412,11 @@ class BodyParser:
         elif options.echo:
             prompt.echo = self._model.tokenizer.decode(ids, options.skip_special_tokens)
         return prompt
+
+
+def _as_enforced(tool: dict[str, Any], patterns: Mapping[str, str]) -> dict[str, Any]:
+    pattern = patterns.get(tool["function"]["name"])
+    return tool if pattern is None else with_pattern(tool, pattern)
 
 
 def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.bodies import (
+    INCLUDABLE,
     ITEM_TYPES,
     PART_TYPES,
     CalledFunction,
@@ -27,12 +28,22 @@ from chitu.http.bodies import (
     MessageToolCall,
     ResponseFormat,
     ResponsesBody,
+    ResponsesTool,
     ResponsesToolChoice,
     TextFormat,
     Tool,
     ToolFunction,
 )
-from chitu.http.translation import FieldNames, Translation, served_effort, text_of_parts
+from chitu.http.custom_tools import arguments_of, function_of
+from chitu.http.translation import (
+    FieldNames,
+    Translation,
+    add_text,
+    decoded_reasoning,
+    left_out,
+    served_effort,
+    text_of_parts,
+)
 
 _NAMES = (
     (re.compile(r"messages(?=\[|\.|\Z).*"), "input"),
@@ -43,18 +54,35 @@ _NAMES = (
 """Fields of a chat -> the fields of this route that they are made from."""
 
 
+_HOSTED = (
+    *("web_search", "file_search", "image_generation", "code_interpreter", "computer", "local_shell", "shell"),
+    *("apply_patch", "tool_search", "mcp"),
+)
+LEFT_OUT_ITEMS = frozenset(
+    {
+        *(f"{tool}_call" for tool in _HOSTED),
+        *(f"{tool}_call_output" for tool in _HOSTED),
+        *("tool_search_output", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
+        *("program", "program_output", "additional_tools", "compaction", "compaction_trigger"),
+    }
+)
+"""Items of what runs on other servers alone."""
+
+
 def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings: list[str]) -> Translation:
     """Return the chat. `variables`: what its template reads. Raise InvalidRequest for items and parts that are neither
     text nor calls; `warnings` gets a sentence about what has no effect."""
     if body.input is None or body.input == []:
         raise InvalidRequest("input is required: text, or a list of items", "input")
+    _check(body)
     messages = [] if body.instructions is None else [ChatMessage("system", body.instructions)]
     if isinstance(body.input, str):
         messages.append(ChatMessage("user", body.input))
     else:
-        messages += _messages(body.input)
+        messages = _messages(body.input, messages, warnings)
+    tools = _tools(body.tools or [], warnings)
     chosen = body.tool_choice
-    choice = ChosenTool(chosen.type, ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
+    choice = ChosenTool("function", ChosenFunction(chosen.name)) if isinstance(chosen, ResponsesToolChoice) else chosen
     text = body.text.format if body.text is not None else None
     effort = body.reasoning.effort if body.reasoning is not None else None
     chat = ChatBody(
@@ -64,7 +92,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         temperature=body.temperature,
         top_p=body.top_p,
         stream=body.stream,
-        tools=[Tool(t.type, ToolFunction(t.name, t.description, t.parameters, t.strict)) for t in body.tools or ()],
+        tools=tools.functions,
         tool_choice=choice,
         response_format=_response_format(text) if text is not None else None,
         parallel_tool_calls=body.parallel_tool_calls,
@@ -73,7 +101,51 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_proof=body.return_proof,
         return_receipt=body.return_receipt,
     )
-    return Translation(chat, FieldNames(_NAMES, range(len(body.tools or ()))))
+    return Translation(chat, FieldNames(_NAMES, tools.places, (), tools.custom_places), tools.patterns)
+
+
+def _check(body: ResponsesBody) -> None:
+    """Raise InvalidRequest for values of fields that ask for what is not served."""
+    for i, value in enumerate(body.include or ()):
+        if value not in INCLUDABLE:
+            raise InvalidRequest(f"include[{i}]: {value[:40]!r} is not supported yet", f"include[{i}]")
+    if body.truncation not in (None, "auto", "disabled"):
+        raise InvalidRequest("truncation must be auto or disabled", "truncation")
+
+
+class _Tools(NamedTuple):
+    functions: list[Tool]
+    places: list[int]
+    """Place in the body of each function."""
+    custom_places: list[int]
+    patterns: dict[str, str]
+
+
+def _tools(given: list[ResponsesTool], warnings: list[str]) -> _Tools:
+    tools, others = _Tools([], [], [], {}), {}
+    for i, tool in enumerate(given):
+        if tool.type not in ("function", "custom"):
+            others[f"tools[{i}]"] = tool.type
+            continue
+        if tool.name is None:
+            raise InvalidRequest(f"tools[{i}].name is required", f"tools[{i}].name")
+        if tool.type == "function":
+            function = ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)
+        else:
+            function, pattern = function_of(tool, f"tools[{i}]", warnings)
+            tools.custom_places.append(i)
+            if pattern:
+                tools.patterns[tool.name] = pattern
+        tools.functions.append(Tool("function", function))
+        tools.places.append(i)
+    if others:
+        warnings.append(left_out([*others], others.values()))
+    return tools
+
+
+def custom_names(body: ResponsesBody) -> frozenset[str]:
+    """Return the names of the custom tools."""
+    return frozenset([tool.name for tool in body.tools or () if tool.type == "custom" and tool.name is not None])
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:
@@ -82,11 +154,16 @@ def _response_format(given: TextFormat) -> ResponseFormat:
     return ResponseFormat(given.type, schema=given.schema)
 
 
-def _messages(items: list[InputItem]) -> list[ChatMessage]:
-    messages: list[ChatMessage] = []
+def _messages(items: list[InputItem], messages: list[ChatMessage], warnings: list[str]) -> list[ChatMessage]:
+    """Return the messages with those of the items. Those of the system in a row are one, since many chat templates take
+    only one."""
+    others: dict[str, str] = {}
     for i, item in enumerate(items):
         where = f"input[{i}]"
         kind = item.type or "message"
+        if kind in LEFT_OUT_ITEMS:
+            others[where] = kind
+            continue
         if kind not in ITEM_TYPES:
             raise InvalidRequest(f"{where}.type: {kind[:40]!r} is not supported yet", f"{where}.type")
         if kind == "message":
@@ -95,21 +172,28 @@ def _messages(items: list[InputItem]) -> list[ChatMessage]:
             text = _text(item.content, f"{where}.content")
             if item.role == "assistant":
                 _of_model(messages, kind).content = text
+            elif item.role in ("system", "developer"):
+                add_text(messages, "system", text)
             else:
                 messages.append(ChatMessage(item.role, text))
-        elif kind == "function_call":
+        elif kind in ("function_call", "custom_tool_call"):
             if item.name is None or item.call_id is None:
-                raise InvalidRequest(f"{where}: a function_call has a name and a call_id", where)
+                raise InvalidRequest(f"{where}: a {kind} has a name and a call_id", where)
             own = _of_model(messages, kind)
-            call = MessageToolCall(CalledFunction(item.name, item.arguments), item.call_id)
+            arguments = item.arguments if kind == "function_call" else arguments_of(item.input or "")
+            call = MessageToolCall(CalledFunction(item.name, arguments), item.call_id)
             own.tool_calls = [*(own.tool_calls or ()), call]
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             if item.call_id is None or item.output is None:
-                raise InvalidRequest(f"{where}: a function_call_output has a call_id and an output", where)
+                raise InvalidRequest(f"{where}: a {kind} has a call_id and an output", where)
             text = _text(item.output, f"{where}.output")
             messages.append(ChatMessage("tool", text, tool_call_id=item.call_id))
         else:
-            _of_model(messages, kind).reasoning_content = _text(item.content or "", f"{where}.content")
+            text = _text(item.content or "", f"{where}.content")
+            text = text or decoded_reasoning(item.encrypted_content or "")
+            _of_model(messages, kind).reasoning_content = text
+    if others:
+        warnings.append(left_out([*others], others.values()))
     # Templates have no message of reasoning alone.
     return [message for message in messages if message.content is not None or message.tool_calls]
 
@@ -144,7 +228,7 @@ def echo_of(body: ResponsesBody) -> dict[str, Any]:
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "max_output_tokens": body.max_output_tokens,
         "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "tools": [_shown(tool) for tool in body.tools or ()],
         "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
         "text": {"format": _format_of(body)},
         "truncation": "disabled",
@@ -152,6 +236,13 @@ def echo_of(body: ResponsesBody) -> dict[str, Any]:
         "background": False,
         "previous_response_id": None,
     }
+
+
+def _shown(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as the answer repeats it: functions with all their fields, other tools with those that are set."""
+    fields = msgspec.structs.asdict(tool)
+    always = ("description", "parameters", "strict") if tool.type == "function" else ()
+    return {name: value for name, value in fields.items() if name in always or value not in (None, msgspec.UNSET)}
 
 
 def _format_of(body: ResponsesBody) -> dict[str, Any]:

@@ -8,7 +8,9 @@ warning: agents send such tools by default, and can do without them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
@@ -27,16 +29,20 @@ class FieldNames(NamedTuple):
     """Place, in the other body, of each tool of the chat."""
     tool_fields: tuple[tuple[str, str], ...] = ()
     """Fields of a tool -> their own names."""
+    custom_places: Collection[int] = ()
+    """Places of those tools that have a format in the place of parameters."""
     too_long: str = ""
     """How the error of too long a prompt begins, if clients look for that."""
 
     def of(self, param: str) -> str:
         """Return the own name of a chat's field."""
         if found := _TOOL.match(param):
-            field = param[found.end() :]
+            field, place = param[found.end() :], self.tool_places[int(found[1])]
+            if place in self.custom_places and field.startswith(".parameters"):
+                field = ".format"
             for name, own in self.tool_fields:
                 field = re.sub(rf"\A\.{name}\b", f".{own}", field)
-            return f"tools[{self.tool_places[int(found[1])]}]{field}"
+            return f"tools[{place}]{field}"
         for pattern, name in self.patterns:
             if pattern.match(param):
                 return pattern.sub(name, param)
@@ -56,8 +62,8 @@ class FieldNames(NamedTuple):
 class Translation(NamedTuple):
     chat: ChatBody
     names: FieldNames
-    custom_tools: frozenset[str] = frozenset()
-    """Names of tools that take text, not JSON. The chat has functions with one argument (`custom_tools.py`)."""
+    patterns: Mapping[str, str] = MappingProxyType({})
+    """Patterns of the arguments of custom tools that have a grammar, by name (`custom_tools.py`)."""
 
 
 def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
@@ -100,3 +106,22 @@ def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
     the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
     turn = turn_of(turns, role)
     turn.content = text if not turn.content else f"{turn.content}\n{text}"
+
+
+_ENCODED = "chitu1."
+
+
+def encoded_reasoning(text: str) -> str:
+    """Return reasoning as text that clients keep and send back without looking at it. It is not encrypted: the client
+    gets the same text in plain words."""
+    return _ENCODED + b64encode(text.encode()).decode()
+
+
+def decoded_reasoning(text: str) -> str:
+    """Return the reasoning in such a text; empty if it is of another server."""
+    if not text.startswith(_ENCODED):
+        return ""
+    try:
+        return b64decode(text.removeprefix(_ENCODED), validate=True).decode()
+    except ValueError:
+        return ""

@@ -28,6 +28,50 @@ async def ask_async() -> str:
         return (await client.chat.completions.create(**CHAT)).choices[0].message.content
 
 
+PATCH_TOOL: dict[str, Any] = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Paints.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "red" LF | "blue" LF\n%import common.LF\n'},
+}
+PAINT_TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "paint",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"color": {"enum": ["red", "blue"]}},
+        "required": ["color"],
+        "additionalProperties": False,
+    },
+}
+
+
+def use_tools(client: openai.OpenAI) -> None:
+    """Make three calls in a loop as agents do: a function, a custom tool with a grammar, and either of them."""
+    tools = [PAINT_TOOL, {"type": "web_search"}, PATCH_TOOL, {"type": "local_shell"}]
+    agents = {"store": False, "include": ["reasoning.encrypted_content"], "truncation": "auto", "tools": tools}
+    choices: list[Any] = [{"type": "function", "name": "paint"}, {"type": "custom", "name": "patch"}, "required"]
+    for streams in (False, True):
+        items: list[Any] = [{"role": "user", "content": ASK}]
+        for choice in choices:
+            asked = {**RESPONSE, **agents, "input": items, "tool_choice": choice, "parallel_tool_calls": False}
+            asked["max_output_tokens"] = 120
+            if streams:
+                *_, last = client.responses.create(**asked, stream=True)
+                answer = last.response
+            else:
+                answer = client.responses.create(**asked)
+            call = answer.output[-1]
+            if call.type == "custom_tool_call":
+                assert call.name == "patch" and call.input in ("red\n", "blue\n"), call
+            else:
+                assert call.type == "function_call" and call.name == "paint" and "color" in call.arguments, call
+            output = {"type": f"{call.type}_output", "call_id": call.call_id, "output": "done"}
+            items += [*answer.output, output]
+        assert client.responses.create(**{**RESPONSE, **agents, "input": items, "tool_choice": "none"}).output_text
+
+
 def main() -> None:
     client = openai.OpenAI(max_retries=0)
     text = client.chat.completions.create(**CHAT).choices[0].message.content
@@ -49,6 +93,7 @@ def main() -> None:
     assert client.responses.create(**RESPONSE).output_text == text
     events = list(client.responses.create(**RESPONSE, stream=True))
     assert events[-1].type == "response.completed" and events[-1].response.output_text == text
+    use_tools(client)
     made = client.completions.create(
         model="tiny", prompt=["The fox", "A bear"], max_tokens=4, n=2, logprobs=1, echo=True
     )

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from nursery import forked_router
-from support.agent_requests import anthropic_agent
+from support.agent_requests import PATCH, anthropic_agent, codex_agent
 from support.router_process import RouterUnderTest
 
 from chitu.http.bodies import LARGE_BODY_BYTES
@@ -197,3 +198,45 @@ def test_a_silent_stream_that_has_begun_gets_pings(model: Path, tmp_path: Path) 
     start = events.index("event: message_start")
     assert "event: ping" in events[start:] and "event: ping" not in events[:start]
     assert 'data: {"type":"ping"}' in response.text and events[-1] == "event: message_stop"
+
+
+def test_a_request_of_the_codex_cli_is_answered_whole_and_streamed(router: RouterUnderTest) -> None:
+    patch = f'<tool_call>\n{{"name": "apply_patch", "arguments": {json.dumps({"input": PATCH})}}}\n</tool_call>'
+    body = codex_agent()
+    text = f"{THOUGHT}\n{patch}"
+    body["input"].append({"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]})
+    stream = body.pop("stream")
+    body["extra_body"] = {"client_metadata": body.pop("client_metadata")}  # no field of OpenAI's client
+    with openai.OpenAI(base_url=router.url + "/v1", api_key=KEY, max_retries=0) as client:
+        raw = client.responses.with_raw_response.create(**body)
+        assert "local_shell, web_search" in raw.headers["x-chitu-warning"]
+        whole = raw.parse()
+        events = list(client.responses.create(**body, stream=stream))
+    for answer in (whole, events[-1].response):
+        assert answer.status == "completed" and answer.truncation == "disabled"
+        reasoning, message, call = answer.output
+        assert reasoning.content[0].text == "Hm." and reasoning.encrypted_content.startswith("chitu1.")
+        assert message.content[0].text == "Let me look."
+        assert (call.type, call.name, call.input) == ("custom_tool_call", "apply_patch", PATCH)
+    kinds = [event.type for event in events]
+    assert kinds.count("response.custom_tool_call_input.delta") == 1
+    assert kinds.count("response.custom_tool_call_input.done") == 1
+    # What the client sends back of it: of the reasoning only the part that it does not look at.
+    body["input"][-1]["content"][0]["text"] = "Fix it."
+    body["input"] += [
+        {"type": "reasoning", "summary": [], "encrypted_content": reasoning.encrypted_content},
+        {"type": "custom_tool_call", "call_id": call.call_id, "name": call.name, "input": call.input},
+        {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done!"},
+        {"type": "message", "role": "user", "content": "So?"},
+    ]
+    with openai.OpenAI(base_url=router.url + "/v1", api_key=KEY, max_retries=0) as client:
+        assert client.responses.create(**body).output_text == "So?"
+        for fields, param in (
+            ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+            ({"tool_choice": {"type": "custom", "name": "web_search"}}, "tool_choice"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+            ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ):
+            with pytest.raises(openai.BadRequestError) as raised:
+                client.responses.create(**{**body, **fields})
+            assert raised.value.param == param

@@ -240,7 +240,7 @@ def test_what_responses_cannot_serve_is_refused_by_its_own_name(client: openai.O
         ({"store": True}, "store"),
         ({"input": []}, "input"),
         ({"input": [image]}, "input[0].content[0].image_url"),
-        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
         ({"input": [{"type": "function_call_output", "output": "4"}]}, "input[0]"),
         ({"tools": [*OWN_TOOLS, OWN_TOOLS[0]]}, "tools[2].name"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),

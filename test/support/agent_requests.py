@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from typing import Any
 
 CACHED = {"type": "ephemeral"}
@@ -98,5 +99,109 @@ def anthropic_agent(num_rounds: int = 12, **fields: Any) -> dict[str, Any]:
         "thinking": {"type": "enabled", "budget_tokens": 31999},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "metadata": {"user_id": "user_1_account__session_2"},
+        **fields,
+    }
+
+
+PATCH_GRAMMAR = """start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+
+hunk: add_hunk | delete_hunk | update_hunk
+add_hunk: "*** Add File: " filename LF add_line+
+delete_hunk: "*** Delete File: " filename LF
+update_hunk: "*** Update File: " filename LF change_move? change?
+
+filename: /(.+)/
+add_line: "+" /(.*)/ LF -> line
+
+change_move: "*** Move to: " filename LF
+change: (change_context | change_line)+ eof_line?
+change_context: ("@@" | "@@ " /(.+)/) LF
+change_line: ("+" | "-" | " ") /(.*)/ LF
+eof_line: "*** End of File" LF
+
+%import common.LF
+"""
+"""What the tool `apply_patch` takes: a grammar in the form in which the Codex CLI gives it."""
+PATCH = '*** Begin Patch\n*** Update File: a.py\n@@ def f():\n-    return "a"\n+    return "\\n ü"\n*** End Patch\n'
+
+
+def codex_agent(**fields: Any) -> dict[str, Any]:
+    """Return a body of `/v1/responses` as the Codex CLI sends it, in the middle of its work."""
+
+    def message(role: str, text: str) -> dict[str, Any]:
+        kind = "output_text" if role == "assistant" else "input_text"
+        return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+    shell = {
+        "type": "object",
+        "properties": {
+            "command": {"type": "array", "items": {"type": "string"}},
+            "timeout_ms": {"type": "number"},
+        },
+        "required": ["command"],
+        "additionalProperties": False,
+    }
+    step = {
+        "type": "object",
+        "properties": {"step": {"type": "string"}, "status": {"enum": ["pending", "done"]}},
+        "required": ["step", "status"],
+        "additionalProperties": False,
+    }
+    plan = {"type": "object", "properties": {"plan": {"type": "array", "items": step}}, "required": ["plan"]}
+    encoded = "chitu1." + b64encode(b"Look first.").decode()
+    return {
+        "model": "tiny",
+        "instructions": "You write code.",
+        "input": [
+            message("developer", "sandbox: none"),
+            message("user", "<environment>\n  <folder>/srv/app</folder>\n</environment>"),
+            message("user", "Fix a.py."),
+            {"type": "reasoning", "summary": [], "encrypted_content": encoded},
+            {**message("assistant", "I look."), "phase": "commentary"},
+            {"type": "function_call", "name": "shell", "arguments": '{"command":["ls","-a"]}', "call_id": "call_1"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "a.py\n"},
+            {
+                "type": "reasoning",
+                "summary": [{"type": "summary_text", "text": "I think."}],
+                "content": None,
+                "encrypted_content": "gAAAAAB",
+            },
+            {
+                "type": "custom_tool_call",
+                "call_id": "call_2",
+                "name": "apply_patch",
+                "input": PATCH,
+                "status": "completed",
+            },
+            {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "a"}},
+            {"type": "custom_tool_call_output", "call_id": "call_2", "output": "Done!"},
+            message("assistant", "It is done."),
+            message("user", "Now test it."),
+        ],
+        "tools": [
+            {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": shell},
+            {"type": "function", "name": "update_plan", "description": "", "strict": False, "parameters": plan},
+            {
+                "type": "custom",
+                "name": "apply_patch",
+                "description": "Edits files.",
+                "format": {"type": "grammar", "syntax": "lark", "definition": PATCH_GRAMMAR},
+            },
+            {"type": "local_shell"},
+            {"type": "web_search", "external_web_access": False},
+            {"type": "custom", "name": "note", "description": "Keeps a note.", "format": {"type": "text"}},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "0198-session",
+        "client_metadata": {"installation": "x"},
+        "truncation": "auto",
+        "text": {"verbosity": "medium"},
         **fields,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.agent_requests import PATCH, codex_agent
 
 from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
 from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
@@ -25,6 +26,7 @@ from chitu.http.token_logprobs import (
     chat_texts,
     completion_texts,
 )
+from chitu.http.translation import decoded_reasoning, encoded_reasoning
 from chitu.protocol import pack_logprobs, prompt_lines, unpack_logprobs
 from chitu.tokenizer import StopScanner
 
@@ -226,6 +228,9 @@ def test_the_lines_of_a_prompt_are_as_many_as_its_tokens_but_one() -> None:
 USAGE = UsageCount(3, 4, 1)
 
 
+ECHO = echo_of(responses_decoder.decode(b'{"input": "a"}'))
+
+
 def messages(given: Any, **more: Any) -> list[dict[str, Any]]:
     body = responses_decoder.decode(json.dumps({"input": given, **more}).encode())
     return chat_messages(chat_of_responses(body, (), []).chat.messages)
@@ -274,7 +279,9 @@ def test_wrong_items_are_errors_of_their_place() -> None:
         ({"content": "a"}, "input[0]"),
         ({"type": "function_call", "name": "f"}, "input[0]"),
         ({"type": "function_call_output", "call_id": "c"}, "input[0]"),
-        ({"type": "web_search_call"}, "input[0].type"),
+        ({"type": "item_reference", "id": "x"}, "input[0].type"),
+        ({"type": "custom_tool_call", "input": "a"}, "input[0]"),
+        ({"type": "custom_tool_call_output", "call_id": "c"}, "input[0]"),
         ({"role": "user", "content": [{"type": "input_file"}]}, "input[0].content[0]"),
     ):
         with pytest.raises(InvalidRequest) as raised:
@@ -282,13 +289,113 @@ def test_wrong_items_are_errors_of_their_place() -> None:
         assert raised.value.param == param
 
 
-def test_a_hosted_tool_is_refused_by_its_type() -> None:
+def test_what_other_servers_run_is_left_out_with_a_warning_and_cannot_be_chosen() -> None:
     for tool in ({"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "x" * 500}):
-        for fields, param in (({"tools": [tool]}, "tools[0].type"), ({"tool_choice": tool}, "tool_choice.type")):
-            with pytest.raises(InvalidRequest) as raised:
-                messages("a", **fields)
-            assert raised.value.param == param
-            assert raised.value.message == f"{param}: " + f"'{tool['type']}'"[:100] + " is not supported"
+        warnings: list[str] = []
+        function = {"type": "function", "name": "f"}
+        body = responses_decoder.decode(json.dumps({"input": "a", "tools": [tool, function]}).encode())
+        chat = chat_of_responses(body, (), warnings).chat
+        assert [each.function.name for each in chat.tools or ()] == ["f"]
+        assert warnings == [f"tools[0]: this server cannot run {tool['type'][:40]}, so the prompt leaves it out"]
+        with pytest.raises(InvalidRequest) as raised:
+            messages("a", tool_choice={**tool, "name": "f"})
+        assert raised.value.param is not None and raised.value.param.startswith("tool_choice")
+
+
+def test_an_agents_input_is_a_chat_and_its_custom_calls_are_functions() -> None:
+    warnings: list[str] = []
+    body = responses_decoder.decode(json.dumps(codex_agent()).encode())
+    translation = chat_of_responses(body, ("enable_thinking",), warnings)
+    found = chat_messages(translation.chat.messages)
+    assert [message["role"] for message in found] == [
+        *("system", "user", "user", "assistant", "tool", "assistant", "tool", "assistant", "user"),
+    ]
+    assert found[0]["content"].startswith("You write code.") and found[0]["content"].endswith("sandbox: none")
+    assert found[3]["reasoning_content"] == "Look first." and found[3]["content"] == "I look."
+    assert found[3]["tool_calls"][0]["function"] == {"name": "shell", "arguments": {"command": ["ls", "-a"]}}
+    patch = found[5]["tool_calls"][0]
+    assert patch["id"] == "call_2" and patch["function"] == {"name": "apply_patch", "arguments": {"input": PATCH}}
+    assert "reasoning_content" not in found[5], "of another server"
+    assert found[6] == {"role": "tool", "content": "Done!", "tool_call_id": "call_2"}
+    tools = {tool.function.name: tool.function for tool in translation.chat.tools or ()}
+    assert set(tools) == {"shell", "update_plan", "apply_patch", "note"}
+    assert tools["apply_patch"].strict and "begin_patch" in str(tools["apply_patch"].description)
+    assert tools["note"].strict is None and set(translation.patterns) == {"apply_patch"}
+    assert warnings == [
+        "tools[3], tools[4]: this server cannot run local_shell, web_search, so the prompt leaves it out",
+        "input[9]: this server cannot run web_search_call, so the prompt leaves it out",
+    ] or warnings == [
+        "input[9]: this server cannot run web_search_call, so the prompt leaves it out",
+        "tools[3], tools[4]: this server cannot run local_shell, web_search, so the prompt leaves it out",
+    ]
+
+
+def test_values_of_include_and_truncation_that_ask_for_more_are_refused() -> None:
+    for fields, param in (
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"include": ["reasoning.encrypted_content", "x"]}, "include[1]"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "xml"}}]}, "tools[0].format.type"),
+        (
+            {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "definition": "a"}}]},
+            "tools[0].format.syntax",
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark"}}]},
+            "tools[0].format.definition",
+        ),
+    ):
+        with pytest.raises(InvalidRequest) as raised:
+            messages("a", **fields)
+        assert raised.value.param == param
+
+
+def test_reasoning_that_comes_back_encoded_is_what_was_sent() -> None:
+    for text in ("", "Hm.\n", "ü \U0001f600"):
+        assert decoded_reasoning(encoded_reasoning(text)) == text
+    for other in ("gAAAAABo", "chitu1.%%%", "chitu1.gA==", ""):
+        assert decoded_reasoning(other) == ""
+    parts = [MessageDelta(reasoning="Hm. "), MessageDelta(reasoning="So."), MessageDelta("a")]
+    form = ResponsesFormat("id", 1, "m", ECHO, (), True)
+    data = form.opening(0) + b"".join(form.delta(0, part, None) for part in parts)
+    events = events_of(data + form.last(0, "", "stop", None) + form.usage(USAGE))
+    item = events[-1]["response"]["output"][0]
+    sent_back = {name: value for name, value in item.items() if name not in ("content", "status")}
+    turns = [
+        {"role": "user", "content": "?"},
+        sent_back,
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+    ]
+    assert messages(turns)[1] == {"role": "assistant", "content": "a", "reasoning_content": "Hm. So."}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** Begin\\n\\"a\\""}', '*** Begin\n"a"'),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ('{"input": 1}', '{"input": 1}'),
+        ("{}", "{}"),
+    ],
+)
+def test_a_custom_call_has_its_text_whole_and_streamed(arguments: str, text: str) -> None:
+    calls = (CallDelta(0, arguments, "call_1", "apply_patch"), CallDelta(1, '{"a": 1}', "call_2", "f"))
+    whole = ResponsesFormat("id", 1, "m", ECHO, {"apply_patch"})
+    answer = json.loads(b"".join(whole.full([FinishedChoice(MessageDelta("b", "", calls), "tool_calls", None)], USAGE)))
+    streamed = ResponsesFormat("id", 1, "m", ECHO, {"apply_patch"})
+    data = streamed.opening(0) + streamed.delta(0, MessageDelta("b", "", calls), None)
+    events = events_of(data + streamed.last(0, "", "tool_calls", None) + streamed.usage(USAGE))
+    assert events[-1]["response"]["output"] == answer["output"]
+    custom, function = answer["output"][1:]
+    assert (custom["type"], custom["name"], custom["call_id"], custom["input"]) == (
+        *("custom_tool_call", "apply_patch", "call_1", text),
+    )
+    assert (function["type"], function["arguments"]) == ("function_call", '{"a": 1}')
+    told = [event for event in events if event["type"].startswith("response.custom_tool_call_input")]
+    assert [event.get("delta", event.get("input")) for event in told] == [text, text]
+    assert all(event["item_id"] == custom["id"] and event["output_index"] == 1 for event in told)
 
 
 def test_errors_of_the_chat_have_the_names_of_this_route() -> None:
