@@ -91,7 +91,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     hash: str = ""
     max_model_len: int = 0
     num_weights: int = 0
-    """Number of weights in the checkpoint's tensors."""
+    """Number of weights in the checkpoint's tensors, dequantised."""
+    quantization: str = ""
+    """How they are quantised; empty if they are not."""
 
 
 # ------------------------------------------------------------------------------------------------------------- looking
@@ -133,7 +135,8 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
     try:
         spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
         num_weights = check_checkpoint(path, spec)
-        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, num_weights)
+        words = spec.quantization.words if spec.quantization is not None else ""
+        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, num_weights, words)
         require_tokenizer(path)
     except ConfigError as error:
         return None, ModelFacts(path, error.message)
@@ -176,7 +179,9 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
     if model.error:
         yield Finding(Level.ERROR, "model", model.error)
     else:
-        yield Finding(Level.OK, "model", f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}")
+        dequantised = f", weights in {model.quantization}, dequantised" if model.quantization else ""
+        text = f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}{dequantised}"
+        yield Finding(Level.OK, "model", text)
 
 
 def cure_of_missing(extra: str, python: tuple[int, ...]) -> str:

@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -64,8 +64,6 @@ class Quantization:
     formats: tuple[WeightFormat, ...]
     adds_one: bool = False
     """Whether stored zero points are one too small (GPTQ, first version)."""
-    not_converted: tuple[str, ...] = field(default=())
-    """Modules that the config names as not quantised."""
 
     @property
     def words(self) -> str:
@@ -87,20 +85,21 @@ REFUSED = {
 }  # fmt: skip
 """Methods without code here, by the names that users know."""
 _LISTED = {"quant_method": Key("text", None, nullable=True)}
-_SKIPPED = {"modules_to_not_convert": Key("names", None, nullable=True)}
 _NO_EFFECT = {
-    "fp8": "activation_scheme dequantize kv_cache_scheme kv_cache_quant_method",
-    "fbgemm_fp8": "activation_scale_ub",
-    "mxfp4": "dequantize",
-    "awq": "zero_point backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config q_group_size w_bit",
+    "fp8": "activation_scheme dequantize kv_cache_scheme kv_cache_quant_method modules_to_not_convert ignored_layers",
+    "fbgemm_fp8": "activation_scale_ub modules_to_not_convert",
+    "mxfp4": "dequantize modules_to_not_convert",
+    "awq": """
+        zero_point backend do_fuse fuse_max_seq_len modules_to_fuse exllama_config q_group_size w_bit
+        modules_to_not_convert""",
     "gptq": """
         desc_act act_group_aware sym lm_head meta static_groups true_sequential damp_percent damp_auto_increment
         model_name_or_path model_file_base_name quantizer tokenizer dataset module_name_preceding_first_block
         use_exllama use_cuda_fp16 max_input_length exllama_config disable_exllama batch_size model_seqlen
         block_name_to_quantize cache_block_outputs modules_in_block_to_quantize pad_token_id backend mse
-        offload_to_disk hyb_act rotation""",
-    "compressed-tensors": "kv_cache_scheme quantization_status global_compression_ratio version run_compressed",
-    "modelopt": "kv_cache_quant_algo kv_cache_scheme producer config_groups",
+        offload_to_disk hyb_act rotation modules_to_not_convert""",
+    "compressed-tensors": "ignore kv_cache_scheme quantization_status global_compression_ratio version run_compressed",
+    "modelopt": "ignore exclude_modules kv_cache_quant_algo kv_cache_scheme producer config_groups group_size",
     "weights": "actorder observer observer_kwargs scale_dtype zp_dtype",
     "group": "input_activations output_activations format",
 }
@@ -108,22 +107,20 @@ _NO_EFFECT = {
 _IDLE = {part: frozenset(keys.split()) for part, keys in _NO_EFFECT.items()}
 _KEYS: dict[str, Keys] = {
     "fp8": Keys(
-        {**_LISTED, **_SKIPPED, "weight_block_size": Key("layers", None, nullable=True)},
+        {**_LISTED, "weight_block_size": Key("layers", None, nullable=True)},
         {"fmt": ("e4m3", "e5m2", "float8_e4m3fn", "float8_e4m3", None), "scale_fmt": ("float", "ue8m0", None)},
         _IDLE["fp8"],
-        {"ignored_layers": "modules_to_not_convert"},
     ),
-    "fbgemm_fp8": Keys({**_LISTED, **_SKIPPED}, {}, _IDLE["fbgemm_fp8"]),
-    "mxfp4": Keys({**_LISTED, **_SKIPPED}, {}, _IDLE["mxfp4"]),
+    "fbgemm_fp8": Keys(_LISTED, {}, _IDLE["fbgemm_fp8"]),
+    "mxfp4": Keys(_LISTED, {}, _IDLE["mxfp4"]),
     "awq": Keys(
-        {**_LISTED, **_SKIPPED, "bits": Key("count", 4), "group_size": Key("number", 128)},
+        {**_LISTED, "bits": Key("count", 4), "group_size": Key("number", 128)},
         {"version": ("gemm", "GEMM", None)},
         _IDLE["awq"],
     ),
     "gptq": Keys(
         {
             **_LISTED,
-            **_SKIPPED,
             "bits": Key("count", 4),
             "group_size": Key("number", 128),
             "checkpoint_format": Key("text", "gptq", nullable=True),
@@ -142,7 +139,6 @@ _KEYS: dict[str, Keys] = {
             **_LISTED,
             "format": Key("text", None, nullable=True),
             "config_groups": Key("object", None, nullable=True),
-            "ignore": Key("names", None, nullable=True),
             "sparsity_config": Key("object", None, nullable=True),
             "transform_config": Key("object", None, nullable=True),
         },
@@ -153,13 +149,10 @@ _KEYS: dict[str, Keys] = {
         {
             **_LISTED,
             "quant_algo": Key("text", None, nullable=True),
-            "group_size": Key("count", None, nullable=True),
-            "exclude_modules": Key("names", None, nullable=True),
             "quantized_layers": Key("object", None, nullable=True),
         },
         {"has_zero_point": (False, None), "pre_quant_scale": (False, None)},
         _IDLE["modelopt"],
-        {"ignore": "exclude_modules"},
     ),
 }
 _GROUP = Keys({"targets": Key("names", None), "weights": Key("object", None, nullable=True)}, {}, _IDLE["group"])
@@ -236,8 +229,7 @@ def _of_modelopt(path: Path) -> dict[str, Any]:
 def _fp8(values: Mapping[str, Any], where: str) -> Quantization:
     block = _block_of(values["weight_block_size"], f"{where}.weight_block_size")
     words = "block FP8" if block else "FP8"
-    skipped = tuple(values["modules_to_not_convert"] or ())
-    return Quantization("fp8", (WeightFormat(words, block=block),), not_converted=skipped)
+    return Quantization("fp8", (WeightFormat(words, block=block),))
 
 
 def _block_of(value: Sequence[int] | None, where: str) -> tuple[int, int] | None:
@@ -249,13 +241,11 @@ def _block_of(value: Sequence[int] | None, where: str) -> tuple[int, int] | None
 
 
 def _fbgemm(values: Mapping[str, Any], where: str) -> Quantization:
-    skipped = tuple(values["modules_to_not_convert"] or ())
-    return Quantization("fbgemm_fp8", (WeightFormat("FP8 per channel"),), not_converted=skipped)
+    return Quantization("fbgemm_fp8", (WeightFormat("FP8 per channel"),))
 
 
 def _mxfp4(values: Mapping[str, Any], where: str) -> Quantization:
-    skipped = tuple(values["modules_to_not_convert"] or ())
-    return Quantization("mxfp4", (WeightFormat("MXFP4", bits=4),), not_converted=skipped)
+    return Quantization("mxfp4", (WeightFormat("MXFP4", bits=4),))
 
 
 def _group_size(value: float | None, where: str) -> int | None:
@@ -272,7 +262,7 @@ def _awq(values: Mapping[str, Any], where: str) -> Quantization:
         _refuse(where, f"AWQ with {values['bits']} bits")
     group = _group_size(values["group_size"], where)
     one = WeightFormat("AWQ (4 bits)", 4, group_size=group, is_symmetric=False)
-    return Quantization("awq", (one,), not_converted=tuple(values["modules_to_not_convert"] or ()))
+    return Quantization("awq", (one,))
 
 
 def _gptq(values: Mapping[str, Any], where: str) -> Quantization:
@@ -284,8 +274,7 @@ def _gptq(values: Mapping[str, Any], where: str) -> Quantization:
     one = WeightFormat(
         f"GPTQ ({bits} bits)", bits, group_size=_group_size(values["group_size"], where), is_symmetric=False
     )
-    skipped = tuple(values["modules_to_not_convert"] or ())
-    return Quantization("gptq", (one,), adds_one=version == "gptq", not_converted=skipped)
+    return Quantization("gptq", (one,), adds_one=version == "gptq")
 
 
 def _compressed_tensors(values: Mapping[str, Any], where: str) -> Quantization:
@@ -304,11 +293,7 @@ def _compressed_tensors(values: Mapping[str, Any], where: str) -> Quantization:
         given = _GROUP.read(group, f"{where}: config_groups.{name}")
         if given["weights"]:
             formats.append(_weights_of(given, f"{where}: config_groups.{name}.weights"))
-    return Quantization(
-        "compressed-tensors",
-        tuple(formats) or (WeightFormat("compressed-tensors"),),
-        not_converted=tuple(values["ignore"] or ()),
-    )
+    return Quantization("compressed-tensors", tuple(formats) or (WeightFormat("compressed-tensors"),))
 
 
 def _weights_of(group: Mapping[str, Any], where: str) -> WeightFormat:
@@ -344,7 +329,7 @@ def _modelopt(values: Mapping[str, Any], where: str) -> Quantization:
         words[MODELOPT[own]] = None
     block = (128, 128) if algorithm == "FP8_PB_WO" else None
     formats = tuple(WeightFormat(each, block=block) for each in words)
-    return Quantization("modelopt", formats, not_converted=tuple(values["exclude_modules"] or ()))
+    return Quantization("modelopt", formats)
 
 
 _READERS = {
@@ -602,6 +587,8 @@ def _integers_by_output(
     if scales.shape not in ((shape[0], groups), (shape[0],) if groups == 1 else ()):
         raise _misfit(name, shape, scales.shape, where, (1, form.group_size or shape[1]))
     zeros = f"{stem}.weight_zero_point"
+    if not form.is_symmetric:
+        _need(zeros, name, entries, where)
     return PackedTensor(
         shape,
         "integer",

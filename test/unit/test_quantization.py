@@ -113,7 +113,7 @@ def test_modelopt_has_a_file_of_its_own_which_config_json_overrides(tmp_path: Pa
     inner = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
     file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": inner}))
     found = read_quantization(None, tmp_path, "here")
-    assert found == Quantization("modelopt", (WeightFormat("NVFP4"),), not_converted=("lm_head",))
+    assert found == Quantization("modelopt", (WeightFormat("NVFP4"),))
     assert read_quantization(BLOCK_FP8, tmp_path, "here").method == "fp8"
     mixed = {
         "quant_algo": "MIXED_PRECISION",
