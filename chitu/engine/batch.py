@@ -9,7 +9,7 @@ copy from pinned memory is one more operation in the queue; torch keeps such mem
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from chitu.engine.executor import Admit, AppendPages, PrefillChunk
 from chitu.errors import Internal
 from chitu.kv_cache.state_row import StateStamp, digest_of
-from chitu.ops.interface import Batch, Span, tiles_of
+from chitu.ops.interface import AdapterRows, Batch, Span, tiles_of
 from chitu.protocol import unpack_i32
 
 Values = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
@@ -101,6 +101,8 @@ class SlotTable:
         self._num_state_slots = num_state_slots
         self._state_owners: dict[int, int] = {}
         """Slot of each state row in use."""
+        self._adapters: dict[int, int] = {}
+        """Number of the LoRA adapter of each slot that has one."""
         max_pages = (max_model_len + page_size - 1) // page_size
         # One column more than tokens are fed, for the last token of a full sequence.
         self.token_ids = torch.zeros(num_slots + 1, max_model_len + 1, dtype=torch.int64, device=device)
@@ -129,6 +131,8 @@ class SlotTable:
             self._state_owners[admit.state_slot] = admit.slot
             sequence.state_slot, sequence.token_ids = admit.state_slot, admit.token_ids
             sequence.digest = digest_of(admit.token_ids[: 4 * admit.kv_len])
+        if admit.adapter:
+            self._adapters[admit.slot] = admit.adapter
         self._sequences[admit.slot] = sequence
         row = self.token_ids[admit.slot, : len(tokens)]
         row.copy_(upload_tensor(tokens, self.device))
@@ -143,6 +147,7 @@ class SlotTable:
     def forget(self, slot: int) -> None:
         """Free the slot, also if it holds no sequence."""
         sequence, self._sequences[slot] = self._sequences[slot], None
+        self._adapters.pop(slot, None)
         if sequence is not None and sequence.state_slot >= 0:
             del self._state_owners[sequence.state_slot]
 
@@ -234,8 +239,29 @@ class SlotTable:
             decode_slots=tuple(decode),
             max_decode_len=max(positions, default=-1) + 1,
             decode_states=decode_states,
+            adapters=self._adapter_rows(spans, decode, decode_row) if self._adapters else (),
         )
         return batch, self.token_ids[rows[0], rows[1]]
+
+    def has_adapter(self, slots: Iterable[int]) -> bool:
+        """Return whether one of these slots has a LoRA adapter."""
+        return bool(self._adapters) and not self._adapters.keys().isdisjoint(slots)
+
+    def _adapter_rows(self, spans: Sequence[Span], decode: Sequence[int], decode_row: int) -> tuple[AdapterRows, ...]:
+        """Return the rows of each adapter in a forward."""
+        found: dict[int, list[range]] = {}
+        for span in spans:
+            if adapter := self._adapters.get(span.slot):
+                found.setdefault(adapter, []).append(range(span.row, span.row + span.length))
+        for row, slot in enumerate(decode, decode_row):
+            if adapter := self._adapters.get(slot):
+                found.setdefault(adapter, []).append(range(row, row + 1))
+        return tuple(AdapterRows(adapter, self._rows_of(runs)) for adapter, runs in found.items())
+
+    def _rows_of(self, runs: Sequence[range]) -> slice | torch.Tensor:
+        if sum(map(len, runs)) == runs[-1].stop - runs[0].start:
+            return slice(runs[0].start, runs[-1].stop)
+        return upload(np.concatenate([np.arange(run.start, run.stop) for run in runs]).tolist(), self.device)
 
     def stamps(self, spans: Sequence[Span]) -> list[tuple[int, StateStamp]]:
         """Return the state rows of computed chunks, each with its stamp from now on."""

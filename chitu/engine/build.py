@@ -9,11 +9,12 @@ of a rank that computes prompts, and the prompts that warm them up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
 import torch
 
 from chitu.config.devices import dtype_on
@@ -47,10 +48,12 @@ from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
 from chitu.kv_cache.state_row import StateRow
-from chitu.models.common import build_decoder
+from chitu.models.adapters import AdapterSpec, hashes_of, read_adapters
+from chitu.models.common import build_decoder, part_of
 from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.models.families import traits_of
 from chitu.models.layers import Shard
+from chitu.models.lora import load_adapters
 from chitu.models.model import Model
 from chitu.models.weights import WeightSource
 from chitu.net.control_groups import usable_cores
@@ -131,8 +134,9 @@ def load_model(
     ops: Ops | None = None,
     shard: Shard | None = None,
     code: Code = "auto",
+    adapters: Sequence[AdapterSpec] = (),
 ) -> Model:
-    """Read the weights of a checkpoint folder, or with `shard` this rank's part of them.
+    """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
     `read_model_spec`. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError
@@ -149,7 +153,12 @@ def load_model(
             if shard is not None:
                 raise ConfigError(f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only")
             return build_generic(path, spec, torch_dtype, target, weights)
-        return build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
+        model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
+        if not adapters:
+            return model
+        part = part_of(spec, *((shard.rank, shard.size) if shard is not None else (0, 1)))
+        loaded = load_adapters(adapters, model, part.query, part.key, part.inner, torch_dtype, target)
+        return replace(model, adapters=loaded)
 
 
 logger = logging.getLogger(__name__)
@@ -206,6 +215,9 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     layout = kv_layout(
         spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path, spec.code), model_dtype
     )
+    adapters = read_adapters(topology.model.adapters, spec)
+    hashes = hashes_of(adapters)
+    layout = msgspec.structs.replace(layout, adapters=hashes)
     bytes_per_page = layout.bytes_per_page
     for problem in state_problems(topology, spec, [instance]):
         raise ConfigError(problem)
@@ -221,8 +233,10 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     stamp = weights_stamp(path)
     ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
     model = load_model(
-        path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group, spec.code
+        path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group, spec.code, adapters
     )
+    if hashes != hashes_of(adapters):
+        raise Internal("a LoRA adapter was replaced while it was loaded: start again")
     num_slots = topology.scheduler.max_running_requests
     is_main = tp_rank == MAIN_RANK
     num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, role) if is_main else 0

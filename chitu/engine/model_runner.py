@@ -101,7 +101,14 @@ class ModelRunner:
         self._checks: list[Checks] = []
         """Whether the rows of its chunks that sample nothing are finite."""
         self._tokens = StepTokens(2 * num_slots, self._mark if self._device.type == "cuda" else None)
-        self.info = ExecutorInfo(num_slots, max_model_len, spec.vocab_size, spec.num_layers, spec.eos_token_ids)
+        self.info = ExecutorInfo(
+            num_slots,
+            max_model_len,
+            spec.vocab_size,
+            spec.num_layers,
+            spec.eos_token_ids,
+            pool.layout.adapters,
+        )
 
     @property
     def num_pages(self) -> int:
@@ -193,10 +200,16 @@ class ModelRunner:
         return slots, tokens[0] if len(tokens) == 1 else torch.cat(tokens), joined(self._lines)
 
     def _forwards(self, plan: StepPlan) -> list[tuple[list[PrefillChunk], list[int]]]:
-        """Return what is computed together: everything, or chunks and decodes apart if steps are recorded."""
-        if self._graphs is None or not (plan.prefill and plan.decode):
+        """Return what is computed together, in the order of the plan: everything; or if steps are recorded, chunks,
+        decodes, and decodes from the first one with a LoRA adapter on, which no recording has."""
+        if self._graphs is None:
             return [(plan.prefill, plan.decode)] if plan.prefill or plan.decode else []
-        return [(plan.prefill, []), ([], plan.decode)]
+        first = len(plan.decode)
+        if self._slots.has_adapter(plan.decode):
+            first = next(i for i, slot in enumerate(plan.decode) if self._slots.has_adapter((slot,)))
+        decoding, adapted = plan.decode[:first], plan.decode[first:]
+        forwards = [(plan.prefill, list[int]()), ([], decoding), ([], adapted)]
+        return [(chunks, slots) for chunks, slots in forwards if chunks or slots]
 
     def _forward(
         self,
@@ -210,7 +223,7 @@ class ModelRunner:
 
         `first_place`: index of the first of them among the step's tokens.
         """
-        if self._graphs is not None and decoding:
+        if self._graphs is not None and decoding and not self._slots.has_adapter(decoding):
             return self._replay_decode(self._graphs, decoding, first_place)
         hidden_TD, ends, decode_row = self._compute(chunks, decoding, on_layer)
         for chunk, end in zip(chunks, ends, strict=True):
@@ -252,7 +265,7 @@ class ModelRunner:
         self, chunks: list[PrefillChunk], decoding: list[int], on_layer: LayerCallback | None
     ) -> tuple[torch.Tensor, list[int], int]:
         """Return the hidden states of all rows, the last row of each chunk, and the first row of the decodes."""
-        if self._graphs is not None and self._graphs.fits(chunks):
+        if self._graphs is not None and self._graphs.fits(chunks) and not self._has_adapter(chunks):
             spans = self._slots.advance_prefill(chunks)
             hidden_TD = self._graphs.prefill(spans)
             if on_layer is not None:  # a recording shows no single layers: all of them are announced at its end
@@ -266,6 +279,9 @@ class ModelRunner:
         if self._pool.num_state_slots and batch.spans:
             self._stamp(batch.spans)
         return hidden_TD, [span.row + span.length - 1 for span in batch.spans], batch.decode_row
+
+    def _has_adapter(self, chunks: list[PrefillChunk]) -> bool:
+        return self._slots.has_adapter(chunk.slot for chunk in chunks)
 
     def _stamp(self, spans: Sequence[Span]) -> None:
         """Stamp the state rows of computed chunks, behind the writes to them (`state_row.py`). Decode steps stamp

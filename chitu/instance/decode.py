@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.engine.executor import Admit, AppendPages, CopyPage, CopyState, FirstToken, Offload, Restore, StepPlan
@@ -123,6 +124,7 @@ class DecodeManager:
         self._cache = self._resources.cache
         self._slots = self._resources.slots
         self._offload_keys = itertools.count()
+        self._has_adapters = bool(core.engine.executor.info.adapters)
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
@@ -140,6 +142,8 @@ class DecodeManager:
         """Return (sequences whose first token the step samples, sequences that decode), in plan order."""
         first_tokens = self._sample_first_tokens(plan)
         decoding = [s for s in self._sequences.queue(SequenceState.RUNNING) if s.launched < s.max_new_tokens]
+        if self._has_adapters:  # rows of one adapter side by side, those without one first
+            decoding.sort(key=attrgetter("adapter"))
         plan.decode.extend([s.slot for s in decoding])
         return first_tokens, decoding
 

@@ -25,7 +25,20 @@ from typing import Any, Final, Literal, NamedTuple
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.ops.routing_rule import RoutingRule
 
-Kind = Literal["count", "natural", "number", "positive", "flag", "text", "object", "layers", "names", "tokens"]
+Kind = Literal[
+    "count",
+    "natural",
+    "number",
+    "positive",
+    "flag",
+    "text",
+    "object",
+    "layers",
+    "names",
+    "tokens",
+    "patterns",
+    "numbers",
+]
 REQUIRED: Final = "(required)"
 """Marks a key without default: sizes of tensors, which every published config has."""
 
@@ -66,6 +79,14 @@ KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
     "names": ("a list of texts", lambda value: isinstance(value, list) and all(isinstance(x, str) for x in value)),
     "tokens": (
         "a token id or a list of them",
+        lambda value: _is_int(value) or (isinstance(value, list) and all(map(_is_int, value))),
+    ),
+    "patterns": (
+        "a text or a list of texts",
+        lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(x, str) for x in value)),
+    ),
+    "numbers": (
+        "a whole number or a list of them",
         lambda value: _is_int(value) or (isinstance(value, list) and all(map(_is_int, value))),
     ),
 }

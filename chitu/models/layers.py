@@ -25,8 +25,9 @@ from typing import Protocol
 import torch
 
 from chitu.config.tensor_parallel import MAIN_RANK
+from chitu.errors import Internal
 from chitu.models.model import KVViews
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
+from chitu.ops.interface import AdapterRows, Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
 from chitu.ops.routing import Router, route
 
 
@@ -127,6 +128,30 @@ class DecoderLayer:
     mlp: GatedMLP | MixtureMLP
 
 
+class Linears(Protocol):
+    """The products with a layer's weights: those of `Ops`, or with what adapters add (`lora.py`)."""
+
+    def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor: ...
+
+    def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor: ...
+
+    def norm_linear(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight
+    ) -> torch.Tensor: ...
+
+    def norm_gate_up(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight
+    ) -> torch.Tensor: ...
+
+
+class Adapting(Protocol):
+    """The loaded LoRA adapters."""
+
+    def linears(self, adapted: Sequence[AdapterRows]) -> Linears:
+        """Return the products of a step in which these rows have adapters."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderModel:
     """Weights and constants of a loaded model, or of one rank's part of it."""
@@ -142,6 +167,7 @@ class DecoderModel:
     """This rank among the ranks; None if this is the whole model."""
     vocabulary: Sequence[range] = ()
     """Rows of embedding and head on each rank; used only with a shard."""
+    adapters: Adapting | None = None
 
     def forward(
         self,
@@ -156,7 +182,7 @@ class DecoderModel:
         computed; with several ranks, after the sum that follows attention, which no rank joins before its K and V are
         in its pages.
         """
-        ops = self.ops
+        ops, linears = self.ops, self._linears(batch)
         x_TD = self._embed(token_ids_T)
         for index, layer in enumerate(self.layers):
             attention, k_PKSN, v_PKSN = layer.attention, cache.k[index], cache.v[index]
@@ -164,17 +190,17 @@ class DecoderModel:
             if on_layer is not None and self.shard is None:
                 soon = functools.partial(on_layer, index)
             if isinstance(attention, AttentionLayer):
-                qkv_TC = ops.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
+                qkv_TC = linears.norm_linear(x_TD, layer.input_norm_D, self.eps, attention.qkv)
                 q_THN = ops.rope_append(qkv_TC, attention.heads, self.rotary, batch, k_PKSN, v_PKSN)
                 soon()
                 mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
             else:
                 norm_D = layer.input_norm_D
                 mixed_TC = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, k_PKSN, soon)
-            x_TD = self._linear_add(mixed_TC, attention.output, x_TD)
+            x_TD = self._linear_add(linears, mixed_TC, attention.output, x_TD)
             if on_layer is not None and self.shard is not None:
                 on_layer(index)
-            x_TD = self._mlp_add(x_TD, layer.post_attention_norm_D, layer.mlp)
+            x_TD = self._mlp_add(linears, x_TD, layer.post_attention_norm_D, layer.mlp)
         return x_TD
 
     @property
@@ -205,6 +231,13 @@ class DecoderModel:
             return logits_RV
         return self.shard.gather_columns(logits_RV, [len(rows) for rows in self.vocabulary])
 
+    def _linears(self, batch: Batch) -> Linears:
+        if not batch.adapters:
+            return self.ops
+        if self.adapters is None:
+            raise Internal(f"rows with LoRA adapters ({batch.adapters}), and none is loaded")
+        return self.adapters.linears(batch.adapters)
+
     def _embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         if self.shard is None:
             return self.embedding_VD[token_ids_T]
@@ -213,11 +246,14 @@ class DecoderModel:
         x_TD = self.embedding_VD[(token_ids_T - rows.start).masked_fill_(elsewhere_T, 0)]
         return self.shard.all_reduce(x_TD.masked_fill_(elsewhere_T.unsqueeze(1), 0))
 
-    def _mlp_add(self, x_TD: torch.Tensor, norm_D: torch.Tensor, mlp: GatedMLP | MixtureMLP) -> torch.Tensor:
+    def _mlp_add(
+        self, linears: Linears, x_TD: torch.Tensor, norm_D: torch.Tensor, mlp: GatedMLP | MixtureMLP
+    ) -> torch.Tensor:
         """Compute `x += mlp(norm(x))`, in place."""
         ops = self.ops
         if isinstance(mlp, GatedMLP):
-            return self._linear_add(ops.norm_gate_up(x_TD, norm_D, self.eps, mlp.gate_up), mlp.down, x_TD)
+            gated_TI = linears.norm_gate_up(x_TD, norm_D, self.eps, mlp.gate_up)
+            return self._linear_add(linears, gated_TI, mlp.down, x_TD)
         normed_TD = ops.rms_norm(x_TD, norm_D, self.eps)
         # Every rank has a part of every expert and the whole router, so all ranks route alike.
         mixed_TD = ops.mixture(normed_TD, route(normed_TD, mlp.router), mlp.experts)
@@ -225,11 +261,13 @@ class DecoderModel:
             mixed_TD = ops.linear_add(ops.gate_up(normed_TD, mlp.shared.gate_up), mlp.shared.down, mixed_TD)
         return x_TD.add_(mixed_TD if self.shard is None else self.shard.all_reduce(mixed_TD))
 
-    def _linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
+    def _linear_add(
+        self, linears: Linears, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor
+    ) -> torch.Tensor:
         """Compute `residual += x W^T + b` in place, summed over the ranks' parts of the input."""
         if self.shard is None:
-            return self.ops.linear_add(x_TI, weight, residual_TD)
-        return residual_TD.add_(self.shard.all_reduce(self.ops.linear(x_TI, weight)))
+            return linears.linear_add(x_TI, weight, residual_TD)
+        return residual_TD.add_(self.shard.all_reduce(linears.linear(x_TI, weight)))
 
 
 def _no_callback() -> None:

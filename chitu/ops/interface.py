@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,15 @@ class Span:
     start: int
     state_slot: int = -1
     """Row of the slot's recurrent state (`KVPool.states`); -1 if the model has none."""
+
+
+class AdapterRows(NamedTuple):
+    """The rows of a forward that compute with one LoRA adapter."""
+
+    adapter: int
+    """Number of the adapter, from 1."""
+    rows: slice | torch.Tensor
+    """A slice if the rows are consecutive, else int64 on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,8 @@ class Batch:
     """The longest KV length, new token included, of the decoding sequences."""
     decode_states: tuple[int, ...] = ()
     """State rows of `decode_slots`, in the same order; empty if the model has no recurrent state."""
+    adapters: tuple[AdapterRows, ...] = ()
+    """Each adapter once; empty if no row has one."""
 
 
 def tiles_of(spans: Sequence[Span]) -> list[tuple[int, int, int, int]]:
@@ -151,6 +162,10 @@ class Ops(Protocol):
 
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         """Return `silu(gate) * up` `[T, I]` for a weight from `prepare_gate_up`."""
+        ...
+
+    def gate_and_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        """Return gate and up side by side, `[T, 2 I]`, for a weight from `prepare_gate_up`."""
         ...
 
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:

@@ -18,7 +18,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,12 @@ class NativeOps(Ops):
 
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return self._linear(x_TD, packed(weight), GATE_UP, None)
+
+    def gate_and_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        w = packed(weight)
+        both = replace(w, out_features=w.panels.shape[0] * PANEL)
+        halves_TP2H = self._linear(x_TD, both, STORE, None).view(x_TD.shape[0], -1, 2, PANEL // 2)
+        return torch.cat([half.flatten(1)[:, : w.out_features] for half in halves_TP2H.unbind(2)], dim=1)
 
     def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
         gate_up = tuple(pack(weight, None, gate_up=True) for weight in gate_up_EGD)

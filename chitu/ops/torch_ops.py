@@ -72,6 +72,9 @@ class PlainOps(Ops, Protocol):
     def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
         return residual_TD.add_(self.linear(x_TI, weight))
 
+    def gate_and_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self.linear(x_TD, weight)
+
     def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
         return StackedExperts(gate_up_EGD, down_EDI)
 

@@ -69,6 +69,9 @@ class TritonOps:
     def gate_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return self._gate_up(x_TD, None, 0.0, weight)
 
+    def gate_and_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+        return self.linear(x_TD, weight)
+
     def norm_linear(self, x_TD: torch.Tensor, norm_D: torch.Tensor, eps: float, weight: LinearWeight) -> torch.Tensor:
         if not _norms_within(x_TD):
             return self.linear(self.rms_norm(x_TD, norm_D, eps), weight)

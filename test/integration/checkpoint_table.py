@@ -8,12 +8,13 @@ both sides, a chunk size, and what happens to the sequence between two of its to
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 import transformers
 from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, GreedySampler, chunks_of
@@ -120,17 +121,33 @@ class Recorder(GreedySampler):
         return super().sample(logits, slots)
 
 
+class Adapted(NamedTuple):
+    """A folder whose sequences have LoRA adapters."""
+
+    folder: Path
+    adapters: Mapping[str, str]
+    """Folders of the adapters, by name."""
+    chosen: Mapping[int, int]
+    """Number of the adapter of each slot that has one."""
+
+
+Source = Path | Adapted
+
+
 class Instance:
     """An engine of one rank, or of several that are threads, and what it recorded."""
 
-    def __init__(self, folder: Path, size: int = 1, *, sampling: bool = True) -> None:
+    def __init__(self, source: Source, size: int = 1, *, sampling: bool = True) -> None:
+        folder, adapters, chosen = source if isinstance(source, Adapted) else Adapted(source, {}, {})
         self.recorder = Recorder()
+        shared: dict[str, Any] = {"sampler": self.recorder, "sampling": sampling, "adapters": adapters}
         if size == 1:
-            engine = Engine(folder, num_pages=64, num_slots=6, sampler=self.recorder, sampling=sampling)
+            engine = Engine(folder, num_pages=64, num_slots=6, **shared)
             self.pools = [engine.pool]
         else:
-            engine = Ranks(folder, size, 64, sampler=self.recorder, sampling=sampling)  # type: ignore[assignment]
+            engine = Ranks(folder, size, 64, **shared)  # type: ignore[assignment]
             self.pools = engine.pools  # type: ignore[attr-defined]
+        engine.chosen = chosen
         self.engine = engine
         self.runner = engine.runner
         self.tokens: dict[int, list[int]] = {}
@@ -165,7 +182,7 @@ def answers_of(instance: Instance, asked: Sequence[list[int]]) -> Answers:
     return [(prompt, tokens[slot], torch.stack(recorded[slot])) for slot, prompt in enumerate(asked)]
 
 
-def undivided(folder: Path, asked: Sequence[list[int]], chunk: int, size: int = 1) -> Answers:
+def undivided(folder: Source, asked: Sequence[list[int]], chunk: int, size: int = 1) -> Answers:
     """Compute all prompts at once, each in chunks, then tokens together."""
     instance = Instance(folder, size)
     with instances(instance):
@@ -215,7 +232,7 @@ class Link:
 
 
 def divided(
-    folder: Path, asked: Sequence[list[int]], chunk: int, sizes: tuple[int, int] = (1, 1), **link: Any
+    folder: Source, asked: Sequence[list[int]], chunk: int, sizes: tuple[int, int] = (1, 1), **link: Any
 ) -> Answers:
     """Compute the prompts on P, in chunks, and the tokens on D. `sizes`: ranks of P and of D."""
     with pair(folder, sizes, **link) as (source, target, way):
@@ -225,7 +242,7 @@ def divided(
 
 
 @contextmanager
-def pair(folder: Path, sizes: tuple[int, int] = (1, 1), **link: Any) -> Iterator[tuple[Instance, Instance, Link]]:
+def pair(folder: Source, sizes: tuple[int, int] = (1, 1), **link: Any) -> Iterator[tuple[Instance, Instance, Link]]:
     """Yield P, D and what connects them."""
     source, target = Instance(folder, sizes[0], sampling=False), Instance(folder, sizes[1])
     with instances(source, target):
@@ -252,7 +269,7 @@ def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[lis
     return there
 
 
-def retracted(folder: Path, asked: Sequence[list[int]]) -> Answers:
+def retracted(folder: Source, asked: Sequence[list[int]]) -> Answers:
     """Retract the last sequence after some tokens, give its pages to others, and let it go on."""
     with pair(folder) as (source, target, way):
         there, slot = hand_over(source, target, way, asked, 37), len(asked) - 1
@@ -267,7 +284,7 @@ def retracted(folder: Path, asked: Sequence[list[int]]) -> Answers:
         return answers_of(target, asked)
 
 
-def continued(folder: Path, asked: Sequence[list[int]]) -> Answers:
+def continued(folder: Source, asked: Sequence[list[int]]) -> Answers:
     """Let D die after some tokens, and another one continue: P computes prompts and tokens again."""
     first = divided(folder, asked, 37)
     with pair(folder) as (source, target, way):
@@ -277,7 +294,7 @@ def continued(folder: Path, asked: Sequence[list[int]]) -> Answers:
         return answers_of(target, known)
 
 
-def forked(folder: Path, prompt: list[int]) -> Answers:
+def forked(folder: Source, prompt: list[int]) -> Answers:
     """Let three sequences share the full pages of one prompt; the page that they write to is copied. They sample
     different tokens."""
     with pair(folder) as (source, target, way):
@@ -285,9 +302,7 @@ def forked(folder: Path, prompt: list[int]) -> Answers:
         whole = len(prompt) // PAGE_SIZE
         for slot in (1, 2):
             fork = target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt))
-            shared = Admit(
-                slot, fork.token_ids, len(prompt), len(prompt), first.pages[:whole] + fork.pages[whole:], GREEDY
-            )
+            shared = msgspec.structs.replace(fork, pages=first.pages[:whole] + fork.pages[whole:], state_slot=-1)
             copy = [CopyPage(slot, first.pages[whole], fork.pages[whole])] if len(prompt) % PAGE_SIZE else []
             target.recorder.avoided[slot] = [target.tokens[other][0] for other in range(slot)]
             target.step(StepPlan(admit=[shared], copy=copy, first_tokens=[FirstToken(slot, 0)]))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 
@@ -17,6 +19,7 @@ from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
+from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import Code, model_hash, read_model_spec
 from chitu.ops.interface import Ops
 from chitu.protocol import SamplingParams, pack_i32
@@ -173,11 +176,16 @@ class Engine:
         recording: Recording | None = None,
         sampler: Sampler | None = None,
         code: Code = "auto",
+        adapters: Mapping[str, str] = MappingProxyType({}),
+        plant: Callable[[Any], Any] = lambda model: model,
     ) -> None:
-        """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's."""
+        """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
+        `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model."""
         self.spec = read_model_spec(path, max_model_len, code)
-        model = load_model(path, dtype, device, max_model_len=max_model_len, ops=ops, code=code)
+        loaded = read_adapters(adapters, self.spec)
+        model = plant(load_model(path, dtype, device, max_model_len=max_model_len, ops=ops, code=code, adapters=loaded))
         layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code))
+        layout = msgspec.structs.replace(layout, adapters=hashes_of(loaded))
         has_scratch = recording is not None
         self.pool = KVPool(layout, num_pages, 8, device, has_scratch=has_scratch, num_state_slots=num_slots + 1)
         self._num_state_slots = self.pool.num_state_slots
@@ -193,6 +201,8 @@ class Engine:
         )
         self._free = list(range(num_pages))
         random.Random(7).shuffle(self._free)
+        self.chosen: Mapping[int, int] = {}
+        """Number of the LoRA adapter of each slot that has one."""
 
     def pages(self, num_tokens: int) -> tuple[int, ...]:
         return tuple(self._free.pop() for _ in range((num_tokens + PAGE_SIZE - 1) // PAGE_SIZE))
@@ -203,7 +213,8 @@ class Engine:
         sampling = fields.pop("sampling", GREEDY)
         prompt_len, kv_len = fields.pop("prompt_len", len(tokens)), fields.pop("kv_len", 0)
         state_slot = self._num_state_slots - 1 - slot if self._num_state_slots else -1
-        return Admit(slot, pack_i32(tokens), prompt_len, kv_len, self.pages(total), sampling, state_slot)
+        adapter = fields.pop("adapter", self.chosen.get(slot, 0))
+        return Admit(slot, pack_i32(tokens), prompt_len, kv_len, self.pages(total), sampling, state_slot, adapter)
 
 
 def chunks_of(slot: int, length: int, size: int, **last: Any) -> Iterable[PrefillChunk]:

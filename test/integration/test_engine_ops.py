@@ -91,6 +91,7 @@ def test_products_equal_the_reference(ops, rows, inner, out, biased):
     torch.testing.assert_close(ops.linear_add(x, fast, residual.clone()), expected, **close)
     plain, fast = REFERENCE.prepare_gate_up(weight, bias), ops.prepare_gate_up(weight, bias)
     torch.testing.assert_close(ops.gate_up(x, fast), REFERENCE.gate_up(x, plain), **close)
+    torch.testing.assert_close(ops.gate_and_up(x, fast), REFERENCE.gate_and_up(x, plain), **close)
     norm = torch.rand(inner) + 0.5
     expected = REFERENCE.norm_gate_up(x, norm, 1e-6, plain)
     torch.testing.assert_close(ops.norm_gate_up(x, norm, 1e-6, fast), expected, **close)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
+import msgspec
 import torch
 from engine_checkpoints import PAGE_SIZE, Engine, GreedySampler
 
@@ -18,6 +20,7 @@ from chitu.engine.process_watch import ProcessWatch
 from chitu.engine.sampler import Sampler
 from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
+from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import model_hash, read_model_spec
 
 
@@ -73,10 +76,19 @@ class Ranks:
     """An instance of `size` ranks: the main rank's executor for the caller, its followers in threads."""
 
     def __init__(
-        self, path: Path, size: int, num_pages: int = 128, *, sampling: bool = True, sampler: Sampler | None = None
+        self,
+        path: Path,
+        size: int,
+        num_pages: int = 128,
+        *,
+        sampling: bool = True,
+        sampler: Sampler | None = None,
+        adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Load the model on every rank. `sampler` replaces argmax on the main rank."""
+        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`: as of `Engine`."""
         self.spec = read_model_spec(path)
+        self._adapters = read_adapters(adapters, self.spec)
+        self.chosen: Mapping[int, int] = {}
         self.pools: list[KVPool] = []
         meeting = Meeting(size)
         ranks = [ThreadRank(meeting, rank) for rank in range(size)]
@@ -91,8 +103,9 @@ class Ranks:
         self._free = list(range(num_pages))[::-1]
 
     def _runner(self, path: Path, rank: ThreadRank, num_pages: int, sampler: Sampler | None) -> ModelRunner:
-        model = load_model(path, "float32", max_model_len=1024, shard=rank)
+        model = load_model(path, "float32", max_model_len=1024, shard=rank, adapters=self._adapters)
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path))
+        layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
         self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8, num_state_slots=9))
         return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler)
 
