@@ -454,7 +454,9 @@ def _read(values: Mapping[str, Any], name: str, max_positions: int, where: str) 
         value = values[key]
         if value is not None and given.setdefault(key, value) != value:
             raise ConfigError(f"{where}: {key} is {value!r}, but {name}.{key} is {given[key]!r}; keep one of them")
-    kind = str(given.get("rope_type", given.get("type", "default")))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where}: {name}.rope_type is {kind!r}, not a text")
     if kind not in ROPE_TYPES:
         known = ", ".join(ROPE_TYPES)
         raise NotByOwnCode("rope_parameters", f"{where}: {name}.rope_type {kind!r} is not supported (known: {known})")

@@ -3,6 +3,7 @@ refused key. Keys are the fields of transformers' config class and all keys in `
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoint_table import make_checkpoint
 from engine_checkpoints import FAMILIES, GREEDY, Engine, GreedySampler, make_prompt, write_checkpoint
 from safetensors.torch import load_file, save_file
+from support.checkpoints import ROWS
 
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.config import read_model_spec
 from chitu.models.config_keys import ARCHITECTURES, NO_EFFECT, REQUIRED
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -36,12 +40,14 @@ ALL_IDLE = "(all without effect)"
 WITHOUT_EFFECT = {key for keys in NO_EFFECT.values() for key in keys.split()}
 OTHERS: dict[str, list[Any]] = {
     "architectures": [["MistralForCausalLM"], ["LlamaForCausalLM"]],
+    "cache_implementation": ["static"],
     "model_type": ["mistral"],
     "dtype": ["bfloat16"],
     "torch_dtype": ["float16"],
     "eos_token_id": [5, [5, 6]],
     "head_dim": [8, 16, 64],
     "hidden_act": ["gelu", "relu"],
+    "hidden_activation": ["silu"],
     "id2label": [{"0": "a", "1": "b", "2": "c"}],
     "is_encoder_decoder": [True],
     "label2id": [{"a": 0}],
@@ -122,9 +128,13 @@ class Reference:
         self._model_class = getattr(transformers, architecture)
         self._known: dict[str, torch.Tensor] = {}
 
-    def logits(self, folder: Path) -> torch.Tensor:
+    def read(self, folder: Path) -> str:
+        """Return what the library reads from config.json."""
         read = self._model_class.config_class.from_pretrained(folder).to_dict()
-        alike = json.dumps(read, sort_keys=True, default=str)
+        return json.dumps(read, sort_keys=True, default=str)
+
+    def logits(self, folder: Path) -> torch.Tensor:
+        alike = self.read(folder)
         if alike not in self._known:
             model = self._model_class.from_pretrained(folder, dtype=torch.float32).eval()
             with torch.inference_mode():
@@ -210,12 +220,20 @@ def both_dictionaries(config: dict[str, Any], rope: dict[str, Any]) -> Iterator[
         yield "rope_scaling", f"{name} beside rope_parameters, no rope_theta", {**new, "rope_scaling": scaling}
 
 
+OTHER_NAMES = (
+    *("tensor '", "tensors", "a tensor that", "tensor for"),  # a key that asks for others
+    *("transformers cannot use it: ", "the code of transformers"),  # and what the library says to it
+    "attends to later positions",
+)
+"""Words of a refusal that names what a key leads to instead of the key."""
+
+
 def verdict(folder: Path, reference: Reference, names: set[str], base: torch.Tensor) -> tuple[str, bool]:
     """Return what is wrong, empty if nothing; and whether the mutation changed the logits."""
     try:
         ours = own_logits(folder)
     except ConfigError as error:
-        is_named = any(named in str(error) for named in (*names, "tensor '", "tensors"))
+        is_named = any(named in str(error) for named in (*names, *OTHER_NAMES))
         return "" if is_named else f"refused without its name: {error}", False
     except Exception as error:
         return f"no refusal but {error!r}", False
@@ -252,6 +270,72 @@ def test_a_mutated_key_gives_the_logits_of_transformers_or_is_refused_by_name(fa
             seen.add(name)
     assert not wrong, "\n".join([f"{len(wrong)} of {num}", *wrong])
     assert seen >= set(COUNT[family].split()), seen
+
+
+GENERIC = {
+    "gpt-oss-20b": "sliding_window layer_types num_experts_per_tok rms_norm_eps",
+    "gemma-3-1b-it": "sliding_window query_pre_attn_scalar hidden_activation",
+    "GLM-4.5": "partial_rotary_factor routed_scaling_factor",
+    "GLM-4-9B-0414": "partial_rotary_factor rope_theta",
+    "phi-4": "rope_theta",
+    "Olmo-3-32B-Think": "sliding_window layer_types",
+    "granite-3.3-8b-instruct": "attention_multiplier embedding_multiplier logits_scaling residual_multiplier",
+    "Mixtral-8x7B-v0.1": "num_experts_per_tok",
+    "EXAONE-4.0-32B": "sliding_window rope_theta",
+    "Seed-OSS-36B-Instruct": "rope_theta rms_norm_eps",
+}
+"""Rows of the list that the modules of transformers compute, with keys that must change the logits."""
+IN_CI = ("gemma-3-1b-it", "GLM-4.5")
+
+
+def generic_mutations(config: dict[str, Any], fields: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield each key of the file and of the library's config class, removed and with another value."""
+    for key in sorted({*config, *fields} - WITHOUT_EFFECT - {"rope_parameters", "rope_scaling", "return_dict"}):
+        if key in config:
+            yield key, REMOVED, {name: value for name, value in config.items() if name != key}
+        given = config.get(key, fields.get(key))
+        if key == "layer_types":
+            if given:
+                yield key, "(reversed)", {**config, key: given[::-1]}
+        elif key in OTHERS or given is not None:
+            yield key, others(key, given)[0], {**config, key: others(key, given)[0]}
+    yield "unheard_of", 3, {**config, "unheard_of": 3}
+    for dictionary in ("rope_parameters", "rope_scaling"):
+        for key, value in (config.get(dictionary) or {}).items():
+            if key in ROPE_VALUES:
+                for other in [other for other in ROPE_VALUES[key] if other != value][:1]:
+                    yield key, other, {**config, dictionary: {**config[dictionary], key: other}}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.by_hand) for name in GENERIC]
+)
+def test_a_mutated_key_of_a_model_that_transformers_computes_is_served_exactly_or_refused(name, tmp_path):
+    """What the library reads alike, and gives the same spec, need not be computed again."""
+    row = next(row for row in ROWS if row.name == name)
+    checkpoint = make_checkpoint(row._replace(form=""), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    architecture, base = type(checkpoint.reference).__name__, own_logits(tmp_path)
+    reference, spec = Reference(architecture), read_model_spec(tmp_path, MAX_MODEL_LEN)
+    read = reference.read(tmp_path)
+    assert distance(base, reference.logits(tmp_path)) < TOLERANCE
+    wrong, seen, num, num_computed = [], set(), 0, 0
+    for key, value, mutated in generic_mutations(config, class_defaults(architecture)):
+        (tmp_path / "config.json").write_text(json.dumps(mutated))
+        num += 1
+        with contextlib.suppress(Exception):
+            if reference.read(tmp_path) == read and read_model_spec(tmp_path, MAX_MODEL_LEN) == spec:
+                continue
+        num_computed += 1
+        what, is_seen = verdict(tmp_path, reference, {key}, base)
+        if what:
+            wrong.append(f"{key} = {value!r}: {what}")
+        if is_seen:
+            seen.add(key)
+    assert not wrong, "\n".join([f"{len(wrong)} of {num}", *wrong])
+    assert seen >= set(GENERIC[name].split()), seen
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
