@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from pd_world import LAYOUT, NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, Memory, WatchedCopier, staged
+from pd_world import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, Memory, WatchedCopier, staged
 from support.clock import FakeClock
 from support.executors import FakeExecutor, LateExecutor
 from support.fake_transport import FakeFabric, FakeTransport
@@ -34,6 +34,7 @@ from chitu.instance.roles import DecodeRole, PrefillRole
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
+from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_transfer.both_sides import OwnMemory, TransferContext, TransferEvent
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import TransferJob
@@ -69,6 +70,8 @@ class Writes:
     """Bytes of a segment. Zero: no instance has segments."""
     gathers: bool = False
     """Whether P's transport puts pieces into D's segments by itself."""
+    has_state: bool = False
+    """Whether the model has a recurrent state; then nothing is cached."""
 
 
 class WriteWatch:
@@ -123,8 +126,8 @@ class WriteWatch:
         pages, slots = _parts(process, copies.src if is_source else copies.dst, copies.length)
         sequences = process.sequences()
         rooms = [room for room in sequences if pages <= set(process.cache.get_page_indices(room))]
-        rooms = [room for room in rooms if slots <= {sequences[room].aux_slot}]
-        assert rooms, f"pages {pages} and aux slots {slots} of {process.name} are copied, and no room has them"
+        rooms = [room for room in rooms if slots <= _rows_of(sequences[room])]
+        assert rooms, f"pages {pages} and rows {slots} of {process.name} are copied, and no room has them"
         process.check_landing(rooms[0], pages, slots, is_source)
 
 
@@ -140,11 +143,17 @@ def _check(process: Process, room: bytes, addresses: object, lengths: object, is
         process.check_landing(room, pages, slots, is_source)
 
 
+def _rows_of(sequence: Sequence) -> set[int]:
+    """Return its rows, numbered as by `_parts`."""
+    return {sequence.aux_slot, *([NUM_AUX + sequence.state_slot] if sequence.state_slot >= 0 else [])}
+
+
 def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[int], set[int]]:
-    """Return the pages and aux slots of the process that contain these bytes."""
+    """Return the pages and rows (aux slots, and behind them state slots) of the process that contain these bytes."""
     memory = process.memory
     offsets = np.asarray(addresses, dtype=np.int64) - memory.arena_base
     aux_offset = memory.aux_base - memory.arena_base
+    state_offset = memory.state_base - memory.arena_base
     area_offset = None if memory.area is None else memory.area.base - memory.arena_base
     region_bytes = NUM_PAGES * PAGE_BYTES
     pages: set[int] = set()
@@ -153,6 +162,8 @@ def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[in
         if start < aux_offset:
             first = start % region_bytes // PAGE_BYTES
             pages.update(range(first, first + -(-count // PAGE_BYTES)))
+        elif memory.num_state_slots and state_offset <= start < state_offset + memory.states.size:
+            slots.add(NUM_AUX + (start - state_offset) // memory.state_row_bytes)
         elif area_offset is None or start < area_offset:
             slots.add((start - aux_offset) // memory.aux_row_bytes)
     return pages, slots
@@ -207,7 +218,7 @@ class KVExecutor(FakeExecutor):
     r."""
 
     def __init__(self, memory: Memory, meanwhile: Callable[[], None]) -> None:
-        super().__init__(INFO, NUM_PAGES, PAGE_SIZE, memory.rows)
+        super().__init__(INFO, NUM_PAGES, PAGE_SIZE, memory.rows, memory.states)
         self._kv = memory.kv.view(np.uint32)
         self._meanwhile = meanwhile
         self._host: dict[int, NDArray[np.uint32]] = {}
@@ -306,9 +317,11 @@ class Process:
         self.port = 1000 + self.incarnation
         self.name = instance_name(role, rank)
         self.session = f"{self.name}-{self.incarnation}"
-        self.memory = Memory(segment_bytes=world.writes.segment_bytes)
+        has_state = world.writes.has_state
+        self.memory = Memory(segment_bytes=world.writes.segment_bytes, has_state=has_state)
+        self.states = StateSlots(self.memory.num_state_slots)
         self._is_writing = False
-        self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, b"model")
+        self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, None if has_state else b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
         self.kv = self._kv_manager()
         self.transfer = self.kv.side
@@ -335,7 +348,7 @@ class Process:
     def make_scheduler(self, executor: Executor, overlap: bool = False) -> PDScheduler:
         core = InstanceCore(
             SchedulerSettings(SCHEDULING, DEADLINES, self.name, REQUEST_TIMEOUT_S, overlap),
-            LoadedEngine(executor, self.cache, self.memory.aux),
+            LoadedEngine(executor, self.cache, self.memory.aux, states=self.states),
             self.tokens,
             lambda room, error: self.world.take_failure(self, room, error),
             self.world.clock,
@@ -354,12 +367,12 @@ class Process:
             of = fake, memory, writes.way, copier, self.role, self.rank, world.num_prefill
             self.transport = staged(*of, world.wait_turn)
         config = KVManagerConfig(
-            *(self.rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES),
+            *(self.rank, self.incarnation, "h", self.port, memory.layout, DEADLINES),
             max_batch_bytes=writes.max_batch_bytes,
             verify_kv=writes.verify_kv,
         )
-        sums = HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes)
-        own = OwnMemory(memory, memory.aux, [self.transport], sums)
+        sums = HostPageSums(memory.layout, 0, memory.region_bases, memory.num_pages, memory.page_bytes)
+        own = OwnMemory(memory, memory.aux, [self.transport], sums, memory.state_seals)
         context = TransferContext(world.link, lambda: None, world.clock, is_pid_alive=world.is_pid_alive)
         build = manager_of_prefill if self.role is Role.PREFILL else manager_of_decode
         return build(config, own, context)
@@ -398,10 +411,10 @@ class Process:
         of the rest."""
         host, namespace = ("elsewhere", "") if self.rank % 2 else ("h", NAMESPACE)
         return InstanceInfo(
-            *(self.role, self.rank, self.incarnation, host, 1, self.port, LAYOUT, 4096, self.pid),
+            *(self.role, self.rank, self.incarnation, host, 1, self.port, self.memory.layout, 4096, self.pid),
             pid_namespace=namespace,
             start_ticks=self.start_ticks,
-            num_slots=INFO.num_slots,
+            num_slots=min(INFO.num_slots, self.states.num_slots - 1) if self.states.num_slots else INFO.num_slots,
             num_pages=NUM_PAGES,
             first_view=self.first_view if self.first_view[0] != self.world.router_incarnation else (0, 0),
         )
@@ -476,6 +489,8 @@ class Process:
         assert rooms.keys() <= sequences.keys(), "pages of a request that is gone"
         slots = [s.aux_slot for s in sequences.values() if s.aux_slot >= 0]
         assert len(slots) == len(set(slots)) and self.memory.aux.num_free + len(slots) == NUM_AUX
+        rows = [s.state_slot for s in sequences.values() if s.state_slot >= 0]
+        assert len(rows) == len(set(rows)) and self.states.num_free + len(rows) == self.states.num_slots
         self._check_rooms()
 
     def _check_rooms(self) -> None:
@@ -497,7 +512,7 @@ class Process:
         assert pages <= set(self.cache.get_page_indices(room)), f"a write {side} pages of another room of {self.name}"
         is_known = not is_source and pages & set(self.cache._rooms[room].pinned)
         assert not is_known, f"a write into pages that {self.name} has cached"
-        assert aux_slots <= {sequence.aux_slot}, f"a write {side} an aux slot of another room of {self.name}"
+        assert aux_slots <= _rows_of(sequence), f"a write {side} a row of another room of {self.name}"
         if not is_source:
             assert sequence.state in AT_PEER_STATES | {SequenceState.CLOSING}
 
@@ -505,6 +520,7 @@ class Process:
         assert self.scheduler.is_idle and not len(self.table)
         self.cache.check_idle()
         assert self.memory.aux.num_free == NUM_AUX
+        self.states.check_idle()
         assert not self.executor.saved_keys and not self.executor._host
 
 

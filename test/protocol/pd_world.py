@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from support.clock import FakeClock
+from support.executors import FAKE_STATE, STATE_ROW_BYTES
 from support.fake_transport import FakeFabric, FakeTransport
 from support.faults import FaultConfig, FaultyTransport
 
@@ -18,6 +21,8 @@ from chitu.config.schema import DeadlineConfig
 from chitu.errors import RequestCancelled
 from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums
+from chitu.kv_cache.state_row import STAMP_BYTES, StateStamp, digest_of
+from chitu.kv_cache.state_sums import HostStateSeals
 from chitu.kv_transfer.both_sides import OwnMemory, TransferContext, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode, manager_of_prefill
@@ -44,6 +49,7 @@ TOKEN_BYTES = 4
 PAGE_BYTES = PAGE_SIZE * TOKEN_BYTES
 NUM_PAGES = 24
 NUM_AUX = 4
+NUM_STATES = 3
 NUM_SEGMENTS = 4
 VOCAB = 8
 AUX_ROW_BYTES = AUX_HEADER_BYTES + 64
@@ -52,6 +58,8 @@ WAIT_TURNS = 24
 """Number of turns after which a write has timed out."""
 DEADLINES = DeadlineConfig(bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2)
 LAYOUT = KVLayout.uniform("hash", NUM_LAYERS, 1, 1, PAGE_SIZE, "float32", VOCAB)
+
+STATE_LAYOUT = msgspec.structs.replace(LAYOUT, state=FAKE_STATE)
 
 Kind = TransferEventKind
 
@@ -169,9 +177,12 @@ class Point:
 class Memory:
     """A pool in numpy: `PagedMemory` plus a free list whose pages are poisoned, and segments behind it."""
 
-    def __init__(self, page_bytes: int = PAGE_BYTES, segment_bytes: int = 0) -> None:
+    def __init__(self, page_bytes: int = PAGE_BYTES, segment_bytes: int = 0, *, has_state: bool = False) -> None:
         region_bytes = NUM_PAGES * page_bytes
-        pool_bytes = 2 * NUM_LAYERS * region_bytes + NUM_AUX * AUX_ROW_BYTES
+        state_at = 2 * NUM_LAYERS * region_bytes + NUM_AUX * AUX_ROW_BYTES
+        self.num_state_slots = NUM_STATES if has_state else 0
+        self.state_row_bytes = STATE_ROW_BYTES if has_state else 0
+        pool_bytes = state_at + self.num_state_slots * self.state_row_bytes
         self.arena = np.full(pool_bytes + NUM_SEGMENTS * segment_bytes, POISON, dtype=np.uint8)
         self.arena_base = int(self.arena.ctypes.data)
         self.arena_bytes = self.arena.nbytes
@@ -181,10 +192,14 @@ class Memory:
         self.aux_base = self.arena_base + 2 * NUM_LAYERS * region_bytes
         self.aux_row_bytes = AUX_ROW_BYTES
         self.num_aux_slots = NUM_AUX
-        self.state_base = self.state_row_bytes = self.num_state_slots = 0
+        self.layout = STATE_LAYOUT if has_state else LAYOUT
+        self.state_base = self.arena_base + state_at
+        self.states = self.arena[state_at:pool_bytes].reshape(-1, STATE_ROW_BYTES)
+        self.state_seals = HostStateSeals(self.layout, 0, self.state_base, NUM_STATES) if has_state else None
+        self.free_states = list(range(self.num_state_slots))
         regions = self.arena[: 2 * NUM_LAYERS * region_bytes]
         self.kv = regions.reshape(2 * NUM_LAYERS, NUM_PAGES, page_bytes)
-        self.rows = self.arena[2 * NUM_LAYERS * region_bytes : pool_bytes].reshape(NUM_AUX, AUX_ROW_BYTES)
+        self.rows = self.arena[2 * NUM_LAYERS * region_bytes : state_at].reshape(NUM_AUX, AUX_ROW_BYTES)
         self.area: StagingArea | None = None
         if segment_bytes:
             self.area = area_of(self, self.arena_base + pool_bytes, segment_bytes, NUM_SEGMENTS)
@@ -204,6 +219,16 @@ class Memory:
             self.kv[:, page] = POISON
         self.free += pages
 
+    def take_state(self) -> int:
+        slot = self.free_states.pop()
+        assert (self.states[slot] == POISON).all(), f"state row {slot} was written after it was given back"
+        return slot
+
+    def give_state(self, slot: int) -> None:
+        assert slot not in self.free_states, "a state row came back twice"
+        self.states[slot] = POISON
+        self.free_states.append(slot)
+
     def check_poison(self, page: int) -> None:
         assert (self.kv[:, page] == POISON).all(), f"page {page} was written after it was given back"
 
@@ -212,6 +237,17 @@ def token_bytes(room: bytes, region: int, token: int) -> bytes:
     """Return what the model computes: a function of everything that could be confused. Never the poison."""
     value = int.from_bytes(room[:4], "little") ^ (region * 0x01010101) ^ (token * 0x00010203 + token)
     return bytes(b if b != POISON else 0 for b in (value & 0xFFFFFFFF).to_bytes(4, "little"))
+
+
+def prompt_of(room: bytes, num_tokens: int) -> bytes:
+    return (room * (1 + num_tokens // 4))[: 4 * num_tokens]
+
+
+def state_of(room: bytes, num_tokens: int) -> NDArray[np.uint8]:
+    """Return the row of the state behind so many tokens of a prompt."""
+    stamp = StateStamp(num_tokens, digest_of(prompt_of(room, num_tokens))).pack()
+    content = hashlib.sha512(room + num_tokens.to_bytes(4, "little")).digest()
+    return np.frombuffer(stamp.ljust(STAMP_BYTES, b"\0") + content, np.uint8)
 
 
 def logits_of(room: bytes) -> np.ndarray:
@@ -226,6 +262,7 @@ class Request:
     num_tokens: int
     pages: list[int]
     aux_slot: int = -1
+    state_slot: int = -1
     computed: int = 0
     seen: list[Kind] = field(default_factory=list)
     is_aborted: bool = False
@@ -249,7 +286,7 @@ class Node:
         self.incarnation = world.next_incarnation()
         self.pid = self.incarnation
         self.port = 1000 + self.incarnation
-        self.memory = Memory(segment_bytes=world.segment_bytes)
+        self.memory = Memory(segment_bytes=world.segment_bytes, has_state=world.has_state)
         self.requests: dict[bytes, Request] = {}
         self.is_alive = True
         self.is_frozen = False
@@ -257,7 +294,7 @@ class Node:
         self.device: DeviceQueue | None = None
         """If set, a step launches its work there and does not wait."""
         self.session = f"{instance_name(role, rank)}-{self.incarnation}"
-        config = KVManagerConfig(rank, self.incarnation, "h", self.port, LAYOUT, DEADLINES)
+        config = KVManagerConfig(rank, self.incarnation, "h", self.port, self.memory.layout, DEADLINES)
         memory = self.memory
         self.page_sums = WatchedSums(HostPageSums(LAYOUT, 0, memory.region_bases, memory.num_pages, memory.page_bytes))
         self.wake: Callable[[], object] = lambda: None
@@ -268,7 +305,7 @@ class Node:
             fake.gathers = world.gathers
             of = self.transport, memory, world.way, self.copier, role, rank, world.num_prefill
             self.transport = staged(*of, lambda: world.wait_turn())
-        own = OwnMemory(memory, memory.aux, [self.transport], self.page_sums)
+        own = OwnMemory(memory, memory.aux, [self.transport], self.page_sums, memory.state_seals)
         context = TransferContext(world.link, lambda: self.wake(), world.clock, is_pid_alive=world.is_pid_alive)
         config = replace(config, max_batch_bytes=world.max_batch_bytes, verify_kv=world.verify_kv)
         build = manager_of_prefill if role is Role.PREFILL else manager_of_decode
@@ -286,7 +323,9 @@ class Node:
 
     @property
     def info(self) -> InstanceInfo:
-        return InstanceInfo(self.role, self.rank, self.incarnation, "h", 1, self.port, LAYOUT, 4096, self.pid)
+        return InstanceInfo(
+            self.role, self.rank, self.incarnation, "h", 1, self.port, self.memory.layout, 4096, self.pid
+        )
 
     def verify_one(self) -> bool:
         """Run one turn of D's verifying thread."""
@@ -337,11 +376,16 @@ class Node:
             for region in range(2 * NUM_LAYERS):
                 found = self.memory.kv[region, page, offset : offset + TOKEN_BYTES].tobytes()
                 assert found == token_bytes(request.room, region, token), f"token {token} of region {region} is wrong"
+        if request.state_slot >= 0:
+            found_row = self.memory.states[request.state_slot, STAMP_BYTES:]
+            assert (found_row == state_of(request.room, request.num_tokens)[STAMP_BYTES:]).all(), "wrong state"
 
     def _free(self, request: Request) -> None:
         assert request.holds
         request.holds = False
         self.memory.give(request.pages)
+        if request.state_slot >= 0:
+            self.memory.give_state(request.state_slot)
         if request.aux_slot >= 0:
             self.memory.aux.free(request.aux_slot)
 
@@ -359,23 +403,29 @@ class Node:
     ) -> bool:
         """Start a room on D. With `needs_kv` False it holds pages and needs the logits row alone."""
         pages_wanted = -(-num_tokens // PAGE_SIZE)
+        if self.world.has_state and needs_kv and not self.memory.free_states:
+            return False
         aux_slot = self.memory.aux.allocate() if len(self.memory.free) >= pages_wanted else None
         if aux_slot is None:
             return False
         pages = self.memory.take(pages_wanted, self.world.rng)
-        self.requests[room] = Request(room, num_tokens, pages, aux_slot, needs_kv=needs_kv)
+        state_slot = self.memory.take_state() if self.world.has_state and needs_kv else -1
+        self.requests[room] = Request(room, num_tokens, pages, aux_slot, state_slot, needs_kv=needs_kv)
         wanted = pages if needs_kv else []
-        of = room, room.hex()[:6], wanted, aux_slot, num_tokens
-        self.receiver.announce(*of, prefill.rank, prefill.incarnation, prefix_pages=0, page_sums=page_sums)
+        of = room, room.hex()[:6], wanted, aux_slot, num_tokens, prefill.rank, prefill.incarnation
+        digest = digest_of(prompt_of(room, num_tokens))
+        self.receiver.announce(*of, prefix_pages=0, page_sums=page_sums, state_slot=state_slot, digest=digest)
         return True
 
     # ------------------------------------------------------------------------------------------------------ scheduler P
 
     def prefill(self, room: bytes, num_tokens: int, decode: Node) -> bool:
         pages_wanted = -(-num_tokens // PAGE_SIZE)
-        if len(self.memory.free) < pages_wanted:
+        if len(self.memory.free) < pages_wanted or (self.world.has_state and not self.memory.free_states):
             return False
-        self.requests[room] = Request(room, num_tokens, self.memory.take(pages_wanted, self.world.rng))
+        pages = self.memory.take(pages_wanted, self.world.rng)
+        state_slot = self.memory.take_state() if self.world.has_state else -1
+        self.requests[room] = Request(room, num_tokens, pages, state_slot=state_slot)
         self.sender.add_request(room, room.hex()[:6], num_tokens, decode.rank, decode.incarnation)
         return True
 
@@ -403,6 +453,8 @@ class Node:
         self.sender.feed.end_step()
         for request, end in chunks:
             request.computed = end
+            if request.state_slot >= 0 and request.holds:
+                self.memory.states[request.state_slot] = state_of(request.room, end)
             if end == request.num_tokens:
                 aux_slot = self.memory.aux.allocate()
                 if aux_slot is None:
@@ -410,7 +462,7 @@ class Node:
                     continue
                 request.aux_slot = aux_slot
                 self.memory.aux.get(aux_slot)[:] = logits_of(request.room)
-                self.sender.feed.send_rows(request.room, aux_slot)
+                self.sender.feed.send_rows(request.room, aux_slot, None, request.state_slot)
 
     def _store(self, place: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
         if self.device is None:
@@ -444,8 +496,10 @@ class World:
         verify_kv: VerifyKV | None = None,
         way: TransferWay = "direct",
         faults: FaultConfig | None = None,
+        has_state: bool = False,
     ) -> None:
         self.way = way
+        self.has_state = has_state
         self.num_prefill = num_prefill
         self.rng = random.Random(seed)
         self.clock = FakeClock(100.0)
@@ -600,6 +654,8 @@ class World:
         for node in self.nodes:
             assert sorted(node.memory.free) == list(range(NUM_PAGES))
             assert node.memory.aux.num_free == NUM_AUX
+            assert len(node.memory.free_states) == node.memory.num_state_slots
+            assert (node.memory.states == POISON).all(), "a state row was written after it was given back"
             for page in node.memory.free:
                 node.memory.check_poison(page)
 
@@ -627,8 +683,9 @@ class Pair:
         verify_kv: VerifyKV = "off",
         way: TransferWay = "direct",
         faults: FaultConfig | None = None,
+        has_state: bool = False,
     ) -> None:
-        self.world = World(seed, verify_kv=verify_kv, way=way, faults=faults)
+        self.world = World(seed, verify_kv=verify_kv, way=way, faults=faults, has_state=has_state)
         self.p: Node = self.world.of(Role.PREFILL)[0]
         self.d: Node = self.world.of(Role.DECODE)[0]
         self.room = new_room()

@@ -48,9 +48,10 @@ SEVER_OPS = st.builds(Op, st.sampled_from(SEVER), st.integers(0, 143), st.intege
 SHAPES = st.sampled_from([(2, 2), (1, 1), (1, 2), (3, 1)])
 BATCH_BYTES = st.sampled_from([1, 4 * PAGE_BYTES, 1 << 20])
 VERIFY = st.sampled_from(["off", "sample", "all"])
-DIRECT = st.builds(Writes, BATCH_BYTES, VERIFY)
+DIRECT = st.builds(Writes, BATCH_BYTES, VERIFY, has_state=st.booleans())
 SEGMENT_BYTES = st.sampled_from([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12])
-STAGED = st.builds(Writes, BATCH_BYTES, VERIFY, st.sampled_from(["staged", "auto"]), SEGMENT_BYTES, st.booleans())
+WAYS = st.sampled_from(["staged", "auto"])
+STAGED = st.builds(Writes, BATCH_BYTES, VERIFY, WAYS, SEGMENT_BYTES, st.booleans(), st.booleans())
 MANY = settings(max_examples=CASES, suppress_health_check=list(HealthCheck), print_blob=True)
 
 
@@ -110,13 +111,13 @@ def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_requ
 
 
 @settings(MANY, max_examples=max(1, CASES // 2))
-@given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS)
+@given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS, st.booleans())
 def test_with_the_real_router_each_client_gets_each_token_once_and_one_end(
-    shape: tuple[int, int], pieces: list[list[Op]]
+    shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
 ) -> None:
     script = [op for piece in pieces for op in piece]
     note(f"script = {script}")
-    world = RoutedWorld(*shape)
+    world = RoutedWorld(*shape, Writes(has_state=has_state))
     world.play(script)
     world.settle_down()
     world.check_it_still_serves()
@@ -170,13 +171,13 @@ def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int,
 
 
 @settings(MANY, max_examples=max(1, CASES // 4))
-@given(st.sampled_from([(2, 2), (1, 1), (1, 2)]), SCRIPTS)
+@given(st.sampled_from([(2, 2), (1, 1), (1, 2)]), SCRIPTS, st.booleans())
 def test_overlapping_steps_touch_nothing_of_another_room_in_any_script_of_faults(
-    shape: tuple[int, int], pieces: list[list[Op]]
+    shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
 ) -> None:
     script = [op for piece in pieces for op in piece]
     note(f"script = {script}")
-    world = LateWorld(*shape)
+    world = LateWorld(*shape, Writes(has_state=has_state))
     world.play(script)
     world.settle_down()
     world.check_it_still_serves()
