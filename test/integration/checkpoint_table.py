@@ -97,8 +97,9 @@ def make_checkpoint(row: Row, folder: Path) -> Checkpoint:
         model.save_pretrained(plain)
         small, large = encode(row.form, load_file(folder / "model.safetensors"), quantization)
         assert len(small) > len(large), "nothing is quantised"
-        save_file(small, folder / "model.safetensors")
-        save_file(large, plain / "model.safetensors", metadata={"format": "pt"})
+        for where, tensors in ((folder, small), (plain, large)):
+            copies = {name: each.contiguous().clone() for name, each in tensors.items()}
+            save_file(copies, where / "model.safetensors", metadata={"format": "pt"})
         model = model_class.from_pretrained(plain, dtype=torch.float32).eval()
     write_row_config(row, folder)
     return Checkpoint(folder, model)

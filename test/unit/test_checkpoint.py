@@ -366,9 +366,29 @@ def test_a_weight_file_that_links_to_itself_is_missing(tmp_path):
         weight_files(tmp_path)
 
 
-def test_reading_a_spec_imports_no_torch():
-    code = "import sys, chitu.models.config; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_router_reads_every_model_without_torch_and_transformers_in_120_mb(tmp_path):
+    """Importing the configs of transformers would take 500 MB."""
+    for number, row in enumerate(ROWS):
+        (tmp_path / str(number)).mkdir()
+        write_row_config(row, tmp_path / str(number))
+    code = """
+import pathlib, sys, chitu.serve.api_server
+from chitu.errors import ConfigError
+from chitu.models.config import read_model_spec
+read = 0
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    try:
+        read += read_model_spec(folder).vocab_size == 500
+    except ConfigError:
+        pass
+status = pathlib.Path("/proc/self/status").read_text()
+print(read, "torch" in sys.modules, "transformers" in sys.modules, status.split("VmRSS:")[1].split()[0])
+"""
+    said = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True, text=True)
+    read, torch, transformers, rss_kib = said.stdout.split()
+    assert int(read) == sum(not row.refused for row in ROWS)
+    assert (torch, transformers) == ("False", "False")
+    assert int(rss_kib) < 120_000
 
 
 @pytest.mark.parametrize("name", sorted(set(PUBLISHED) - {row.name for row in ROWS if row.refused}))
