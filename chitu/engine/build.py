@@ -150,9 +150,7 @@ def load_model(
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            if shard is not None:
-                raise ConfigError(f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only")
-            return build_generic(path, spec, torch_dtype, target, weights)
+            return build_generic(path, spec, torch_dtype, target, weights, shard)
         model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
         if not adapters:
             return model

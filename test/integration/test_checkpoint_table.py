@@ -32,8 +32,18 @@ HAS_MODELS = transformers.__version__ >= "5"
 """Whether the library has the classes of the list."""
 SERVED = {row.name: row for row in ROWS if not row.refused and (HAS_MODELS or row.code == "own")}
 CUT = (
-    *("Qwen3-32B-FP8", "DeepSeek-V3", "Qwen3-30B-A3B", "Llama-3.1-8B-Instruct", "Qwen2.5-32B-Instruct-GPTQ-Int4"),
-    *("Qwen3-32B-AWQ", "Kimi-K2-Thinking", "DeepSeek-R1-NVFP4"),
+    "Qwen3-32B-FP8",
+    "DeepSeek-V3",
+    "Qwen3-30B-A3B",
+    "Llama-3.1-8B-Instruct",
+    "Qwen2.5-32B-Instruct-GPTQ-Int4",
+    "Qwen3-32B-AWQ",
+    "Kimi-K2-Thinking",
+    "DeepSeek-R1-NVFP4",
+    "Mixtral-8x7B-v0.1",
+    "GLM-4.5",
+    "gemma-3-27b-it",
+    "Llama-4-Scout-17B-16E-Instruct",
 )
 """Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights."""
 KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16")

@@ -196,3 +196,27 @@ def test_what_the_modules_do_not_use_or_do_not_get_is_refused(tmp_path: Path) ->
     change(tmp_path, model_type="mistral")
     with pytest.raises(UnsupportedModel, match="MixtralForCausalLM has the model_type 'mixtral', not 'mistral'"):
         load_model(tmp_path, "float32")
+
+
+class Alone:
+    """One of two ranks, whose sums nobody joins."""
+
+    rank, size = 0, 2
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather_columns(self, x_RC: torch.Tensor, widths: Any) -> torch.Tensor:
+        return x_RC
+
+
+def test_a_rank_has_its_heads_and_columns_or_the_model_is_refused_by_name(tmp_path: Path) -> None:
+    make_checkpoint(ROW["Mixtral-8x7B-v0.1"], tmp_path / "cut")
+    whole, part = load_model(tmp_path / "cut", "float32"), load_model(tmp_path / "cut", "float32", shard=Alone())
+    assert isinstance(whole, GenericModel) and isinstance(part, GenericModel)
+    sizes = [sum(each.numel() for each in model.parts.decoder.layers.parameters()) for model in (whole, part)]
+    assert 0.5 < sizes[1] / sizes[0] < 0.53, sizes  # norms and routers are whole
+    for name, reason in (("OLMo-2-1124-13B-Instruct", "with tp_size 1 only"), ("phi-4", "with tp_size 1 only")):
+        make_checkpoint(ROW[name], tmp_path / name)
+        with pytest.raises(ConfigError, match=reason):
+            load_model(tmp_path / name, "float32", shard=Alone())

@@ -35,6 +35,8 @@ class PagedStep:
     pages_T: torch.Tensor
     """Page of each row's position."""
     offsets_T: torch.Tensor
+    num_written: int = 0
+    """Layers whose k and v are in the pages."""
     num_announced: int = 0
     """Layers for which `on_layer` was called."""
 
@@ -63,7 +65,9 @@ class AttentionKind:
 class PagedAttention:
     """The attention function of one model."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, is_alone: bool = True) -> None:
+        """`is_alone`: whether this rank has all heads. Otherwise a layer is written when all ranks have summed up."""
+        self._is_alone = is_alone
         self.name = f"chitu_{id(self):x}"
         """Name by which the library's modules find it."""
         self._num_layers = num_layers
@@ -80,6 +84,11 @@ class PagedAttention:
             step.announce(self._num_layers)
         finally:
             self._step = None
+
+    def on_sum(self) -> None:
+        """Announce what is written: no rank joins a sum before its own part is."""
+        if self._step is not None:
+            self._step.announce(self._step.num_written)
 
     def __call__(
         self,
@@ -117,7 +126,9 @@ class PagedAttention:
         k_PKSN, v_PKSN = step.cache.k[layer], step.cache.v[layer]
         put_rows(k_PKSN, step.pages_T, step.offsets_T, _padded(k_TKN, k_PKSN.shape[-1]))
         put_rows(v_PKSN, step.pages_T, step.offsets_T, _padded(v_TKO, v_PKSN.shape[-1]))
-        step.announce(layer + 1)
+        step.num_written = layer + 1
+        if self._is_alone:
+            step.announce(step.num_written)
         return attend(q_THN, step.batch, k_PKSN, v_PKSN, kind, value.shape[-1]).unsqueeze(0), None
 
 

@@ -4,7 +4,8 @@ Owns the promise of the family, which no list of names could keep: three random 
 through pages, against the same modules with the library's own attention, each sequence alone. The pages begin as NaN,
 so what is read but was not written shows. Windows, chunks of attention and lengths that scale attention are shrunk for
 both sides, so that the sequences exceed them. A right model differs by rounding, a wrong one by several percent at
-least. Runs once, on the thread that builds the engine, before the pool is allocated; with several ranks, on all.
+least. Runs once, on the thread that builds the engine, before the pool is allocated. With several ranks each checks
+its own part, without the sums over the ranks, which both sides leave out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,6 +45,14 @@ class Checked(Model, Protocol):
 
     def reference(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Return the hidden states of one sequence by the library's attention, without pages."""
+        ...
+
+    def own_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return logits on any rank."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Let this rank compute its part without the sums over the ranks."""
         ...
 
     def parts_with_limits(self) -> Sequence[Any]:
@@ -153,7 +162,7 @@ def check(model: Checked, spec: ModelSpec, device: torch.device, tp_size: int = 
     """Raise UnsupportedModel if pages and batches change what the model computes. Logs what it cost."""
     started = time.perf_counter()
     try:
-        with torch.inference_mode(), shrunk(model.parts_with_limits()):
+        with torch.inference_mode(), model.alone(), shrunk(model.parts_with_limits()):
             errors = errors_of(model, spec, device, tp_size)
     except torch.OutOfMemoryError:
         raise
@@ -186,19 +195,17 @@ def errors_of(model: Checked, spec: ModelSpec, device: torch.device, tp_size: in
     """Return, by kind of row, the error of each row's logits as a share of the largest of its sequence."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(spec.vocab_size, (length,), generator=generator).to(device) for length in LENGTHS]
-    theirs = [model.logits(model.reference(prompt)) for prompt in prompts]
+    theirs = [model.own_logits(model.reference(prompt)) for prompt in prompts]
     cache = ScratchCache(spec, tp_size, model.dtype, device)
     errors: dict[str, list[torch.Tensor]] = {}
     for step in steps():
         tokens_T = torch.cat([prompts[rows.slot][rows.start : rows.start + rows.length] for rows in step])
         hidden_TD = model.forward(tokens_T, batch_of(step, cache, bool(spec.state)), cache)
-        logits_TV = model.logits(hidden_TD)
+        logits_TV = model.own_logits(hidden_TD)
         first = 0
         for rows in step:
-            wanted = theirs[rows.slot]
-            if logits_TV is not None and wanted is not None:
-                own = logits_TV[first : first + rows.length]
-                apart = (own - wanted[rows.start : rows.start + rows.length]).abs().amax(1)
-                errors.setdefault(rows.kind, []).append(apart / wanted.abs().max())
+            wanted, own = theirs[rows.slot], logits_TV[first : first + rows.length]
+            apart = (own - wanted[rows.start : rows.start + rows.length]).abs().amax(1)
+            errors.setdefault(rows.kind, []).append(apart / wanted.abs().max())
             first += rows.length
     return {kind: torch.cat(each).nan_to_num(torch.inf, torch.inf).cpu() for kind, each in errors.items()}

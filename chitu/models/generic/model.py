@@ -35,6 +35,8 @@ from chitu.models.config import ModelSpec
 from chitu.models.generic.attention import PagedAttention
 from chitu.models.generic.check import check
 from chitu.models.generic.library import library_version
+from chitu.models.generic.sharding import Sharding
+from chitu.models.layers import Shard
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
 from chitu.ops.interface import Batch
@@ -49,9 +51,16 @@ LIBRARY_ERRORS = (
 class GenericModel:
     """A `Model` over modules of transformers, on one rank."""
 
-    is_main = True
-
-    def __init__(self, spec: ModelSpec, parts: TextParts, attention: PagedAttention, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parts: TextParts,
+        attention: PagedAttention,
+        dtype: torch.dtype,
+        sharding: Sharding | None = None,
+    ) -> None:
+        self.is_main = sharding is None or sharding.is_main
+        self.sharding = sharding
         self.num_positions = spec.max_model_len
         self.vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
@@ -78,8 +87,12 @@ class GenericModel:
         hidden_TD: torch.Tensor = out.last_hidden_state[0]
         return hidden_TD
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result."""
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
+        """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
+        return self.own_logits(hidden_RD) if self.is_main else None
+
+    def own_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return the logits on any rank: each has the whole head."""
         out = self.parts.head(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False)
         logits_RV: torch.Tensor = out.logits[0].float()
         return logits_RV
@@ -95,6 +108,18 @@ class GenericModel:
             decoder.set_attn_implementation(self.attention.name)
         hidden_TD: torch.Tensor = out.last_hidden_state[0]
         return hidden_TD
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank compute its part without the sums over the ranks."""
+        if self.sharding is None:
+            yield
+            return
+        self.sharding.is_summing = False
+        try:
+            yield
+        finally:
+            self.sharding.is_summing = True
 
     def parts_with_limits(self) -> list[Any]:
         """Return the decoder's modules and their configs."""
@@ -180,18 +205,28 @@ def _is_model(part: nn.Module) -> bool:
 
 
 def build_generic(
-    path: str | Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, weights: WeightSource
+    path: str | Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightSource,
+    shard: Shard | None = None,
 ) -> GenericModel:
     """Build the model and read its weights. Raises ConfigError (UnsupportedModel) if the checkpoint does not fit."""
-    attention = PagedAttention(spec.num_layers)
+    attention = PagedAttention(spec.num_layers, is_alone=shard is None)
     model = empty_model(path, spec, dtype)
     transformers.AttentionInterface.register(attention.name, attention)
     model.set_attn_implementation(attention.name)
     parts = TextParts(model)
-    fill(model, parts, weights, device, spec)
+    sharding = None
+    if shard is not None:
+        sharding = Sharding(parts.decoder, f"{parts.decoder_name}.", spec, shard)
+    fill(model, parts, weights, device, spec, sharding)
     parts.detach()
-    built = GenericModel(spec, parts, attention, dtype)
-    check(built, spec, device)
+    if sharding is not None:
+        sharding.add_sums(attention.on_sum)
+    built = GenericModel(spec, parts, attention, dtype, sharding)
+    check(built, spec, device, shard.size if shard is not None else 1)
     return built
 
 
@@ -251,7 +286,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def fill(model: Any, parts: TextParts, weights: WeightSource, device: torch.device, spec: ModelSpec) -> None:
+def fill(
+    model: Any,
+    parts: TextParts,
+    weights: WeightSource,
+    device: torch.device,
+    spec: ModelSpec,
+    sharding: Sharding | None = None,
+) -> None:
     """Give the text part its weights, and its constant tensors (frequencies of rotary positions) their values."""
     for name, buffer in list(model.named_buffers()):
         if parts.needs(name):
@@ -259,7 +301,7 @@ def fill(model: Any, parts: TextParts, weights: WeightSource, device: torch.devi
     # The weights are still without memory, so this writes only constants.
     with torch.no_grad():
         model.initialize_weights()
-    missing = set(_load(model, parts, weights, spec))
+    missing = set(_load(model, parts, weights, spec, sharding))
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     for name in sorted(missing):
         if parts.needs(name) and model.get_parameter_or_buffer(name).device.type == "meta":
@@ -267,7 +309,9 @@ def fill(model: Any, parts: TextParts, weights: WeightSource, device: torch.devi
     weights.finish()
 
 
-def _load(model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec) -> Iterator[str]:
+def _load(
+    model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec, sharding: Sharding | None
+) -> Iterator[str]:
     """Read all tensors of the text part. Yield the names of the model's tensors that are not in the checkpoint.
 
     The library renames tensors of published checkpoints and joins some (experts): its own table and operations are
@@ -309,7 +353,7 @@ def _load(model: Any, parts: TextParts, weights: WeightSource, spec: ModelSpec) 
                     f"model.path: tensor {name!r} has shape {tuple(tensor.shape)}, the config asks for "
                     f"{tuple(wanted[name].shape)}"
                 )
-            _assign(model, name, tensor)
+            _assign(model, name, tensor if sharding is None else sharding.cut(name, tensor))
             wanted.pop(name)
     yield from wanted
 
