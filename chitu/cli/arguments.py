@@ -134,6 +134,9 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     source = command.add_mutually_exclusive_group()
     source.add_argument("--model", metavar="DIR", help="checkpoint folder of an undivided engine that is started")
+    command.add_argument(
+        "--adapter", metavar="DIR", action="append", default=[], help="LoRA adapter of that engine (repeatable)"
+    )
     _add_router(command, source)
     command.add_argument("--device", default="cpu", help="device of the engine that is started (default: cpu)")
     command.add_argument(

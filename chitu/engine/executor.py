@@ -252,8 +252,8 @@ class Shapes:
 
 def run_warmup(executor: Executor, shapes: Shapes) -> None:
     """Run one prefill in two chunks (the second sees the first) with its logits, a token from an aux row, decodes at
-    batch 1 and at the widest batch that fits, and `shapes.prompts`. Raise ConfigError if logits are not finite, also
-    those of a prompt of another token: no request could be served."""
+    batch 1 and at the widest batch that fits, `shapes.prompts`, and a token with each LoRA adapter. Raise ConfigError
+    if logits are not finite, also those of a prompt of another token: no request could be served."""
     info, num_pages, page_size = executor.info, shapes.num_pages, shapes.page_size
     prompt_len = min(WARMUP_PROMPT_TOKENS, info.max_model_len - 2, num_pages * page_size - 2)
     if prompt_len < 2:
@@ -266,7 +266,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
         _run(executor, StepPlan(decode=[0]))
     _run(executor, StepPlan(release=[0]))
     if not is_finite:
-        _require_finite(executor, shapes)
+        _require_finite(executor, shapes, 0)
     if shapes.samples and shapes.num_aux_slots:  # D: the KV and the logits of the last position came from P
         came = msgspec.structs.replace(admit, kv_len=prompt_len)
         _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
@@ -274,14 +274,25 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if shapes.samples:
         _decode_wide(executor, shapes)
     _long_prompts(executor, shapes)
+    for number in range(1, len(info.adapters) + 1):
+        _require_finite(executor, shapes, number)
 
 
-def _require_finite(executor: Executor, shapes: Shapes) -> None:
-    """Try a prompt of a token other than 0: no text may have that one."""
-    admit = _admit(shapes, 0, 1, first_page=0, spare=0, sampling=GREEDY, token=executor.info.vocab_size // 2)
-    result = _run(executor, StepPlan(admit=[admit], prefill=[_last(shapes, 0, 0, 1)]))
+def _require_finite(executor: Executor, shapes: Shapes, adapter: int) -> None:
+    """Try a prompt of a token other than 0: no text may have that one. With an adapter, try a decode, too."""
+    admit = _admit(shapes, 0, 1, 0, spare=1 if adapter else 0, sampling=GREEDY, token=executor.info.vocab_size // 2)
+    admit = msgspec.structs.replace(admit, adapter=adapter)
+    is_finite = is_sound(_run(executor, StepPlan(admit=[admit], prefill=[_last(shapes, 0, 0, 1)])))
+    if shapes.samples and adapter:
+        is_finite &= is_sound(_run(executor, StepPlan(decode=[0])))
     _run(executor, StepPlan(release=[0]))
-    if not is_sound(result):
+    if not is_finite and adapter:
+        name = executor.info.adapters[adapter - 1][0]
+        raise ConfigError(
+            f"model.adapters.{name}: the model's logits with this LoRA adapter are not finite (NaN or infinite): it is "
+            "damaged, or too large for model.dtype"
+        )
+    if not is_finite:
         raise ConfigError(
             "model.path: the model's logits are not finite (NaN or infinite): its weights are damaged (`chitu doctor` "
             "checks them), or too large for model.dtype"

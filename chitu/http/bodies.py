@@ -107,7 +107,10 @@ Without = Annotated[Unread, ignored()]
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    model: Annotated[str | None, note("the served name or the checkpoint's path; default: the only model")] = None
+    model: Annotated[
+        str | None,
+        note("the served name, the checkpoint's path, or the name of a LoRA adapter; default: the served name"),
+    ] = None
 
 
 # ------------------------------------------------------------------------------------------ completions and chats alike

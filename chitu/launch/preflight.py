@@ -30,6 +30,7 @@ from chitu.engine.memory_budget import (
     weight_problems,
 )
 from chitu.errors import ConfigError
+from chitu.models.adapters import read_adapters
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.process.child import ROUTER
@@ -138,6 +139,7 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
         words = spec.quantization.words if spec.quantization is not None else ""
         found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, num_weights, words)
         require_tokenizer(path)
+        read_adapters(topology.model.adapters, spec)
     except ConfigError as error:
         return None, ModelFacts(path, error.message)
     except OSError as error:

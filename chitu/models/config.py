@@ -287,8 +287,8 @@ def weight_files(path: str | Path) -> list[Path]:
     folder = Path(path)
     if (folder / "adapter_config.json").is_file():
         raise UnsupportedModel(
-            f"model.path: {folder} holds an adapter (adapter_config.json), which is not applied here; merge it into "
-            "the weights, or move it elsewhere"
+            f"model.path: {folder} holds an adapter (adapter_config.json): give it a name and its folder in "
+            "model.adapters, and model.path the folder of the model alone"
         )
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if single.is_file():

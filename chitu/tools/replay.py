@@ -16,7 +16,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
@@ -25,6 +25,7 @@ from chitu.config.load import api_key
 from chitu.launch.plan import Entries
 from chitu.launch.router_client import RouterClient
 from chitu.models.config import read_model_spec
+from chitu.protocol import KVLayout
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, unpack
 from chitu.protocol.receipt import Receipt, changed_fields, sealed
 from chitu.tools.verify.parity import Place, compare, damage_on_its_way, differences, limit_of
@@ -87,6 +88,7 @@ def _of_snapshot(record: KeptRequest) -> Receipt:
             request_id=record.request_id,
             model="",
             model_hash=record.model_hash,
+            adapter_hash=record.adapter_hash,
             dtype=cast(Any, record.dtype),
             served=[],
             prompt_token_ids=record.prompt_token_ids,
@@ -164,9 +166,9 @@ class _Shown(msgspec.Struct, frozen=True):
         return tuple(value for value in each if value is not None)
 
 
-def replay(saved: Saved, prober: Prober, model_hash: str, dtype: str) -> Replayed:
-    """Replay a receipt and judge it. `model_hash` and `dtype` are those of the prober's engine."""
-    receipt = saved.receipt
+def replay(saved: Saved, prober: Prober, layout: KVLayout) -> Replayed:
+    """Replay a receipt and judge it. `layout`: that of the prober's engine."""
+    receipt, model_hash, dtype = saved.receipt, layout.model_hash, layout.dtype
     if changed := changed_fields(receipt):
         says = f"changed since it was made: {', '.join(changed)}"
         return Replayed(receipt.request_id, "different", says)
@@ -175,6 +177,12 @@ def replay(saved: Saved, prober: Prober, model_hash: str, dtype: str) -> Replaye
     if model_hash != receipt.model_hash:
         says = f"the engine has another model than the receipt: model_hash {model_hash}, not {receipt.model_hash}"
         return Replayed(receipt.request_id, "unjudged", says)
+    if receipt.adapter_hash:
+        names = {digest: name for name, digest in layout.adapters}
+        if receipt.adapter_hash not in names:
+            says = f"the engine has no LoRA adapter with the hash {receipt.adapter_hash} ({receipt.model!r}); give its "
+            return Replayed(receipt.request_id, "unjudged", f"{says}folder with --adapter, beside --model")
+        prober = replace(prober, model=names[receipt.adapter_hash])
     if not receipt.prompt_token_ids or not receipt.token_ids:
         return Replayed(receipt.request_id, "unjudged", "it has no tokens")
     try:
@@ -267,6 +275,8 @@ class ReplayOptions:
     """URL of a running cluster; None: an engine with `model` is started."""
     model: str | None = None
     """Checkpoint folder of the engine to start."""
+    adapters: tuple[str, ...] = ()
+    """Folders of its LoRA adapters."""
     device: str = "cpu"
     """Device of the engine that is started."""
     concurrency: int = 2
@@ -290,8 +300,9 @@ def replay_receipts(options: ReplayOptions, saved: Sequence[Saved], say: Callabl
                 raise Impossible(f"receipts of {' and '.join(sorted(dtypes))}: replay those of one dtype at a time")
             longest = max(len(receipt.prompt_token_ids) + receipt.sampling.max_tokens for receipt in receipts)
             most = read_model_spec(options.model, None).max_model_len
+            adapters = {f"adapter-{n}": folder for n, folder in enumerate(options.adapters, 1)}
             shape = EngineShape(receipts[0].dtype, min(longest + 1, most), PAGE_SIZE)
-            client = stack.enter_context(engine(options.model, options.device, shape, options.entries, say))
+            client = stack.enter_context(engine(options.model, options.device, shape, options.entries, say, adapters))
         cluster = client.cluster()
         layout = layout_of(cluster)
         if layout is None:
@@ -299,4 +310,4 @@ def replay_receipts(options: ReplayOptions, saved: Sequence[Saved], say: Callabl
         prober = Prober(client, cluster.model, 1, options.timeout_s)
         say(f"replaying {len(saved)} receipts at {client.url}")
         with ThreadPoolExecutor(options.concurrency) as pool:
-            return list(pool.map(lambda one: replay(one, prober, layout.model_hash, layout.dtype), saved))
+            return list(pool.map(lambda one: replay(one, prober, layout), saved))

@@ -31,9 +31,12 @@ from checkpoint_table import (
 from engine_checkpoints import Engine, chunks_of, write_checkpoint
 from safetensors.torch import load_file, save_file
 
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
 from chitu.engine.executor import StepPlan
 from chitu.engine.step_graphs import EagerRecorder, Recording
 from chitu.errors import ConfigError, Internal, UnsupportedModel
+from chitu.launch.preflight import look_at_model
 from chitu.models.adapters import read_adapter
 from chitu.models.config import read_model_spec
 from chitu.models.layers import DecoderModel
@@ -344,3 +347,10 @@ def test_models_with_latent_attention_take_no_adapters(qwen3: Base, tmp_path: Pa
     write_checkpoint(tmp_path, "deepseek_v2")
     with pytest.raises(UnsupportedModel, match=r"^model.adapters.sql: .* latent attention"):
         read_adapter("sql", qwen3.folders["sql"], read_model_spec(tmp_path))
+
+
+def test_launchers_find_a_bad_adapter_before_anything_starts(qwen3: Base, tmp_path: Path) -> None:
+    folder = copied(qwen3, tmp_path)
+    settings = [f"model.path={TINY_MODEL_DIR}", f"model.adapters.sql={folder}"]
+    error = look_at_model(load_topology(None, settings))[1].error
+    assert error.startswith("model.adapters.sql: ") and "has shape (4, 64); by the model" in error, error

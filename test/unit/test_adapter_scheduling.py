@@ -15,7 +15,9 @@ from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit
-from chitu.protocol import DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.errors import IncompatibleLayout
+from chitu.kv_transfer.layout import check_compatible
+from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 
 ADAPTERS = (("sql", "1" * 32), ("tone", "2" * 32))
 NUMBERS = {"": 0, "sql": 1, "tone": 2}
@@ -97,6 +99,14 @@ def test_an_unknown_adapter_is_refused_by_p_and_by_d() -> None:
     prefill.scheduler.submit(PrefillRequest(room_of(1), "r1", pack_i32([5, 6]), 0, 1, adapter="sql"))
     prefill.run()
     assert str(prefill.failures[room_of(1)]) == "this instance has no LoRA adapter 'sql' (model.adapters: none)"
+
+
+def test_p_refuses_a_d_with_other_adapters() -> None:
+    layout = msgspec.structs.replace(KVLayout.uniform("m", 1, 1, 2, PAGE_SIZE, "float32", 100), adapters=ADAPTERS)
+    check_compatible(layout, msgspec.structs.replace(layout))
+    for others in ((), ADAPTERS[:1], (("sql", "1" * 32), ("tone", "3" * 32))):
+        with pytest.raises(IncompatibleLayout, match=r"KV layouts differ in adapters: .*tone.* != "):
+            check_compatible(layout, msgspec.structs.replace(layout, adapters=others))
 
 
 def test_p_and_d_compute_with_the_adapter_and_reuse_its_pages() -> None:

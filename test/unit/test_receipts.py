@@ -200,7 +200,8 @@ def test_a_saved_answer_whose_pages_were_damaged_is_different_whatever_its_token
     answer = {"choices": [{"logprobs": {"token_logprobs": [-0.5, -1.0, -2]}}], "chitu": proof}
     (saved,) = read_receipts("f", msgspec.json.encode(answer).decode())
     assert saved.logprobs == (-0.5, -1.0, -2.0) and saved.damage is not None
-    result = replay(saved, Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), one.model_hash, "bfloat16")
+    layout = KVLayout.uniform(one.model_hash, 2, 2, 16, 16, "bfloat16", 99)
+    result = replay(saved, Prober(RouterClient("http://127.0.0.1:1"), "m", 1, 1.0), layout)
     assert result.verdict == "different" and "page 4, layer 0, in that layer alone" in result.says, result
     sums["landed"] = sums["sent"]
     (right,) = read_receipts("f", msgspec.json.encode(answer).decode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from chitu.engine.executor import (
@@ -15,6 +16,7 @@ from chitu.engine.executor import (
     StepResult,
     run_warmup,
 )
+from chitu.errors import ConfigError
 
 
 class PlanReader:
@@ -71,6 +73,26 @@ def test_d_samples_a_token_from_a_row_as_the_first_request_does() -> None:
     temperatures = {admit.sampling.temperature for plan in reader.plans for admit in plan.admit if admit.sampling}
     assert len(temperatures) == 2 and 0.0 in temperatures, "argmax, and the kernels of sampling"
     assert not any(plan.first_tokens for plan in plans_of(4, 99, Shapes(99, 16, True, 0)).plans)
+
+
+@pytest.mark.parametrize("samples", [True, False])
+def test_a_token_is_computed_with_each_adapter(samples: bool) -> None:
+    reader = PlanReader(4, 99, Shapes(99, 16, samples, num_aux_slots=8))
+    reader.info = msgspec.structs.replace(reader.info, adapters=(("sql", "1" * 32), ("tone", "2" * 32)))
+    run_warmup(reader, reader.shapes)  # type: ignore[arg-type]
+    numbers = [admit.adapter for plan in reader.plans for admit in plan.admit]
+    assert numbers[-2:] == [1, 2] and not any(numbers[:-2])
+
+    class Overflowing(PlanReader):
+        def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> DoneStep:
+            super().launch(plan)
+            has_second = any(admit.adapter == 2 for admit in plan.admit)
+            return DoneStep(StepResult([], [], unsound=[0] if has_second else []))
+
+    broken = Overflowing(4, 99, reader.shapes)
+    broken.info = reader.info
+    with pytest.raises(ConfigError, match=r"^model\.adapters\.tone: .* not finite"):
+        run_warmup(broken, broken.shapes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("samples", [True, False])

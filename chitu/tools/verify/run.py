@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -119,11 +120,17 @@ def reference(
 
 @contextlib.contextmanager
 def engine(
-    folder: str, device: str, shape: EngineShape, entries: Entries | None, say: Callable[[str], None]
+    folder: str,
+    device: str,
+    shape: EngineShape,
+    entries: Entries | None,
+    say: Callable[[str], None],
+    adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RouterClient]:
-    """Start a unified engine and yield its client. Raise ConfigError or StartFailed as `LocalCluster`."""
+    """Start a unified engine and yield its client. `adapters`: folders of its LoRA adapters, by name. Raise ConfigError
+    or StartFailed as `LocalCluster`."""
     say(f"starting one unified engine of {folder} on {device}")
-    topology = load_topology("unified_local.yaml", _settings(folder, device, shape))
+    topology = load_topology("unified_local.yaml", _settings(folder, device, shape, adapters))
     with LocalCluster(topology, entries=entries) as own:
         own.wait_ready(READY_TIMEOUT_S)
         keys = own.topology.dp_config.router.api_keys
@@ -136,13 +143,14 @@ def layout_of(cluster: ClusterSnapshot) -> KVLayout | None:
     return next((instance.layout for instance in cluster.instances if instance.layout is not None), None)
 
 
-def _settings(folder: str, device: str, shape: EngineShape) -> list[str]:
+def _settings(folder: str, device: str, shape: EngineShape, adapters: Mapping[str, str]) -> list[str]:
     """Return the overrides of the engine, with pages for one longest request and SPARE_PAGES."""
     dtype, page_size = shape.dtype, shape.page_size
     pages = -(-shape.max_model_len // page_size) + SPARE_PAGES
     return [
         f"model.path={msgspec.json.encode(folder).decode()}",
         "model.served_name=reference",
+        f"model.adapters={msgspec.json.encode(dict(adapters)).decode()}",
         "cache.kv_dtype=fp8_e4m3" if dtype == "fp8_e4m3" else f"model.dtype={dtype}",
         f"model.max_model_len={shape.max_model_len}",
         f"cache.page_size={page_size}",
