@@ -219,6 +219,15 @@ def test_the_router_asks_another_p_and_names_the_guilty_one() -> None:
     assert world.router.counters.cross_checks == {"wrong": 1} and not world.router.in_flight
 
 
+def test_another_p_computes_with_the_adapter_of_the_request() -> None:
+    world, _ = checking()
+    _, room = world.add(adapter="sql")
+    assert {name: message.adapter for name, message in world.sent_to(room).items()} == {"P0": "sql", "D0": "sql"}
+    answer(world, room, [-1.0])
+    world.router.tick()
+    assert {message.adapter for message in world.sent_to(open_room(world)).values()} == {"sql"}
+
+
 def test_the_router_finds_pages_that_were_damaged_on_their_way() -> None:
     world, results = checking()
     _, room = world.add()

@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,11 +22,14 @@ from chitu.errors import Capacity, InvalidRequest, NoInstance, UnknownRequest
 from chitu.http.answers import EventNumbers, events_read
 from chitu.http.choice import RunningAnswers
 from chitu.http.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
+from chitu.http.parse import ParsedRequest, Prompt
+from chitu.http.sampling_fields import OutputOptions
 from chitu.http.served_model import ModelLimits
-from chitu.protocol import InstanceInfo, KVLayout
+from chitu.protocol import InstanceInfo, KVLayout, SamplingParams
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.policies import Candidates
+from chitu.router.request import GenerateRequest
 
 NOW_S = 1_000_000_000.0
 
@@ -270,6 +273,42 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     await kept.write_all(1.0)
     with pytest.raises(NoInstance, match="the next one has the kept requests"):
         await kept.find("another that it has written", "t")
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_request_goes_on_with_the_content_of_its_adapter_alone(tmp_path: Path, known: bool) -> None:
+    """Another router may have another folder under the same name."""
+    of = folder(tmp_path, max_age_s=1e12)
+    of.write(record(expires_s=1e12, adapter_hash="ab"))
+    adapters = (("sql", "ab" if known else "cd"),)
+    layout = msgspec.structs.replace(KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100), adapters=adapters)
+    model = SimpleNamespace(
+        layout=layout,
+        limits=lambda candidates: ModelLimits(50, 100),
+        require_known=lambda *given: None,
+        ends_of=lambda sampling: frozenset(),
+    )
+    sent: list[GenerateRequest] = []
+
+    def resume(request: GenerateRequest, tokens: list[int], wake: Callable[[], None]) -> None:
+        sent.append(request)
+        raise Capacity("full")  # it is tried again later
+
+    router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)), resume=resume)
+    decoder = SimpleNamespace(feed=lambda *given: None, finish_reason=None)
+    routes = SimpleNamespace(running=RunningAnswers(lambda generation: None), decoder_of=lambda *given: decoder)
+
+    options = OutputOptions(1, False, False, (), False, True, False)
+
+    async def parse_again(route: str, raw: bytearray) -> ParsedRequest:
+        return ParsedRequest([Prompt(b"", 0, "")], [SamplingParams(10)], options, adapter="sql")
+
+    bodies, none = SimpleNamespace(parse_again=parse_again), lambda *given: None
+    kept = KeptRequests(of, model, router, bodies, routes, none, FakeClock())  # type: ignore[arg-type]
+    kept.tick()
+    await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
+    assert [request.adapter for request in sent] == (["sql"] if known else [])
+    assert [name.rpartition(".")[2] for name in names(tmp_path)] == ([] if known else ["refused"])
 
 
 async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
