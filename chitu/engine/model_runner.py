@@ -69,7 +69,8 @@ class ModelRunner:
         covered = model.num_positions
         if max_model_len > covered:
             raise ConfigError(f"model.max_model_len: {max_model_len} tokens, the model was loaded for {covered}")
-        if pool.layout.groups != spec.groups:
+        own = {(each.layer, each.name) for each in spec.state if each.dtype == "auto"}
+        if pool.layout.groups != spec.groups or any(pool.states[key].dtype != model.dtype for key in own):
             raise Internal("the KV pool was made for another model")
         self._spec = spec
         self._model = model

@@ -208,11 +208,12 @@ def _read_generic(
         mlp_bias=False,
         eos_token_ids=_eos_token_ids(folder, shape.eos_token_id),
         dtype=shape.dtype,
-        groups=(CacheGroup(tuple(range(shape.num_layers)), shape.num_kv_heads, shape.head_dims),),
+        groups=(CacheGroup(shape.kv_layers, shape.num_kv_heads, shape.head_dims),),
         code="transformers",
         windows=shape.windows if any(window is not None for window in shape.windows) else (),
         is_text_part=shape.is_part,
         quantization=read_quantization(shape.quantization_config, folder, where),
+        state=shape.state,
     )
 
 

@@ -72,11 +72,12 @@ def randomise(model: transformers.PreTrainedModel) -> None:
             if not parameter.is_floating_point() or "inv_freq" in name or last in ("std_bias", "embed_scale"):
                 continue
             if last in ("A_log", "D") or ("norm" in name and parameter.dim() == 1):
-                parameter.uniform_(0.5, 1.5)
+                middle = float(parameter.any())  # norms that add 1 to their weights begin with zeros
+                parameter.uniform_(middle - 0.5, middle + 0.5)
             elif "bias" in last or last == "sinks":
                 parameter.normal_(0, 0.3)
             elif isinstance(parameter, torch.nn.Parameter):
-                parameter.normal_(0, 0.12)
+                parameter.normal_(0, 0.1)
 
 
 def make_checkpoint(row: Row, folder: Path) -> Checkpoint:

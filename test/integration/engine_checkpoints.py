@@ -184,7 +184,8 @@ class Engine:
         self.spec = read_model_spec(path, max_model_len, code)
         loaded = read_adapters(adapters, self.spec)
         model = plant(load_model(path, dtype, device, max_model_len=max_model_len, ops=ops, code=code, adapters=loaded))
-        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code))
+        hashed = model_hash(path, self.spec.code)
+        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, hashed, dtype)
         layout = msgspec.structs.replace(layout, adapters=hashes_of(loaded))
         has_scratch = recording is not None
         self.pool = KVPool(layout, num_pages, 8, device, has_scratch=has_scratch, num_state_slots=num_slots + 1)
@@ -212,9 +213,12 @@ class Engine:
         another number than the slot."""
         sampling = fields.pop("sampling", GREEDY)
         prompt_len, kv_len = fields.pop("prompt_len", len(tokens)), fields.pop("kv_len", 0)
-        state_slot = self._num_state_slots - 1 - slot if self._num_state_slots else -1
         adapter = fields.pop("adapter", self.chosen.get(slot, 0))
-        return Admit(slot, pack_i32(tokens), prompt_len, kv_len, self.pages(total), sampling, state_slot, adapter)
+        pages = self.pages(total)
+        return Admit(slot, pack_i32(tokens), prompt_len, kv_len, pages, sampling, self.state_slot(slot), adapter)
+
+    def state_slot(self, slot: int) -> int:
+        return (slot + 3) % self._num_state_slots if self._num_state_slots else -1
 
 
 def chunks_of(slot: int, length: int, size: int, **last: Any) -> Iterable[PrefillChunk]:

@@ -104,13 +104,14 @@ class Ranks:
 
     def _runner(self, path: Path, rank: ThreadRank, num_pages: int, sampler: Sampler | None) -> ModelRunner:
         model = load_model(path, "float32", max_model_len=1024, shard=rank, adapters=self._adapters)
-        layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path))
+        layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path), "float32")
         layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
         self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8, num_state_slots=9))
         return ModelRunner(self.spec, model, self.pools[-1], 8, 1024, sampler)
 
     pages = Engine.pages
     admit = Engine.admit
+    state_slot = Engine.state_slot
 
     def close(self) -> None:
         """End the instance from the main rank; raise the error of a follower that failed."""

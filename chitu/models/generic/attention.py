@@ -76,7 +76,7 @@ class PagedAttention:
     @contextmanager
     def step(self, batch: Batch, cache: KVViews, on_layer: Callable[[int], None] | None) -> Iterator[None]:
         """Let the modules that are called within it work on this batch."""
-        size = next(pages.shape[2] for pages in cache.k if pages is not None)
+        size = next(pages.shape[2] for pages in cache.k if pages.numel())
         pages_T = batch.page_table[batch.slots_T, batch.positions_T // size]
         self._step = step = PagedStep(batch, cache, on_layer, pages_T, batch.positions_T % size)
         try:

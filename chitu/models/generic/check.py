@@ -65,8 +65,8 @@ class ScratchCache:
 
     def __init__(self, spec: ModelSpec, tp_size: int, dtype: torch.dtype, device: torch.device) -> None:
         num_pages = sum(-(-length // PAGE_SIZE) for length in LENGTHS) + 1  # one of nobody
-        self.k: list[Any] = [None] * spec.num_layers
-        self.v: list[Any] = [None] * spec.num_layers
+        self.k = [torch.empty(0, device=device)] * spec.num_layers  # so are those of layers without attention
+        self.v = list(self.k)
         for group in spec.groups:
             heads = max(1, group.num_kv_heads // tp_size)
             for layer in group.layers:

@@ -11,7 +11,6 @@ thread that builds the engine, called by the step thread.
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from chitu.models.generic.attention import PagedAttention
 from chitu.models.generic.check import check
 from chitu.models.generic.library import library_version
 from chitu.models.generic.sharding import Sharding
+from chitu.models.generic.states import RecurrentStates, bind_states
 from chitu.models.layers import Shard
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
@@ -56,6 +56,7 @@ class GenericModel:
         spec: ModelSpec,
         parts: TextParts,
         attention: PagedAttention,
+        states: RecurrentStates,
         dtype: torch.dtype,
         sharding: Sharding | None = None,
     ) -> None:
@@ -67,6 +68,7 @@ class GenericModel:
         self.dtype = dtype
         self.parts = parts
         self.attention = attention
+        self._states = states
 
     def forward(
         self,
@@ -77,7 +79,7 @@ class GenericModel:
     ) -> torch.Tensor:
         """Return hidden states `[T, D]` after the final norm, and write K and V of all rows into the pages. Calls
         `on_layer(l)` when K and V of layer l are in the pages, before its attention is computed."""
-        with self.attention.step(batch, cache, on_layer):
+        with self.attention.step(batch, cache, on_layer), self._states.step(batch, cache.states):
             out = self.parts.decoder(
                 input_ids=token_ids_T.unsqueeze(0),
                 position_ids=batch.positions_T.unsqueeze(0),
@@ -157,6 +159,12 @@ class _Passed:
 
 
 class _PassOn(nn.Module):
+    """Stands in for a decoder. It has the decoder's numbers: some heads scale logits by one of these."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.__dict__.update({name: value for name, value in vars(decoder).items() if isinstance(value, int | float)})
+
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _Passed:
         return _Passed(inputs_embeds)
 
@@ -197,7 +205,7 @@ class TextParts:
 
     def detach(self) -> None:
         """Let the head take hidden states instead of tokens."""
-        setattr(self.head, self.body_name, _PassOn())
+        setattr(self.head, self.body_name, _PassOn(self.head.get_submodule(self.body_name)))
 
 
 def _is_model(part: nn.Module) -> bool:
@@ -225,7 +233,8 @@ def build_generic(
     parts.detach()
     if sharding is not None:
         sharding.add_sums(attention.on_sum)
-    built = GenericModel(spec, parts, attention, dtype, sharding)
+    states = bind_states(parts.decoder, parts.decoder.config.model_type, spec.state)
+    built = GenericModel(spec, parts, attention, states, dtype, sharding)
     check(built, spec, device, shard.size if shard is not None else 1)
     return built
 
@@ -235,7 +244,8 @@ def empty_model(path: str | Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
     model_class = getattr(transformers, spec.architecture, None)
     if model_class is None:
         raise UnsupportedModel(f"architectures: {spec.architecture!r} is not in transformers {library_version()}")
-    keys = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    # It knows how a number that JSON lacks is written.
+    keys, _ = model_class.config_class.get_config_dict(str(path), local_files_only=True)
     keys.pop("quantization_config", None)  # our reader gives dequantised weights
     try:
         config = model_class.config_class.from_dict(keys)

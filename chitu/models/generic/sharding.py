@@ -38,6 +38,11 @@ class Sharding:
         reason = why_not(spec.num_heads, spec.num_kv_heads, shard.size)
         if reason:
             raise ConfigError(f"tp_size {shard.size}: {reason}")
+        if spec.state:
+            raise ConfigError(
+                f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only: no plan cuts its recurrent "
+                "layers, and each rank would need their whole state"
+            )
         self._decoder, self._prefix, self._spec, self._shard = decoder, prefix, spec, shard
         self.is_summing = True
         self._styles = self._plan()

@@ -24,8 +24,11 @@ from chitu.models.generic.library import (
     is_too_old,
     library_version,
 )
+from chitu.models.generic.state_spec import CONV, FULL, HYBRID, LINEAR, MLP, MOE, layer_kinds, state_tensors
+from chitu.protocol import StateTensor
 
-FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
+RECURRENT_KINDS = (FULL, LINEAR, HYBRID, CONV, MOE, MLP)
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank")
 INDEX_KEYS = ("index_topk", "index_n_heads", "index_head_dim", "sparse_attention_config")
 BY_LAYER_KEYS = (
@@ -42,6 +45,8 @@ class TextShape:
     """Sizes of the text part of a model."""
 
     num_layers: int
+    kv_layers: tuple[int, ...]
+    """Layers with attention."""
     num_heads: int
     num_kv_heads: int
     head_dims: tuple[int, int]
@@ -61,6 +66,8 @@ class TextShape:
     quantization_config: dict[str, Any] | None
     is_part: bool
     """Whether the model has other parts (images, sound), which are not computed."""
+    state: tuple[StateTensor, ...]
+    """What its recurrent layers keep of a sequence."""
 
 
 def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) -> TextShape:
@@ -83,14 +90,20 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
             f"name and model_type ({model_type}){remote}"
         )
     text, own = _text_part(config, outer, where)
-    _refuse(config, text, own, architecture, where)
     reader = TextReader(text, own, where)
-    num_layers, num_heads = reader.count("num_hidden_layers"), reader.count("num_attention_heads")
-    hidden_size = reader.count("hidden_size")
+    recurrent = {**text, "model_type": own.defaults.get("model_type")}
+    kinds = layer_kinds(recurrent)
+    _refuse(config, text, own, architecture, kinds, where)
+    if kinds is None:
+        kinds = (FULL,) * reader.count("num_hidden_layers")
+    num_heads, hidden_size = reader.count("num_attention_heads"), reader.count("hidden_size")
     head_dim = reader.value("head_dim") or hidden_size // num_heads
+    if reader.value("kv_lora_rank"):
+        head_dim = reader.count("qk_nope_head_dim") + reader.count("qk_rope_head_dim")
     reach, exact = _reach(reader, where)
     return TextShape(
-        num_layers=num_layers,
+        num_layers=len(kinds),
+        kv_layers=tuple(layer for layer, kind in enumerate(kinds) if kind in (FULL, HYBRID)),
         num_heads=num_heads,
         num_kv_heads=reader.value("num_key_value_heads") or num_heads,
         head_dims=(head_dim, reader.value("v_head_dim") or head_dim),
@@ -103,9 +116,10 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
         eos_token_id=config.get("eos_token_id", reader.value("eos_token_id")),
         dtype=_first(text.get("dtype"), text.get("torch_dtype"), config.get("dtype"), config.get("torch_dtype"))
         or "float32",
-        windows=layer_windows(reader, num_layers),
+        windows=layer_windows(reader, len(kinds)),
         quantization_config=_first(config.get("quantization_config"), text.get("quantization_config")),
         is_part=own is not outer,
+        state=state_tensors(recurrent),
     )
 
 
@@ -154,8 +168,15 @@ class TextReader:
 
 
 def _refuse(
-    config: Mapping[str, Any], text: Mapping[str, Any], own: ConfigClass, architecture: str, where: str
+    config: Mapping[str, Any],
+    text: Mapping[str, Any],
+    own: ConfigClass,
+    architecture: str,
+    recurrent: tuple[str, ...] | None,
+    where: str,
 ) -> None:
+    """`recurrent`: kinds of the layers of a model type whose states are known, else None."""
+
     def unsupported(what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{where}: {architecture}: {what}")
 
@@ -166,7 +187,7 @@ def _refuse(
         if text.get(key):
             raise unsupported(f"sparse attention by an index ({key}) is not supported")
     for key in LATENT_KEYS:
-        if text.get(key):
+        if text.get(key) and recurrent is None:  # our own latent layers are not between recurrent ones
             raise unsupported(
                 f"latent attention ({key}) is computed by our own code only, which does not know this architecture: "
                 "expanded keys and values would need 10 to 60 times its memory"
@@ -178,12 +199,15 @@ def _refuse(
         raise unsupported("layers with different heads (num_attention_heads) are not supported")
     if text.get("num_kv_shared_layers"):
         raise unsupported("layers that share keys and values (num_kv_shared_layers) are not supported")
-    kinds = text.get("layer_types") or ()
-    strange = [kind for kind in kinds if kind not in (FULL, SLIDING, CHUNKED)]
+    is_stateful = code_has(own, "_is_stateful = True") or code_has(own, ".update_conv_state(")
+    if is_stateful and recurrent is None:
+        raise unsupported(f"the recurrent state of {own.defaults.get('model_type')!r} is not known here")
+    known = (FULL, SLIDING, CHUNKED) if recurrent is None else RECURRENT_KINDS
+    strange = [kind for kind in recurrent or text.get("layer_types") or () if kind not in known]
     if strange:
         raise unsupported(f"layers of the kind {strange[0]!r} (layer_types) are not supported")
-    if code_has(own, "_is_stateful = True"):
-        raise unsupported("layers with a recurrent state are not supported")
+    if recurrent is not None and not {FULL, HYBRID} & set(recurrent):
+        raise unsupported("a model without any attention is not supported")
     if not code_has(own, "ALL_ATTENTION_FUNCTIONS"):
         raise unsupported("its code in transformers has no attention interface")
 

@@ -23,8 +23,10 @@ FULL: Final = "full_attention"
 LINEAR: Final = "linear_attention"
 HYBRID: Final = "hybrid"
 """A layer with attention and a state."""
+MOE: Final = "moe"
+MLP: Final = "mlp"
 OLD_NAMES: Final = {"attention": FULL, "mamba": LINEAR}
-NEMOTRON_LAYERS: Final = {"M": LINEAR, "*": FULL, "E": "moe", "-": "mlp"}
+NEMOTRON_LAYERS: Final = {"M": LINEAR, "*": FULL, "E": MOE, "-": MLP}
 
 
 class MixerShape(NamedTuple):

@@ -113,15 +113,19 @@ class RecurrentStates:
             for first in range(span.row, span.row + span.length, width):
                 parts.append(mixer(hidden_1TD[:, first : first + width], rows))
         if batch.decode_slots:
-            chosen = self._decode_rows
-            conv_BCK, recurrent_B = conv[chosen], None if recurrent is None else recurrent[chosen]
-            rows = _Rows(conv_BCK, recurrent_B, is_new=False)
+            kept = [states for states in (conv, recurrent) if states is not None]
+            taken = [_taken(states, self._decode_rows) for states in kept]
+            rows = _Rows(taken[0], taken[1] if len(taken) > 1 else None, is_new=False)
             parts.append(mixer(hidden_1TD[0, batch.decode_row :].unsqueeze(1), rows).transpose(0, 1))
-            if isinstance(chosen, torch.Tensor):  # otherwise these are views
-                conv[chosen] = conv_BCK
-                if recurrent is not None and recurrent_B is not None:
-                    recurrent[chosen] = recurrent_B
+            if isinstance(self._decode_rows, torch.Tensor):  # otherwise the mixer wrote to the rows themselves
+                for states, new in zip(kept, taken, strict=True):
+                    states.index_copy_(0, self._decode_rows, new)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+
+
+def _taken(states: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """Return these rows: views of a slice, else copies."""
+    return states[rows] if isinstance(rows, slice) else states.index_select(0, rows)
 
 
 def _rows_of(slots: Sequence[int], device: torch.device) -> slice | torch.Tensor:

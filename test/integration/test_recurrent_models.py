@@ -1,0 +1,334 @@
+"""Models with recurrent layers, by the modules of transformers over our state rows: logits equal those of transformers,
+and a state that is lost, old, another's or mixed up shows in them. Tokens would not show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from checkpoint_table import Checkpoint, Instance, error_of, prompts, undivided
+from engine_checkpoints import GREEDY, chunks_of
+from thread_ranks import Meeting, ThreadRank
+
+from chitu.engine.build import load_model
+from chitu.engine.executor import FirstToken, StepPlan
+from chitu.errors import ConfigError, UnsupportedModel
+from chitu.models.config import read_model_spec
+
+TOLERANCE = 1e-5
+SEEN = 1e-3
+"""Least error of a planted fault."""
+COMMON = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "max_position_embeddings": 1024,
+    "num_attention_heads": 4,
+    "pad_token_id": None,
+}
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+HYBRID = {"intermediate_size": 96, "num_hidden_layers": 4, "num_key_value_heads": 2}
+LFM2 = {**HYBRID, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+
+
+class Family(NamedTuple):
+    """A class of transformers, and its config."""
+
+    name: str
+    keys: dict[str, Any]
+
+
+FAMILIES = {
+    "qwen3_next": Family("Qwen3Next", {**HYBRID, **DELTA_NET}),
+    "qwen3_5_moe": Family("Qwen3_5Moe", {**HYBRID, **DELTA_NET}),
+    "granite_4_h": Family(
+        "GraniteMoeHybrid",
+        {
+            **HYBRID,
+            **MAMBA_2,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "shared_intermediate_size": 48,
+            "num_local_experts": 4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "nemotron_3": Family(
+        "NemotronH",
+        {
+            "intermediate_size": 96,
+            "num_key_value_heads": 2,
+            "hybrid_override_pattern": "ME*M-E",
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "kimi_linear": Family(
+        "KimiLinear",
+        {
+            **HYBRID,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 32,
+            "kv_lora_rank": 24,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_token": 2,
+            "linear_attn_config": {
+                "full_attn_layers": [3],
+                "kda_layers": [1, 2, 4],
+                "num_heads": 4,
+                "head_dim": 16,
+                "short_conv_kernel_size": 4,
+            },
+        },
+    ),
+    "lfm2": Family("Lfm2", LFM2),
+    "lfm2_moe": Family("Lfm2Moe", {**LFM2, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+    "bamba": Family("Bamba", {**HYBRID, **MAMBA_2, "attn_layer_indices": [2]}),
+    "falcon_h1": Family("FalconH1", {**HYBRID, **MAMBA_2, "mamba_d_ssm": 96, "mamba_n_heads": 6}),
+    "jamba": Family(
+        "Jamba",
+        {**HYBRID, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "mamba_d_state": 8},
+    ),
+}
+WITH_BLOCKS = ("qwen3_next", "qwen3_5_moe", "granite_4_h", "nemotron_3", "kimi_linear", "bamba", "falcon_h1")
+"""Families whose convolutions run over several blocks side by side."""
+
+
+def _randomise(model: transformers.PreTrainedModel) -> None:
+    """Draw all weights such that a state is remembered for long and weighs much."""
+    source = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.linspace(0.05, 0.6, parameter.numel()).view(parameter.shape).log())
+            elif name.endswith("dt_bias") or "dt_proj.bias" in name:
+                parameter.uniform_(-0.5, 0.5, generator=source)
+            elif "norm" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=source), alpha=0.1)
+            elif "conv" in name and parameter.dim() == 3:
+                parameter.normal_(0, 0.4, generator=source)
+            elif parameter.dim() < 2:
+                parameter.normal_(0, 0.2, generator=source)
+            else:
+                parameter.normal_(0, 0.7 * parameter.shape[-1] ** -0.5, generator=source)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2, generator=source)
+
+
+def _write(folder: Path, family: Family) -> Checkpoint:
+    kind = getattr(transformers, f"{family.name}ForCausalLM")
+    torch.manual_seed(5)
+    model = kind(kind.config_class(**COMMON, **family.keys)).float().eval()
+    _randomise(model)
+    transformers.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    return Checkpoint(folder, model)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Checkpoint] = {}
+
+    def get(name: str) -> Checkpoint:
+        if name not in made:
+            made[name] = _write(tmp_path_factory.mktemp(name), FAMILIES[name])
+        return made[name]
+
+    return get
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers_whatever_the_chunks(checkpoints: Any, name: str) -> None:
+    """Ragged prompts, one below a convolution's kernel, then tokens of all sequences together."""
+    checkpoint, asked = checkpoints(name), prompts((3, 75, 44))
+    for chunk in (1, 37, 512):
+        assert error_of(checkpoint, undivided(checkpoint.folder, asked, chunk)) < TOLERANCE, chunk
+
+
+def _row(instance: Instance, slot: int) -> int:
+    row: int = instance.engine.state_slot(slot)
+    return row
+
+
+class _HandOver:
+    """Two prompts computed by P in chunks of 30, and D, which gets their pages and state rows."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint, self.asked = checkpoint, prompts((90, 75))
+        self.source, self.target = Instance(checkpoint.folder, sampling=False), Instance(checkpoint.folder)
+        self._here = [self.source.engine.admit(s, p, len(p), sampling=None) for s, p in enumerate(self.asked)]
+        pending = [list(chunks_of(slot, len(prompt), 30, aux_slot=slot)) for slot, prompt in enumerate(self.asked)]
+        self.before: dict[tuple[int, str], torch.Tensor] = {}
+        """The states of P one chunk before the end."""
+        admit = self._here
+        while any(pending):
+            if len(pending[0]) == 1:
+                self.before = {key: states.clone() for key, states in self.source.pools[0].states.items()}
+            self.source.step(StepPlan(admit=admit, prefill=[chunks.pop(0) for chunks in pending if chunks]))
+            admit = []
+        self._there = [
+            self.target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt), sampling=GREEDY)
+            for slot, prompt in enumerate(self.asked)
+        ]
+
+    @property
+    def states(self) -> dict[tuple[int, str], torch.Tensor]:
+        return self.target.pools[0].states
+
+    def error(self, fault: Callable[[_HandOver], None] | None = None) -> float:
+        """Hand over, plant a fault, decode, and return the error of the logits."""
+        mine, theirs, target = self.source.pools[0], self.target.pools[0], self.target
+        for sent, received in zip(self._here, self._there, strict=True):
+            for region, other in zip(mine.regions, theirs.regions, strict=True):
+                other[list(received.pages[: len(sent.pages)])] = region[list(sent.pages)]
+            theirs.state_rows[received.state_slot] = mine.state_rows[sent.state_slot]
+            theirs.aux[received.slot] = mine.aux[sent.slot]
+        target.step(StepPlan(admit=self._there, first_tokens=[FirstToken(slot, slot) for slot in (0, 1)]))
+        if fault is not None:
+            fault(self)
+        target.decode((0, 1), 4)
+        answers = [
+            (prompt, target.tokens.pop(s), torch.stack(target.recorder.logits.pop(s)))
+            for s, prompt in enumerate(self.asked)
+        ]
+        target.step(StepPlan(release=[0, 1]))
+        return error_of(self.checkpoint, answers)
+
+
+def _no_state(there: _HandOver) -> None:
+    for states in there.states.values():
+        states.zero_()
+
+
+def _one_chunk_old(there: _HandOver) -> None:
+    for key, states in there.states.items():
+        states[_row(there.target, 0)] = there.before[key][_row(there.source, 0)]
+
+
+def _of_another(there: _HandOver, kind: str) -> None:
+    for (_, name), states in there.states.items():
+        if name == kind:
+            states[_row(there.target, 0)] = states[_row(there.target, 1)].clone()
+
+
+def _blocks_swapped(there: _HandOver) -> None:
+    """Swap the first two blocks of one layer's convolution, as a cut of it as one block would do."""
+    tensor = next(each for each in there.target.pools[0].layout.state if each.name == "conv")
+    states_SCK = there.states[tensor.layer, "conv"]
+    first, second, *rest = states_SCK.split(tensor.cut, 1)
+    states_SCK.copy_(torch.cat((second, first, *rest), 1))
+
+
+FAULTS: dict[str, Callable[[_HandOver], None]] = {
+    "no state": _no_state,
+    "one chunk old": _one_chunk_old,
+    "convolution of another": lambda there: _of_another(there, "conv"),
+    "recurrent state of another": lambda there: _of_another(there, "recurrent"),
+    "blocks swapped": _blocks_swapped,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pages_and_a_state_row_are_all_that_another_instance_needs(checkpoints: Any, name: str) -> None:
+    """And a fault in the state shows in the logits, which are right again without it."""
+    there = _HandOver(checkpoints(name))
+    assert there.error() < TOLERANCE
+    for fault, plant in FAULTS.items():
+        if name in WITH_BLOCKS or fault in ("no state", "one chunk old", "convolution of another"):
+            assert there.error(plant) > SEEN, fault
+    assert there.error() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_3", "lfm2"])
+def test_a_state_row_of_an_earlier_request_is_new_for_the_next(checkpoints: Any, name: str) -> None:
+    """Requests come and go in the slots; one goes on while its neighbours change."""
+    checkpoint, asked = checkpoints(name), prompts((40, 23, 66, 30, 51))
+    instance = Instance(checkpoint.folder)
+    engine = instance.engine
+
+    def start(slot: int, prompt: list[int]) -> StepPlan:
+        instance.recorder.logits.pop(slot, None)
+        instance.tokens.pop(slot, None)
+        admit = engine.admit(slot, prompt, len(prompt) + 20)
+        return StepPlan(admit=[admit], prefill=list(chunks_of(slot, len(prompt), 512, sample=True)))
+
+    def check(slot: int, prompt: list[int]) -> None:
+        logits = torch.stack(instance.recorder.logits[slot])
+        assert error_of(checkpoint, [(prompt, instance.tokens[slot], logits)]) < TOLERANCE
+
+    for slot in (0, 1, 2):
+        instance.step(start(slot, asked[slot]))
+    instance.decode((0, 1, 2), 3)
+    for slot, prompt in ((0, asked[3]), (2, asked[4])):
+        check(slot, asked[slot])
+        assert any(bool(states[_row(instance, slot)].any()) for states in instance.pools[0].states.values())
+        instance.step(StepPlan(release=[slot]))
+        plan = start(slot, prompt)
+        plan.decode.append(1)
+        instance.step(plan)
+    instance.decode((2, 0, 1), 3)
+    for slot, prompt in ((0, asked[3]), (1, asked[1]), (2, asked[4])):
+        check(slot, prompt)
+
+
+def test_jamba_goes_on_token_by_token_because_its_scan_begins_with_nothing(checkpoints: Any) -> None:
+    """The own cache of transformers is wrong here, so that a continued scan must never be used."""
+    checkpoint = checkpoints("jamba")
+    prompt = prompts((60,))[0]
+    cache = transformers.DynamicCache(config=checkpoint.reference.config)
+    with torch.inference_mode():
+        for start in (0, 30):
+            ids, positions = torch.tensor([prompt[start : start + 30]]), torch.arange(start, start + 30).unsqueeze(0)
+            out = checkpoint.reference(ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        theirs = checkpoint.logits(prompt, [0])[0]
+    assert float((out.logits[0, -1] - theirs).abs().max() / theirs.abs().max()) > SEEN
+
+
+def test_several_ranks_are_refused_by_name(checkpoints: Any) -> None:
+    with pytest.raises(ConfigError, match="tp_size 2: Qwen3NextForCausalLM is served with tp_size 1 only"):
+        load_model(checkpoints("qwen3_next").folder, "float32", shard=ThreadRank(Meeting(2), 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Zamba2", "recurrent state of 'zamba2' is not known"),
+        ("MiniMax", "layers of the kind 'linear_attention'"),
+        ("Lfm3", "recurrent state of 'lfm3' is not known"),
+        ("Qwen4Exp", "recurrent state of 'qwen4_exp_text' is not known"),
+    ],
+)
+def test_other_recurrent_models_are_refused_by_name(tmp_path: Path, name: str, words: str) -> None:
+    config = getattr(transformers, f"{name}Config")().get_text_config()
+    config.architectures = [f"{name}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=words):
+        read_model_spec(tmp_path)
