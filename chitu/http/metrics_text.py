@@ -284,6 +284,7 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ("chitu_instance_requests", "Requests by the queue that they are in", "queue", _queues),
         ("chitu_instance_pages", "KV pages; the states add up to all of them", "state", _pages),
         ("chitu_instance_aux_slots", "Slots for logits rows", "state", _aux_slots),
+        ("chitu_instance_state_slots", "Rows of recurrent state, if the model has any", "state", _state_slots),
     ):
         samples = (
             ((*labels, part), number) for labels, load in loads for part, number in parts_of(labels[0], load).items()
@@ -356,6 +357,10 @@ def _pages(role: str, load: LoadReport) -> dict[str, int]:
         "quarantined": load.pages_quarantined,
         "cached": load.pages_cached,
     }
+
+
+def _state_slots(role: str, load: LoadReport) -> dict[str, int]:
+    return {"free": load.states_free, "used": load.states_total - load.states_free}
 
 
 def _aux_slots(role: str, load: LoadReport) -> dict[str, int]:

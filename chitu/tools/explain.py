@@ -269,6 +269,9 @@ def _waiting(
     if any(not load.aux_free and load.aux_total for load in loads):
         says = f"Requests wait for room for a row of logits on D: {share}."
         return "logits_slots", says, "Raise cache.num_aux_slots (unset: twice scheduler.max_running_requests)."
+    if any(not load.states_free and load.states_total for load in loads):
+        says = f"Requests wait for room for a row of recurrent state on D: {share}."
+        return "state_slots", says, "Raise cache.num_state_slots, or the memory for pages (half of it holds such rows)."
     return _few_slots(snapshots, f"D has free pages but no free request slot: {share}")
 
 

@@ -101,10 +101,11 @@ class ChaosCluster:
         clients: int = 4,
         restart: bool = False,
         env: Mapping[str, str] | None = None,
+        has_state: bool = False,
     ) -> None:
         self.holds = folder / "holds"
         self.holds.mkdir(parents=True)
-        model = make_checksum_model(folder / "model", EngineConfig(0.004, 0.0002, str(self.holds)))
+        model = make_checksum_model(folder / "model", EngineConfig(0.004, 0.0002, str(self.holds), has_state=has_state))
         topology = load_topology("pd_disagg_2p2d_multi_node", [f"model.path={model}", *ANY_PORTS, *SETTINGS, *settings])
         self.processes = LocalCluster(
             topology,
@@ -172,8 +173,9 @@ class ChaosCluster:
             if (load := instance.load) is not None:
                 pages, aux = load.pages_total - load.pages_free - load.pages_cached, load.aux_total - load.aux_free
                 busy = load.waiting + load.transferring + load.running + load.retracted + load.closing
-                if pages or aux or busy or not load.pages_total:
-                    words.append(f"{instance.name}: {pages} pages and {aux} aux slots not free, {busy} requests")
+                rows = aux + load.states_total - load.states_free
+                if pages or rows or busy or not load.pages_total:
+                    words.append(f"{instance.name}: {pages} pages and {rows} rows not free, {busy} requests")
         return words
 
     def pages_not_free(self) -> int:

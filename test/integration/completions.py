@@ -67,10 +67,11 @@ def instance_loads(url: str) -> dict[str, dict[str, int]]:
 
 
 def is_whole(load: dict[str, int]) -> bool:
-    """Return whether nothing runs, every page is free or cached and every aux slot is free."""
+    """Return whether nothing runs, every page is free or cached and every row is free."""
     busy = load["waiting"] + load["transferring"] + load["running"] + load["retracted"] + load["pages_quarantined"]
     return (
         busy == 0
         and load["pages_free"] + load["pages_cached"] == load["pages_total"]
         and load["aux_free"] == load["aux_total"]
+        and load["states_free"] == load["states_total"]
     )

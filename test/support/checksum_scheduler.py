@@ -25,7 +25,9 @@ from chitu.config.schema import PDDisaggregationConfig, Topology
 from chitu.config.staging import pool_bytes_of
 from chitu.config.topology import Instance
 from chitu.engine.executor import ExecutorInfo
+from chitu.engine.memory_budget import num_state_rows
 from chitu.kv_cache.aux_row import num_aux_rows
+from chitu.kv_cache.state_row import StateRow
 from chitu.kv_transfer.transports import local
 from chitu.kv_transfer.transports.shm import ShmTransport
 from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, Transport, WriteError
@@ -51,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True):
     """Folder of the holds; empty: none."""
     slow: dict[str, float] = {}
     """Factor by which an instance (`P1`) is slower."""
+    has_state: bool = False
+    """Whether the model has a recurrent state, on which its tokens depend, too."""
 
 
 def make_checksum_model(folder: Path, config: EngineConfig) -> Path:
@@ -93,10 +97,11 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     progress.state("loading")
     num_slots = topology.scheduler.max_running_requests
     num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, instance.role)
-    layout = checksum_layout(topology.cache.page_size, spec.vocab_size)
+    layout = checksum_layout(topology.cache.page_size, spec.vocab_size, has_state=config.has_state)
+    num_states = num_state_rows(topology.cache, instance.role, num_slots, StateRow.of(layout).row_bytes)
     num_pages = instance.config.num_pages or topology.cache.num_pages or 1024
     transfer_bytes = pool_bytes_of(topology.dp_config.router, instance.role, instance.config)
-    pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes)
+    pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes, num_states)
     max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
     factor = config.slow.get(instance.name, 1.0)

@@ -238,6 +238,8 @@ def test_queues_have_the_names_of_their_side_and_pages_add_up() -> None:
         pages_cached=1,
         aux_total=8,
         aux_free=6,
+        states_total=5,
+        states_free=2,
     )
     names = {"P0": Role.PREFILL, "D0": Role.DECODE, "U0": Role.UNIFIED}
     report = report_of(RouterMetrics(), *(instance(name, role, load) for name, role in names.items()))
@@ -252,6 +254,7 @@ def test_queues_have_the_names_of_their_side_and_pages_add_up() -> None:
     assert queues["U0"] == {"waiting": 5, "running": 3, "retracted": 6}
     assert parts("chitu_instance_pages", "D0", "state") == {"free": 4, "used": 3, "quarantined": 2, "cached": 1}
     assert parts("chitu_instance_aux_slots", "P0", "state") == {"free": 6, "used": 2}
+    assert parts("chitu_instance_state_slots", "D0", "state") == {"free": 2, "used": 3}
 
 
 def test_a_p_tells_how_many_d_it_does_not_write_to() -> None:

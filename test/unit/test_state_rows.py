@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Iterator
@@ -12,14 +13,20 @@ import pytest
 import torch
 from support.running_sum import HIDDEN, SPEC, TAPS, VOCAB_SIZE, RunningSum
 
+from chitu.config.load import load_topology
+from chitu.config.schema import CacheConfig
+from chitu.config.topology import find_instance
 from chitu.engine.executor import Admit, Offload, PrefillChunk, Restore, StepPlan
-from chitu.engine.memory_budget import kv_layout
+from chitu.engine.memory_budget import kv_layout, num_state_rows, state_problems
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.errors import ConfigError, Internal
+from chitu.kv_cache.device_checksum import DeviceStateSeals
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_row import NO_STAMP, STAMP_BYTES, StateRow, StateStamp, digest_of, read_stamp
+from chitu.kv_cache.state_sums import HostStateSeals
 from chitu.protocol import SamplingParams, StateTensor, pack_i32
+from chitu.types import Role
 
 PAGE_SIZE = 4
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -182,3 +189,39 @@ def test_logits_show_a_wrong_state(fault: str) -> None:
     engine.pool.state_rows[2] = engine.pool.state_rows[0]
     engine.runner.execute(StepPlan(release=[0, 1], admit=[again], prefill=[PrefillChunk(2, 20, 1, aux_slot=2)]))
     assert error_of(engine.logits(2), engine.model.reference([*prompt, 1])) > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_device_has_the_checksums_of_the_host(dtype: str, tp_size: int) -> None:
+    state = (StateTensor(0, "a", dtype, (8, 3, 5)), StateTensor(1, "b", dtype, (16, 3), (4, 4, 8)))
+    layout = msgspec.structs.replace(LAYOUT, state=state, tp_size=tp_size)
+    for rank in range(tp_size):
+        pool = KVPool(layout, 2, 1, num_state_slots=3)
+        pool.state_rows.copy_(torch.randint(0, 256, pool.state_rows.shape, dtype=torch.uint8))
+        host = HostStateSeals(layout, rank, pool.state_base, 3)
+        assert [host.seal(slot) for slot in range(3)] == [DeviceStateSeals(pool, rank).seal(slot) for slot in range(3)]
+
+
+def test_the_number_of_rows_is_that_of_the_requests_that_may_hold_one_in_half_of_the_memory() -> None:
+    config = CacheConfig()
+    assert num_state_rows(config, Role.PREFILL, 16, 100) == 32
+    assert num_state_rows(config, Role.DECODE, 16, 100) == 16 + 8
+    assert num_state_rows(config, Role.UNIFIED, 4, 100) == 4 + 4
+    assert num_state_rows(config, Role.DECODE, 16, 100, pool_bytes=2000) == 10
+    assert num_state_rows(config, Role.DECODE, 16, 100, pool_bytes=10) == 1
+    assert num_state_rows(config, Role.DECODE, 16, 0, pool_bytes=2000) == 0
+    assert num_state_rows(CacheConfig(num_state_slots=7), Role.DECODE, 16, 100, pool_bytes=2000) == 7
+
+
+def test_settings_that_keep_pages_alone_are_refused_for_a_model_with_state() -> None:
+    topology = load_topology("unified_local.yaml", ["cache.host_bytes=1000000"])
+    instance = find_instance(topology, Role.UNIFIED, 0)
+    (problem,) = state_problems(topology, SPEC, [instance])
+    assert "cache.host_bytes is 1000000" in problem and "recurrent state" in problem
+    assert not list(state_problems(topology, dataclasses.replace(SPEC, state=()), [instance]))
+    cut = dataclasses.replace(SPEC, state=(StateTensor(2, "conv", "float32", (3, 4)),))
+    wide = msgspec.structs.replace(instance.config, tp_size=2)
+    plain = load_topology("unified_local.yaml", [])
+    (problem,) = state_problems(plain, cut, [dataclasses.replace(instance, config=wide)])
+    assert "tp_size is 2, but 3 rows of the state 'conv' of layer 2" in problem
