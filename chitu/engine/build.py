@@ -273,7 +273,10 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         num_states = group.smallest(num_states) if row_bytes else 0
     # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
     # would need state rows of their own. The attention of `models/generic` would read the longest sequence's pages.
-    is_recorded = device.type == "cuda" and group is None and not layout.state and spec.code == "own"
+    # Sparse attention reads as many positions as the longest sequence has.
+    is_sparse = spec.latent is not None and spec.latent.index is not None
+    is_own = spec.code == "own" and not is_sparse
+    is_recorded = device.type == "cuda" and group is None and not layout.state and is_own
     recording = Recording(CudaRecorder(device)) if is_recorded else None
     pool = KVPool(
         layout,

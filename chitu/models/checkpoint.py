@@ -23,7 +23,7 @@ import numpy as np
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec, weight_files
-from chitu.models.config_keys import ExpertSpec, LatentSpec
+from chitu.models.config_keys import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
 from chitu.models.quantization import Quantization, logical_tensors
 
@@ -43,7 +43,9 @@ def tensor_shapes(spec: ModelSpec, traits: Traits) -> Shapes:
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        yield from _attention(spec, traits, attention) if spec.latent is None else _latent(spec, spec.latent, attention)
+        yield from (
+            _attention(spec, traits, attention) if spec.latent is None else _latent(spec, spec.latent, index, attention)
+        )
         if spec.experts is not None and index in spec.experts.layers:
             yield from _mixture(spec.experts, hidden, mlp)
         else:
@@ -70,7 +72,7 @@ def _attention(spec: ModelSpec, traits: Traits, prefix: str) -> Shapes:
         yield f"{prefix}.k_norm.weight", (spec.head_dim,)
 
 
-def _latent(spec: ModelSpec, latent: LatentSpec, prefix: str) -> Shapes:
+def _latent(spec: ModelSpec, latent: LatentSpec, layer: int, prefix: str) -> Shapes:
     hidden, has_bias, num_heads = spec.hidden_size, spec.attention_bias, spec.num_heads
     queries = num_heads * (latent.nope_dim + latent.rope_dim)
     if latent.q_rank is None:
@@ -79,10 +81,20 @@ def _latent(spec: ModelSpec, latent: LatentSpec, prefix: str) -> Shapes:
         yield from _linear(f"{prefix}.q_a_proj", latent.q_rank, hidden, has_bias)
         yield f"{prefix}.q_a_layernorm.weight", (latent.q_rank,)
         yield from _linear(f"{prefix}.q_b_proj", queries, latent.q_rank)
+    if latent.index is not None and layer in latent.index.layers:
+        yield from _index(latent.index, latent.q_rank or 0, hidden, f"{prefix}.indexer")
     yield from _linear(f"{prefix}.kv_a_proj_with_mqa", latent.kv_rank + latent.rope_dim, hidden, has_bias)
     yield f"{prefix}.kv_a_layernorm.weight", (latent.kv_rank,)
     yield from _linear(f"{prefix}.kv_b_proj", num_heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
     yield from _linear(f"{prefix}.o_proj", hidden, num_heads * latent.value_dim, has_bias)
+
+
+def _index(index: IndexSpec, q_rank: int, hidden: int, prefix: str) -> Shapes:
+    yield from _linear(f"{prefix}.wq_b", index.num_heads * index.head_dim, q_rank)
+    yield from _linear(f"{prefix}.wk", index.head_dim, hidden)
+    yield f"{prefix}.k_norm.weight", (index.head_dim,)
+    yield f"{prefix}.k_norm.bias", (index.head_dim,)
+    yield from _linear(f"{prefix}.weights_proj", index.num_heads, hidden)
 
 
 def _mixture(experts: ExpertSpec, hidden: int, prefix: str) -> Shapes:

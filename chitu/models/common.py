@@ -22,7 +22,7 @@ from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_n
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import UNUSED_SUFFIX
 from chitu.models.config import ModelSpec
-from chitu.models.config_keys import ExpertSpec, LatentSpec, RopeSpec
+from chitu.models.config_keys import ExpertSpec, IndexSpec, LatentSpec, RopeSpec
 from chitu.models.families import Traits
 from chitu.models.layers import (
     INNER_NORM_EPS,
@@ -33,6 +33,7 @@ from chitu.models.layers import (
     LatentAttentionLayer,
     MixtureMLP,
     Shard,
+    SparseIndex,
 )
 from chitu.models.weights import Rows, WeightSource
 from chitu.ops.interface import HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
@@ -137,9 +138,9 @@ def _stacked(
 
 
 def build_latent(
-    spec: ModelSpec, latent: LatentSpec, weights: WeightSource, ops: Ops, prefix: str, rank: int, size: int
+    spec: ModelSpec, latent: LatentSpec, weights: WeightSource, ops: Ops, layer: int, prefix: str, rank: int, size: int
 ) -> LatentAttentionLayer:
-    """Build the layer. `prefix`: of the names of its attention tensors."""
+    """Build the attention of layer `layer`. `prefix`: of the names of its tensors."""
     own, hidden, has_bias = share_of(spec.num_heads, size, rank), spec.hidden_size, spec.attention_bias
     head_dim, cache_dim = latent.nope_dim + latent.rope_dim, latent.kv_rank + latent.rope_dim
     q_rows, q_total = range(own.start * head_dim, own.stop * head_dim), spec.num_heads * head_dim
@@ -162,6 +163,11 @@ def build_latent(
     bias = None
     if first_bias is not None and kv_a_bias is not None:
         bias = torch.cat([first_bias, _by_halves(kv_a_bias.unsqueeze(1), 1, latent).squeeze(1)])
+    down, index = [first, kv_a], None
+    if latent.index is not None and layer in latent.index.layers:
+        index, index_key = _sparse_index(spec, latent, latent.index, weights, f"{prefix}.indexer")
+        down.append(index_key)
+        bias = torch.cat([bias, bias.new_zeros(latent.index.head_dim)]) if bias is not None else None
 
     rows = latent.nope_dim + latent.value_dim
     kv_b = weights.take(
@@ -183,13 +189,32 @@ def build_latent(
             eps=INNER_NORM_EPS,
             norm_L=weights.take(f"{prefix}.kv_a_layernorm.weight", latent.kv_rank),
         ),
-        down=ops.prepare(torch.cat([first, kv_a]), bias),
+        down=ops.prepare(torch.cat(down), bias),
         query_norm_Q=query_norm_Q,
         query=query,
         key_HNL=key_HNL.contiguous(),
         value_HLO=value_HOL.transpose(1, 2).contiguous(),
         output=ops.prepare(output, output_bias if rank == MAIN_RANK else None),  # added once, not once per rank
+        index=index,
     )
+
+
+def _sparse_index(
+    spec: ModelSpec, latent: LatentSpec, index: IndexSpec, weights: WeightSource, prefix: str
+) -> tuple[SparseIndex, torch.Tensor]:
+    """Return the index of a layer, and the projection `[I, D]` to an index key."""
+    rows, q_rank = index.num_heads * index.head_dim, latent.q_rank
+    query_FQ = weights.take(f"{prefix}.wq_b.weight", rows, q_rank or 0)
+    key_ID = weights.take(f"{prefix}.wk.weight", index.head_dim, spec.hidden_size)
+    norm_I, norm_bias_I = (weights.take(f"{prefix}.k_norm.{kind}", index.head_dim) for kind in ("weight", "bias"))
+    heads_GD = weights.take(f"{prefix}.weights_proj.weight", index.num_heads, spec.hidden_size, dtype=torch.float32)
+    if index.is_interleaved:
+        pairs = torch.arange(latent.rope_dim, device=key_ID.device).view(-1, 2).T.flatten()
+        order = torch.cat((pairs, torch.arange(latent.rope_dim, index.head_dim, device=key_ID.device)))
+        query_FQ = query_FQ.view(index.num_heads, index.head_dim, -1)[:, order].flatten(0, 1)
+        key_ID, norm_I, norm_bias_I = key_ID[order], norm_I[order], norm_bias_I[order]
+    scale = index.head_dim**-0.5 * index.num_heads**-0.5
+    return SparseIndex(query_FQ, norm_I, norm_bias_I, heads_GD * scale, index.top_k), key_ID
 
 
 def _by_halves(rows_RI: torch.Tensor, num_heads: int, latent: LatentSpec) -> torch.Tensor:
@@ -297,7 +322,7 @@ def _layer(spec: ModelSpec, traits: Traits, weights: WeightSource, ops: Ops, par
         attention=(
             _attention(spec, traits, weights, ops, part, attention)
             if spec.latent is None
-            else build_latent(spec, spec.latent, weights, ops, attention, part.rank, part.size)
+            else build_latent(spec, spec.latent, weights, ops, index, attention, part.rank, part.size)
         ),
         post_attention_norm_D=weights.take(f"{prefix}.post_attention_layernorm.weight", hidden),
         mlp=(

@@ -137,8 +137,9 @@ def _refuse_windows(values: dict[str, Any], served: int, where: str) -> None:
             f"{where}: sliding_window is {window} tokens, and a window below the {served} tokens that are to be served "
             f"is not supported; model.max_model_len={window} serves the model without one",
         )
-    if any(kind != "full_attention" for kind in values["layer_types"] or ()):
-        raise NotByOwnCode("layer_types", f"{where}: layer_types other than 'full_attention' are not supported")
+    full = "indexed_attention" if "index_topk" in values else "full_attention"
+    if any(kind != full for kind in values["layer_types"] or ()):
+        raise NotByOwnCode("layer_types", f"{where}: layer_types other than {full!r} are not supported")
 
 
 def _served_tokens(reach: int, max_model_len: int | None, where: str) -> int:
@@ -267,10 +268,21 @@ def _read_own(
         dtype=dtype,
         experts=read_expert_spec(values, architecture, where),
         latent=latent,
-        groups=(CacheGroup(tuple(range(num_layers)), num_kv_heads, (head_dim,) * (1 if latent else 2)),),
+        groups=_groups(num_layers, num_kv_heads, head_dim, latent),
         num_extra_layers=values.get("num_nextn_predict_layers", 0),
         quantization=read_quantization(values["quantization_config"], folder, where),
     )
+
+
+def _groups(num_layers: int, num_kv_heads: int, head_dim: int, latent: LatentSpec | None) -> tuple[CacheGroup, ...]:
+    """Return the layers by what a token has in their cache: K and V, a latent, a latent and an index key."""
+    if latent is None:
+        return (CacheGroup(tuple(range(num_layers)), num_kv_heads, (head_dim, head_dim)),)
+    index = latent.index
+    indexed = tuple(layer for layer in range(num_layers) if index is not None and layer in index.layers)
+    others = tuple(layer for layer in range(num_layers) if layer not in indexed)
+    groups = [CacheGroup(indexed, 1, (head_dim, index.head_dim))] if index is not None else []
+    return (*groups, CacheGroup(others, 1, (head_dim,))) if others else tuple(groups)
 
 
 def _eos_token_ids(folder: Path, of_config: int | list[int] | None) -> tuple[int, ...]:

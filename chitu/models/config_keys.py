@@ -213,6 +213,19 @@ _LATENT = {
     "moe_intermediate_size": Key("count"),
 }
 _LATENT_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "mlp_bias": (False,)}
+_INDEXED = {
+    "q_lora_rank": Key("count"),
+    "first_k_dense_replace": Key("natural", 3),
+    "mlp_layer_types": Key("names", None, nullable=True),
+    "n_shared_experts": Key("natural", 1),
+    "num_experts_per_tok": Key("count", 8),
+    "routed_scaling_factor": Key("number", 2.5),
+    "norm_topk_prob": Key("flag", True),
+    "num_nextn_predict_layers": Key("natural", 0),
+    "index_topk": Key("count", 2048),
+    "index_head_dim": Key("count", 128),
+}
+_INDEXED_ONLY: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _DTYPE = {"torch_dtype": "dtype", "compression_config": "quantization_config"}
 
 
@@ -379,6 +392,48 @@ ARCHITECTURES = {
         },
         num_local_experts="n_routed_experts",
     ),
+    "DeepseekV32ForCausalLM": _architecture(
+        "deepseek",
+        "deepseek_v32",
+        {
+            **_LATENT,
+            **_INDEXED,
+            "max_position_embeddings": Key("count", 163840),
+            "num_key_value_heads": Key("count", 128, nullable=True),
+            "index_n_heads": Key("count", 64),
+            "n_group": Key("count", 8),
+            "topk_group": Key("count", 4),
+        },
+        {**_LATENT_ONLY, **_INDEXED_ONLY, "rope_interleave": (True, None)},
+        num_local_experts="n_routed_experts",
+        num_experts="n_routed_experts",
+    ),
+    "GlmMoeDsaForCausalLM": _architecture(
+        "deepseek",
+        "glm_moe_dsa",
+        {
+            **_LATENT,
+            **_INDEXED,
+            "max_position_embeddings": Key("count", 202752),
+            "num_key_value_heads": Key("count", 64, nullable=True),
+            "rms_norm_eps": Key("number", 1e-5),
+            "index_n_heads": Key("count", 32),
+            "n_group": Key("count", 1),
+            "topk_group": Key("count", 1),
+            "indexer_types": Key("names", None, nullable=True),
+            "index_topk_pattern": Key("text", None, nullable=True),
+            "index_topk_freq": Key("count", 1),
+            "index_skip_topk_offset": Key("natural", 2),
+        },
+        {
+            **_LATENT_ONLY,
+            **_INDEXED_ONLY,
+            "rope_interleave": (True, None),
+            "indexer_rope_interleave": (True, None),
+        },
+        num_local_experts="n_routed_experts",
+        num_experts="n_routed_experts",
+    ),
 }
 """Name in config.json -> its module, model_type and keys."""
 
@@ -505,6 +560,21 @@ def _attention_factor(yarn: Mapping[str, Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """Sizes of the index by which rows of sparse attention choose positions. A token has `head_dim` numbers more in the
+    cache of a layer with an index."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    """Positions that a row attends to at most."""
+    is_interleaved: bool
+    """As for the latent, of the index."""
+    layers: frozenset[int]
+    """Layers with an index. The others attend to what the layer before them does."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Sizes of latent attention. The cache holds `kv_rank + rope_dim` numbers a token, for any number of heads."""
 
@@ -519,6 +589,8 @@ class LatentSpec:
     is_interleaved: bool
     """Whether the checkpoint stores the two coordinates of a rotation side by side, not half a head apart."""
     softmax_scale: float
+    index: IndexSpec | None = None
+    """None if rows attend to all positions."""
 
 
 def read_latent_spec(values: Mapping[str, Any], rope: RopeSpec, where: str) -> LatentSpec:
@@ -539,6 +611,31 @@ def read_latent_spec(values: Mapping[str, Any], rope: RopeSpec, where: str) -> L
         value_dim=values["v_head_dim"],
         is_interleaved=bool(values.get("rope_interleave", True)),
         softmax_scale=float((nope_dim + rope_dim) ** -0.5) * rope.score_factor,
+        index=_index_spec(values, where) if "index_topk" in values else None,
+    )
+
+
+def _index_spec(values: Mapping[str, Any], where: str) -> IndexSpec:
+    num_layers, head_dim = values["num_hidden_layers"], values["index_head_dim"]
+    if head_dim < values["qk_rope_head_dim"]:
+        raise ConfigError(f"{where}: index_head_dim ({head_dim}) is below qk_rope_head_dim")
+    is_glm = "indexer_types" in values
+    kinds = values["indexer_types"] if is_glm else None
+    if kinds is None and is_glm and values["index_topk_pattern"] is not None:
+        kinds = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in values["index_topk_pattern"]]
+    if kinds is None:
+        every, offset = (values["index_topk_freq"], values["index_skip_topk_offset"]) if is_glm else (1, 0)
+        kinds = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(num_layers)]
+    if len(kinds) != num_layers or not {"full", "shared"}.issuperset(kinds) or kinds[0] != "full":
+        raise ConfigError(
+            f"{where}: indexer_types is {kinds}, not 'full' or 'shared' for each of {num_layers} layers, 'full' first"
+        )
+    return IndexSpec(
+        num_heads=values["index_n_heads"],
+        head_dim=head_dim,
+        top_k=values["index_topk"],
+        is_interleaved=is_glm,
+        layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "full"),
     )
 
 
@@ -565,7 +662,9 @@ def read_expert_spec(values: Mapping[str, Any], architecture: str, where: str) -
         "Qwen3MoeForCausalLM": _qwen3_moe,
         "DeepseekV2ForCausalLM": _v2,
         "DeepseekV3ForCausalLM": _v3,
-        "Glm4MoeLiteForCausalLM": _glm4_lite,
+        "Glm4MoeLiteForCausalLM": _v3_by_layer,
+        "DeepseekV32ForCausalLM": _v3_by_layer,
+        "GlmMoeDsaForCausalLM": _v3_by_layer,
     }.get(architecture)
     spec = reader(values, where) if reader is not None else None
     if spec is not None:
@@ -600,16 +699,17 @@ def _v3(values: Mapping[str, Any], where: str) -> ExpertSpec:
     return _deepseek(values, groups, has_choice_bias=True, scoring="sigmoid", is_normalised=normalised, group_votes=2)
 
 
-def _glm4_lite(values: Mapping[str, Any], where: str) -> ExpertSpec:
+def _v3_by_layer(values: Mapping[str, Any], where: str) -> ExpertSpec:
     num_layers = values["num_hidden_layers"]
     kinds = values["mlp_layer_types"]
     if kinds is None:
-        kinds = ["dense"] + ["sparse"] * (num_layers - 1)
+        num_dense = min(values.get("first_k_dense_replace", 1), num_layers)
+        kinds = ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense)
     if len(kinds) != num_layers or not {"dense", "sparse"}.issuperset(kinds):
         raise ConfigError(
             f"{where}: mlp_layer_types is {kinds}, not 'dense' or 'sparse' for each of {num_layers} layers"
         )
-    spec = _v3({**values, "first_k_dense_replace": 1}, where)
+    spec = _v3({"first_k_dense_replace": 1, **values}, where)
     return replace(spec, layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
 
 

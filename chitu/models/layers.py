@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.errors import Internal
 from chitu.models.model import KVViews
 from chitu.ops.interface import AdapterRows, Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
 from chitu.ops.routing import Router, route
+from chitu.ops.sparse_index import ChosenPositions, append_keys, choose, chosen_attention, rotated
 
 
 class Shard(Protocol):
@@ -54,10 +56,28 @@ INNER_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
+class SparseIndex:
+    """Which positions a row of sparse latent attention sees. Every rank has all heads, so all ranks choose alike."""
+
+    query_FQ: torch.Tensor
+    """Projection `[G I, Q]` of the normed q."""
+    key_norm_I: torch.Tensor
+    """Weight of the layer norm on the key, whose projection is the last `I` rows of the layer's `down`."""
+    key_norm_bias_I: torch.Tensor
+    weights_GD: torch.Tensor
+    """Projection to the weights of the heads, float32, times the scale of the scores."""
+    top_k: int
+
+    @property
+    def key_dim(self) -> int:
+        return self.key_norm_I.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttentionLayer:
     heads: LatentHeads
     down: LinearWeight
-    """Projections of the hidden state: `[Q + C, D]`, or `[H E + C, D]` without a rank of q."""
+    """Projections of the hidden state: `[Q + C, D]`, or `[H E + C, D]` without a rank of q; of an index key behind."""
     query_norm_Q: torch.Tensor | None
     query: LinearWeight | None
     """Projection `[H E, Q]` of q; None if `down` has it."""
@@ -66,6 +86,8 @@ class LatentAttentionLayer:
     value_HLO: torch.Tensor
     output: LinearWeight
     """Projection `[D, H O]`."""
+    index: SparseIndex | None = None
+    """None if the layer attends to what the layer before has chosen, or to all positions if none has an index."""
 
     def mix(
         self,
@@ -75,23 +97,55 @@ class LatentAttentionLayer:
         eps: float,
         rotary: RotaryTable,
         batch: Batch,
-        pages_PKSC: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
         on_written: Callable[[], None],
-    ) -> torch.Tensor:
-        """Return `[T, H O]`, the input of `output`. Calls `on_written` when the rows are in the cache."""
-        heads = self.heads
-        down_TF = ops.norm_linear(x_TD, norm_D, eps, self.down)
+        choice: ChosenPositions | None,
+    ) -> tuple[torch.Tensor, ChosenPositions | None]:
+        """Return `[T, H O]`, the input of `output`, and what was chosen. Calls `on_written` when the rows are in the
+        cache. `pages`: of latents and of index keys; `choice`: of the layer before."""
+        heads, index, pages_PKSC = self.heads, self.index, pages[0]
+        weights_TG = None
+        if index is None:
+            down_TF = ops.norm_linear(x_TD, norm_D, eps, self.down)
+        else:
+            normed_TD = ops.rms_norm(x_TD, norm_D, eps)
+            weights_TG = F.linear(normed_TD.float(), index.weights_GD)
+            down_TF = ops.linear(normed_TD, self.down)
+            down_TF, key_TI = down_TF.tensor_split((down_TF.shape[1] - index.key_dim,), dim=1)
+            key_TI = F.layer_norm(key_TI, (index.key_dim,), index.key_norm_I, index.key_norm_bias_I, INNER_NORM_EPS)
+            key_TI = rotated(key_TI.unsqueeze(1), heads.rope_dim, rotary, batch.positions_T).squeeze(1)
+            append_keys(key_TI, batch, pages[1])
         rest = down_TF.shape[1] - heads.latent_dim - heads.rope_dim
         q_TF, kv_TC = down_TF.split_with_sizes((rest, heads.latent_dim + heads.rope_dim), dim=1)
         # Before q is computed, since the operations may reuse the memory of `down_TF`.
         ops.latent_append(kv_TC, heads, rotary, batch, pages_PKSC)
         on_written()
         if self.query is not None and self.query_norm_Q is not None:
-            q_TF = ops.norm_linear(q_TF.contiguous(), self.query_norm_Q, INNER_NORM_EPS, self.query)
+            q_TQ = q_TF.contiguous()
+            if index is not None and weights_TG is not None:
+                normed_TQ = ops.rms_norm(q_TQ, self.query_norm_Q, INNER_NORM_EPS)
+                choice = self._choose(index, normed_TQ, weights_TG, rotary, batch, pages[1])
+            q_TF = ops.norm_linear(q_TQ, self.query_norm_Q, INNER_NORM_EPS, self.query)
         q_THC = ops.latent_query(q_TF.view(q_TF.shape[0], heads.num_heads, -1), self.key_HNL, heads, rotary, batch)
-        mixed_THL = ops.latent_attention(q_THC, heads, batch, pages_PKSC)
+        if choice is not None:
+            mixed_THL = chosen_attention(q_THC, heads, batch, pages_PKSC, choice)
+        else:
+            mixed_THL = ops.latent_attention(q_THC, heads, batch, pages_PKSC)
         values_HTO = torch.bmm(mixed_THL.transpose(0, 1), self.value_HLO)
-        return values_HTO.transpose(0, 1).flatten(1)
+        return values_HTO.transpose(0, 1).flatten(1), choice
+
+    def _choose(
+        self,
+        index: SparseIndex,
+        q_TQ: torch.Tensor,
+        weights_TG: torch.Tensor,
+        rotary: RotaryTable,
+        batch: Batch,
+        pages_PKSI: torch.Tensor,
+    ) -> ChosenPositions | None:
+        q_TGI = F.linear(q_TQ, index.query_FQ).view(q_TQ.shape[0], -1, index.key_dim)
+        q_TGI = rotated(q_TGI, self.heads.rope_dim, rotary, batch.positions_T)
+        return choose(q_TGI, weights_TG, batch, pages_PKSI, index.top_k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +238,7 @@ class DecoderModel:
         """
         ops, linears = self.ops, self._linears(batch)
         x_TD = self._embed(token_ids_T)
+        choice: ChosenPositions | None = None
         for index, layer in enumerate(self.layers):
             attention, k_PKSN, v_PKSN = layer.attention, cache.k[index], cache.v[index]
             soon: Callable[[], None] = _no_callback
@@ -195,8 +250,8 @@ class DecoderModel:
                 soon()
                 mixed_TC = ops.attention(q_THN, attention.heads, batch, k_PKSN, v_PKSN)
             else:
-                norm_D = layer.input_norm_D
-                mixed_TC = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, k_PKSN, soon)
+                norm_D, pages = layer.input_norm_D, (k_PKSN, v_PKSN)
+                mixed_TC, choice = attention.mix(ops, x_TD, norm_D, self.eps, self.rotary, batch, pages, soon, choice)
             x_TD = self._linear_add(linears, mixed_TC, attention.output, x_TD)
             if on_layer is not None and self.shard is not None:
                 on_layer(index)

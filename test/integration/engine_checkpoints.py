@@ -80,6 +80,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**{k: v for k, v in LATENT.items() if k != "first_k_dense_replace"}, **EXPERTS, "q_lora_rank": 48},
     ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {
+            **EXPERTS,
+            **LATENT,
+            "q_lora_rank": 48,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk": 20,
+            "index_head_dim": 24,
+            "index_n_heads": 16,
+            "index_topk_freq": 2,  # layers with an index, without one, with one
+            "index_skip_topk_offset": 1,
+        },
+    ),
     "qwen3_moe_sparse": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "norm_topk_prob": False, "decoder_sparse_step": 2}),
 }
 
