@@ -11,7 +11,7 @@ import msgspec
 from chitu.errors import InvalidRequest
 from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_mark
 from chitu.grammars.schema import enforceable
-from chitu.protocol import ToolCalls
+from chitu.protocol import ToolCalls, ToolFields
 
 
 def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
@@ -27,11 +27,15 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
             raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
         begin = with_mark(call.begin.removeprefix(calls.trigger), added_tokens)
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
+        if call.fields is not None and isinstance(schema, dict):
+            end = with_mark(call.end, added_tokens)
+            rules += _fields_lark(f"call_{i}", begin, enforceable(schema), call.fields, end, json_options)
+            continue
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         text = json.dumps({**enforceable(schema), "x-guidance": dict(json_options)})
         rules.append(f"call_{i}: {begin} %json {text} {with_mark(call.end, added_tokens)}")
-    call_of_any = " | ".join(f"call_{i}" for i in range(len(rules)))
+    call_of_any = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     separator = quoted(calls.separator)
     if calls.is_required:
@@ -44,3 +48,61 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
         rules += [FREE_TEXT, *text_up_to(calls.trigger, added_tokens)]
         start = "(led call)* TEXT" if calls.is_parallel else "led call | TEXT"
     return "%llguidance {}\n" + "\n".join([f"start: {start}", *rules]) + "\n"
+
+
+def _fields_lark(
+    rule: str, begin: str, schema: dict[str, Any], fields: ToolFields, end: str, json_options: Mapping[str, Any]
+) -> list[str]:
+    """Return the rules of a call whose arguments are tagged texts: those of the schema's properties, in their order. A
+    tool without properties has arguments of any name, unless its schema permits no others."""
+    text, name = f"{rule}_text", f"{rule.upper()}_NAME"
+    rules, parts = [f"{text}[lazy]: /(.|\\n)*/ {quoted(fields.end)}"], []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = schema.get("required") or ()
+    for i, (key, given) in enumerate((schema.get("properties") or {}).items()):
+        head, value = quoted(fields.begin + key + fields.middle), f"{rule}_{i}"
+        words = given.get("enum") if isinstance(given, dict) else None
+        if words and all(isinstance(word, str) for word in words):
+            rules.append(f"{value}: {head} ({' | '.join(quoted(word + fields.end) for word in words)})")
+        elif is_raw_text(given, schema):
+            rules.append(f"{value}: {head} {text}")
+        else:
+            told = json.dumps({**given, **shared, "x-guidance": dict(json_options)})
+            rules.append(f"{value}: {head} %json {told} {quoted(fields.end)}")
+        parts.append(value if key in required else f"{value}?")
+    if not parts and schema.get("additionalProperties") is not False:
+        rules.append(f"{name}: /[A-Za-z0-9_.-]+/")
+        rules.append(f"{rule}_any: {quoted(fields.begin)} {name} {quoted(fields.middle)} {text}")
+        parts.append(f"{rule}_any*")
+    return [*rules, f"{rule}: {' '.join([begin, *parts, end])}"]
+
+
+MAX_REFERENCES = 8
+"""References within a schema that lead to a type."""
+
+
+def types_of(schema: Any, root: Any, references: int = MAX_REFERENCES) -> set[str]:
+    """Return the types that a schema within `root` names; empty: it names none."""
+    if not isinstance(schema, Mapping):
+        return set()
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else {each for each in given or () if isinstance(each, str)}
+    for key in ("anyOf", "oneOf", "allOf"):
+        for each in schema.get(key) or () if references else ():
+            types |= types_of(each, root, references - 1)
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#/") and references:
+        found: Any = root
+        for part in reference[2:].split("/"):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        types |= types_of(found, root, references - 1)
+    if not types:
+        values = [*(schema.get("enum") or ()), *([schema["const"]] if "const" in schema else ())]
+        types = {"string" if isinstance(value, str) else "other" for value in values}
+    return types
+
+
+def is_raw_text(schema: Any, root: Any) -> bool:
+    """Return whether a tagged value is a string, of which the text is all, and not JSON."""
+    types = types_of(schema, root)
+    return not types or "string" in types

@@ -83,7 +83,7 @@ class ChoiceDecoder:
         self._scanner = scanner
         self._include_stop = options.include_stop
         self._stop_ids = stop_ids
-        self._special_stops = {token: text for text, token in options.special_stops.items() if text in options.stops}
+        self._special_stops = options.stops_by_id if options.special_stops else None
         """Stop strings at whose token D stops."""
         self._held: list[int] = []
         self.num_tokens = 0
@@ -101,7 +101,7 @@ class ChoiceDecoder:
         deltas: list[Delta] = []
         held, push, scanner = self._held, self._detokenizer.push, self._scanner
         hidden = reason == "stop" and bool(tokens) and self._is_hidden(tokens[-1])
-        if hidden and self._special_stops:
+        if hidden and self._special_stops is not None:
             self.stop_text = self._special_stops.get(tokens[-1], "")
         before = self.num_tokens
         self.num_tokens += len(tokens)

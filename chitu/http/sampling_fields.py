@@ -54,9 +54,14 @@ class OutputOptions(msgspec.Struct):
     """Special tokens whose texts occur in `stops`: ids by text."""
 
     @property
+    def stops_by_id(self) -> dict[int, str]:
+        """The stops that are the text of a special token, by its id."""
+        return {self.special_stops[stop]: stop for stop in self.stops if stop in self.special_stops}
+
+    @property
     def stop_ids(self) -> list[int]:
         """Ids of the stops that are the text of a special token: D stops there."""
-        return [self.special_stops[stop] for stop in self.stops if stop in self.special_stops]
+        return list(self.stops_by_id)
 
 
 def _token_ids(values: list[int], vocab_size: int, name: str) -> tuple[int, ...]:

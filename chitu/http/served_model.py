@@ -229,14 +229,14 @@ class ServedModel:
         elif calls is None or "tools" not in self.tokenizer.template_variables:
             raise InvalidRequest(
                 "tools: the model's chat template has none, or calls them in an unknown format (known: "
-                "Hermes and Qwen, Llama 3, Mistral)",
+                "Hermes and Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Llama 3, Mistral)",
                 "tools",
             )
         if calls is None and marks is None:
             return None
         return MessagePlan(
             calls=calls,
-            names=frozenset(tool["function"]["name"] for tool in tools or ()),
+            names={tool["function"]["name"]: tool["function"].get("parameters") for tool in tools or ()},
             is_parallel=body.parallel_tool_calls is not False and self._takes_several_calls,
             reasoning=marks,
             is_reasoning=marks is not None and prompt.rstrip().endswith(marks.open),

@@ -44,7 +44,7 @@ from chitu.protocol.cluster import (
     stats_codec,
     view_codec,
 )
-from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls
+from chitu.protocol.grammars import MAX_GRAMMAR_CHARS, Grammar, GrammarKind, Reasoning, ToolCall, ToolCalls, ToolFields
 from chitu.protocol.logprobs import (
     LEAST_NOISE,
     LOGPROB_CAPS,
@@ -174,6 +174,7 @@ __all__ = [
     "TokenLogprobs",
     "ToolCall",
     "ToolCalls",
+    "ToolFields",
     "TraceLevel",
     "TraceLines",
     "TransferInfo",

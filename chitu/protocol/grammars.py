@@ -43,6 +43,15 @@ class Grammar(Wire, frozen=True):
     on."""
 
 
+class ToolFields(Wire, frozen=True):
+    """How a format writes arguments that are no JSON object: for each `begin`, its name, `middle`, its value and `end`.
+    Strings are raw text that does not have `end`."""
+
+    begin: str
+    middle: str
+    end: str
+
+
 class ToolCall(Wire, frozen=True):
     """One form of a call: `begin`, then a JSON value of `schema`, then `end`. A format whose JSON holds the tool's name
     puts it into `schema` (a `const`) or into `begin`."""
@@ -51,6 +60,8 @@ class ToolCall(Wire, frozen=True):
     """Starts with `ToolCalls.trigger`, such as `<tool_call>\\n{"name": "f", "arguments": `."""
     schema: msgspec.Raw
     end: str = ""
+    fields: ToolFields | None = None
+    """None: the arguments are a JSON value."""
 
 
 class ToolCalls(Wire, frozen=True):

@@ -4,6 +4,7 @@
   2 Pro writes the arguments first.
 * Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`, optionally
   after `<|python_tag|>`. Any other object is content, as soon as its keys tell.
+* Qwen3-Coder, GLM-4.5 and MiniMax-M2: tagged texts (`tagged_calls.py`).
 * Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]name{...}`,
   with `[CALL_ID]...` and `[ARGS]` after the name in some versions. All forms are read; an enforced call has the form
   that the model's template writes.
@@ -128,7 +129,7 @@ def grammar_of_calls(
             param = f"{param}.type"
             raise InvalidRequest(f"{param} must be 'object', since calls of {name!r} are enforced", param)
         begin, end = parser.written(function["name"])
-        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end))
+        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields))
     several = is_parallel and (parser.separator is not None or not is_required)
     is_leading = parser.is_leading and not is_required
     record = ToolCalls(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading)

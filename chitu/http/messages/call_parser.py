@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple
 
 import msgspec
 
+from chitu.protocol import ToolFields
 from chitu.tokenizer.stop import end_before_mark
 
 
@@ -308,6 +309,8 @@ class CallParser(abc.ABC):
     """Text after the calls of a mark; may be empty."""
     is_leading: ClassVar[bool] = False
     """An answer may begin with a call without a mark."""
+    fields: ClassVar[ToolFields | None] = None
+    """How arguments are written; None: as a JSON object."""
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
         """`names`: names of the tools. Unless `is_parallel`, nothing is read after the first call. `is_enforced`: a

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from chitu.errors import InvalidRequest
 from chitu.http.messages.call_formats import ARGS, MARK, HermesParser, LlamaParser, MistralParser, NamedMistralParser
 from chitu.http.messages.call_parser import CallDelta, CallParser, MessageDelta, joined
+from chitu.http.messages.tagged_calls import GLMParser, MiniMaxParser, QwenCoderParser
 from chitu.protocol import Reasoning
 from chitu.tokenizer.stop import end_before_mark
 
@@ -95,6 +96,9 @@ class ReasoningParser:
 
 
 CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
+    (("<tool_call>", "<function="), QwenCoderParser),
+    (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
+    (("<tool_call>", "<arg_key>"), GLMParser),
     ((MARK, ARGS), NamedMistralParser),
     ((MARK,), MistralParser),
     (("<tool_call>", '"arguments"'), HermesParser),
@@ -143,7 +147,7 @@ class MessagePlan(NamedTuple):
     calls: type[CallParser] | None
     """Parser of the tool calls. None: no tools are offered."""
     names: Collection[str]
-    """Names of the tools."""
+    """Names of the tools, each with its parameters if the format needs them (`tagged_calls.py`)."""
     is_parallel: bool
     is_enforced: bool = False
     """A grammar has calls follow schemas."""
