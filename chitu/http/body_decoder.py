@@ -104,15 +104,16 @@ class Field(NamedTuple):
 _Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
 """Name, note and, optionally, neutral values."""
 
+TEXT_ONLY = "this server serves text; of a model that also takes images or sound, its text part"
 UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
     (
         (CHAT, TOKENIZE),
         REFUSED,
         (
-            ("messages[].content[].image_url", ""),
-            ("messages[].content[].video_url", ""),
-            ("messages[].content[].audio_url", ""),
-            ("messages[].content[].input_audio", ""),
+            ("messages[].content[].image_url", TEXT_ONLY),
+            ("messages[].content[].video_url", TEXT_ONLY),
+            ("messages[].content[].audio_url", TEXT_ONLY),
+            ("messages[].content[].input_audio", TEXT_ONLY),
             ("messages[].content[].file", ""),
             ("messages[].content[].refusal", ""),
         ),
@@ -148,7 +149,7 @@ UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
             ("access_programs", ""),
             ("context_management", "", ([],)),
             ("input[].async", ""),
-            ("input[].content[].image_url", ""),
+            ("input[].content[].image_url", TEXT_ONLY),
             ("input[].content[].file_id", ""),
             ("input[].content[].detail", ""),
             ("input[].content[].refusal", ""),

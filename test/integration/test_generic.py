@@ -7,19 +7,27 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
-from checkpoint_table import make_checkpoint
+from checkpoint_table import Checkpoint, make_checkpoint, prompts
+from completions import complete_all
+from nursery import FORKED
 from support.checkpoints import ROWS
 
+from chitu.assets import TINY_MODEL_DIR
+from chitu.config.load import load_topology
 from chitu.engine.build import load_model
 from chitu.errors import ConfigError, UnsupportedModel
+from chitu.launch.local import LocalCluster
 from chitu.models.config import model_hash, read_model_spec
 from chitu.models.generic.attention import PagedAttention
 from chitu.models.generic.check import check
@@ -196,6 +204,37 @@ def test_what_the_modules_do_not_use_or_do_not_get_is_refused(tmp_path: Path) ->
     change(tmp_path, model_type="mistral")
     with pytest.raises(UnsupportedModel, match="MixtralForCausalLM has the model_type 'mixtral', not 'mistral'"):
         load_model(tmp_path, "float32")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoint, LocalCluster]]:
+    """Yield a real P and D of the text part of a model with images, whose attention has windows."""
+    folder = tmp_path_factory.mktemp("gemma")
+    checkpoint = make_checkpoint(ROW["gemma-3-27b-it"], folder)
+    for file in TINY_MODEL_DIR.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    settings = [f"model.path={folder}", "model.served_name=m", "cache.num_pages=400", "scheduler.chunk_size=40"]
+    with LocalCluster(load_topology("pd_disagg_1p1d_local", settings), entries=FORKED) as cluster:
+        cluster.wait_ready(300)
+        yield checkpoint, cluster
+
+
+def test_a_real_pd_pair_gives_the_tokens_of_transformers(served: tuple[Checkpoint, LocalCluster]) -> None:
+    checkpoint, cluster = served
+    asked = prompts()
+    options = [{"max_tokens": 6, "temperature": 0, "ignore_eos": True}] * len(asked)
+    for prompt, answer in zip(asked, complete_all(cluster.url, asked, options), strict=True):
+        theirs = checkpoint.logits(prompt, answer.token_ids)
+        assert theirs.argmax(-1).tolist() == answer.token_ids
+
+
+def test_an_image_is_refused_by_name(served: tuple[Checkpoint, LocalCluster]) -> None:
+    parts = [{"type": "text", "text": "what is it?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    body = {"model": "m", "messages": [{"role": "user", "content": parts}]}
+    answer = httpx.post(f"{served[1].url}/v1/chat/completions", json=body, timeout=30.0, trust_env=False)
+    assert answer.status_code == 400
+    assert "image_url" in answer.text and "its text part" in answer.text, answer.text
 
 
 class Alone:
