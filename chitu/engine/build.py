@@ -150,7 +150,7 @@ def load_model(
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            return build_generic(path, spec, torch_dtype, target, weights, shard)
+            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters)
         model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
         if not adapters:
             return model
@@ -213,7 +213,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     layout = kv_layout(
         spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path, spec.code), model_dtype
     )
-    adapters = read_adapters(topology.model.adapters, spec)
+    adapters = read_adapters(topology.model.adapters, spec, path)
     hashes = hashes_of(adapters)
     layout = msgspec.structs.replace(layout, adapters=hashes)
     bytes_per_page = layout.bytes_per_page

@@ -139,7 +139,7 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
         words = spec.quantization.words if spec.quantization is not None else ""
         found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, num_weights, words)
         require_tokenizer(path)
-        read_adapters(topology.model.adapters, spec)
+        read_adapters(topology.model.adapters, spec, path)
     except ConfigError as error:
         return None, ModelFacts(path, error.message)
     except OSError as error:

@@ -24,13 +24,18 @@ from typing import Any, NamedTuple
 from chitu.config.model_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import FLOATS, TensorEntry, read_entries, tensor_shapes
-from chitu.models.config import ModelSpec
+from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_keys import Key, Keys
 from chitu.models.families import traits_of
+from chitu.models.quantization import logical_tensors
 
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 HASH_CHARS = 32
 LINEAR_LAYERS = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight")
+GENERIC_LAYERS = re.compile(
+    r"model\.(language_model\.)?layers\.\d+\.(self_attn\.\w+|mlp\.(gate|up|down|gate_up)_proj)\.weight"
+)
+"""Those of models of transformers' code: their inputs have all rows of a step, unlike those of experts."""
 ALL_LINEAR = "all-linear"
 
 _KEYS = Keys(
@@ -115,9 +120,9 @@ class AdapterSpec:
         return digest.hexdigest()[:HASH_CHARS]
 
 
-def read_adapters(folders: Mapping[str, str], model: ModelSpec) -> list[AdapterSpec]:
+def read_adapters(folders: Mapping[str, str], model: ModelSpec, path: str | Path) -> list[AdapterSpec]:
     """Return the adapters by name. Raises as `read_adapter` does."""
-    return [read_adapter(name, folder, model) for name, folder in sorted(folders.items())]
+    return [read_adapter(name, folder, model, path) for name, folder in sorted(folders.items())]
 
 
 def hashes_of(adapters: Sequence[AdapterSpec]) -> tuple[tuple[str, str], ...]:
@@ -125,32 +130,42 @@ def hashes_of(adapters: Sequence[AdapterSpec]) -> tuple[tuple[str, str], ...]:
     return tuple((adapter.name, adapter.hash()) for adapter in adapters)
 
 
-def read_adapter(name: str, folder: str | Path, model: ModelSpec) -> AdapterSpec:
-    """Return an adapter of this model, checked by the header of its weights. Raises ConfigError for files that are
-    missing, broken or of another model, UnsupportedModel for what is not computed here."""
+def read_adapter(name: str, folder: str | Path, model: ModelSpec, path: str | Path) -> AdapterSpec:
+    """Return an adapter of this model, whose folder is `path`, checked by the header of its weights. Raises ConfigError
+    for files that are missing, broken or of another model, UnsupportedModel for what is not computed here."""
     found = AdapterSpec(name, Path(folder), {})
     where = f"{found.key}: {found.folder / ADAPTER_CONFIG}"
     if model.latent is not None:
         raise UnsupportedModel(f"{found.key}: LoRA adapters are not supported for models with latent attention")
-    if model.code == "transformers":
-        raise UnsupportedModel(f"{found.key}: LoRA adapters are not supported for models of transformers' code")
+    if model.state:
+        raise UnsupportedModel(f"{found.key}: LoRA adapters are not supported for models with recurrent state")
     values = _KEYS.read(_read_json(found.folder / ADAPTER_CONFIG, where), where)
-    linear = {
-        layer.removesuffix(".weight"): shape
-        for layer, shape in tensor_shapes(model, traits_of(model))
-        if LINEAR_LAYERS.fullmatch(layer)
-    }
+    linear = _linear_layers(model, path)
     try:
         layers = {layer: _adapted(values, layer, where) for layer in linear if _is_target(values, layer)}
     except re.error as error:
         raise ConfigError(f"{where}: the regular expression {error.pattern!r} is invalid: {error.msg}") from error
     if not layers:
         raise UnsupportedModel(
-            f"{where}: target_modules {values['target_modules']!r} names no layer that can be adapted here: q_proj, "
-            "k_proj, v_proj, o_proj, and gate_proj, up_proj and down_proj where the MLP is dense"
+            f"{where}: target_modules {values['target_modules']!r} names no layer that can be adapted here: the "
+            "projections of attention, and of the MLP where it is dense"
         )
     _check_tensors(found, layers, linear)
     return AdapterSpec(name, found.folder, layers)
+
+
+def _linear_layers(model: ModelSpec, path: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return the layers that an adapter may adapt, with the shapes of their weights."""
+    if model.code == "own":
+        shapes, layers = dict(tensor_shapes(model, traits_of(model))), LINEAR_LAYERS
+    else:
+        files = logical_tensors(read_entries(weight_files(path)), model.quantization, f"model.path: {path}")
+        shapes, layers = files.shapes, GENERIC_LAYERS
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if layers.fullmatch(name) and len(shape) == 2
+    }
 
 
 def _read_json(file: Path, where: str) -> dict[str, Any]:
@@ -178,7 +193,7 @@ def _is_target(values: Mapping[str, Any], layer: str) -> bool:
     if numbers is None or numbers == [] or isinstance(targets, str):
         return True
     patterns = values["layers_pattern"] or "layers"
-    number = int(layer.split(".")[2])
+    number = int(layer.partition("layers.")[2].split(".")[0])
     is_layer = "layers" in ([patterns] if isinstance(patterns, str) else patterns)
     return is_layer and number in ([numbers] if isinstance(numbers, int) else numbers)
 
@@ -218,8 +233,8 @@ def _check_tensors(adapter: AdapterSpec, layers: Mapping[str, AdaptedLayer], lin
     if others := sorted(found.keys() - wanted.keys()):
         raise UnsupportedModel(
             f"{adapter.key}: {adapter.weights} has {len(others)} tensors that are not computed here, such as "
-            f"{others[0]!r}: adapted are q_proj, k_proj, v_proj and o_proj, and gate_proj, up_proj and down_proj where "
-            "the MLP is dense, as far as target_modules and layers_to_transform name them"
+            f"{others[0]!r}: adapted are the projections of attention, and of the MLP where it is dense, as far as "
+            "target_modules and layers_to_transform name them"
         )
     for name, shape in wanted.items():
         if name not in found:

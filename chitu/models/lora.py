@@ -107,11 +107,45 @@ class Adapters:
 
 
 class Cut(NamedTuple):
-    """This rank's part of a projection: its rows if it is cut by output, else its columns."""
+    """This rank's part of a projection: its rows if it is cut by output, else its columns. Neither: all of it."""
 
     layer: str
     rows: range | None = None
     columns: range | None = None
+
+
+class AdapterFiles:
+    """The open weights of an adapter, to be used as a context manager."""
+
+    def __init__(self, spec: AdapterSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec, self._dtype = spec, dtype
+        self._files = TensorFiles([spec.weights], device)
+
+    def __enter__(self) -> AdapterFiles:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.close()
+
+    def read(self, cuts: Sequence[Cut]) -> LowRank | None:
+        """Return what the adapter adds to a weight of these projections, one below the other; None if it adapts none of
+        them. Raises ConfigError if it cannot be read or has numbers that are not finite."""
+        spec, dtype = self._spec, self._dtype
+        downs, ups, rank, column = list[torch.Tensor](), list[Up](), 0, 0
+        for layer, rows, columns in cuts:
+            adapted, width = spec.layers.get(layer), len(rows or ())
+            if adapted is not None:
+                down_RI = self._files.read(f"{PREFIX}{layer}{DOWN}", dtype, columns=columns)
+                up_OR = self._files.read(f"{PREFIX}{layer}{UP}", torch.float32, rows=rows)
+                up_OR = (up_OR * adapted.scale).to(dtype)
+                if not bool(torch.isfinite(down_RI).all() & torch.isfinite(up_OR).all()):
+                    raise ConfigError(f"{spec.key}: {spec.weights}: {layer} has numbers that are not finite in {dtype}")
+                width = up_OR.shape[0]
+                downs.append(down_RI)
+                ups.append(Up(slice(rank, rank + adapted.rank), slice(column, column + width), up_OR))
+                rank += adapted.rank
+            column += width
+        return LowRank(torch.cat(downs), tuple(ups)) if downs else None
 
 
 def load_adapters(
@@ -124,44 +158,20 @@ def load_adapters(
     device: torch.device,
 ) -> Adapters:
     """Read this rank's part of each adapter. `query`, `key`, `inner`: its rows of q, of k and v, and of the MLP. Raises
-    ConfigError if a file cannot be read or has numbers that are not finite."""
-    low_ranks = []
+    ConfigError as `AdapterFiles` does."""
+    weights: list[tuple[LinearWeight, list[Cut]]] = []
+    for index, layer in enumerate(model.layers):
+        attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
+        if isinstance(attention, AttentionLayer):
+            rows = {"q_proj": query, "k_proj": key, "v_proj": key}
+            weights.append((attention.qkv, [Cut(f"{prefix}.self_attn.{name}", rows[name]) for name in rows]))
+            weights.append((attention.output, [Cut(f"{prefix}.self_attn.o_proj", columns=query)]))
+        if isinstance(mlp, GatedMLP):
+            weights.append((mlp.gate_up, [Cut(f"{prefix}.mlp.{name}", inner) for name in ("gate_proj", "up_proj")]))
+            weights.append((mlp.down, [Cut(f"{prefix}.mlp.down_proj", columns=inner)]))
+    found = []
     for spec in specs:
-        files, found = TensorFiles([spec.weights], device), dict[int, LowRank]()
-        try:
-            for index, layer in enumerate(model.layers):
-                attention, mlp, prefix = layer.attention, layer.mlp, f"model.layers.{index}"
-                wanted: list[tuple[LinearWeight, list[Cut]]] = []
-                if isinstance(attention, AttentionLayer):
-                    rows = {"q_proj": query, "k_proj": key, "v_proj": key}
-                    wanted.append((attention.qkv, [Cut(f"{prefix}.self_attn.{name}", rows[name]) for name in rows]))
-                    wanted.append((attention.output, [Cut(f"{prefix}.self_attn.o_proj", columns=query)]))
-                if isinstance(mlp, GatedMLP):
-                    names = ("gate_proj", "up_proj")
-                    wanted.append((mlp.gate_up, [Cut(f"{prefix}.mlp.{name}", inner) for name in names]))
-                    wanted.append((mlp.down, [Cut(f"{prefix}.mlp.down_proj", columns=inner)]))
-                for weight, cuts in wanted:
-                    low_rank = _low_rank(spec, files, cuts, dtype)
-                    if low_rank is not None:
-                        found[id(weight)] = low_rank
-        finally:
-            files.close()
-        low_ranks.append(found)
-    return Adapters(model.ops, low_ranks)
-
-
-def _low_rank(spec: AdapterSpec, files: TensorFiles, cuts: Sequence[Cut], dtype: torch.dtype) -> LowRank | None:
-    downs, ups, rank, column = list[torch.Tensor](), list[Up](), 0, 0
-    for layer, rows, columns in cuts:
-        adapted, width = spec.layers.get(layer), len(rows or ())
-        if adapted is not None:
-            down_RI = files.read(f"{PREFIX}{layer}{DOWN}", dtype, columns=columns)
-            up_OR = (files.read(f"{PREFIX}{layer}{UP}", torch.float32, rows=rows) * adapted.scale).to(dtype)
-            if not bool(torch.isfinite(down_RI).all() & torch.isfinite(up_OR).all()):
-                raise ConfigError(f"{spec.key}: {spec.weights}: {layer} has numbers that are not finite in {dtype}")
-            width = up_OR.shape[0]
-            downs.append(down_RI)
-            ups.append(Up(slice(rank, rank + adapted.rank), slice(column, column + width), up_OR))
-            rank += adapted.rank
-        column += width
-    return LowRank(torch.cat(downs), tuple(ups)) if downs else None
+        with AdapterFiles(spec, dtype, device) as files:
+            read = ((id(weight), files.read(cuts)) for weight, cuts in weights)
+            found.append({key: low_rank for key, low_rank in read if low_rank is not None})
+    return Adapters(model.ops, found)

@@ -197,7 +197,7 @@ class Engine:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
         `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model."""
         self.spec = read_model_spec(path, max_model_len, code)
-        loaded = read_adapters(adapters, self.spec)
+        loaded = read_adapters(adapters, self.spec, path)
         model = plant(load_model(path, dtype, device, max_model_len=max_model_len, ops=ops, code=code, adapters=loaded))
         hashed = model_hash(path, self.spec.code)
         layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, hashed, dtype)

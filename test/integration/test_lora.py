@@ -19,17 +19,20 @@ from checkpoint_table import (
     Adapted,
     Answers,
     Checkpoint,
+    Instance,
     Recorder,
     continued,
     divided,
     error_of,
     forked,
+    make_checkpoint,
     prompts,
     retracted,
     undivided,
 )
 from engine_checkpoints import Engine, chunks_of, write_checkpoint
 from safetensors.torch import load_file, save_file
+from support.checkpoints import ROWS
 
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
@@ -212,6 +215,28 @@ def test_torch_operations_and_recorded_steps_give_the_same(qwen3: Base) -> None:
         assert worst(qwen3, answers_with(qwen3, ops=TorchOps(), recording=given)) <= TOLERANCE, given
 
 
+def generic_layer(name: str) -> tuple[int, float] | None:
+    """Return rank and scale of an adapter for attention and a dense MLP, of any names."""
+    return (3, 2.0) if "self_attn." in name or name.endswith((".gate_up_proj", ".mlp.up_proj")) else None
+
+
+@pytest.mark.parametrize("name", ["GLM-4-9B-0414", "Mixtral-8x7B-v0.1", "gemma-3-1b-it", "gpt-oss-20b"])
+def test_modules_of_transformers_take_adapters_too(name: str, tmp_path: Path) -> None:
+    """Fused gate and up, experts (whose attention alone is adapted), norms on the heads, windows, sinks."""
+    base = make_checkpoint(next(row for row in ROWS if row.name == name), tmp_path / "model")
+    layers = {each: part for each, part in linear_layers(base.reference).items() if ".layers." in each}
+    targets = sorted({each.rpartition(".")[2] for each in layers if generic_layer(each)})
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": targets}
+    write_adapter(tmp_path / "any", config, layers, generic_layer)
+    with_adapter = Checkpoint(base.folder, merged(base.reference, tmp_path / "any", generic_layer))
+    source = Adapted(base.folder, {"any": str(tmp_path / "any")}, {1: 1, 3: 1})
+    for slot, answer in enumerate(undivided(source, four_prompts(), 37)):
+        own, other = (with_adapter, base) if slot in source.chosen else (base, with_adapter)
+        assert error_of(own, [answer]) <= TOLERANCE and error_of(other, [answer]) > 100 * TOLERANCE, slot
+    with pytest.raises(UnsupportedModel, match="tp_size 1 only"):
+        Instance(source, 2)
+
+
 # ----------------------------------------------------------------------------------------------------- planted faults
 
 
@@ -304,7 +329,7 @@ def test_what_is_not_computed_is_refused_by_name(
     folder = copied(qwen3, tmp_path)
     (folder / "adapter_config.json").write_text(json.dumps({**SQL, **change}))
     with pytest.raises(ConfigError, match=words) as refused:
-        read_adapter("sql", folder, read_model_spec(qwen3.source.folder))
+        read_adapter("sql", folder, read_model_spec(qwen3.source.folder), qwen3.source.folder)
     assert str(refused.value).startswith("model.adapters.sql: ")
 
 
@@ -320,33 +345,33 @@ def test_files_that_are_missing_damaged_or_of_another_model_are_named(qwen3: Bas
     spec, folder = read_model_spec(qwen3.source.folder), copied(qwen3, tmp_path)
     weights, name = folder / "adapter_model.safetensors", "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
     tensors = load_file(weights)
-    first = read_adapter("sql", folder, spec).hash()
+    first = read_adapter("sql", folder, spec, qwen3.source.folder).hash()
     save_file({key: tensor for key, tensor in tensors.items() if key != name}, weights)
     with pytest.raises(ConfigError, match=f"has no tensor '{name}', which adapter_config.json names"):
-        read_adapter("sql", folder, spec)
+        read_adapter("sql", folder, spec, qwen3.source.folder)
     save_file({**tensors, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, weights)
     with pytest.raises(UnsupportedModel, match=r"has 1 tensors that are not computed here, such as .*lm_head"):
-        read_adapter("sql", folder, spec)
+        read_adapter("sql", folder, spec, qwen3.source.folder)
     tensors[name][3, 0] = torch.inf
     save_file(tensors, weights)
-    assert read_adapter("sql", folder, spec).hash() != first, "one number is another adapter"
+    assert read_adapter("sql", folder, spec, qwen3.source.folder).hash() != first, "one number is another adapter"
     with pytest.raises(ConfigError, match=r"layers\.2\.mlp\.up_proj has numbers that are not finite"):
         Engine(qwen3.source.folder, adapters={"sql": str(folder)})
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ConfigError, match=r"^model.adapters.sql: .*is cut off"):
-        read_adapter("sql", folder, spec)
+        read_adapter("sql", folder, spec, qwen3.source.folder)
     weights.rename(folder / "adapter_model.bin")
     with pytest.raises(ConfigError, match=r"adapter_model\.bin is not read"):
-        read_adapter("sql", folder, spec)
+        read_adapter("sql", folder, spec, qwen3.source.folder)
     (folder / "adapter_config.json").unlink()
     with pytest.raises(ConfigError, match="does not exist"):
-        read_adapter("sql", folder, spec)
+        read_adapter("sql", folder, spec, qwen3.source.folder)
 
 
 def test_models_with_latent_attention_take_no_adapters(qwen3: Base, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "deepseek_v2")
     with pytest.raises(UnsupportedModel, match=r"^model.adapters.sql: .* latent attention"):
-        read_adapter("sql", qwen3.folders["sql"], read_model_spec(tmp_path))
+        read_adapter("sql", qwen3.folders["sql"], read_model_spec(tmp_path), tmp_path)
 
 
 def test_launchers_find_a_bad_adapter_before_anything_starts(qwen3: Base, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class Ranks:
     ) -> None:
         """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`: as of `Engine`."""
         self.spec = read_model_spec(path)
-        self._adapters = read_adapters(adapters, self.spec)
+        self._adapters = read_adapters(adapters, self.spec, path)
         self.chosen: Mapping[int, int] = {}
         self.pools: list[KVPool] = []
         meeting = Meeting(size)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,12 @@ from transformers.core_model_loading import (
 )
 
 from chitu.errors import ConfigError, Internal, UnsupportedModel
+from chitu.models.adapters import AdapterSpec
 from chitu.models.config import ModelSpec
 from chitu.models.generic.attention import PagedAttention
 from chitu.models.generic.check import check
 from chitu.models.generic.library import library_version
+from chitu.models.generic.lora import AdaptedModules
 from chitu.models.generic.sharding import Sharding
 from chitu.models.generic.states import RecurrentStates, bind_states
 from chitu.models.layers import Shard
@@ -69,6 +71,7 @@ class GenericModel:
         self.parts = parts
         self.attention = attention
         self._states = states
+        self.adapters: AdaptedModules | None = None
 
     def forward(
         self,
@@ -79,7 +82,8 @@ class GenericModel:
     ) -> torch.Tensor:
         """Return hidden states `[T, D]` after the final norm, and write K and V of all rows into the pages. Calls
         `on_layer(l)` when K and V of layer l are in the pages, before its attention is computed."""
-        with self.attention.step(batch, cache, on_layer), self._states.step(batch, cache.states):
+        adapting = self.adapters.step(batch) if self.adapters is not None else nullcontext()
+        with self.attention.step(batch, cache, on_layer), self._states.step(batch, cache.states), adapting:
             out = self.parts.decoder(
                 input_ids=token_ids_T.unsqueeze(0),
                 position_ids=batch.positions_T.unsqueeze(0),
@@ -219,8 +223,12 @@ def build_generic(
     device: torch.device,
     weights: WeightSource,
     shard: Shard | None = None,
+    adapters: Sequence[AdapterSpec] = (),
 ) -> GenericModel:
-    """Build the model and read its weights. Raises ConfigError (UnsupportedModel) if the checkpoint does not fit."""
+    """Build the model and read its weights, and those of its LoRA adapters. Raises ConfigError (UnsupportedModel) if
+    the checkpoint or an adapter does not fit."""
+    if adapters and shard is not None:
+        raise UnsupportedModel(f"{adapters[0].key}: {spec.architecture} takes LoRA adapters with tp_size 1 only")
     attention = PagedAttention(spec.num_layers, is_alone=shard is None)
     model = empty_model(path, spec, dtype)
     transformers.AttentionInterface.register(attention.name, attention)
@@ -236,6 +244,8 @@ def build_generic(
     states = bind_states(parts.decoder, parts.decoder.config.model_type, spec.state)
     built = GenericModel(spec, parts, attention, states, dtype, sharding)
     check(built, spec, device, shard.size if shard is not None else 1)
+    if adapters:
+        built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", adapters, dtype, device)
     return built
 
 
