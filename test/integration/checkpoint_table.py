@@ -144,10 +144,10 @@ class Instance:
         self.recorder = Recorder()
         shared: dict[str, Any] = {"sampler": self.recorder, "sampling": sampling, "adapters": adapters}
         if size == 1:
-            engine = Engine(folder, num_pages=64, num_slots=6, **shared)
+            engine = Engine(folder, num_pages=96, num_slots=6, **shared)
             self.pools = [engine.pool]
         else:
-            engine = Ranks(folder, size, 64, **shared)  # type: ignore[assignment]
+            engine = Ranks(folder, size, 96, **shared)  # type: ignore[assignment]
             self.pools = engine.pools  # type: ignore[attr-defined]
         engine.chosen = chosen
         self.engine = engine
@@ -162,6 +162,12 @@ class Instance:
     def decode(self, slots: Sequence[int], steps: int) -> None:
         for _ in range(steps):
             self.step(StepPlan(decode=list(slots)))
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Release sequences and what is known of them. Their pages are not given to others."""
+        self.step(StepPlan(release=list(slots)))
+        self.tokens.clear()
+        self.recorder.logits.clear()
 
     def close(self) -> None:
         if isinstance(self.engine, Ranks):
@@ -184,17 +190,24 @@ def answers_of(instance: Instance, asked: Sequence[list[int]]) -> Answers:
     return [(prompt, tokens[slot], torch.stack(recorded[slot])) for slot, prompt in enumerate(asked)]
 
 
-def undivided(folder: Source, asked: Sequence[list[int]], chunk: int, size: int = 1) -> Answers:
-    """Compute all prompts at once, each in chunks, then tokens together."""
+def undivided(folder: Path, asked: Sequence[list[int]], chunk: int, size: int = 1) -> Answers:
+    """Compute all prompts at once, each in chunks, then tokens together. `size`: ranks."""
     instance = Instance(folder, size)
     with instances(instance):
-        admit = [instance.engine.admit(slot, prompt, len(prompt) + 8) for slot, prompt in enumerate(asked)]
-        pending = [list(chunks_of(slot, len(prompt), chunk, sample=True)) for slot, prompt in enumerate(asked)]
-        while any(pending):
-            instance.step(StepPlan(admit=admit, prefill=[chunks.pop(0) for chunks in pending if chunks]))
-            admit = []
-        instance.decode(range(len(asked)), NUM_DECODES)
-        return answers_of(instance, asked)
+        return undivided_by(instance, asked, chunk)
+
+
+def undivided_by(instance: Instance, asked: Sequence[list[int]], chunk: int) -> Answers:
+    """Do the same on this instance, and leave no sequence behind."""
+    admit = [instance.engine.admit(slot, prompt, len(prompt) + 8) for slot, prompt in enumerate(asked)]
+    pending = [list(chunks_of(slot, len(prompt), chunk, sample=True)) for slot, prompt in enumerate(asked)]
+    while any(pending):
+        instance.step(StepPlan(admit=admit, prefill=[chunks.pop(0) for chunks in pending if chunks]))
+        admit = []
+    instance.decode(range(len(asked)), NUM_DECODES)
+    answers = answers_of(instance, asked)
+    instance.forget(range(len(asked)))
+    return answers
 
 
 class Link:
@@ -234,13 +247,17 @@ class Link:
 
 
 def divided(
-    folder: Source, asked: Sequence[list[int]], chunk: int, sizes: tuple[int, int] = (1, 1), **link: Any
+    folder: Path, asked: Sequence[list[int]], chunk: int, sizes: tuple[int, int] = (1, 1), **link: Any
 ) -> Answers:
     """Compute the prompts on P, in chunks, and the tokens on D. `sizes`: ranks of P and of D."""
     with pair(folder, sizes, **link) as (source, target, way):
-        hand_over(source, target, way, asked, chunk)
-        target.decode(range(len(asked)), NUM_DECODES)
-        return answers_of(target, asked)
+        return divided_by(source, target, way, asked, chunk)
+
+
+def divided_by(source: Instance, target: Instance, way: Link, asked: Sequence[list[int]], chunk: int) -> Answers:
+    hand_over(source, target, way, asked, chunk)
+    target.decode(range(len(asked)), NUM_DECODES)
+    return answers_of(target, asked)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from checkpoint_table import (
     answers_of,
     continued,
     divided,
+    divided_by,
     error_of,
     forked,
     hand_over,
@@ -19,7 +20,7 @@ from checkpoint_table import (
     pair,
     prompts,
     retracted,
-    undivided,
+    undivided_by,
 )
 from support.checkpoints import ROWS, Row
 
@@ -61,11 +62,13 @@ def served(*names: str) -> pytest.MarkDecorator:
 def test_undivided_and_pd_give_the_logits_of_transformers(row: Row, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(row, tmp_path)
     assert check_checkpoint(tmp_path, read_model_spec(tmp_path)) > 0, "as doctor and plan look at it"
-    errors = {
-        "chunks of 1": error_of(checkpoint, undivided(tmp_path, prompts([40]), 1)),
-        "whole prompts": error_of(checkpoint, undivided(tmp_path, prompts(), 1024)),
-        "1P1D, chunks of 37": error_of(checkpoint, divided(tmp_path, prompts(), 37)),
-    }
+    with pair(tmp_path) as (source, target, way):
+        answers = {
+            "chunks of 1": undivided_by(target, prompts([40]), 1),
+            "whole prompts": undivided_by(target, prompts(), 1024),
+            "1P1D, chunks of 37": divided_by(source, target, way, prompts(), 37),
+        }
+    errors = {name: error_of(checkpoint, each) for name, each in answers.items()}
     assert max(errors.values()) < TOLERANCE, errors
 
 
