@@ -23,7 +23,7 @@ from support.checkpoints import Row, config_of, write_row_config
 from support.quantised_weights import encode
 from thread_ranks import Ranks
 
-from chitu.engine.executor import Admit, CopyPage, FirstToken, Offload, Restore, StepPlan
+from chitu.engine.executor import Admit, CopyPage, CopyState, FirstToken, Offload, Restore, StepPlan
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards
@@ -294,7 +294,7 @@ def retracted(folder: Source, asked: Sequence[list[int]]) -> Answers:
         there, slot = hand_over(source, target, way, asked, 37), len(asked) - 1
         target.decode(range(len(asked)), 2)
         target.step(StepPlan(offload=[Offload(slot, key=5)]))
-        poison(target.pools, there[slot].pages)
+        poison(target.pools, there[slot])
         target.decode(range(slot), 1)
         known = asked[slot] + target.tokens[slot]
         back = target.engine.admit(slot, known, len(known) + 8, kv_len=len(known) - 1, prompt_len=len(asked[slot]))
@@ -314,17 +314,19 @@ def continued(folder: Source, asked: Sequence[list[int]]) -> Answers:
 
 
 def forked(folder: Source, prompt: list[int]) -> Answers:
-    """Let three sequences share the full pages of one prompt; the page that they write to is copied. They sample
-    different tokens."""
+    """Let three sequences share the full pages of one prompt; the page that they write to and the state are copied.
+    They sample different tokens."""
     with pair(folder) as (source, target, way):
         (first,) = hand_over(source, target, way, [prompt], 37)
         whole = len(prompt) // PAGE_SIZE
         for slot in (1, 2):
             fork = target.engine.admit(slot, prompt, len(prompt) + 24, kv_len=len(prompt))
-            shared = msgspec.structs.replace(fork, pages=first.pages[:whole] + fork.pages[whole:], state_slot=-1)
+            shared = msgspec.structs.replace(fork, pages=first.pages[:whole] + fork.pages[whole:])
+            copy_state = [CopyState(slot, first.state_slot)] if first.state_slot >= 0 else []
             copy = [CopyPage(slot, first.pages[whole], fork.pages[whole])] if len(prompt) % PAGE_SIZE else []
             target.recorder.avoided[slot] = [target.tokens[other][0] for other in range(slot)]
-            target.step(StepPlan(admit=[shared], copy=copy, first_tokens=[FirstToken(slot, 0)]))
+            first_tokens = [FirstToken(slot, 0)]
+            target.step(StepPlan(admit=[shared], copy=copy, copy_state=copy_state, first_tokens=first_tokens))
         target.decode(range(3), NUM_DECODES)
         return answers_of(target, [prompt] * 3)
 
@@ -339,8 +341,10 @@ def error_of(checkpoint: Checkpoint, answers: Answers) -> float:
     return worst
 
 
-def poison(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
-    """Overwrite pages, as their next owner would."""
+def poison(pools: Sequence[KVPool], admit: Admit) -> None:
+    """Overwrite pages and state of a sequence, as their next owner would."""
     for pool in pools:
         for region in pool.regions:
-            region[list(pages)] = float("nan")
+            region[list(admit.pages)] = float("nan")
+        if admit.state_slot >= 0:
+            pool.state_rows[admit.state_slot] = 255  # NaN

@@ -3,9 +3,11 @@ into chunks and the heads among ranks, and whatever happens to a sequence betwee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from checkpoint_table import (
     TOLERANCE,
@@ -24,6 +26,8 @@ from checkpoint_table import (
 )
 from support.checkpoints import ROWS, Row
 
+from chitu.engine.executor import Admit
+from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.transports.transport import Transport
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import read_model_spec
@@ -47,8 +51,9 @@ CUT = (
     "Llama-4-Scout-17B-16E-Instruct",
 )
 """Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights."""
-KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16")
-"""Rows of each kind of cache."""
+KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16", "Qwen3-Next-80B-A3B-Instruct", "granite-4.0-h-small")
+"""Rows of each kind of cache: K and V, latent rows, and beside K and V the states of delta nets and of Mamba-2."""
+Tensors = list[torch.Tensor]
 WRONG = 1e-3
 """Least error of a planted fault: a hundred times the bound."""
 
@@ -103,6 +108,51 @@ def test_the_same_over_mooncake(row: Row, tmp_path: Path) -> None:
     pytest.importorskip("mooncake.engine")
     checkpoint = make_checkpoint(row, tmp_path)
     assert error_of(checkpoint, divided(tmp_path, prompts(), 37, kind=mooncake)) < TOLERANCE
+
+
+def no_state(target: KVPool, there: list[Admit], old: Tensors) -> None:
+    target.state_rows[there[1].state_slot] = 0
+
+
+def state_one_chunk_old(target: KVPool, there: list[Admit], old: Tensors) -> None:
+    target.state_rows[there[1].state_slot] = old[1]
+
+
+def slot_of_another_room(target: KVPool, there: list[Admit], old: Tensors) -> None:
+    target.state_rows[there[1].state_slot] = target.state_rows[there[2].state_slot]
+
+
+def swapped_blocks(target: KVPool, there: list[Admit], old: Tensors) -> None:
+    """Swap the halves of the first half of each convolution: its keys and its queries."""
+    for states in target.states.values():
+        if states.dim() == 3:  # channels and taps
+            quarter = states.shape[1] // 4
+            rows = states[there[1].state_slot]
+            rows[: 2 * quarter] = torch.cat((rows[quarter : 2 * quarter], rows[:quarter]))
+
+
+@pytest.mark.parametrize("fault", [no_state, state_one_chunk_old, slot_of_another_room, swapped_blocks])
+def test_the_comparison_finds_a_state_that_is_wrong(
+    fault: Callable[[KVPool, list[Admit], Tensors], None], tmp_path: Path
+) -> None:
+    """Tokens may be right nevertheless; and a cluster finds all of these before, by stamp and checksum."""
+    checkpoint = make_checkpoint(SERVED["Qwen3-Next-80B-A3B-Instruct"], tmp_path)
+    with pair(tmp_path) as (source, target, way):
+        cut = [prompt[:-37] if len(prompt) > 37 else prompt for prompt in prompts()]
+        old = states_of(tmp_path, cut)
+        there = hand_over(source, target, way, prompts(), 37)
+        fault(target.pools[0], there, old)
+        target.decode(range(3), 2)
+        answers = answers_of(target, prompts())
+    assert error_of(checkpoint, answers) > WRONG
+    assert error_of(checkpoint, [answers[0], answers[2]]) < TOLERANCE
+
+
+def states_of(folder: Path, asked: list[list[int]]) -> Tensors:
+    """Return the state rows of these prompts, as D has them."""
+    with pair(folder) as (source, target, way):
+        there = hand_over(source, target, way, asked, 37)
+        return [target.pools[0].state_rows[each.state_slot].clone() for each in there]
 
 
 def test_the_comparison_finds_a_page_that_is_stale_or_of_another_request(tmp_path: Path) -> None:

@@ -21,7 +21,20 @@ from chitu.tools.make_model import make_model
 
 CLOSE = 2e-4
 """Bound on the error of a logprob, whose logits are some tens."""
-CLUSTERS = [("gpt-oss-20b", "mooncake"), pytest.param("gemma-3-1b-it", "shm", marks=pytest.mark.by_hand)]
+CLUSTERS = [
+    ("gpt-oss-20b", "mooncake"),
+    ("Qwen3-Next-80B-A3B-Instruct", "shm"),
+    *(
+        pytest.param(*each, marks=pytest.mark.by_hand)
+        for each in (
+            ("gemma-3-1b-it", "shm"),
+            ("Qwen3-Next-80B-A3B-Instruct", "mooncake"),
+            ("granite-4.0-h-small", "shm"),
+            ("NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "shm"),
+            ("Kimi-Linear-48B-A3B", "shm"),
+        )
+    ),
+]
 
 
 def with_tokenizer(name: str, folder: Path) -> Checkpoint:
