@@ -101,7 +101,7 @@ ROWS: Final = (
     Row("Hunyuan-A13B-Instruct", code="transformers"),
     Row("Seed-OSS-36B-Instruct", code="transformers"),
     Row("EXAONE-4.0-32B", code="transformers"),
-    Row("MiMo-V2-Flash", "fp8_block", code="transformers", refused="layers with different heads"),
+    Row("MiMo-V2-Flash", "fp8_block", code="transformers"),
     Row("Step-3.5-Flash", refused=NOT_SUPPORTED),
 )
 """The list. Most keys are those of a public repository of configs. From memory are Kimi-K2-Thinking and -Linear,

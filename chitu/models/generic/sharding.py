@@ -38,6 +38,11 @@ class Sharding:
         reason = why_not(spec.num_heads, spec.num_kv_heads, shard.size)
         if reason:
             raise ConfigError(f"tp_size {shard.size}: {reason}")
+        if len(spec.groups) > 1:
+            raise ConfigError(
+                f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only: its layers have different "
+                "heads"
+            )
         if spec.state:
             raise ConfigError(
                 f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only: no plan cuts its recurrent "

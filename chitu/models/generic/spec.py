@@ -25,12 +25,14 @@ from chitu.models.generic.library import (
     library_version,
 )
 from chitu.models.generic.state_spec import CONV, FULL, HYBRID, LINEAR, MLP, MOE, layer_kinds, state_tensors
-from chitu.protocol import StateTensor
+from chitu.protocol import CacheGroup, StateTensor
 
 SLIDING, CHUNKED = "sliding_attention", "chunked_attention"
 RECURRENT_KINDS = (FULL, LINEAR, HYBRID, CONV, MOE, MLP)
 LATENT_KEYS = ("kv_lora_rank", "q_lora_rank")
 INDEX_KEYS = ("index_topk", "index_n_heads", "index_head_dim", "sparse_attention_config")
+HYBRID_PATTERN = "hybrid_layer_pattern"
+"""List of 1 for layers with a window and heads of their own (`swa_*`), 0 for others."""
 BY_LAYER_KEYS = (
     "swa_num_key_value_heads", "swa_head_dim", "global_head_dim", "num_global_key_value_heads", "block_configs",
     "attention_other_setting", "per_layer_config",
@@ -45,12 +47,9 @@ class TextShape:
     """Sizes of the text part of a model."""
 
     num_layers: int
-    kv_layers: tuple[int, ...]
-    """Layers with attention."""
+    groups: tuple[CacheGroup, ...]
+    """Layers with attention, by the shape of their pages: K and V."""
     num_heads: int
-    num_kv_heads: int
-    head_dims: tuple[int, int]
-    """Numbers of a key and of a value."""
     hidden_size: int
     intermediate_size: int
     vocab_size: int
@@ -103,10 +102,16 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
     reach, exact = _reach(reader, where)
     return TextShape(
         num_layers=len(kinds),
-        kv_layers=tuple(layer for layer, kind in enumerate(kinds) if kind in (FULL, HYBRID)),
+        groups=_groups(
+            reader,
+            tuple(layer for layer, kind in enumerate(kinds) if kind in (FULL, HYBRID)),
+            CacheGroup(
+                (),
+                reader.value("num_key_value_heads") or num_heads,
+                (head_dim, reader.value("v_head_dim") or head_dim),
+            ),
+        ),
         num_heads=num_heads,
-        num_kv_heads=reader.value("num_key_value_heads") or num_heads,
-        head_dims=(head_dim, reader.value("v_head_dim") or head_dim),
         hidden_size=hidden_size,
         intermediate_size=reader.value("intermediate_size") or 4 * hidden_size,
         vocab_size=reader.count("vocab_size"),
@@ -121,6 +126,22 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
         is_part=own is not outer,
         state=state_tensors(recurrent),
     )
+
+
+def _groups(reader: TextReader, layers: tuple[int, ...], usual: CacheGroup) -> tuple[CacheGroup, ...]:
+    """Return the groups of these layers. `usual`: shape of a page of most models' layers; MiMo's layers with windows
+    have another one."""
+    pattern = reader.text.get(HYBRID_PATTERN)
+    if not isinstance(pattern, list):
+        return (CacheGroup(layers, usual.num_kv_heads, usual.head_dims),)
+    if len(pattern) != len(layers):
+        raise ConfigError(f"{reader.where}: {HYBRID_PATTERN} has {len(pattern)} layers, not {len(layers)}")
+    widths = (reader.count("swa_head_dim"), reader.count("swa_v_head_dim"))
+    groups = (
+        CacheGroup(tuple(each for each in layers if not pattern[each]), usual.num_kv_heads, usual.head_dims),
+        CacheGroup(tuple(each for each in layers if pattern[each]), reader.count("swa_num_key_value_heads"), widths),
+    )
+    return tuple(group for group in groups if group.layers)
 
 
 def _first(*values: Any) -> Any:
@@ -193,7 +214,7 @@ def _refuse(
                 "expanded keys and values would need 10 to 60 times its memory"
             )
     for key in BY_LAYER_KEYS:
-        if text.get(key):
+        if text.get(key) and not (key.startswith("swa_") and HYBRID_PATTERN in text):
             raise unsupported(f"layers with different heads ({key}) are not supported")
     if isinstance(text.get("num_attention_heads"), list) or isinstance(text.get("num_key_value_heads"), list):
         raise unsupported("layers with different heads (num_attention_heads) are not supported")
