@@ -93,6 +93,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     max_model_len: int = 0
     num_weights: int = 0
     """Number of weights in the checkpoint's tensors, dequantised."""
+    num_eight_bits: int = 0
+    """Of those, the number that CPUs may keep in 8 bits."""
     quantization: str = ""
     """How they are quantised; empty if they are not."""
 
@@ -135,9 +137,9 @@ def look_at_model(topology: Topology) -> tuple[ModelSpec | None, ModelFacts]:
     path = topology.model.path
     try:
         spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
-        num_weights = check_checkpoint(path, spec)
+        count = check_checkpoint(path, spec)
         words = spec.quantization.words if spec.quantization is not None else ""
-        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, num_weights, words)
+        found = ModelFacts(path, "", model_hash(path, spec.code), spec.max_model_len, *count, words)
         require_tokenizer(path)
         read_adapters(topology.model.adapters, spec, path)
     except ConfigError as error:
@@ -233,10 +235,11 @@ def memory_findings(
     available_bytes: int,
     num_weights: int = 0,
     cards: Mapping[int, int] = {},
+    num_eight_bits: int = 0,
 ) -> Iterator[Finding]:
     """Check the memory for the weights and for the KV pages of `num_pages`; pools without it are sized to fit. `cards`
     has the bytes of each GPU of this host."""
-    for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards):
+    for problem in weight_problems(topology, spec, num_weights, here, available_bytes, cards, num_eight_bits):
         yield Finding(Level.ERROR, "memory", problem)
     for problem in state_problems(topology, spec, here):
         yield Finding(Level.ERROR, "model", problem)
@@ -270,7 +273,8 @@ def preflight(
     spec, found = look_at_model(topology)
     yield from model_findings(found)
     if spec is not None:
-        yield from memory_findings(topology, spec, here, available_cpu_bytes(), found.num_weights, cards)
+        free = available_cpu_bytes()
+        yield from memory_findings(topology, spec, here, free, found.num_weights, cards, found.num_eight_bits)
 
 
 def require_preflight(

@@ -205,14 +205,21 @@ def count_weights(path: str | Path, quantization: Quantization | None = None) ->
     return logical_tensors(read_entries(weight_files(path)), quantization, f"model.path: {path}").count()
 
 
-def check_checkpoint(path: str | Path, spec: ModelSpec) -> int:
-    """Check, by the headers, that the checkpoint has the tensors of the model and no others, and return the count of
-    their numbers when they are dequantised. Raise ConfigError (UnsupportedModel) with what loading would refuse."""
+class WeightCount(NamedTuple):
+    numbers: int
+    """Of all tensors when they are dequantised."""
+    eight_bits: int
+    """Of those that operations may keep in 8 bits."""
+
+
+def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
+    """Check, by the headers, that the checkpoint has the tensors of the model and no others, and return the counts of
+    their numbers. Raise ConfigError (UnsupportedModel) with what loading would refuse."""
     entries = read_entries(weight_files(path))
     logical = logical_tensors(entries, spec.quantization, f"model.path: {path}")
     found = logical.shapes
     if spec.code == "transformers":  # only its modules tell names; loading refuses what does not fit
-        return sum(math.prod(shape) for shape in found.values())
+        return WeightCount(logical.count(), 0)
     wanted = dict(tensor_shapes(spec, traits_of(spec)))
     for name in logical.plain:
         if name in wanted and entries[name].dtype not in FLOATS:
@@ -244,7 +251,7 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> int:
         raise UnsupportedModel(
             f"the checkpoint has {len(unused)} tensors that this model does not use: {', '.join(unused[:4])}"
         )
-    return logical.count()
+    return WeightCount(logical.count(), logical.num_eight_bits)
 
 
 def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, object]) -> str:

@@ -36,7 +36,16 @@ from chitu.models.layers import (
     SparseIndex,
 )
 from chitu.models.weights import Rows, WeightSource
-from chitu.ops.interface import HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable
+from chitu.ops.interface import (
+    EightBits,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    Ops,
+    RotaryTable,
+    Weights,
+    dequantised,
+)
 from chitu.ops.routing import Router
 
 
@@ -121,20 +130,34 @@ def build_mixture(
 
 def _stacked(
     weights: WeightSource, names: list[str], inner: int, hidden: int, rank: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Weights, Weights]:
     """Return gate and up `[N, 2 I, D]` and down `[N, D, I]` of these MLPs. At most one MLP is in memory twice."""
     if inner < size:
         raise ConfigError(f"tp_size {size}: {inner} rows of an expert cannot be split over {size} ranks")
     own = share_of(inner, size, rank)
+    gate_up: Weights | list[EightBits] = []
+    down: Weights | list[EightBits] = []
     for index, name in enumerate(names):
         rows = [Rows(f"{name}.{part}_proj.weight", inner, own) for part in ("gate", "up")]
-        gate_up_GD = weights.take_rows(rows, hidden)
-        down_DI = weights.take(f"{name}.down_proj.weight", hidden, inner, columns=own)
-        if index == 0:
-            gate_up = gate_up_GD.new_empty(len(names), *gate_up_GD.shape)
-            down = down_DI.new_empty(len(names), *down_DI.shape)
-        gate_up[index], down[index] = gate_up_GD, down_DI
+        gate_up = _with(gate_up, index, len(names), weights.take_matrices(rows, hidden))
+        down = _with(
+            down, index, len(names), weights.take_matrix(f"{name}.down_proj.weight", hidden, inner, columns=own)
+        )
     return gate_up, down
+
+
+def _with(before: Weights, index: int, count: int, weight: torch.Tensor | EightBits) -> Weights:
+    """Return the first `index` of `count` matrices with one more: a list while all are in 8 bits, else one tensor."""
+    if isinstance(weight, EightBits) and not isinstance(before, torch.Tensor):
+        return [*before, weight]
+    numbers = dequantised(weight)
+    if not isinstance(before, torch.Tensor):
+        stack = numbers.new_empty(count, *numbers.shape)
+        for place, each in zip(stack, before, strict=False):
+            place.copy_(each.dequantise())
+        before = stack
+    before[index] = numbers
+    return before
 
 
 def build_latent(
@@ -178,7 +201,7 @@ def build_latent(
     )
     key_HNL, value_HOL = kv_b.view(len(own), rows, -1).split_with_sizes((latent.nope_dim, latent.value_dim), dim=1)
     columns = range(own.start * latent.value_dim, own.stop * latent.value_dim)
-    output = weights.take(f"{prefix}.o_proj.weight", hidden, spec.num_heads * latent.value_dim, columns=columns)
+    output = weights.take_matrix(f"{prefix}.o_proj.weight", hidden, spec.num_heads * latent.value_dim, columns=columns)
     output_bias = bias_of("o_proj", hidden)
     return LatentAttentionLayer(
         heads=LatentHeads(
@@ -364,13 +387,13 @@ def _mlp(spec: ModelSpec, weights: WeightSource, ops: Ops, part: Part, prefix: s
 
 def _by_output(
     weights: WeightSource, module: str, cuts: list[Rows], inputs: int, has_bias: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor | EightBits, torch.Tensor | None]:
     """Return these rows of several matrices as one matrix, and their biases as one vector."""
 
-    def stacked(kind: str, *rest: int) -> torch.Tensor:
-        return weights.take_rows([cut._replace(name=f"{module}.{cut.name}.{kind}") for cut in cuts], *rest)
+    def parts(kind: str) -> list[Rows]:
+        return [cut._replace(name=f"{module}.{cut.name}.{kind}") for cut in cuts]
 
-    return stacked("weight", inputs), stacked("bias") if has_bias else None
+    return weights.take_matrices(parts("weight"), inputs), weights.take_rows(parts("bias")) if has_bias else None
 
 
 def _by_input(
@@ -384,6 +407,6 @@ def _by_input(
     has_bias: bool,
 ) -> LinearWeight:
     """Return `columns` out of `total` of the matrix that projects back to the hidden state."""
-    weight = weights.take(f"{name}.weight", spec.hidden_size, total, columns=columns)
+    weight = weights.take_matrix(f"{name}.weight", spec.hidden_size, total, columns=columns)
     bias_D = weights.take(f"{name}.bias", spec.hidden_size) if has_bias else None
     return ops.prepare(weight, bias_D if part.is_main else None)  # added once, not once per rank

@@ -424,6 +424,8 @@ class LogicalTensors:
     plain: Mapping[str, tuple[int, ...]]
     """Shapes of those that are stored as they are."""
     packed: Mapping[str, PackedTensor]
+    num_eight_bits: int = 0
+    """Numbers of those that operations may keep in 8 bits: matrices of e4m3."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -461,7 +463,12 @@ def logical_tensors(entries: Mapping[str, Header], quantization: Quantization | 
         if quantization is not None and entry.dtype in EIGHT_BITS and len(entry.shape) > 1:
             raise UnsupportedModel(f"{where}: tensor {name!r} is stored in 8 bits ({entry.dtype}) and has no scale")
         plain[name] = entry.shape
-    return LogicalTensors(plain, packed)
+    small = [
+        each
+        for each in packed.values()
+        if each.code == "number" and len(each.shape) == 2 and entries[each.data].dtype == "F8_E4M3"
+    ]
+    return LogicalTensors(plain, packed, sum(math.prod(each.shape) for each in small))
 
 
 def _packed(

@@ -121,6 +121,36 @@ class Routes:
     weights_TA: torch.Tensor
 
 
+class EightBits(NamedTuple):
+    """A weight `[out, in]` that stays in 8 bits, for operations that keep such."""
+
+    data: torch.Tensor
+    """Numbers of e4m3 without NaN."""
+    scales_OR: torch.Tensor
+    """Factor of each output and run of inputs, float32."""
+    run: int
+    """Inputs of a run."""
+
+    def dequantise(self) -> torch.Tensor:
+        """Return the weight, float32."""
+        scales = self.scales_OR.repeat_interleave(self.run, 1)[:, : self.data.shape[1]]
+        return self.data.float().mul_(scales)
+
+
+Weights = torch.Tensor | Sequence[EightBits]
+"""One matrix for each expert."""
+
+
+def dequantised(weight: torch.Tensor | EightBits) -> torch.Tensor:
+    """Return the weight as numbers of its dtype, float32 if it was in 8 bits."""
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantise()
+
+
+def stack_of(weights: Weights) -> torch.Tensor:
+    """Return the matrices as one tensor, dequantised."""
+    return weights if isinstance(weights, torch.Tensor) else torch.stack([each.dequantise() for each in weights])
+
+
 class LinearWeight(Protocol):
     """A weight `[out, in]` and its bias, in the form of the implementation."""
 
@@ -144,11 +174,16 @@ class Ops(Protocol):
     @property
     def name(self) -> str: ...
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    @property
+    def keeps_eight_bits(self) -> bool:
+        """Whether `prepare` takes weights in 8 bits and keeps them so. Results have the bits of dequantised weights."""
+        return False
+
+    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
         """Convert a `[out, in]` weight to the form that `linear` needs. The argument may be dropped afterwards."""
         ...
 
-    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
         """Convert a fused `[2 I, D]` weight, gate rows first, to the form that `gate_up` needs."""
         ...
 
@@ -176,7 +211,7 @@ class Ops(Protocol):
         """Return `gate_up(rms_norm(x))`."""
         return self.gate_up(self.rms_norm(x_TD, norm_D, eps), weight)
 
-    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
         """Convert the experts' `[E, 2 I, D]` (gate rows first) and `[E, D, I]` to the form that `mixture` needs."""
         ...
 

@@ -193,6 +193,113 @@ void chitu_linear(const float *x, int64_t rows, int64_t inner, const float *pack
     }
 }
 
+/* Weights in 8 bits (e4m3) with a float scale for each output and run of inputs. They are widened to the same float32
+ * numbers as those of a dequantised weight, a chunk of a panel at a time in the L1 cache, and summed in the same order:
+ * the result has the same bits. */
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+#include <immintrin.h>
+#define CHUNK 64
+
+int64_t chitu_keeps_eight_bits(void) { return 1; }
+
+/* e4m3 as float16 is 2^-8 of its number, so scales are 256 times as large. Faster than by float32, where small numbers
+ * would be denormal. */
+static inline vf widen(const uint8_t *p) {
+#if LANES == 16
+    __m256i bits = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)p));
+    __m256i number = _mm256_slli_epi16(_mm256_and_si256(bits, _mm256_set1_epi16(0x7f)), 7);
+    return (vf)_mm512_cvtph_ps(_mm256_or_si256(number, _mm256_slli_epi16(_mm256_srli_epi16(bits, 7), 15)));
+#else
+    __m128i bits = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
+    __m128i number = _mm_slli_epi16(_mm_and_si128(bits, _mm_set1_epi16(0x7f)), 7);
+    return (vf)_mm256_cvtph_ps(_mm_or_si128(number, _mm_slli_epi16(_mm_srli_epi16(bits, 7), 15)));
+#endif
+}
+
+/* out[i][0:32] = b[i][0:32] * scales of the run of input `first + i`. */
+static inline void widen_chunk(const uint8_t *b, const float *scales, int64_t first, int64_t count, int64_t run,
+                               float *out) {
+    for (int64_t i = 0; i < count;) {
+        int64_t same = run - (first + i) % run;
+        vf scale[VECTORS];
+        for (int v = 0; v < VECTORS; v++) scale[v] = load(scales + (first + i) / run * PANEL + v * LANES);
+        for (; same > 0 && i < count; same--, i++) {
+            __builtin_prefetch(b + (i + 32) * PANEL);
+            for (int v = 0; v < VECTORS; v++)
+                store(out + i * PANEL + v * LANES, widen(b + i * PANEL + v * LANES) * scale[v]);
+        }
+    }
+}
+
+/* sums[r][:] += sum over i of x[r][i] * b[i][0:32], as `tile` has it. */
+static inline __attribute__((always_inline)) void add_tile(const int rows, const float *x, int64_t x_stride,
+                                                           const float *b, int64_t inner, vf sums[][VECTORS]) {
+    vf acc[rows][VECTORS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) acc[r][v] = sums[r][v];
+    for (int64_t i = 0; i < inner; i++) {
+        vf column[VECTORS];
+        for (int v = 0; v < VECTORS; v++) column[v] = load(b + i * PANEL + v * LANES);
+        for (int r = 0; r < rows; r++) {
+            float value = x[r * x_stride + i];
+            for (int v = 0; v < VECTORS; v++) acc[r][v] += value * column[v];
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = acc[r][v];
+}
+
+#define ADD_CASE(n)                                    \
+    case n:                                            \
+        add_tile(n, in, inner, wide, count, sums + row); \
+        break;
+
+/* As `chitu_linear`; `scales` are `[panels][runs][32]`, a run has `run` inputs. */
+void chitu_linear8(const float *x, int64_t rows, int64_t inner, const uint8_t *packed, const float *scales, int64_t run,
+                   const float *bias, float *y, int64_t out, int64_t mode, int64_t threads) {
+    int64_t width = mode == GATE_UP ? PANEL / 2 : PANEL, runs = (inner + run - 1) / run;
+    int64_t panels = (out + width - 1) / width, groups = (rows + ROW_GROUP - 1) / ROW_GROUP, tasks = panels * groups;
+    int64_t share = tasks / (threads * 8);
+    if (share < 1) share = 1;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, share) if (threads > 1)
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t first = task / panels * ROW_GROUP, p = task % panels;
+        int64_t group = rows - first < ROW_GROUP ? rows - first : ROW_GROUP;
+        int64_t columns = out - p * width < width ? out - p * width : width;
+        int64_t blocks = (group + MAX_ROWS - 1) / MAX_ROWS;
+        float wide[CHUNK * PANEL];
+        vf sums[ROW_GROUP][VECTORS];
+        memset(sums, 0, group * sizeof(sums[0]));
+        for (int64_t at = 0; at < inner; at += CHUNK) {
+            int64_t count = inner - at < CHUNK ? inner - at : CHUNK;
+            widen_chunk(packed + (p * inner + at) * PANEL, scales + p * runs * PANEL, at, count, run, wide);
+            for (int64_t i = 0, row = 0; i < blocks; i++) {
+                int64_t size = (group - row) / (blocks - i);
+                const float *in = x + (first + row) * inner + at;
+                switch (size) {
+                    ADD_CASE(1) ADD_CASE(2) ADD_CASE(3)
+#if MAX_ROWS == 12
+                    ADD_CASE(4) ADD_CASE(5) ADD_CASE(6) ADD_CASE(7) ADD_CASE(8) ADD_CASE(9) ADD_CASE(10)
+                    ADD_CASE(11) ADD_CASE(12)
+#endif
+                }
+                row += size;
+            }
+        }
+        const float *panel_bias = bias ? bias + p * PANEL : 0;
+        float *result = y + first * out + p * width;
+        if (mode == STORE)
+            finish(group, sums, result, out, columns, panel_bias, 0, STORE);
+        else if (mode == ADD)
+            finish(group, sums, result, out, columns, panel_bias, 0, ADD);
+        else
+            finish(group, sums, result, out, columns, panel_bias, 0, GATE_UP);
+    }
+}
+#else
+int64_t chitu_keeps_eight_bits(void) { return 0; }
+#endif
+
 static inline float inverse_rms(const float *x, int64_t n, float eps) {
     vf squares = {};
     int64_t i = 0;

@@ -4,6 +4,8 @@ The machine's C compiler builds the library on first use, into the user's cache 
 flags and CPU. `load_library` returns None if there is no compiler, and `select.py` then uses `TorchOps`. The library
 shares torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
 
+Weights in e4m3 stay in 8 bits, on CPUs that convert float16. They give the same bits as dequantised ones.
+
 Results are in buffers that the next call of the same operation reuses, so a step allocates almost nothing. Called only
 by the step thread; one `NativeOps` per model.
 """
@@ -25,13 +27,26 @@ from typing import Any
 import torch
 
 from chitu.ops.fp8_pages import is_fp8
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable, Routes
+from chitu.ops.interface import (
+    Batch,
+    EightBits,
+    ExpertWeights,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    Ops,
+    RotaryTable,
+    Routes,
+    Weights,
+)
 from chitu.ops.routing import rows_by_expert, weighted_sum
 from chitu.ops.torch_ops import TorchOps
 
 logger = logging.getLogger(__name__)
 
 PANEL = 32
+HALF_FACTOR = 256.0
+"""Factor of the scales of weights in 8 bits: the kernel reads e4m3 as float16, which has another exponent."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 16
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -46,6 +61,10 @@ _SIGNATURES: dict[str, list[Any]] = {
     "chitu_decode_attention": [_POINTER] * 7 + [_INT] * 6 + [_FLOAT, _INT],
     "chitu_prefill_attention": [_POINTER] * 5 + [_INT, _POINTER] + [_INT] * 5 + [_FLOAT, _INT],
 }
+_OF_EIGHT_BITS = {
+    "chitu_linear8": [_POINTER, _INT, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT]
+}
+"""Only on CPUs that convert float16 to float32 (x86 with F16C)."""
 
 
 def _cpu_flags() -> str:
@@ -75,7 +94,9 @@ def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("cannot load the C kernels, using torch operations instead: %s", error)
         return None
-    for name, argument_types in _SIGNATURES.items():
+    library.chitu_keeps_eight_bits.argtypes, library.chitu_keeps_eight_bits.restype = [], _INT
+    more = _OF_EIGHT_BITS if library.chitu_keeps_eight_bits() else {}
+    for name, argument_types in {**_SIGNATURES, **more}.items():
         function = getattr(library, name)
         function.argtypes, function.restype = argument_types, None
     return library
@@ -105,6 +126,11 @@ class PackedWeight:
     in_features: int
     panels_pointer: int
     bias_pointer: int | None
+    scales: torch.Tensor | None = None
+    """Of panels in 8 bits: `[panels, runs, 32]`, times `HALF_FACTOR`; None if panels are float32."""
+    scales_pointer: int = 0
+    run: int = 0
+    """Inputs that have the same scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,20 +145,34 @@ class PackedExperts:
         return len(self.gate_up)
 
 
-def pack(weight_OI: torch.Tensor, bias_O: torch.Tensor | None, gate_up: bool = False) -> PackedWeight:
+def pack(weight_OI: torch.Tensor | EightBits, bias_O: torch.Tensor | None, gate_up: bool = False) -> PackedWeight:
     """Pack a `[out, in]` weight into panels. With `gate_up`, `out_features` is the result's width (half the rows)."""
-    out_features, in_features = weight_OI.shape
+    scales = None
+    if isinstance(weight_OI, EightBits):
+        scales = _panels(weight_OI.scales_OR * HALF_FACTOR, gate_up)
+    run = weight_OI.run if isinstance(weight_OI, EightBits) else 0
+    numbers = weight_OI.data.view(torch.uint8) if isinstance(weight_OI, EightBits) else weight_OI
+    out_features, in_features = numbers.shape
+    panels = _panels(numbers, gate_up)
     if gate_up:
-        weight_OI = _interleave(weight_OI)
         bias_O = None if bias_O is None else _interleave(bias_O.unsqueeze(1)).squeeze(1)
         out_features //= 2
-    padding = -weight_OI.shape[0] % PANEL
-    padded = torch.nn.functional.pad(weight_OI, (0, 0, 0, padding)) if padding else weight_OI
-    panels = padded.view(-1, PANEL, in_features).transpose(1, 2).contiguous()
     if bias_O is not None:
-        bias_O = torch.nn.functional.pad(bias_O, (0, padding)).contiguous()
+        bias_O = torch.nn.functional.pad(bias_O, (0, panels.shape[0] * PANEL - bias_O.shape[0])).contiguous()
     bias_pointer = None if bias_O is None else bias_O.data_ptr()
-    return PackedWeight(panels, bias_O, out_features, in_features, panels.data_ptr(), bias_pointer)
+    scales_pointer = 0 if scales is None else scales.data_ptr()
+    return PackedWeight(
+        panels, bias_O, out_features, in_features, panels.data_ptr(), bias_pointer, scales, scales_pointer, run
+    )
+
+
+def _panels(rows_OI: torch.Tensor, gate_up: bool) -> torch.Tensor:
+    """Return rows as panels `[ceil(out / 32), in, 32]`."""
+    if gate_up:
+        rows_OI = _interleave(rows_OI)
+    padding = -rows_OI.shape[0] % PANEL
+    padded = torch.nn.functional.pad(rows_OI, (0, 0, 0, padding)) if padding else rows_OI
+    return padded.view(-1, PANEL, rows_OI.shape[1]).transpose(1, 2).contiguous()
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:
@@ -164,10 +204,14 @@ class NativeOps(Ops):
         self._buffers: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    @property
+    def keeps_eight_bits(self) -> bool:
+        return bool(self._library.chitu_keeps_eight_bits())
+
+    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
         return pack(weight, bias)
 
-    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
         return pack(weight, bias, gate_up=True)
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
@@ -185,7 +229,7 @@ class NativeOps(Ops):
         halves_TP2H = self._linear(x_TD, both, STORE, None).view(x_TD.shape[0], -1, 2, PANEL // 2)
         return torch.cat([half.flatten(1)[:, : w.out_features] for half in halves_TP2H.unbind(2)], dim=1)
 
-    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
+    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
         gate_up = tuple(pack(weight, None, gate_up=True) for weight in gate_up_EGD)
         return PackedExperts(gate_up, tuple(pack(weight, None) for weight in down_EDI))
 
@@ -206,6 +250,21 @@ class NativeOps(Ops):
         if result is None:
             # One an operation: a tensor-parallel rank's `gate_up` may be as wide as the `linear` that reads its result.
             result = self._buffer(f"linear{mode}/{weight.out_features}", rows, weight.out_features)
+        if weight.scales is not None:
+            self._library.chitu_linear8(
+                x_TI.data_ptr(),
+                rows,
+                weight.in_features,
+                weight.panels_pointer,
+                weight.scales_pointer,
+                weight.run,
+                weight.bias_pointer,
+                result.data_ptr(),
+                weight.out_features,
+                mode,
+                torch.get_num_threads(),
+            )
+            return result
         self._library.chitu_linear(
             x_TI.data_ptr(),
             rows,

@@ -13,7 +13,20 @@ import torch
 import torch.nn.functional as F
 
 from chitu.ops.fp8_pages import put_rows, take_pages
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, Ops, RotaryTable, Routes
+from chitu.ops.interface import (
+    Batch,
+    EightBits,
+    ExpertWeights,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    Ops,
+    RotaryTable,
+    Routes,
+    Weights,
+    dequantised,
+    stack_of,
+)
 from chitu.ops.routing import rows_by_expert, weighted_sum
 
 
@@ -63,11 +76,11 @@ def stacked(experts: ExpertWeights) -> StackedExperts:
 class PlainOps(Ops, Protocol):
     """An `Ops` with weights as in the checkpoint."""
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(weight, bias)
+    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(dequantised(weight), bias)
 
-    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(weight, bias)
+    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(dequantised(weight), bias)
 
     def linear_add(self, x_TI: torch.Tensor, weight: LinearWeight, residual_TD: torch.Tensor) -> torch.Tensor:
         return residual_TD.add_(self.linear(x_TI, weight))
@@ -75,8 +88,8 @@ class PlainOps(Ops, Protocol):
     def gate_and_up(self, x_TD: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         return self.linear(x_TD, weight)
 
-    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
-        return StackedExperts(gate_up_EGD, down_EDI)
+    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
+        return StackedExperts(stack_of(gate_up_EGD), stack_of(down_EDI))
 
 
 class TorchOps(PlainOps):

@@ -11,7 +11,19 @@ import torch
 import torch.nn.functional as F
 
 from chitu.ops.flashinfer_prefill import FlashInferPrefill
-from chitu.ops.interface import Batch, ExpertWeights, HeadSpec, LatentHeads, LinearWeight, RotaryTable, Routes
+from chitu.ops.interface import (
+    Batch,
+    EightBits,
+    ExpertWeights,
+    HeadSpec,
+    LatentHeads,
+    LinearWeight,
+    RotaryTable,
+    Routes,
+    Weights,
+    dequantised,
+    stack_of,
+)
 from chitu.ops.kernels.attention import decode_attention, is_narrow, num_splits_for, prefill_attention
 from chitu.ops.kernels.mla import latent_append, latent_decode, latent_prefill, latent_query, queries_for
 from chitu.ops.kernels.moe import mixture
@@ -31,6 +43,7 @@ class TritonOps:
     """
 
     name = "triton"
+    keeps_eight_bits = False
 
     def __init__(
         self,
@@ -43,11 +56,11 @@ class TritonOps:
         self._flashinfer = flashinfer
         self._routes: AttentionPlan | None = None
 
-    def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(weight.contiguous(), bias)
+    def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(dequantised(weight).contiguous(), bias)
 
-    def prepare_gate_up(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
-        return PlainWeight(weight.contiguous(), bias)
+    def prepare_gate_up(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
+        return PlainWeight(dequantised(weight).contiguous(), bias)
 
     def linear(self, x_TI: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
         w = plain(weight)
@@ -96,8 +109,8 @@ class TritonOps:
             silu_mul(F.linear(x_TD, w.weight, w.bias), out_TI)
         return out_TI
 
-    def prepare_experts(self, gate_up_EGD: torch.Tensor, down_EDI: torch.Tensor) -> ExpertWeights:
-        return StackedExperts(gate_up_EGD.contiguous(), down_EDI.contiguous())
+    def prepare_experts(self, gate_up_EGD: Weights, down_EDI: Weights) -> ExpertWeights:
+        return StackedExperts(stack_of(gate_up_EGD).contiguous(), stack_of(down_EDI).contiguous())
 
     def mixture(self, x_TD: torch.Tensor, routes: Routes, experts: ExpertWeights) -> torch.Tensor:
         own = stacked(experts)

@@ -238,7 +238,8 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
     found += master_address(topology, facts)
     if spec is not None:
         cards = {k: card.memory_bytes for k, card in enumerate(facts.devices.devices) if card.memory_bytes}
-        found += memory_findings(topology, spec, here, facts.available_bytes, facts.num_weights, cards)
+        counts = facts.num_weights, cards, facts.num_eight_bits
+        found += memory_findings(topology, spec, here, facts.available_bytes, *counts)
     return found
 
 

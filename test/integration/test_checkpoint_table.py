@@ -66,7 +66,7 @@ def served(*names: str) -> pytest.MarkDecorator:
 @served()
 def test_undivided_and_pd_give_the_logits_of_transformers(row: Row, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(row, tmp_path)
-    assert check_checkpoint(tmp_path, read_model_spec(tmp_path)) > 0, "as doctor and plan look at it"
+    assert check_checkpoint(tmp_path, read_model_spec(tmp_path)).numbers > 0, "as doctor and plan look at it"
     with pair(tmp_path) as (source, target, way):
         answers = {
             "chunks of 1": undivided_by(target, prompts([40]), 1),

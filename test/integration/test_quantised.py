@@ -14,6 +14,7 @@ from engine_checkpoints import FAMILIES, GREEDY, Engine, GreedySampler, make_pro
 from safetensors.torch import load_file, save_file
 from support.quantised_weights import FORMS, Encoded, float8, gpt_oss_experts, quantise_folder, write_folder
 
+from chitu.engine.build import load_model
 from chitu.engine.executor import PrefillChunk, StepPlan
 from chitu.errors import UnsupportedModel
 from chitu.models.checkpoint import check_checkpoint, count_weights, damaged_tensor
@@ -21,6 +22,8 @@ from chitu.models.config import read_model_spec
 from chitu.models.dequantize import halves, integers, scales_of
 from chitu.models.quantization import AWQ_LANES, read_quantization
 from chitu.models.weights import Rows, WeightSource
+from chitu.ops.interface import EightBits, dequantised
+from chitu.ops.native import NativeOps, load_library
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -211,7 +214,9 @@ def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, 
     names = quantise_folder(tmp_path / "plain", small, large, "fp8_block", BLOCKS)
     spec = read_model_spec(small)
     assert len(names) > 10 and spec.quantization.words == "block FP8"
-    assert check_checkpoint(small, spec) == check_checkpoint(large, read_model_spec(large)) == count_weights(large)
+    counts = check_checkpoint(small, spec), check_checkpoint(large, read_model_spec(large))
+    assert counts[0].numbers == counts[1].numbers == count_weights(large)
+    assert 0.3 * counts[0].numbers < counts[0].eight_bits < counts[0].numbers and counts[1].eight_bits == 0
     expected = logits(large)
     assert torch.equal(logits(small), expected)
 
@@ -224,13 +229,48 @@ def test_each_family_in_8_bits_has_the_logits_of_its_dequantised_folder(family, 
     assert damaged_tensor(small) == names[0]
 
 
+def test_weights_stay_in_8_bits_where_the_operations_keep_such(tmp_path):
+    """A NaN, columns that begin within a block and other numbers than e4m3 are dequantised instead."""
+    library = load_library()
+    if library is None or not NativeOps(library).keeps_eight_bits:
+        pytest.skip("no C compiler here, or a CPU without conversion of float16")
+    write_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=2)
+    small, large = tmp_path / "quantised", tmp_path / "dequantised"
+    quantise_folder(tmp_path / "plain", small, large, "fp8_block", BLOCKS)
+    model = load_model(small, max_model_len=64)
+    mixture = model.layers[0].mlp
+    kept = [model.layers[0].attention.qkv, model.layers[0].attention.output, model.layers[1].mlp.gate_up]
+    kept += [*mixture.experts.gate_up, *mixture.experts.down]
+    assert all(weight.panels.dtype == torch.uint8 for weight in kept)
+
+    config = json.loads((small / "config.json").read_text())["quantization_config"]
+    name, shape = "model.layers.0.self_attn.o_proj.weight", (64, 128)
+    quantization = read_quantization(config, small, "here")
+
+    def taken(folder: Path, columns: range | None) -> torch.Tensor | EightBits:
+        with WeightSource(folder, torch.float32, CPU, None, quantization, keeps_eight_bits=True) as weights:
+            return weights.take_matrix(name, *shape, columns=columns)
+
+    expected = load_file(large / "model.safetensors")[name]
+    for columns, is_kept in ((None, True), (range(24, 72), True), (range(64, 128), False)):
+        found = taken(small, columns)
+        assert isinstance(found, EightBits) is is_kept
+        part = expected[:, columns.start : columns.stop] if columns else expected
+        assert torch.equal(dequantised(found), part)
+    tensors = load_file(small / "model.safetensors")
+    tensors[name].view(torch.uint8)[3, 5] = 0xFF
+    save_file(tensors, small / "model.safetensors")
+    found = taken(small, None)
+    assert isinstance(found, torch.Tensor) and found.isnan().sum() == 1
+
+
 @pytest.mark.parametrize("form", OTHERS)
 def test_a_model_in_each_form_has_the_logits_of_its_dequantised_folder(form, tmp_path):
     write_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=2)
     small, large = tmp_path / "quantised", tmp_path / "dequantised"
     names = quantise_folder(tmp_path / "plain", small, large, form, config_of(form))
     assert len(names) > 10
-    assert check_checkpoint(small, read_model_spec(small)) == count_weights(large)
+    assert check_checkpoint(small, read_model_spec(small)).numbers == count_weights(large)
     assert torch.equal(logits(small), logits(large))
 
 
