@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from itertools import zip_longest
 from typing import NamedTuple, Union
 
 from chitu.protocol.requests import LinkAck
@@ -336,14 +337,20 @@ class KVLayout(Wire, frozen=True):
         return dict(self.adapters).get(name, "")
 
     def mismatches(self, other: KVLayout) -> list[str]:
-        """Return the fields that keep the two from exchanging pages, as `name: mine != theirs`."""
-        return [
-            f"{name}: {self._text(name)} != {other._text(name)}"
-            for name in self.__struct_fields__
-            if name != "tp_size" and getattr(self, name) != getattr(other, name)
-        ]
+        """Return the fields that keep the two from exchanging pages, as `name: mine != theirs`. Of a long state the
+        first tensors that differ."""
+        different = [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
+        found = [f"{n}: {self._text(n)} != {other._text(n)}" for n in different if n not in ("tp_size", "state")]
+        if "state" in different:
+            pairs = zip_longest(self.state, other.state)
+            mine, theirs = next(pair for pair in pairs if pair[0] != pair[1])
+            found.append(f"state: {mine or 'none'} != {theirs or 'none'}")
+        return found
 
     def _text(self, name: str) -> str:
+        """Return a field as text: of a state, which may have a hundred tensors, how many and their bytes."""
+        if name == "state":
+            return f"{len(self.state)} tensors of {self.state_bytes} bytes"
         return "; ".join(map(str, self.groups)) if name == "groups" else str(getattr(self, name))
 
     def __str__(self) -> str:

@@ -88,6 +88,7 @@ CODES = (
         "failures",
         "pages",
         "logits_slots",
+        "state_slots",
         "admission",
         "prefill_queue",
         "prefill_instance",

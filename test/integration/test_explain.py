@@ -80,6 +80,12 @@ PLANTED = {
         settings=("scheduler.max_running_requests=16", "cache.num_aux_slots=1"),
         **{"clients": 24, "tokens": 2},
     ),
+    "few state rows": Planted(
+        "state_slots",
+        engine=EngineConfig(0.004, has_state=True),
+        settings=("scheduler.max_running_requests=16", "cache.num_state_slots=1"),
+        **{"clients": 16, "tokens": 12},
+    ),
     "nothing but tokens": Planted("decode", engine=EngineConfig(0.004), tokens=60),
 }
 

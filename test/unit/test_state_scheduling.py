@@ -325,3 +325,72 @@ def test_a_repeat_without_a_new_state_is_found(monkeypatch: pytest.MonkeyPatch) 
         instance.scheduler.submit(request)
     with pytest.raises(InvariantViolation, match="the state of other tokens"):
         run(instance)
+
+
+class Damaged(FakeExecutor):
+    """An executor whose numbers behind the poison token are not finite."""
+
+    def _prefill(self, chunk: PrefillChunk, result: StepResult) -> None:
+        super()._prefill(chunk, result)
+        if POISON in self._slots[chunk.slot].tokens:
+            result.tokens[-1] = -1
+
+
+def test_the_prompts_that_try_the_device_have_a_row_of_their_own() -> None:
+    """With one row they wait until it is free."""
+    instance = Instance(40, executor=Damaged, state_slots=1)
+    expected = {}
+    for index, prompt in enumerate(([1, 2, POISON], [4, 5, 6])):
+        request = UnifiedRequest(room_of(index), "r", pack_i32(prompt), SamplingParams(5, temperature=0.0))
+        expected[room_of(index)] = expected_tokens(prompt, 5, INFO.vocab_size)
+        instance.scheduler.submit(request)
+    run(instance)
+    assert instance.finishes[room_of(0)].code == "step_failed"
+    assert instance.tokens == {room_of(1): expected[room_of(1)]}
+
+
+def test_one_token_before_and_behind_a_repeat_are_those_of_one_step() -> None:
+    """A request that decodes, one that computes its prompt, and one that is retracted: none sees the repeat."""
+    poisoned = type("PoisonedThere", (Poisoned,), {"place": "prefill"})
+    instance = Instance(17, executor=poisoned, state_slots=8)
+    expected = {}
+    for index in range(6):
+        token_ids, sampling, num_emitted, tokens = continued(index, 8, 20, 0)
+        expected[room_of(index)] = tokens
+        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", token_ids, sampling, num_emitted))
+        if index % 2:
+            bad = UnifiedRequest(room_of(50 + index), "b", pack_i32([index, POISON]), SamplingParams(2))
+            instance.scheduler.submit(bad)
+        for _ in range(4):
+            instance.scheduler.step()
+            check_rows(instance)
+    run(instance)
+    assert instance.scheduler.load.retractions > 0
+    assert {room: instance.tokens[room] for room in expected} == expected
+
+
+@pytest.mark.parametrize("place", ["prefill", "decode"])
+def test_a_repeat_on_p_or_on_d_changes_no_token(place: str) -> None:
+    """On D the poison comes as the prompt's last token, so that its first decode raises."""
+    poisoned = type("PoisonedThere", (Poisoned,), {"place": place})
+    wire, prefill, decode = pair(60, 6, 6, executor=poisoned)
+    expected = {room_of(n): ask(prefill, decode, n, 9 + 5 * n, 12) for n in range(3)}
+    for _ in range(2):
+        prefill.scheduler.step()
+        decode.scheduler.step()
+        wire.deliver(random.Random(1))
+    prompt, sampling = pack_i32([*prompt_of(9, 11), POISON]), SamplingParams(4, temperature=0.0)
+    decode.scheduler.submit(DecodeRequest(room_of(9), "bad", prompt, sampling, 0, 1))
+    prefill.scheduler.submit(PrefillRequest(room_of(9), "bad", prompt, 0, 1))
+    for _ in range(12):
+        for side in (prefill, decode):
+            side.scheduler.step()
+            check_rows(side)
+        wire.deliver(random.Random(2))
+    if place == "prefill":
+        assert prefill.failures[room_of(9)].code == "step_failed"
+        decode.scheduler.submit(CancelRequest(room_of(9)))
+    run(prefill, decode, wire=wire)
+    if place == "decode":
+        assert decode.finishes[room_of(9)].code == "step_failed"
+    assert {room: decode.tokens[room] for room in expected} == expected
