@@ -31,6 +31,26 @@ class Fact(BaseModel):
     animal: Literal["fox", "bear"]
 
 
+def use_anthropics_route(text: str) -> None:
+    """Ask through `/v1/messages`: as litellm's own API, and as the Messages API that litellm offers."""
+    ask = {**ASK, "model": "anthropic/tiny", "api_base": ASK["api_base"].removesuffix("/v1"), "api_key": "none"}
+    whole = litellm.completion(**ask)
+    assert whole.choices[0].message.content == text and whole.usage.completion_tokens > 0, whole
+    chunks = litellm.completion(**ask, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    forced = {"type": "function", "function": {"name": "paint"}}
+    messages: list[Any] = list(ask["messages"])
+    for _ in range(3):
+        answer = litellm.completion(**{**ask, "messages": messages}, tools=TOOLS, tool_choice=forced)
+        message = answer.choices[0].message
+        [call, *_] = message.tool_calls
+        assert call.function.name == "paint" and set(json.loads(call.function.arguments)) == {"color", "coats"}, answer
+        done = [{"role": "tool", "tool_call_id": each.id, "content": "done"} for each in message.tool_calls]
+        messages += [message.model_dump(), *done]
+    own = asyncio.run(litellm.anthropic.messages.acreate(**ask))
+    assert [block["text"] for block in own["content"]] == [text], own
+
+
 async def ask_async() -> tuple[str, str]:
     whole = await litellm.acompletion(**ASK)
     parts = [chunk.choices[0].delta.content or "" async for chunk in await litellm.acompletion(**ASK, stream=True)]
@@ -47,6 +67,7 @@ def main() -> None:
     assert rebuilt.usage.total_tokens == whole.usage.total_tokens, (rebuilt.usage, whole.usage)
     assert asyncio.run(ask_async()) == (text, text)
 
+    use_anthropics_route(text)
     forced = {"type": "function", "function": {"name": "paint"}}
     for choice in (forced, "required"):
         answer = litellm.completion(**ASK, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False)
