@@ -27,7 +27,15 @@ from chitu.http.served_model import ModelLimits, ServedModel
 
 BYTES = LLTokenizer("byte")
 GRAMMARS = {
-    PATCH_GRAMMAR: [PATCH, PATCH.replace("@@ ", "@@"), PATCH + "\n", PATCH[:-1], PATCH.replace("+", "?"), ""],
+    PATCH_GRAMMAR: [
+        PATCH,
+        PATCH.replace("Begin Patch\n", "Begin Patch"),
+        PATCH.replace("@@ ", "@@"),
+        PATCH + "\n",
+        PATCH[:-1],
+        PATCH.replace("+", "?"),
+        "",
+    ],
     'start: "a"i ("b" | [c])~1..2 \nc: "0".."9"{2}  // two digits': ["ab", "Ab12", "a1", "a", "a12b", "abbb"],
     'start: WORD (_SEP WORD)* "."\n%import common (WORD, WS)\n_SEP: "," WS?': ["ab, c.", "ab,c.", "ab c.", "."],
     'start: /a.b/s | /[^\\/]+\\/x/\n  | QUOTE -> quoted\nQUOTE: "\\"" /[^"]*/ "\\""': [
