@@ -67,7 +67,7 @@ def _served(served: list[Served]) -> Iterator[str]:
         forms = dict.fromkeys(each.spec.quantization.words if each.spec.quantization else "plain" for each in same)
         kept = dict.fromkeys(kind for each in same for kind in _kept(each.spec))
         names = [each.row.name + (" (text)" if each.spec.is_text_part else "") for each in same]
-        ranks = "any that its heads can be cut for" if code == "own" else "1"
+        ranks = "any" if code == "own" else "1" if same[0].spec.state else "by plan"
         yield (
             f"| `{architecture}` | {code} | {', '.join(forms)} | {', '.join(kept)} | {ranks} | {', '.join(names)} |\n"
         )
@@ -76,9 +76,9 @@ def _served(served: list[Served]) -> Iterator[str]:
 def _kept(spec: ModelSpec) -> Iterator[str]:
     """Yield what the layers keep of a request."""
     if spec.latent is not None:
-        yield "latent rows"
+        yield "latent rows and index keys" if len(spec.groups[0].head_dims) > 1 else "latent rows"
     else:
-        yield "K and V" + (" (masked by windows)" if any(spec.windows) else "")
+        yield "K and V" + (" (windows)" if any(spec.windows) else "")
     if spec.state:
         yield "state"
 
