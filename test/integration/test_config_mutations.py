@@ -283,6 +283,10 @@ GENERIC = {
     "Mixtral-8x7B-v0.1": "num_experts_per_tok",
     "EXAONE-4.0-32B": "sliding_window rope_theta",
     "Seed-OSS-36B-Instruct": "rope_theta rms_norm_eps",
+    "Qwen3-Next-80B-A3B-Instruct": "partial_rotary_factor num_experts_per_tok",
+    "granite-4.0-h-small": "attention_multiplier logits_scaling",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "norm_topk_prob routed_scaling_factor",
+    "Kimi-Linear-48B-A3B": "routed_scaling_factor num_experts_per_token",
 }
 """Rows of the list that the modules of transformers compute, with keys that must change the logits."""
 IN_CI = ("gemma-3-1b-it", "GLM-4.5")
@@ -298,7 +302,8 @@ def generic_mutations(config: dict[str, Any], fields: dict[str, Any]) -> Iterato
             if given:
                 yield key, "(reversed)", {**config, key: given[::-1]}
         elif key in OTHERS or given is not None:
-            yield key, others(key, given)[0], {**config, key: others(key, given)[0]}
+            for other in others(key, given)[:1]:  # none of an object
+                yield key, other, {**config, key: other}
     yield "unheard_of", 3, {**config, "unheard_of": 3}
     for dictionary in ("rope_parameters", "rope_scaling"):
         for key, value in (config.get(dictionary) or {}).items():

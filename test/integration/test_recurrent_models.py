@@ -4,6 +4,7 @@ and a state that is lost, old, another's or mixed up shows in them. Tokens would
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,9 @@ from chitu.engine.build import load_model
 from chitu.engine.executor import FirstToken, StepPlan
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import read_model_spec
+from chitu.models.generic.check import check
+from chitu.models.model import KVViews
+from chitu.ops.interface import Batch
 
 TOLERANCE = 1e-5
 SEEN = 1e-3
@@ -332,3 +336,23 @@ def test_other_recurrent_models_are_refused_by_name(tmp_path: Path, name: str, w
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=words):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["nothing is carried", "rows of another"])
+@pytest.mark.parametrize("name", ["qwen3_next", "granite_4_h", "nemotron_3", "kimi_linear", "lfm2"])
+def test_the_self_check_finds_wrong_states(checkpoints: Any, name: str, fault: str) -> None:
+    folder = checkpoints(name).folder
+    spec, model = read_model_spec(folder), load_model(folder, "float32")
+    right = model.forward
+
+    def wrong(token_ids_T: torch.Tensor, batch: Batch, cache: KVViews, on_layer: Any = None) -> torch.Tensor:
+        if fault == "rows of another":
+            batch = replace(batch, decode_states=tuple((row + 1) % 3 for row in batch.decode_states))
+        else:
+            for states in cache.states.values():
+                states.zero_()
+        return right(token_ids_T, batch, cache, on_layer)
+
+    model.forward = wrong  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedModel, match="of the largest away from those of transformers"):
+        check(model, spec, torch.device("cpu"))  # type: ignore[arg-type]

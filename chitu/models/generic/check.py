@@ -25,9 +25,11 @@ from chitu.models.model import Model
 from chitu.ops.interface import Batch, Span, tiles_of
 
 PAGE_SIZE = 16
-LENGTHS = (5, 23, 45)
+LENGTHS = (5, 24, 45)
 """Tokens of the sequences: one within a page, one of two pages, one of three."""
 CHUNK = 20
+SINGLE = 2
+"""Last tokens of each sequence, which are computed one by one. No chunk of the others is of one token."""
 SHRUNK = 8
 """Tokens of windows and the like, instead of thousands."""
 LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
@@ -43,8 +45,9 @@ logger = logging.getLogger(__name__)
 class Checked(Model, Protocol):
     """A model whose modules can be asked for their own result."""
 
-    def reference(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of one sequence by the library's attention, without pages."""
+    def reference(self, token_ids_T: torch.Tensor, num_single: int) -> torch.Tensor:
+        """Return the hidden states of one sequence by the library's attention, without pages. `num_single`: last tokens
+        that are computed one by one if that may differ."""
         ...
 
     def own_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
@@ -106,7 +109,7 @@ def steps() -> Iterator[list[CheckRows]]:
     while any(position < length for position, length in zip(done, LENGTHS, strict=True)):
         step = []
         for slot, length in enumerate(LENGTHS):
-            prompt = length - 2  # the last two one by one
+            prompt = length - SINGLE
             if done[slot] < prompt:
                 kind = "a later chunk" if done[slot] else "a first chunk"
                 step.append(CheckRows(slot, done[slot], min(CHUNK, prompt - done[slot]), kind))
@@ -195,7 +198,7 @@ def errors_of(model: Checked, spec: ModelSpec, device: torch.device, tp_size: in
     """Return, by kind of row, the error of each row's logits as a share of the largest of its sequence."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(spec.vocab_size, (length,), generator=generator).to(device) for length in LENGTHS]
-    theirs = [model.own_logits(model.reference(prompt)) for prompt in prompts]
+    theirs = [model.own_logits(model.reference(prompt, SINGLE)) for prompt in prompts]
     cache = ScratchCache(spec, tp_size, model.dtype, device)
     errors: dict[str, list[torch.Tensor]] = {}
     for step in steps():

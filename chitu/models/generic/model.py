@@ -37,7 +37,7 @@ from chitu.models.generic.check import check
 from chitu.models.generic.library import library_version
 from chitu.models.generic.lora import AdaptedModules
 from chitu.models.generic.sharding import Sharding
-from chitu.models.generic.states import RecurrentStates, bind_states
+from chitu.models.generic.states import bind_states
 from chitu.models.layers import Shard
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
@@ -58,7 +58,6 @@ class GenericModel:
         spec: ModelSpec,
         parts: TextParts,
         attention: PagedAttention,
-        states: RecurrentStates,
         dtype: torch.dtype,
         sharding: Sharding | None = None,
     ) -> None:
@@ -70,8 +69,9 @@ class GenericModel:
         self.dtype = dtype
         self.parts = parts
         self.attention = attention
-        self._states = states
         self.adapters: AdaptedModules | None = None
+        self._states = bind_states(parts.decoder, parts.decoder.config.model_type, spec.state)
+        self._has_state = bool(spec.state)
 
     def forward(
         self,
@@ -103,17 +103,28 @@ class GenericModel:
         logits_RV: torch.Tensor = out.logits[0].float()
         return logits_RV
 
-    def reference(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Return hidden states `[T, D]` of one sequence by the library's own attention, without pages."""
-        decoder = self.parts.decoder
+    def reference(self, token_ids_T: torch.Tensor, num_single: int) -> torch.Tensor:
+        """Return hidden states `[T, D]` of one sequence by the library's own attention, without pages. With recurrent
+        layers it computes the last `num_single` tokens one by one with its own cache, as while it generates: Mamba's
+        single step does not limit the time step as its scan does."""
+        decoder, num_tokens = self.parts.decoder, token_ids_T.shape[0]
+        first, cache = num_tokens, None
+        if self._has_state:
+            first, cache = num_tokens - num_single, transformers.DynamicCache(config=decoder.config)
         decoder.set_attn_implementation("eager")
         try:
-            positions_T = torch.arange(token_ids_T.shape[0], device=token_ids_T.device)
-            out = decoder(input_ids=token_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False)
+            parts = []
+            for start, end in ((0, first), *((row, row + 1) for row in range(first, num_tokens))):
+                out = decoder(
+                    input_ids=token_ids_T[None, start:end],
+                    position_ids=torch.arange(start, end, device=token_ids_T.device).unsqueeze(0),
+                    past_key_values=cache,
+                    use_cache=cache is not None,
+                )
+                parts.append(out.last_hidden_state[0])
         finally:
             decoder.set_attn_implementation(self.attention.name)
-        hidden_TD: torch.Tensor = out.last_hidden_state[0]
-        return hidden_TD
+        return torch.cat(parts)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -241,8 +252,7 @@ def build_generic(
     parts.detach()
     if sharding is not None:
         sharding.add_sums(attention.on_sum)
-    states = bind_states(parts.decoder, parts.decoder.config.model_type, spec.state)
-    built = GenericModel(spec, parts, attention, states, dtype, sharding)
+    built = GenericModel(spec, parts, attention, dtype, sharding)
     check(built, spec, device, shard.size if shard is not None else 1)
     if adapters:
         built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", adapters, dtype, device)

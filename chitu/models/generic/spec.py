@@ -91,7 +91,10 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
     text, own = _text_part(config, outer, where)
     reader = TextReader(text, own, where)
     recurrent = {**text, "model_type": own.defaults.get("model_type")}
-    kinds = layer_kinds(recurrent)
+    try:
+        kinds, state = layer_kinds(recurrent), state_tensors(recurrent)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     _refuse(config, text, own, architecture, kinds, where)
     if kinds is None:
         kinds = (FULL,) * reader.count("num_hidden_layers")
@@ -124,7 +127,7 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
         windows=layer_windows(reader, len(kinds)),
         quantization_config=_first(config.get("quantization_config"), text.get("quantization_config")),
         is_part=own is not outer,
-        state=state_tensors(recurrent),
+        state=state,
     )
 
 
@@ -226,9 +229,10 @@ def _refuse(
     known = (FULL, SLIDING, CHUNKED) if recurrent is None else RECURRENT_KINDS
     strange = [kind for kind in recurrent or text.get("layer_types") or () if kind not in known]
     if strange:
-        raise unsupported(f"layers of the kind {strange[0]!r} (layer_types) are not supported")
+        raise unsupported(f"layers of the kind {strange[0]!r} (layer_types, hybrid_override_pattern) are not supported")
     if recurrent is not None and not {FULL, HYBRID} & set(recurrent):
-        raise unsupported("a model without any attention is not supported")
+        keys = "layer_types, full_attention_interval, hybrid_override_pattern, linear_attn_config"
+        raise unsupported(f"a model in which no layer has attention ({keys}) is not supported")
     if not code_has(own, "ALL_ATTENTION_FUNCTIONS"):
         raise unsupported("its code in transformers has no attention interface")
 

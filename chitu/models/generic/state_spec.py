@@ -51,8 +51,16 @@ def _size(config: Config, key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.json: {key} is {value!r}, not a whole number of at least 1")
+        raise ConfigError(f"{key} is {value!r}, not a whole number of at least 1")
     return value
+
+
+def _list(config: Config, key: str) -> list[Any]:
+    """Return a list, empty if it is missing or null. Raises ConfigError for anything else."""
+    value = config.get(key)
+    if not isinstance(value, list | None):
+        raise ConfigError(f"{key} is {value!r}, not a list")
+    return value or []
 
 
 def _layers(config: Config) -> range:
@@ -61,8 +69,8 @@ def _layers(config: Config) -> range:
 
 def _named(config: Config) -> tuple[str, ...]:
     """Return the kinds that the config names; () if it names none."""
-    kinds = config.get("layer_types") or config.get("layers_block_type") or ()
-    return tuple(OLD_NAMES.get(kind, kind) for kind in kinds)
+    kinds = _list(config, "layer_types") or _list(config, "layers_block_type")
+    return tuple(OLD_NAMES.get(str(kind), str(kind)) for kind in kinds)
 
 
 def _by_interval(config: Config) -> tuple[str, ...]:
@@ -77,13 +85,15 @@ def _granite(config: Config) -> tuple[str, ...]:
 
 def _nemotron(config: Config) -> tuple[str, ...]:
     pattern = config.get("hybrid_override_pattern") or "ME*-"
+    if not isinstance(pattern, str):
+        raise ConfigError(f"hybrid_override_pattern is {pattern!r}, not a text")
     return _named(config) or tuple(NEMOTRON_LAYERS.get(letter, letter) for letter in pattern)
 
 
 def _kimi(config: Config) -> tuple[str, ...]:
     """Return the layers of Kimi-Linear, whose lists count from 1."""
-    full = _kimi_part(config).get("full_attn_layers")
-    if full is None:
+    full = _list(_kimi_part(config), "full_attn_layers")
+    if not full:
         full = [layer + 1 for layer in _layers(config) if layer and layer % 4 == 0]
     return _named(config) or tuple(FULL if layer + 1 in full else LINEAR for layer in _layers(config))
 
@@ -94,8 +104,8 @@ def _kimi_part(config: Config) -> Config:
 
 
 def _lfm2(config: Config) -> tuple[str, ...]:
-    full = config.get("full_attn_idxs")
-    return _named(config) or tuple(FULL if full is None or layer in full else CONV for layer in _layers(config))
+    full = _list(config, "full_attn_idxs") or _layers(config)
+    return _named(config) or tuple(FULL if layer in full else CONV for layer in _layers(config))
 
 
 def _jamba(config: Config) -> tuple[str, ...]:
@@ -104,7 +114,7 @@ def _jamba(config: Config) -> tuple[str, ...]:
 
 
 def _bamba(config: Config) -> tuple[str, ...]:
-    full = config.get("attn_layer_indices") or ()
+    full = _list(config, "attn_layer_indices")
     return tuple(FULL if layer in full else LINEAR for layer in _layers(config))
 
 
