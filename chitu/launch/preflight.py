@@ -183,8 +183,8 @@ def model_findings(model: ModelFacts) -> Iterator[Finding]:
     if model.error:
         yield Finding(Level.ERROR, "model", model.error)
     else:
-        dequantised = f", weights in {model.quantization}, dequantised" if model.quantization else ""
-        text = f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}{dequantised}"
+        form = f", weights in {model.quantization}" if model.quantization else ""
+        text = f"{model.path}: {model.max_model_len} tokens, hash {model.hash[:8]}{form}"
         yield Finding(Level.OK, "model", text)
 
 
