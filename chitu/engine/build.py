@@ -153,7 +153,7 @@ def load_model(
         if spec.code == "transformers":
             from chitu.models.generic.model import build_generic  # transformers' modules: seconds and memory
 
-            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters)
+            return build_generic(path, spec, torch_dtype, target, weights, shard, adapters, chosen)
         model = build_decoder(spec, traits_of(spec), weights, chosen, target, spec.max_model_len, shard)
         if not adapters:
             return model

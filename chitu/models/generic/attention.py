@@ -11,6 +11,7 @@ Shapes as in `ops/interface.py`, and B sequences with L rows each, M positions o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ import torch.nn.functional as F
 from chitu.errors import Internal, UnsupportedModel
 from chitu.models.model import KVViews
 from chitu.ops.fp8_pages import put_rows, take_pages
-from chitu.ops.interface import Batch
+from chitu.ops.interface import Batch, HeadSpec, Ops
+
+KERNEL_WIDTHS = (16, 32, 64, 128)
+"""Widths of heads for which the kernels of every device are used."""
 
 
 @dataclass(slots=True)
@@ -65,9 +69,11 @@ class AttentionKind:
 class PagedAttention:
     """The attention function of one model."""
 
-    def __init__(self, num_layers: int, is_alone: bool = True) -> None:
-        """`is_alone`: whether this rank has all heads. Otherwise a layer is written when all ranks have summed up."""
+    def __init__(self, num_layers: int, is_alone: bool = True, ops: Ops | None = None) -> None:
+        """`is_alone`: whether this rank has all heads. Otherwise a layer is written when all ranks have summed up.
+        `ops`: compute the layers that ask for nothing but causal attention."""
         self._is_alone = is_alone
+        self._ops = ops
         self.name = f"chitu_{id(self):x}"
         """Name by which the library's modules find it."""
         self._num_layers = num_layers
@@ -129,7 +135,31 @@ class PagedAttention:
         step.num_written = layer + 1
         if self._is_alone:
             step.announce(step.num_written)
+        if self._ops is not None and _is_plain(kind, q_THN, k_PKSN, v_PKSN):
+            out_TC = _by_ops(self._ops, q_THN, step.batch, k_PKSN, v_PKSN, kind.scale)
+            return out_TC.view(1, *q_THN.shape), None
         return attend(q_THN, step.batch, k_PKSN, v_PKSN, kind, value.shape[-1]).unsqueeze(0), None
+
+
+def _is_plain(kind: AttentionKind, q_THN: torch.Tensor, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor) -> bool:
+    """Return whether an `Ops` computes the same: causal attention over heads of one width that kernels support. They
+    have their own scale; another one is multiplied into q, exactly enough in float32 only."""
+    width = q_THN.shape[-1]
+    is_simple = kind.window is None and kind.chunk is None and kind.softcap is None and kind.sinks_H is None
+    has_one_width = width == k_PKSN.shape[-1] == v_PKSN.shape[-1]
+    is_usual = math.isclose(kind.scale, width**-0.5) or q_THN.dtype == torch.float32
+    return is_simple and has_one_width and is_usual and width in KERNEL_WIDTHS
+
+
+def _by_ops(
+    ops: Ops, q_THN: torch.Tensor, batch: Batch, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Return the attention `[T, H N]` by the operations of the device."""
+    num_heads, width = q_THN.shape[1:]
+    usual = width**-0.5
+    q_THN = q_THN.contiguous() if math.isclose(scale, usual) else q_THN * (scale / usual)
+    heads = HeadSpec(num_heads, k_PKSN.shape[1], width, eps=0.0)
+    return ops.attention(q_THN.contiguous(), heads, batch, k_PKSN, v_PKSN)
 
 
 def _padded(x_TKN: torch.Tensor, width: int) -> torch.Tensor:

@@ -41,7 +41,7 @@ from chitu.models.generic.states import bind_states
 from chitu.models.layers import Shard
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
-from chitu.ops.interface import Batch
+from chitu.ops.interface import Batch, Ops
 
 LIBRARY_ERRORS = (
     AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
@@ -235,12 +235,13 @@ def build_generic(
     weights: WeightSource,
     shard: Shard | None = None,
     adapters: Sequence[AdapterSpec] = (),
+    ops: Ops | None = None,
 ) -> GenericModel:
     """Build the model and read its weights, and those of its LoRA adapters. Raises ConfigError (UnsupportedModel) if
     the checkpoint or an adapter does not fit."""
     if adapters and shard is not None:
         raise UnsupportedModel(f"{adapters[0].key}: {spec.architecture} takes LoRA adapters with tp_size 1 only")
-    attention = PagedAttention(spec.num_layers, is_alone=shard is None)
+    attention = PagedAttention(spec.num_layers, is_alone=shard is None, ops=ops)
     model = empty_model(path, spec, dtype)
     transformers.AttentionInterface.register(attention.name, attention)
     model.set_attn_implementation(attention.name)
