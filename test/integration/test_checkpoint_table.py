@@ -51,8 +51,15 @@ CUT = (
     "Llama-4-Scout-17B-16E-Instruct",
 )
 """Rows that are cut for two ranks: K and V of heads, latent rows, experts, blocks and groups of quantised weights."""
-KINDS = ("Qwen3-32B", "DeepSeek-V3-bf16", "Qwen3-Next-80B-A3B-Instruct", "granite-4.0-h-small")
-"""Rows of each kind of cache: K and V, latent rows, and beside K and V the states of delta nets and of Mamba-2."""
+KINDS = (
+    "Qwen3-32B",
+    "DeepSeek-V3-bf16",
+    "DeepSeek-V3.2",
+    "MiMo-V2-Flash",
+    "Qwen3-Next-80B-A3B-Instruct",
+    "granite-4.0-h-small",
+)
+"""Rows of each kind of cache: K and V, latent rows, index keys, windows, the states of delta nets and of Mamba-2."""
 Tensors = list[torch.Tensor]
 WRONG = 1e-3
 """Least error of a planted fault: a hundred times the bound."""
