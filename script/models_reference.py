@@ -78,7 +78,7 @@ def _kept(spec: ModelSpec) -> Iterator[str]:
     if spec.latent is not None:
         yield "latent rows and index keys" if len(spec.groups[0].head_dims) > 1 else "latent rows"
     else:
-        yield "K and V" + (" (windows)" if any(spec.windows) else "")
+        yield "K and V" + (" (windows)" if any(group.window for group in spec.groups) else "")
     if spec.state:
         yield "state"
 

@@ -103,10 +103,15 @@ class CacheConfig(Section, frozen=True):
     store: StoreConfig = field(default_factory=StoreConfig)
     num_aux_slots: Positive | None = None
     """Number of logits rows for requests between P and D; unset: 2 x max_running_requests."""
+    window_state: bool = False
+    """Keep K and V of layers with a window (gpt-oss, Gemma 3, ...) for the window alone: in a row of each request
+    instead of in pages. More requests fit and less is moved, but for such a model the prefix cache is off, with all
+    else that models with recurrent state lack. No effect on models without windows."""
     num_state_slots: Positive | None = None
-    """Number of rows for the recurrent state of requests (models with linear attention or Mamba layers; no effect on
-    others): each request that computes, runs or is between P and D holds one, a prompt with several choices one more.
-    Unset: as many as can be needed, in at most half of the memory for pages."""
+    """Number of rows for the recurrent state of requests (models with linear attention or Mamba layers, and with
+    `window_state` those with windows; no effect on others): each request that computes, runs or is between P and D
+    holds one, a prompt with several choices one more. Unset: as many as can be needed, in at most half of the memory
+    for pages."""
 
 
 class SchedulerConfig(Section, frozen=True):

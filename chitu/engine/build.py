@@ -56,6 +56,7 @@ from chitu.models.layers import Shard
 from chitu.models.lora import load_adapters
 from chitu.models.model import Model
 from chitu.models.weights import WeightSource
+from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import usable_cores
 from chitu.ops.flashinfer_prefill import PrefillShape
 from chitu.ops.fp8_pages import E4M3
@@ -135,14 +136,15 @@ def load_model(
     shard: Shard | None = None,
     code: Code = "auto",
     adapters: Sequence[AdapterSpec] = (),
+    window_state: bool = False,
 ) -> Model:
     """Read the weights of a checkpoint folder and of its LoRA adapters, or with `shard` this rank's part of them.
 
     Calls `progress(bytes_done, bytes_total)` after every tensor. `max_model_len` is the length of the rotary table; see
-    `read_model_spec`. Without `ops`: the fastest implementation for this device and dtype. Raises ConfigError
-    (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
+    `read_model_spec`. `window_state` as in `CacheConfig`. Without `ops`: the fastest implementation for this device and
+    dtype. Raises ConfigError (UnsupportedModel) for a folder that cannot be served, before reading weights if possible.
     """
-    spec = read_model_spec(path, max_model_len, code)
+    spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
     target = torch.device(device)
     torch_dtype = TORCH_DTYPES[resolve_dtype(dtype, spec, target)]
     chosen = ops if ops is not None else select_ops(target, torch_dtype)
@@ -207,6 +209,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
+    spec = with_window_state(spec, topology.cache.window_state)
     model_dtype = resolve_dtype(topology.model.dtype, spec, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     kv_dtype = kv_dtype_of(topology.cache, spec, model_dtype, capability)
@@ -234,7 +237,16 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     stamp = weights_stamp(path)
     ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
     model = load_model(
-        path, topology.model.dtype, str(device), progress.loading, spec.max_model_len, ops, group, spec.code, adapters
+        path,
+        topology.model.dtype,
+        str(device),
+        progress.loading,
+        spec.max_model_len,
+        ops,
+        group,
+        spec.code,
+        adapters,
+        topology.cache.window_state,
     )
     if hashes != hashes_of(adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")

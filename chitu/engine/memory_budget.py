@@ -20,6 +20,7 @@ from chitu.errors import ConfigError
 from chitu.kv_cache.aux_row import UNIFIED_AUX_ROWS
 from chitu.kv_cache.state_row import why_not_cut
 from chitu.models.config import ModelSpec
+from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import memory_left_bytes
 from chitu.protocol import (
     FP8_E4M3,
@@ -130,6 +131,7 @@ def _cpu_page_bytes(topology: Topology, spec: ModelSpec, instance: Instance) -> 
     """Return the bytes of a page over all ranks of an instance on CPUs."""
     config, cache = instance.config, topology.cache
     dtype = FP8_E4M3 if cache.kv_dtype == FP8_E4M3 else dtype_on(CPU, topology.model.dtype, spec.dtype)
+    spec = with_window_state(spec, cache.window_state)
     return config.tp_size * kv_layout(spec, cache.page_size, dtype, config.tp_size).bytes_per_page
 
 

@@ -76,7 +76,7 @@ class ModelSpec:
     latent: LatentSpec | None = None
     """Latent attention. With it `num_kv_heads` and `head_dim` are those of the cache: one head, as wide as its rows."""
     groups: tuple[CacheGroup, ...] = ()
-    """What layers keep of each token: one group if all of them keep the same and see all tokens."""
+    """What layers keep of each token, and for how many: one group if all of them keep the same and see all tokens."""
     state: tuple[StateTensor, ...] = ()
     """What its recurrent layers keep of a sequence; empty if it has none. The dtype `auto` is that of the model."""
     num_extra_layers: int = 0
@@ -85,8 +85,6 @@ class ModelSpec:
     """How the weights are stored; None if they are floating-point numbers."""
     code: Literal["own", "transformers"] = "own"
     """Whose code computes the model: `layers.py`, or the modules of transformers (`generic/`)."""
-    windows: tuple[int | None, ...] = ()
-    """Last positions that a row of each layer sees, None for all of them; empty if all layers see all."""
     is_text_part: bool = False
     """Whether the model has parts for images or sound, which are not computed."""
 
@@ -211,7 +209,6 @@ def _read_generic(
         dtype=shape.dtype,
         groups=shape.groups,
         code="transformers",
-        windows=shape.windows if any(window is not None for window in shape.windows) else (),
         is_text_part=shape.is_part,
         quantization=read_quantization(shape.quantization_config, folder, where),
         state=shape.state,

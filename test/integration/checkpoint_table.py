@@ -139,10 +139,15 @@ Source = Path | Adapted
 class Instance:
     """An engine of one rank, or of several that are threads, and what it recorded."""
 
-    def __init__(self, source: Source, size: int = 1, *, sampling: bool = True) -> None:
+    def __init__(self, source: Source, size: int = 1, *, sampling: bool = True, window_state: bool = False) -> None:
         folder, adapters, chosen = source if isinstance(source, Adapted) else Adapted(source, {}, {})
         self.recorder = Recorder()
-        shared: dict[str, Any] = {"sampler": self.recorder, "sampling": sampling, "adapters": adapters}
+        shared: dict[str, Any] = {
+            "sampler": self.recorder,
+            "sampling": sampling,
+            "adapters": adapters,
+            "window_state": window_state,
+        }
         if size == 1:
             engine = Engine(folder, num_pages=96, num_slots=6, **shared)
             self.pools = [engine.pool]
@@ -190,9 +195,11 @@ def answers_of(instance: Instance, asked: Sequence[list[int]]) -> Answers:
     return [(prompt, tokens[slot], torch.stack(recorded[slot])) for slot, prompt in enumerate(asked)]
 
 
-def undivided(folder: Path, asked: Sequence[list[int]], chunk: int, size: int = 1) -> Answers:
+def undivided(
+    folder: Path, asked: Sequence[list[int]], chunk: int, size: int = 1, window_state: bool = False
+) -> Answers:
     """Compute all prompts at once, each in chunks, then tokens together. `size`: ranks."""
-    instance = Instance(folder, size)
+    instance = Instance(folder, size, window_state=window_state)
     with instances(instance):
         return undivided_by(instance, asked, chunk)
 
@@ -261,9 +268,12 @@ def divided_by(source: Instance, target: Instance, way: Link, asked: Sequence[li
 
 
 @contextmanager
-def pair(folder: Source, sizes: tuple[int, int] = (1, 1), **link: Any) -> Iterator[tuple[Instance, Instance, Link]]:
+def pair(
+    folder: Source, sizes: tuple[int, int] = (1, 1), window_state: bool = False, **link: Any
+) -> Iterator[tuple[Instance, Instance, Link]]:
     """Yield P, D and what connects them."""
-    source, target = Instance(folder, sizes[0], sampling=False), Instance(folder, sizes[1])
+    source = Instance(folder, sizes[0], sampling=False, window_state=window_state)
+    target = Instance(folder, sizes[1], window_state=window_state)
     with instances(source, target):
         way = Link(source, target, **link)
         yield source, target, way
@@ -288,9 +298,9 @@ def hand_over(source: Instance, target: Instance, way: Link, asked: Sequence[lis
     return there
 
 
-def retracted(folder: Source, asked: Sequence[list[int]]) -> Answers:
+def retracted(folder: Source, asked: Sequence[list[int]], **options: Any) -> Answers:
     """Retract the last sequence after some tokens, give its pages to others, and let it go on."""
-    with pair(folder) as (source, target, way):
+    with pair(folder, **options) as (source, target, way):
         there, slot = hand_over(source, target, way, asked, 37), len(asked) - 1
         target.decode(range(len(asked)), 2)
         target.step(StepPlan(offload=[Offload(slot, key=5)]))
@@ -303,10 +313,10 @@ def retracted(folder: Source, asked: Sequence[list[int]]) -> Answers:
         return answers_of(target, asked)
 
 
-def continued(folder: Source, asked: Sequence[list[int]]) -> Answers:
+def continued(folder: Source, asked: Sequence[list[int]], **options: Any) -> Answers:
     """Let D die after some tokens, and another one continue: P computes prompts and tokens again."""
-    first = divided(folder, asked, 37)
-    with pair(folder) as (source, target, way):
+    first = divided(folder, asked, 37, **options)
+    with pair(folder, **options) as (source, target, way):
         known = [prompt + tokens for prompt, tokens, _ in first]
         hand_over(source, target, way, known, 37)
         target.decode(range(len(asked)), NUM_DECODES)

@@ -21,6 +21,7 @@ from chitu.engine.step_graphs import Recording
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import Code, model_hash, read_model_spec
+from chitu.models.window_state import with_window_state
 from chitu.ops.interface import Ops
 from chitu.protocol import SamplingParams, pack_i32
 
@@ -193,14 +194,26 @@ class Engine:
         code: Code = "auto",
         adapters: Mapping[str, str] = MappingProxyType({}),
         plant: Callable[[Any], Any] = lambda model: model,
+        window_state: bool = False,
     ) -> None:
         """Load the model. `sampler` replaces argmax; `kv_dtype` is the dtype of the pages, by default the model's.
-        `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model."""
-        self.spec = read_model_spec(path, max_model_len, code)
+        `adapters`: folders of LoRA adapters by name. `plant` puts a fault into the model. `window_state` as in
+        `CacheConfig`."""
+        self.spec = with_window_state(read_model_spec(path, max_model_len, code), window_state)
         loaded = read_adapters(adapters, self.spec, path)
-        model = plant(load_model(path, dtype, device, max_model_len=max_model_len, ops=ops, code=code, adapters=loaded))
-        hashed = model_hash(path, self.spec.code)
-        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, hashed, dtype)
+        model = plant(
+            load_model(
+                path,
+                dtype,
+                device,
+                max_model_len=max_model_len,
+                ops=ops,
+                code=code,
+                adapters=loaded,
+                window_state=window_state,
+            )
+        )
+        layout = kv_layout(self.spec, PAGE_SIZE, kv_dtype or dtype, 1, model_hash(path, self.spec.code), dtype)
         layout = msgspec.structs.replace(layout, adapters=hashes_of(loaded))
         has_scratch = recording is not None
         self.pool = KVPool(layout, num_pages, 8, device, has_scratch=has_scratch, num_state_slots=num_slots + 1)

@@ -22,6 +22,7 @@ from chitu.engine.tp_executor import TensorParallelExecutor, run_follower
 from chitu.kv_cache.pool import KVPool
 from chitu.models.adapters import hashes_of, read_adapters
 from chitu.models.config import model_hash, read_model_spec
+from chitu.models.window_state import with_window_state
 
 
 class Meeting:
@@ -84,9 +85,12 @@ class Ranks:
         sampling: bool = True,
         sampler: Sampler | None = None,
         adapters: Mapping[str, str] = MappingProxyType({}),
+        window_state: bool = False,
     ) -> None:
-        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`: as of `Engine`."""
-        self.spec = read_model_spec(path)
+        """Load the model on every rank. `sampler` replaces argmax on the main rank. `adapters`, `window_state`: as of
+        `Engine`."""
+        self._window_state = window_state
+        self.spec = with_window_state(read_model_spec(path, 1024), window_state)
         self._adapters = read_adapters(adapters, self.spec, path)
         self.chosen: Mapping[int, int] = {}
         self.pools: list[KVPool] = []
@@ -103,7 +107,14 @@ class Ranks:
         self._free = list(range(num_pages))[::-1]
 
     def _runner(self, path: Path, rank: ThreadRank, num_pages: int, sampler: Sampler | None) -> ModelRunner:
-        model = load_model(path, "float32", max_model_len=1024, shard=rank, adapters=self._adapters)
+        model = load_model(
+            path,
+            "float32",
+            max_model_len=1024,
+            shard=rank,
+            adapters=self._adapters,
+            window_state=self._window_state,
+        )
         layout = kv_layout(self.spec, PAGE_SIZE, "float32", rank.size, model_hash(path), "float32")
         layout = msgspec.structs.replace(layout, adapters=hashes_of(self._adapters))
         self.pools.append(KVPool(layout, num_pages, 0 if rank.rank else 8, num_state_slots=9))

@@ -3,8 +3,8 @@
 
 Owned by one model and called only by the step thread, within `step`. A module gives rotated q, k and v of all rows; k
 and v go into the pages of its layer, then each row attends to the positions that its sequence, its window and its chunk
-let it see. Windows are masks over full pages, of which only those are read that a row can see. Nothing of another
-sequence's page is used: it may hold NaN, which no mask would stop.
+let it see. Windows are masks over full pages, of which only those are read that a row can see, or rings in the state
+rows (`window_attention.py`). Nothing of another sequence's page is used: it may hold NaN, which no mask would stop.
 
 Shapes as in `ops/interface.py`, and B sequences with L rows each, M positions of their pages, O numbers of a value.
 """
@@ -21,7 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from chitu.errors import Internal, UnsupportedModel
+from chitu.models.generic.masked_attention import AttentionKind, attend_rows
+from chitu.models.generic.window_attention import attend_in_rings
 from chitu.models.model import KVViews
+from chitu.models.window_state import KEYS, VALUES
 from chitu.ops.fp8_pages import put_rows, take_pages
 from chitu.ops.interface import Batch, HeadSpec, Ops
 
@@ -50,20 +53,6 @@ class PagedStep:
             for layer in range(self.num_announced, num_layers):
                 self.on_layer(layer)
             self.num_announced = num_layers
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionKind:
-    """What a layer adds to causal attention."""
-
-    scale: float
-    window: int | None = None
-    """Last positions that a row sees, its own included; None for all."""
-    chunk: int | None = None
-    """A row sees the positions of its own run of so many only; None for all."""
-    softcap: float | None = None
-    sinks_H: torch.Tensor | None = None
-    """Logits that take weight from the positions and give nothing."""
 
 
 class PagedAttention:
@@ -129,16 +118,26 @@ class PagedAttention:
             sinks_H=s_aux,
         )
         q_THN, k_TKN, v_TKO = (x[0].transpose(0, 1) for x in (query, key, value))
+        keys_RKWN = step.cache.states.get((layer, KEYS))
+        if keys_RKWN is not None:
+            values_RKWO = step.cache.states[layer, VALUES]
+            k_TKN, v_TKO = _padded(k_TKN, keys_RKWN.shape[-1]), _padded(v_TKO, values_RKWO.shape[-1])
+            out_THO = attend_in_rings(q_THN, k_TKN, v_TKO, step.batch, keys_RKWN, values_RKWO, kind)
+            self._note_written(step, layer)
+            return out_THO[..., : value.shape[-1]].unsqueeze(0), None
         k_PKSN, v_PKSN = step.cache.k[layer], step.cache.v[layer]
         put_rows(k_PKSN, step.pages_T, step.offsets_T, _padded(k_TKN, k_PKSN.shape[-1]))
         put_rows(v_PKSN, step.pages_T, step.offsets_T, _padded(v_TKO, v_PKSN.shape[-1]))
-        step.num_written = layer + 1
-        if self._is_alone:
-            step.announce(step.num_written)
+        self._note_written(step, layer)
         if self._ops is not None and _is_plain(kind, q_THN, k_PKSN, v_PKSN):
             out_TC = _by_ops(self._ops, q_THN, step.batch, k_PKSN, v_PKSN, kind.scale)
             return out_TC.view(1, *q_THN.shape), None
         return attend(q_THN, step.batch, k_PKSN, v_PKSN, kind, value.shape[-1]).unsqueeze(0), None
+
+    def _note_written(self, step: PagedStep, layer: int) -> None:
+        step.num_written = layer + 1
+        if self._is_alone:
+            step.announce(step.num_written)
 
 
 def _is_plain(kind: AttentionKind, q_THN: torch.Tensor, k_PKSN: torch.Tensor, v_PKSN: torch.Tensor) -> bool:
@@ -182,7 +181,7 @@ def attend(
             for x in (k_PKSN, v_PKSN)
         )
         columns_M = torch.arange(first * size, end, device=q_THN.device)
-        out_THO[rows] = _attend(
+        out_THO[rows] = attend_rows(
             q_THN[rows].unsqueeze(0),
             k_KMN.unsqueeze(0),
             v_KMO[..., :width].unsqueeze(0),
@@ -226,40 +225,4 @@ def _decode(
     # Columns past a sequence's end may be in pages of other sequences.
     foreign_BKMN = (columns_BM > positions_B.unsqueeze(1))[:, None, :, None]
     k_BKMN, v_BKMO = k_BKMN.masked_fill(foreign_BKMN, 0), v_BKMO[..., :width].masked_fill(foreign_BKMN, 0)
-    return _attend(q_BHN.unsqueeze(1), k_BKMN, v_BKMO, positions_B.unsqueeze(1), columns_BM, kind)[:, 0]
-
-
-def _attend(
-    q_BLHN: torch.Tensor,
-    k_BKMN: torch.Tensor,
-    v_BKMO: torch.Tensor,
-    positions_BL: torch.Tensor,
-    columns_BM: torch.Tensor,
-    kind: AttentionKind,
-) -> torch.Tensor:
-    """Return `[B, L, H, O]` of rows at these positions over keys at these."""
-    q_BHLN, rows_BL1, columns_B1M = q_BLHN.transpose(1, 2), positions_BL.unsqueeze(2), columns_BM.unsqueeze(1)
-    if k_BKMN.shape[-1] != q_BHLN.shape[-1]:
-        k_BKMN = k_BKMN[..., : q_BHLN.shape[-1]]
-    seen_BLM = columns_B1M <= rows_BL1
-    if kind.window is not None:
-        seen_BLM = seen_BLM & (columns_B1M > rows_BL1 - kind.window)
-    if kind.chunk is not None:
-        seen_BLM = seen_BLM & (columns_B1M // kind.chunk == rows_BL1 // kind.chunk)
-    seen_B1LM, is_grouped = seen_BLM.unsqueeze(1), q_BHLN.shape[1] != k_BKMN.shape[1]
-    if kind.softcap is None and kind.sinks_H is None:
-        out_BHLO = F.scaled_dot_product_attention(
-            q_BHLN, k_BKMN, v_BKMO, attn_mask=seen_B1LM, scale=kind.scale, enable_gqa=is_grouped
-        )
-        return out_BHLO.transpose(1, 2)
-    groups = q_BHLN.shape[1] // k_BKMN.shape[1]
-    scores_BHLM = (q_BHLN @ k_BKMN.repeat_interleave(groups, 1).transpose(2, 3)).float() * kind.scale
-    if kind.softcap is not None:
-        scores_BHLM = kind.softcap * torch.tanh(scores_BHLM / kind.softcap)
-    scores_BHLM = scores_BHLM.masked_fill(~seen_B1LM, -torch.inf)
-    if kind.sinks_H is not None:
-        sinks_BHL1 = kind.sinks_H.float().view(1, -1, 1, 1).expand(*scores_BHLM.shape[:3], 1)
-        weights_BHLM = torch.cat((scores_BHLM, sinks_BHL1), -1).softmax(-1)[..., :-1]
-    else:
-        weights_BHLM = scores_BHLM.softmax(-1)
-    return (weights_BHLM.to(v_BKMO.dtype) @ v_BKMO.repeat_interleave(groups, 1)).transpose(1, 2)
+    return attend_rows(q_BHN.unsqueeze(1), k_BKMN, v_BKMO, positions_B.unsqueeze(1), columns_BM, kind)[:, 0]

@@ -22,7 +22,9 @@ from chitu.errors import UnsupportedModel
 from chitu.models.config import ModelSpec
 from chitu.models.generic.library import library_version
 from chitu.models.model import Model
+from chitu.models.window_state import KEYS, VALUES
 from chitu.ops.interface import Batch, Span, tiles_of
+from chitu.protocol import StateTensor
 
 PAGE_SIZE = 16
 LENGTHS = (5, 24, 45)
@@ -80,7 +82,7 @@ class ScratchCache:
                 self.k[layer], self.v[layer] = pages[0], pages[-1]
         self.states: Mapping[tuple[int, str], torch.Tensor] = {
             (each.layer, each.name): torch.zeros(
-                (len(LENGTHS), *each.shape),
+                (len(LENGTHS), *_shrunk_ring(each, tp_size)),
                 dtype=dtype if each.dtype == "auto" else getattr(torch, each.dtype),
                 device=device,
             )
@@ -92,6 +94,14 @@ class ScratchCache:
             for index in range(-(-length // PAGE_SIZE)):
                 self.page_table[slot, index] = order.pop()
         self.page_table = self.page_table.to(device)
+
+
+def _shrunk_ring(tensor: StateTensor, tp_size: int) -> tuple[int, ...]:
+    """Return the shape of a rank's state; of the ring of a window as short as the window will be."""
+    first, *others = tensor.shape
+    if tensor.name in (KEYS, VALUES):
+        others[0] = min(others[0], SHRUNK)
+    return first // tp_size, *others
 
 
 class CheckRows(NamedTuple):

@@ -41,6 +41,7 @@ from chitu.models.generic.states import bind_states
 from chitu.models.layers import Shard
 from chitu.models.model import KVViews
 from chitu.models.weights import WeightSource
+from chitu.models.window_state import recurrent_of
 from chitu.ops.interface import Batch, Ops
 
 LIBRARY_ERRORS = (
@@ -70,8 +71,8 @@ class GenericModel:
         self.parts = parts
         self.attention = attention
         self.adapters: AdaptedModules | None = None
-        self._states = bind_states(parts.decoder, parts.decoder.config.model_type, spec.state)
-        self._has_state = bool(spec.state)
+        self._states = bind_states(parts.decoder, parts.decoder.config.model_type, recurrent_of(spec.state))
+        self._has_state = bool(recurrent_of(spec.state))
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_n
 from chitu.errors import ConfigError
 from chitu.models.config import ModelSpec
 from chitu.models.layers import Shard
+from chitu.models.window_state import recurrent_of
 
 CUT = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "moe_tp_experts")
 WHOLE = ("replicated_with_grad_allreduce", "replicate")
@@ -38,12 +39,12 @@ class Sharding:
         reason = why_not(spec.num_heads, spec.num_kv_heads, shard.size)
         if reason:
             raise ConfigError(f"tp_size {shard.size}: {reason}")
-        if len(spec.groups) > 1:
+        if len({(group.num_kv_heads, group.head_dims) for group in spec.groups}) > 1:
             raise ConfigError(
                 f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only: its layers have different "
                 "heads"
             )
-        if spec.state:
+        if recurrent_of(spec.state):
             raise ConfigError(
                 f"tp_size {shard.size}: {spec.architecture} is served with tp_size 1 only: no plan cuts its recurrent "
                 "layers, and each rank would need their whole state"

@@ -60,8 +60,6 @@ class TextShape:
     tie_word_embeddings: bool
     eos_token_id: int | list[int] | None
     dtype: str
-    windows: tuple[int | None, ...]
-    """Last positions that a row of each layer sees, where they are known to be fewer than all."""
     quantization_config: dict[str, Any] | None
     is_part: bool
     """Whether the model has other parts (images, sound), which are not computed."""
@@ -113,6 +111,7 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
                 reader.value("num_key_value_heads") or num_heads,
                 (head_dim, reader.value("v_head_dim") or head_dim),
             ),
+            layer_windows(reader, len(kinds)),
         ),
         num_heads=num_heads,
         hidden_size=hidden_size,
@@ -124,25 +123,41 @@ def read_text_shape(config: Mapping[str, Any], architecture: str, where: str) ->
         eos_token_id=config.get("eos_token_id", reader.value("eos_token_id")),
         dtype=_first(text.get("dtype"), text.get("torch_dtype"), config.get("dtype"), config.get("torch_dtype"))
         or "float32",
-        windows=layer_windows(reader, len(kinds)),
         quantization_config=_first(config.get("quantization_config"), text.get("quantization_config")),
         is_part=own is not outer,
         state=state,
     )
 
 
-def _groups(reader: TextReader, layers: tuple[int, ...], usual: CacheGroup) -> tuple[CacheGroup, ...]:
+def _groups(
+    reader: TextReader, layers: tuple[int, ...], usual: CacheGroup, windows: tuple[int | None, ...]
+) -> tuple[CacheGroup, ...]:
     """Return the groups of these layers. `usual`: shape of a page of most models' layers; MiMo's layers with windows
-    have another one."""
+    have another one. `windows`: of all layers."""
     pattern = reader.text.get(HYBRID_PATTERN)
     if not isinstance(pattern, list):
-        return (CacheGroup(layers, usual.num_kv_heads, usual.head_dims),)
+        return tuple(
+            CacheGroup(
+                tuple(layer for layer in layers if windows[layer] == window),
+                usual.num_kv_heads,
+                usual.head_dims,
+                window,
+            )
+            for window in dict.fromkeys(windows[layer] for layer in layers)
+        )
     if len(pattern) != len(layers):
         raise ConfigError(f"{reader.where}: {HYBRID_PATTERN} has {len(pattern)} layers, not {len(layers)}")
     widths = (reader.count("swa_head_dim"), reader.count("swa_v_head_dim"))
     groups = (
         CacheGroup(tuple(each for each in layers if not pattern[each]), usual.num_kv_heads, usual.head_dims),
-        CacheGroup(tuple(each for each in layers if pattern[each]), reader.count("swa_num_key_value_heads"), widths),
+        CacheGroup(
+            tuple(each for each in layers if pattern[each]),
+            reader.count("swa_num_key_value_heads"),
+            widths,
+            reader.text["sliding_window_size"] + 1  # which the library lets win
+            if isinstance(reader.text.get("sliding_window_size"), int)
+            else reader.value("sliding_window"),
+        ),
     )
     return tuple(group for group in groups if group.layers)
 
