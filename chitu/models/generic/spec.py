@@ -264,6 +264,11 @@ def _reach(reader: TextReader, where: str) -> tuple[int, int | None]:
         kind = each.get("rope_type", each.get("type"))
         original = each.get("original_max_position_embeddings") or reader.value("original_max_position_embeddings")
         factor = each.get("factor")
+        if each.get("attn_factor", 1) not in (1, None):
+            raise UnsupportedModel(
+                f"{where}: attn_factor {each['attn_factor']} is not supported: transformers ignores it, while other "
+                "engines multiply cos and sin by it; remove it for the tokens of transformers"
+            )
         if kind in ("longrope", "su"):
             exact = min(exact or positions, original or positions)
         elif kind == "dynamic":
