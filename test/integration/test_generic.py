@@ -195,6 +195,16 @@ def test_what_the_modules_do_not_use_or_do_not_get_is_refused(tmp_path: Path) ->
         load_model(tmp_path, "float32")
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_model_of_fewer_bits_passes_the_check_and_keeps_what_needs_32(dtype: str, tmp_path: Path) -> None:
+    make_checkpoint(ROW["GLM-4.5"], tmp_path)
+    model = load_model(tmp_path, dtype)
+    assert isinstance(model, GenericModel)
+    tensors = {**dict(model.parts.decoder.named_parameters()), **dict(model.parts.decoder.named_buffers())}
+    kept = {name.rpartition(".")[2] for name, tensor in tensors.items() if tensor.dtype == torch.float32}
+    assert kept == {"e_score_correction_bias", "inv_freq", "original_inv_freq"}, kept
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Checkpoint, LocalCluster]]:
     """Yield a real P and D of the text part of a model with images, whose attention has windows."""

@@ -398,7 +398,7 @@ def _kept_in_32_bits(model: Any) -> Callable[[str], bool]:
     """Return whether the library keeps a tensor in float32 even if the model has fewer bits. It has no public way to
     ask: these attributes of the class are what its own loader reads."""
     kept = set(model._keep_in_fp32_modules_strict or ())
-    if torch.get_default_dtype() == torch.float16:
+    if any(parameter.dtype == torch.float16 for parameter in model.parameters()):
         kept |= set(model._keep_in_fp32_modules or ())
     pattern = re.compile("|".join(re.escape(each).replace(r"\*", ".*") for each in kept)) if kept else None
     return lambda name: pattern is not None and pattern.search(name) is not None
