@@ -56,7 +56,10 @@ that clients can act on; what fails later is an error event in the stream, as af
 not streamed has no such sign of life: a proxy in front must wait as long as it may take, or the client should stream.
 
 The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Qwen3-Coder, as GLM-4.5, as
-MiniMax-M2, as Llama 3 or as Mistral. With other templates `tools` are refused. Where a model writes arguments as tagged
+MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as Llama 3 or as Mistral. With other templates `tools`
+are refused, also with those that show no tools (DeepSeek's own): a `chat_template.jinja` in the folder replaces them.
+The ids of Kimi-K2's calls are its own (`functions.name:index`), since its template writes them again: send them back as
+they are. Where a model writes arguments as tagged
 texts (Qwen3-Coder, GLM-4.5, MiniMax-M2), the tool's schema says which are strings. Only a call of an offered tool is a
 call. It may have `type`, may have name and arguments within `function`, `parameters` for `arguments`, arguments as
 text, or none; a code fence or an array may be around it; raw line breaks and tabs in its strings become escapes.

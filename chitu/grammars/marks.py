@@ -7,6 +7,7 @@ write the mark as that token, but may also spell it, so the rules accept both.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Mapping
 
 from chitu.protocol import Reasoning
@@ -29,12 +30,17 @@ def text_up_to(mark: str, added_tokens: Mapping[str, int]) -> list[str]:
     return [*rules, "led: spelled" if token is None else f"led: spelled | TEXT <[{token}]>"]
 
 
-def with_mark(text: str, added_tokens: Mapping[str, int]) -> str:
-    """Return a rule for `text`. A mark at its end may also be written as its token."""
-    mark = max((name for name in added_tokens if text.endswith(name)), key=len, default="")
-    if not mark:
+def with_marks(text: str, added_tokens: Mapping[str, int]) -> str:
+    """Return a rule for `text`. Marks in it may also be written as their tokens."""
+    names = sorted((name for name in added_tokens if name and name in text), key=len, reverse=True)
+    if not names:
         return quoted(text)
-    return f"{quoted(text.removesuffix(mark))} ({quoted(mark)} | <[{added_tokens[mark]}]>)"
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text)
+    return " ".join(
+        f"({quoted(part)} | <[{added_tokens[part]}]>)" if part in added_tokens else quoted(part)
+        for part in parts
+        if part
+    )
 
 
 def behind_reasoning(

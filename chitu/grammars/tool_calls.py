@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_mark
+from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_marks
 from chitu.grammars.schema import enforceable
 from chitu.protocol import ToolCalls, ToolFields
 
@@ -25,21 +25,29 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     for i, call in enumerate(calls.calls):
         if not call.begin.startswith(calls.trigger):
             raise InvalidRequest(f"tool_calls: {call.begin[:40]!r} does not begin with {calls.trigger[:40]!r}")
-        begin = with_mark(call.begin.removeprefix(calls.trigger), added_tokens)
+        begin = with_marks(call.begin.removeprefix(calls.trigger), added_tokens)
+        if call.index_end:
+            begin += f" INDEX {with_marks(call.index_end, added_tokens)}"
         schema = msgspec.json.decode(call.schema, type=dict[str, Any] | bool)
         if call.fields is not None and isinstance(schema, dict):
-            end = with_mark(call.end, added_tokens)
+            end = with_marks(call.end, added_tokens)
             rules += _fields_lark(f"call_{i}", begin, enforceable(schema), call.fields, end, json_options)
             continue
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         text = json.dumps({**enforceable(schema), "x-guidance": dict(json_options)})
-        rules.append(f"call_{i}: {begin} %json {text} {with_mark(call.end, added_tokens)}")
+        rules.append(f"call_{i}: {begin} %json {text} {with_marks(call.end, added_tokens)}")
+    if any(call.index_end for call in calls.calls):
+        rules.append("INDEX: /[0-9]{1,6}/")
     call_of_any = " | ".join(f"call_{i}" for i in range(len(calls.calls)))
-    rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     separator = quoted(calls.separator)
+    if calls.close:
+        rules.append(f"one_call: {call_of_any}")
+        more = f" ({separator} one_call)*" if calls.is_parallel else ""
+        call_of_any = f"one_call{more} {with_marks(calls.close, added_tokens)}"
+    rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     if calls.is_required:
-        start = f"one ({separator} one)*" if calls.is_parallel else "one"
+        start = f"one ({separator} one)*" if calls.is_parallel and not calls.close else "one"
     elif calls.is_leading:
         first = f"\\x{{{ord(calls.trigger[0]):x}}}"
         rules.append(rf"OTHER: /\s*([^\s{first}](.|\n)*)?/")

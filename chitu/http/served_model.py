@@ -229,7 +229,7 @@ class ServedModel:
         elif calls is None or "tools" not in self.tokenizer.template_variables:
             raise InvalidRequest(
                 "tools: the model's chat template has none, or calls them in an unknown format (known: "
-                "Hermes and Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Llama 3, Mistral)",
+                "Hermes and Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Kimi-K2, DeepSeek, Llama 3, Mistral)",
                 "tools",
             )
         if calls is None and marks is None:

@@ -62,6 +62,8 @@ class ToolCall(Wire, frozen=True):
     end: str = ""
     fields: ToolFields | None = None
     """None: the arguments are a JSON value."""
+    index_end: str = ""
+    """If not empty, a number follows `begin`, and then this."""
 
 
 class ToolCalls(Wire, frozen=True):
@@ -81,3 +83,6 @@ class ToolCalls(Wire, frozen=True):
     is_leading: bool = False
     """Calls are at the beginning or nowhere: an answer that begins with the trigger consists of calls alone; any other
     is free text, in which the trigger has no meaning. Only if not `is_required`."""
+    close: str = ""
+    """If not empty, one trigger begins a section of calls, with `separator` between them, and this ends it: the
+    trigger is only at the beginning of the first call."""

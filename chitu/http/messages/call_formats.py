@@ -5,6 +5,7 @@
 * Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`, optionally
   after `<|python_tag|>`. Any other object is content, as soon as its keys tell.
 * Qwen3-Coder, GLM-4.5 and MiniMax-M2: tagged texts (`tagged_calls.py`).
+* Kimi-K2 and DeepSeek: a section of calls between marks (`section_calls.py`).
 * Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]name{...}`,
   with `[CALL_ID]...` and `[ARGS]` after the name in some versions. All forms are read; an enforced call has the form
   that the model's template writes.
@@ -129,10 +130,11 @@ def grammar_of_calls(
             param = f"{param}.type"
             raise InvalidRequest(f"{param} must be 'object', since calls of {name!r} are enforced", param)
         begin, end = parser.written(function["name"])
-        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields))
+        calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields, parser.index_end))
     several = is_parallel and (parser.separator is not None or not is_required)
     is_leading = parser.is_leading and not is_required
-    record = ToolCalls(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading)
+    close = parser.end_mark if parser.has_section else ""
+    record = ToolCalls(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading, close)
     text = msgspec.json.encode(record).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(

@@ -311,6 +311,10 @@ class CallParser(abc.ABC):
     """An answer may begin with a call without a mark."""
     fields: ClassVar[ToolFields | None] = None
     """How arguments are written; None: as a JSON object."""
+    index_end: ClassVar[str] = ""
+    """If not empty, a number follows what `written` returns first, and then this."""
+    has_section: ClassVar[bool] = False
+    """One `trigger` begins all calls, and `end_mark` ends them. False: each call has its own."""
 
     def __init__(self, names: Collection[str], is_parallel: bool, is_enforced: bool = False) -> None:
         """`names`: names of the tools. Unless `is_parallel`, nothing is read after the first call. `is_enforced`: a

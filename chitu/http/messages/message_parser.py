@@ -11,6 +11,13 @@ from typing import Any, NamedTuple
 from chitu.errors import InvalidRequest
 from chitu.http.messages.call_formats import ARGS, MARK, HermesParser, LlamaParser, MistralParser, NamedMistralParser
 from chitu.http.messages.call_parser import CallDelta, CallParser, MessageDelta, joined
+from chitu.http.messages.section_calls import (
+    DEEPSEEK_BEGIN,
+    KIMI_BEGIN,
+    DeepSeekParser,
+    FencedDeepSeekParser,
+    KimiParser,
+)
 from chitu.http.messages.tagged_calls import GLMParser, MiniMaxParser, QwenCoderParser
 from chitu.protocol import Reasoning
 from chitu.tokenizer.stop import end_before_mark
@@ -99,6 +106,9 @@ CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     (("<tool_call>", "<function="), QwenCoderParser),
     (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
     (("<tool_call>", "<arg_key>"), GLMParser),
+    ((KIMI_BEGIN,), KimiParser),
+    ((DEEPSEEK_BEGIN, "```json"), FencedDeepSeekParser),
+    ((DEEPSEEK_BEGIN,), DeepSeekParser),
     ((MARK, ARGS), NamedMistralParser),
     ((MARK,), MistralParser),
     (("<tool_call>", '"arguments"'), HermesParser),
