@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from chitu.errors import Capacity, Internal
 from chitu.kv_cache.page_allocator import PageAllocator
 from chitu.kv_cache.prefix_index import PageKeys, PrefixIndex
+from chitu.kv_cache.state_row import StateSlots
 
 
 @dataclass(slots=True)
@@ -46,6 +47,8 @@ class PagedKVCacheManager:
         self.allocator = PageAllocator(num_pages)
         """States of the pages, for readers of their numbers; cached are those that no room uses at the moment."""
         self._index = PrefixIndex(num_pages)
+        self.states: StateSlots | None = None
+        """Of a model with recurrent state: the snapshots behind which its prompts may go on. None without state."""
         self._rooms: dict[bytes, _Room] = {}
         self._in_transfer: set[bytes] = set()
         self._quarantined: set[bytes] = set()
@@ -197,6 +200,10 @@ class PagedKVCacheManager:
         """Return whether a page with this key is cached."""
         return key in self._index
 
+    def known_tokens(self, keys: PageKeys | None, prompt: bytes) -> int:
+        """Return how many tokens of a prompt `begin` would find now."""
+        return len(self._find(keys, prompt, 1)) * self.page_size
+
     def pages_wanted(self, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """Return how many available pages a room with this prompt would take: all except those that are in use."""
         wanted = self.pages_for(len(prompt) // 4)
@@ -230,7 +237,9 @@ class PagedKVCacheManager:
         return self._index.generation(page)
 
     def flush(self) -> None:
-        """Drop all cached pages. Rooms keep the pages that they use, but no new room finds them."""
+        """Drop all cached pages and snapshots. Rooms keep the pages that they use, but no new room finds them."""
+        if self.states is not None:
+            self.states.drop_all()
         dropped = self._index.flush()
         if dropped:
             self.allocator.release(dropped)
@@ -238,7 +247,14 @@ class PagedKVCacheManager:
     def _find(self, keys: PageKeys | None, prompt: bytes, to_compute: int) -> list[int]:
         if keys is None:
             return []
-        return self._index.find(keys.upto((len(prompt) // 4 - to_compute) // self.page_size, prompt))
+        names = keys.upto((len(prompt) // 4 - to_compute) // self.page_size, prompt)
+        pages = self._index.find(names)
+        if self.states is None:
+            return pages
+        count = len(pages)
+        while count and not self.states.find(names[count - 1], count * self.page_size, prompt):
+            count -= 1
+        return pages[:count]
 
     def _pin(self, pages: Sequence[int]) -> None:
         were_idle = self._index.pin(pages)

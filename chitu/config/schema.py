@@ -91,8 +91,8 @@ class CacheConfig(Section, frozen=True):
     token and head."""
     prefix_cache: bool = True
     """Keep full pages of prompts and outputs on their instances until the space is needed. Of a later prompt with the
-    same prefix, only the rest is computed and moved from P to D. No effect on models with recurrent state (linear
-    attention, Mamba): pages alone continue no prompt of theirs."""
+    same prefix, only the rest is computed and moved from P to D. With recurrent state (linear attention, Mamba,
+    `window_state`) a prompt goes on behind the last full page of an earlier prompt alone, and all is moved."""
     host_bytes: Annotated[int, Meta(ge=0)] = 0
     """Host memory (pinned beside a GPU) of each P and unified instance, in bytes: second tier of the prefix cache when
     the pool is full. With disk or store each D has one, too, of 1 GiB at most. 0: none."""
@@ -105,13 +105,13 @@ class CacheConfig(Section, frozen=True):
     """Number of logits rows for requests between P and D; unset: 2 x max_running_requests."""
     window_state: bool = False
     """Keep K and V of layers with a window (gpt-oss, Gemma 3, ...) for the window alone: in a row of each request
-    instead of in pages. More requests fit and less is moved, but for such a model the prefix cache is off, with all
-    else that models with recurrent state lack. No effect on models without windows."""
+    instead of in pages. More requests fit and less is moved, but such a model lacks what models with recurrent state
+    lack: most of the prefix cache and its tiers. No effect on models without windows."""
     num_state_slots: Positive | None = None
     """Number of rows for the recurrent state of requests (models with linear attention or Mamba layers, and with
     `window_state` those with windows; no effect on others): each request that computes, runs or is between P and D
-    holds one, a prompt with several choices one more. Unset: as many as can be needed, in at most half of the memory
-    for pages."""
+    holds one, a prompt with several choices one more; the others keep states of prompts for the prefix cache. Unset: as
+    many as can be needed, in at most half of the memory for pages."""
 
 
 class SchedulerConfig(Section, frozen=True):

@@ -75,10 +75,20 @@ class CopyPage(PlanPart, frozen=True):
 
 
 class CopyState(PlanPart, frozen=True):
-    """Copies state row `source` to the row of this slot, before the step computes."""
+    """Copies state row `source` to the row of this slot, before the step computes. If the slot has tokens to prefill,
+    the row was kept by `KeepState` behind the slot's first `kv_len` tokens."""
 
     slot: int
     source: int
+
+
+class KeepState(PlanPart, frozen=True):
+    """Copies the state row of this slot, which has taken in `num_tokens`, to row `target`, which no slot has: before
+    the step computes, and after `CopyState`."""
+
+    slot: int
+    target: int
+    num_tokens: int
 
 
 class Restore(PlanPart, frozen=True):
@@ -124,6 +134,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     append: list[AppendPages] = []
     copy: list[CopyPage] = []
     copy_state: list[CopyState] = []
+    keep_state: list[KeepState] = []
     restore: list[Restore] = []
     first_tokens: list[FirstToken] = []
     prefill: list[PrefillChunk] = []

@@ -16,7 +16,9 @@ from chitu.engine.batch import SlotTable, upload, upload_tensor
 from chitu.engine.executor import (
     Admit,
     CopyPage,
+    CopyState,
     ExecutorInfo,
+    KeepState,
     LayerCallback,
     PrefillChunk,
     Shapes,
@@ -31,6 +33,7 @@ from chitu.engine.step_graphs import Recording, StepGraphs
 from chitu.engine.step_tokens import ROWS_AT_ONCE, Checks, Lines, Mark, StepLogprobs, StepTokens, joined, logprob_lines
 from chitu.errors import ConfigError, Internal
 from chitu.kv_cache.pool import KVPool
+from chitu.kv_cache.state_row import StateStamp
 from chitu.models.config import ModelSpec
 from chitu.models.model import Model
 from chitu.ops.interface import Span
@@ -94,6 +97,8 @@ class ModelRunner:
         self._warmup_prompts = warmup_prompts
         self._shapes = pool.layout.shapes
         self._saved: dict[int, _Saved] = {}
+        self._kept: dict[int, StateStamp] = {}
+        """Stamps of the state rows that plans have kept, as on the device once what is launched is done."""
         self._logprobs = StepLogprobs(spec.vocab_size, self._device)
         self._prompt_lines: dict[int, torch.Tensor] = {}
         """Logprobs, by slot, of the prompt chunks of the step that is being launched."""
@@ -179,7 +184,9 @@ class ModelRunner:
         if plan.copy:
             self._copy_pages(plan.copy)
         for copy in plan.copy_state:
-            self._pool.state_rows[self._slots[copy.slot].state_slot] = self._pool.state_rows[copy.source]
+            self._copy_state(copy)
+        for keep in plan.keep_state:
+            self._keep_state(keep)
         for restore in plan.restore:
             self._restore(restore.slot, restore.key)
 
@@ -336,6 +343,7 @@ class ModelRunner:
 
     def _admit(self, admit: Admit) -> None:
         token_ids = self._slots.admit(admit)
+        self._kept.pop(admit.state_slot, None)
         if admit.state_slot >= 0 and not admit.kv_len:  # also of NaN that the former owner may have left
             self._pool.state_rows[admit.state_slot].zero_()
         if admit.sampling is not None:
@@ -359,6 +367,21 @@ class ModelRunner:
         state = self._pool.state_rows[state_slot].clone().cpu() if state_slot >= 0 else None
         self._saved[key] = _Saved(kv_len, content, state)
         self._release(slot)
+
+    def _copy_state(self, copy: CopyState) -> None:
+        sequence = self._slots[copy.slot]
+        if sequence.kv_len < sequence.num_tokens:
+            wanted, found = StateStamp(sequence.kv_len, sequence.digest), self._kept.get(copy.source)
+            if found != wanted:
+                raise Internal(f"slot {copy.slot}: state row {copy.source} holds {found}, not {wanted}")
+        self._pool.state_rows[sequence.state_slot] = self._pool.state_rows[copy.source]
+
+    def _keep_state(self, keep: KeepState) -> None:
+        sequence = self._slots[keep.slot]
+        if sequence.kv_len != keep.num_tokens or keep.target == sequence.state_slot:
+            raise Internal(f"{keep}, but slot {keep.slot} is {sequence.kv_len} tokens in row {sequence.state_slot}")
+        self._kept[keep.target] = StateStamp(sequence.kv_len, sequence.digest)
+        self._pool.state_rows[keep.target] = self._pool.state_rows[sequence.state_slot]
 
     def _copy_pages(self, copies: Sequence[CopyPage]) -> None:
         sources, targets = upload([[c.source for c in copies], [c.target for c in copies]], self._device)

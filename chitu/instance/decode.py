@@ -283,8 +283,9 @@ class DecodeManager:
     # ----------------------------------------------------------------------------------------------------------- ends
 
     def finish(self, sequence: Sequence) -> None:
-        """End a request that has all of its tokens, and cache its full pages for later prompts."""
-        if sequence.state is SequenceState.RUNNING:
+        """End a request that has all of its tokens, and cache its full pages for later prompts. With recurrent state
+        there is none to go on from behind its answer."""
+        if sequence.state is SequenceState.RUNNING and not self._resources.has_state:
             # K and V of the newest token are missing or being computed.
             num_settled = sequence.prompt_len + len(sequence.emitted) - 1
             self._cache.commit(sequence.room, sequence.keys, sequence.token_ids(), num_settled)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
-from chitu.engine.executor import PrefillChunk, StepPlan
+from chitu.engine.executor import CopyState, KeepState, PrefillChunk, StepPlan
 from chitu.instance.core import InstanceCore
 from chitu.instance.decode import admit
 from chitu.instance.load import InstanceLoad
@@ -44,6 +44,8 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
         if sequence.load is not None:
             continue
         length = min(sequence.remaining_prompt, chunk_size, budget)
+        if sequence.kv_len < sequence.keep_at:
+            length = min(length, sequence.keep_at - sequence.kv_len)
         chunks.append(Chunk(sequence, sequence.kv_len, length))
         budget -= length
     return chunks
@@ -108,6 +110,9 @@ class PrefillManager:
         if sequence.keys is None:
             sequence.known_tokens = 0
             return
+        if self._resources.has_state:
+            sequence.known_tokens = self._cache.known_tokens(sequence.keys, sequence.prompt)
+            return
         size, keys, prompt = self._cache.page_size, sequence.keys, sequence.prompt
         most, count = (sequence.prompt_len - 1) // size, sequence.known_tokens // size
         if count and not self._holds(keys.key_at(count - 1, prompt)):
@@ -131,6 +136,8 @@ class PrefillManager:
         for sequence, start, length in chunks:
             if start == sequence.cached_tokens:
                 sequence.computing_since_s = self._planned_s
+            if 0 < start == sequence.keep_at:
+                self._keep_state(sequence, plan)
             last = start + length == sequence.prompt_len
             leaves_row = self._owner.leaves_row(sequence)
             plan.prefill.append(
@@ -174,7 +181,10 @@ class PrefillManager:
             sequence = chunk.sequence
             if sequence.state not in OPEN_STATES:
                 continue
-            self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
+            if not self._resources.has_state:
+                self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
+            elif 0 < chunk.start == sequence.keep_at:
+                self._settle_state(sequence)
             if sequence.prompt_logprobs is not None:
                 sequence.prompt_lines = (sequence.prompt_lines or b"") + prompt_logprobs.get(slot, b"")
             if chunk.is_last and sequence.state is SequenceState.INFLIGHT:
@@ -194,8 +204,8 @@ class PrefillManager:
                 self._trace.note_slot(sequence)
             if self._owner.leaves_row(sequence):
                 sequence.aux_slot = self._resources.take_aux()
-            self._resources.take_state(sequence)
             sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
+            self._take_state(sequence, plan)
             self._cache.reserve(sequence.room, sequence.prompt_len)
             self._sequences.hold_forks(sequence)
             pages = self._cache.get_page_indices(sequence.room)
@@ -206,6 +216,36 @@ class PrefillManager:
             if sequence.load is None:
                 sequence.known_tokens = 0  # it was an estimate, and `kv_len` is exact
                 admit(sequence, self._cache, plan)
+
+    # ------------------------------------------------------------------------------------------------ recurrent states
+
+    def _take_state(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Take a state row, with the state behind the tokens that are cached, and choose where to keep the state: at
+        the last page border of the prompt."""
+        if not self._resources.has_state:
+            return
+        if not sequence.kv_len:
+            self._resources.take_state(sequence)
+        elif (source := self._resources.go_on_from_state(sequence)) >= 0:
+            plan.copy_state.append(CopyState(sequence.slot, source))
+        border = (sequence.prompt_len - 1) // self._cache.page_size * self._cache.page_size
+        sequence.keep_at = border if sequence.keys is not None and border > sequence.kv_len else 0
+
+    def _keep_state(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Have the plan copy the state before its next chunk, if a row is to spare."""
+        sequence.snapshot = self._resources.keep_state(sequence)
+        if sequence.snapshot is not None:
+            plan.keep_state.append(KeepState(sequence.slot, sequence.snapshot.row, sequence.kv_len))
+
+    def _settle_state(self, sequence: Sequence) -> None:
+        """Let later prompts find the state of a prompt with its pages: the step that copied it is read. Pages that no
+        state continues are of no use, and not cached."""
+        if sequence.snapshot is not None:
+            self._resources.states.settle(sequence.snapshot)
+            sequence.snapshot = None
+        keys, num_pages = sequence.keys, sequence.keep_at // self._cache.page_size
+        if keys is not None and self._resources.states.holds(keys.key_at(num_pages - 1, sequence.prompt)):
+            self._cache.commit(sequence.room, keys, sequence.prompt, sequence.keep_at)
 
     # ---------------------------------------------------------------------------------------------------------- tiers
 

@@ -23,7 +23,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.errors import Internal
 from chitu.grammars import CompiledGrammar
 from chitu.kv_cache.prefix_index import PageKeys
-from chitu.kv_cache.state_row import StateSlots
+from chitu.kv_cache.state_row import Snapshot, StateSlots, stamp_of
 from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.net.threads import Waker
@@ -177,6 +177,10 @@ class Sequence:
     aux_slot: int = -1
     state_slot: int = -1
     """Row of its recurrent state, from its admission or announcement to its end, but for a retraction; -1 without."""
+    keep_at: int = 0
+    """Tokens of its prompt behind which its state is kept for later prompts: a chunk ends there; 0: nowhere."""
+    snapshot: Snapshot | None = None
+    """That of its state, until the step that copies it is read."""
     kv_len: int = 0
     """Tokens whose KV is in the pages once the launched steps are done."""
     cached_tokens: int = 0
@@ -330,7 +334,7 @@ class Resources:
     """The pages, slots, aux slots and state slots of an instance. What is released while a launched step is unread
     becomes free when the newest one is read.
 
-    With state nothing is cached: pages alone do not continue a prompt whose model keeps more than they hold."""
+    With state a prompt goes on behind cached pages only where a snapshot of the state was kept (`StateSlots`)."""
 
     def __init__(
         self, cache: PagedKVCacheManager, num_slots: int, aux: MetadataBuffers, states: StateSlots | None = None
@@ -340,8 +344,7 @@ class Resources:
         self.aux = aux
         self.states = states or StateSlots()
         self.has_state = self.states.num_slots > 0
-        if self.has_state and cache.caches:
-            raise Internal("a prefix cache beside recurrent state")
+        cache.states = self.states if self.has_state else None
         self._num_launched = self._num_read = 0
         self._leaving: deque[tuple[int, Callable[[], None]]] = deque()
         """Releases that wait, each until that many steps have been read."""
@@ -354,6 +357,8 @@ class Resources:
     def launched(self) -> None:
         """Note that a step is about to be launched, which may use what is held now."""
         self._num_launched += 1
+        if self.has_state:
+            self.states.unpin()
 
     def read(self) -> None:
         """Note that the oldest unread step was read, and make free what waited for it."""
@@ -377,6 +382,21 @@ class Resources:
         """Take a state slot for the sequence, if the model has state. The caller has just checked that one is free."""
         if self.has_state:
             sequence.state_slot = self.states.take()
+
+    def go_on_from_state(self, sequence: Sequence) -> int:
+        """Take a state slot for a sequence whose first `kv_len` tokens `cache.begin` has just found, and return the row
+        of the snapshot that the plan must copy to it; -1 if the slot is that row."""
+        assert sequence.keys is not None
+        key = sequence.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
+        sequence.state_slot, source = self.states.take_after(key, self.states_wanted(sequence))
+        return source
+
+    def keep_state(self, sequence: Sequence) -> Snapshot | None:
+        """Take a row for a snapshot of the state of a prompt, which has computed its first `kv_len` tokens. Return None
+        if no row is to spare, or there is such a snapshot."""
+        assert sequence.keys is not None
+        key = sequence.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
+        return self.states.add(key, stamp_of(sequence.prompt, sequence.kv_len))
 
     def hold_forks(self, source: Sequence) -> None:
         """Reserve for each fork the page in which the prompt ends, a state row if the prompt has one, and a slot; the
@@ -421,6 +441,9 @@ class Resources:
         if sequence.state_slot >= 0:
             self.states.free(sequence.state_slot)
             sequence.state_slot = -1
+        if sequence.snapshot is not None:
+            self.states.drop(sequence.snapshot)
+            sequence.snapshot = None
         self.cache.remove_task(sequence.room)
 
     def _free_aux(self, sequence: Sequence) -> None:

@@ -160,6 +160,7 @@ class StepFaults:
         slots = {record.slot for records in (plan.offload, plan.admit, plan.append, plan.prefill) for record in records}
         self._forget(slots.union(plan.release, plan.decode, (first.slot for first in plan.first_tokens)))
         num_lost = self._end_unsaved(plan)
+        self._resources.states.drop_all(only_pending=True)  # of this step: all others are read
         parts = self._parts(step)
         logger.error("a step of %d requests raised an error; repeating it", len(parts), exc_info=error)
         outcome = _Outcome()
@@ -270,8 +271,8 @@ class StepFaults:
         """Compute the tokens of a sequence anew that its part of the step continues, and take its admission out of the
         plan. Its KV is written again where it is."""
         sequence, size = part.sequence, self._chunk_size
-        if not sequence.kv_len or not (part.plan.prefill or part.plan.decode):
-            return  # its state is zeroed, or was not touched
+        if not sequence.kv_len or part.plan.copy_state or not (part.plan.prefill or part.plan.decode):
+            return  # its state is zeroed or copied again, or was not touched
         admissions = [msgspec.structs.replace(plan.admit.pop(), kv_len=0)]
         for start in range(0, sequence.kv_len, size):
             chunk = PrefillChunk(sequence.slot, start, min(size, sequence.kv_len - start))

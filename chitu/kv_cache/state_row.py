@@ -45,6 +45,11 @@ def digest_of(token_ids: bytes, before: int = 0) -> int:
     return zlib.crc32(token_ids, before)
 
 
+def stamp_of(token_ids: bytes, num_tokens: int) -> StateStamp:
+    """Return the stamp of a state that has taken in the first `num_tokens` of these (int32 LE)."""
+    return StateStamp(num_tokens, digest_of(token_ids[: 4 * num_tokens]))
+
+
 def read_stamp(header: bytes) -> StateStamp:
     """Return the stamp in the first bytes of a row; `NO_STAMP` if there is none."""
     magic, num_tokens, digest = _STAMP.unpack_from(header)
@@ -117,26 +122,70 @@ def why_not_cut(state: tuple[StateTensor, ...], tp_size: int) -> str:
     return ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A copy of a prompt's state at a page border, from which a later prompt may go on. Compared by identity."""
+
+    row: int
+    key: bytes
+    """Key of the page that ends at the border (`prefix_index.py`)."""
+    stamp: StateStamp
+    """Tokens that the state has taken in."""
+
+
 class StateSlots:
-    """Which state rows of an instance are free: `num_free` and those in use are `num_slots`, always. Without state
-    there are none. Step thread only."""
+    """Which state rows of an instance are free, in use, or hold snapshots: these are all rows, always. Without state
+    there are none. Step thread only.
+
+    A snapshot is *pending* until the step that copies it is read, and is not found before. A request takes the row of
+    the least recently used one if no other is free, so a snapshot never costs a request its row: `num_free` counts it.
+    A snapshot that the plan being made copies from is *pinned* until the plan is launched: an admission of that plan
+    would zero the row before it is copied.
+    """
 
     def __init__(self, num_slots: int = 0) -> None:
         self.num_slots = num_slots
         self._free = list(range(num_slots - 1, -1, -1))
         self._used: set[int] = set()
+        self._snapshots: dict[int, Snapshot] = {}
+        """By row, the least recently used first."""
+        self._by_key: dict[bytes, Snapshot] = {}
+        """Those that are not pending."""
+        self._pinned: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Number of rows that `take` can give."""
+        return len(self._free) + len(self._snapshots) - len(self._pinned)
+
+    @property
+    def num_snapshots(self) -> int:
+        return len(self._snapshots)
 
     def take(self) -> int:
         """Return a free slot. The caller has just checked that there is one; else raise Internal."""
-        if not self._free:
+        slot = self._free.pop() if self._free else self._evict(pending=True)
+        if slot < 0:
             raise Internal("a state slot was counted as free but none is")
-        slot = self._free.pop()
         self._used.add(slot)
         return slot
+
+    def take_after(self, key: bytes, num_wanted: int) -> tuple[int, int]:
+        """Return a free slot for a request that goes on from the snapshot with this key, and the row to copy it from.
+        That is -1 if the slot is the snapshot's own, since `num_wanted` slots, this one among them, are all that are
+        free."""
+        snapshot = self._by_key[key]
+        if snapshot.row not in self._pinned and self.num_free <= num_wanted:
+            self._forget(snapshot)
+            self._used.add(snapshot.row)
+            return snapshot.row, -1
+        self._snapshots[snapshot.row] = self._snapshots.pop(snapshot.row)
+        self._pinned.add(snapshot.row)
+        return self.take(), snapshot.row
+
+    def unpin(self) -> None:
+        """Unpin all snapshots: the plan that copies from them is launched."""
+        self._pinned.clear()
 
     def free(self, slot: int) -> None:
         """Give a slot back. Raises Internal for a slot that is not in use."""
@@ -145,7 +194,69 @@ class StateSlots:
         self._used.remove(slot)
         self._free.append(slot)
 
+    # -------------------------------------------------------------------------------------------------------- snapshots
+
+    def find(self, key: bytes, num_tokens: int, token_ids: bytes) -> bool:
+        """Return whether a snapshot with this key can be used, by its stamp too, for a prompt that begins with
+        `num_tokens` of `token_ids` (int32 LE)."""
+        snapshot = self._by_key.get(key)
+        return snapshot is not None and snapshot.stamp == stamp_of(token_ids, num_tokens)
+
+    def holds(self, key: bytes) -> bool:
+        """Return whether there is a snapshot with this key, which is not pending."""
+        return key in self._by_key
+
+    def add(self, key: bytes, stamp: StateStamp) -> Snapshot | None:
+        """Return a new pending snapshot, in a free row or in that of the least recently used one. Return None if there
+        is no such row, or a snapshot with this key."""
+        if key in self._by_key:
+            return None
+        row = self._free.pop() if self._free else self._evict()
+        if row < 0:
+            return None
+        snapshot = self._snapshots[row] = Snapshot(row, key, stamp)
+        return snapshot
+
+    def settle(self, snapshot: Snapshot) -> None:
+        """Let a snapshot be found: the step that copied it is read, and was sound. One that has been evicted stays so;
+        of two with one key the first is kept."""
+        if self._snapshots.get(snapshot.row) is not snapshot:
+            return
+        if self._by_key.setdefault(snapshot.key, snapshot) is not snapshot:
+            self.drop(snapshot)
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """Free the row of a snapshot, unless it has been evicted."""
+        if self._snapshots.get(snapshot.row) is snapshot:
+            self._forget(snapshot)
+            self._free.append(snapshot.row)
+
+    def drop_all(self, only_pending: bool = False) -> None:
+        """Drop all snapshots, or those that are pending. No plan is being made that copies from one."""
+        for snapshot in list(self._snapshots.values()):
+            if not only_pending or self._by_key.get(snapshot.key) is not snapshot:
+                self.drop(snapshot)
+
     def check_idle(self) -> None:
-        """Raise Internal unless every slot is free: called when no request is left."""
-        if self._used or len(self._free) != self.num_slots:
-            raise Internal(f"{len(self._used)} state rows in use and {len(self._free)} free of {self.num_slots}")
+        """Raise Internal unless every slot is free or holds a snapshot: called when no request is left."""
+        num_free, num_kept = len(self._free), len(self._snapshots)
+        is_whole = len({*self._free, *self._snapshots}) == num_free + num_kept == self.num_slots
+        if self._used or self._pinned or not is_whole or len(self._by_key) != num_kept:
+            raise Internal(
+                f"{len(self._used)} state rows in use, {num_free} free and {num_kept} snapshots of {self.num_slots}"
+            )
+
+    def _evict(self, pending: bool = False) -> int:
+        """Evict the least recently used snapshot that is not pinned. With `pending` evict a pending one if there is no
+        other. Return its row; -1 if there is none."""
+        for is_pending in (False, True) if pending else (False,):
+            for row, snapshot in self._snapshots.items():
+                if row not in self._pinned and (self._by_key.get(snapshot.key) is not snapshot) == is_pending:
+                    self._forget(snapshot)
+                    return row
+        return -1
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        del self._snapshots[snapshot.row]
+        if self._by_key.get(snapshot.key) is snapshot:
+            del self._by_key[snapshot.key]

@@ -312,9 +312,9 @@ def _tracer(instance: Instance, incarnation: Incarnation, comm: CommLoop, pool: 
 
 
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:
-    """Return the prefix of the keys of cached pages; None if nothing is cached. Nothing is beside recurrent state: no
-    prefix of a prompt has it."""
-    if not topology.cache.prefix_cache or engine.pool.layout.state:
+    """Return the prefix of the keys of cached pages; None if nothing is cached. With recurrent state D caches nothing:
+    it computes no prompt, and gets the whole state from P."""
+    if not topology.cache.prefix_cache or (engine.pool.layout.state and instance.role is Role.DECODE):
         return None
     fingerprint, model = layout_fingerprint(engine.pool.layout), topology.model
     if not (has_tiers(topology, instance) and has_lasting_tiers(topology)):

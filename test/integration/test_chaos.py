@@ -112,7 +112,7 @@ def arena(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture(scope="module")
 def state_arena(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Arena]:
-    """Return an arena whose model has a recurrent state, and so no prefix cache."""
+    """Return an arena whose model has a recurrent state, and so a prefix cache of its own kind."""
     with arena_in(tmp_path_factory.mktemp("chaos-state"), request, has_state=True) as arena:
         yield arena
 
@@ -204,7 +204,7 @@ def test_every_request_of_a_model_with_state_survives_or_fails_with_a_word(
     state_arena: Arena, blow: Blow, target: str, phase: Phase
 ) -> None:
     row = row_of(state_arena, blow, target, phase)
-    assert row.cached == 0
+    assert row.cached > 0 or target != "D0", "P was to go on from states that it had kept"
 
 
 def row_of(arena: Arena, blow: Blow, target: str, phase: Phase) -> Row:

@@ -8,20 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 import torch
 import transformers
 from checkpoint_table import Checkpoint, Instance, error_of, prompts, undivided
-from engine_checkpoints import GREEDY, chunks_of
+from engine_checkpoints import GREEDY, PAGE_SIZE, chunks_of
 from thread_ranks import Meeting, ThreadRank
 
 from chitu.engine.build import load_model
-from chitu.engine.executor import FirstToken, StepPlan
-from chitu.errors import ConfigError, UnsupportedModel
+from chitu.engine.executor import CopyState, FirstToken, KeepState, PrefillChunk, StepPlan
+from chitu.errors import ConfigError, Internal, UnsupportedModel
+from chitu.kv_cache.state_row import read_stamp, stamp_of
 from chitu.models.config import read_model_spec
 from chitu.models.generic.check import check
 from chitu.models.model import KVViews
 from chitu.ops.interface import Batch
+from chitu.protocol import pack_i32
 
 TOLERANCE = 1e-5
 SEEN = 1e-3
@@ -301,6 +304,48 @@ def test_a_state_row_of_an_earlier_request_is_new_for_the_next(checkpoints: Any,
     instance.decode((2, 0, 1), 3)
     for slot, prompt in ((0, asked[3]), (1, asked[1]), (2, asked[4])):
         check(slot, prompt)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_prompt_goes_on_from_the_kept_state_of_another(checkpoints: Any, name: str) -> None:
+    """With its pages up to there. The state of another place or prompt shows in the logits, and no plan can have it."""
+    checkpoint, border = checkpoints(name), 4 * PAGE_SIZE
+    first, second, other = prompts((100, 90, 70))
+    second = first[:border] + second[border:]
+    instance = Instance(checkpoint.folder)
+    engine, rows, kept = instance.engine, instance.pools[0].state_rows, instance.engine.state_slot(5)
+    origin = engine.admit(0, first, len(first) + 8)
+    instance.step(StepPlan(admit=[origin], prefill=[PrefillChunk(0, 0, border)]))
+    keep = [KeepState(0, kept, border)]
+    instance.step(StepPlan(keep_state=keep, prefill=[PrefillChunk(0, border, len(first) - border, sample=True)]))
+    instance.decode((0,), 2)
+    assert read_stamp(bytes(rows[kept].numpy())) == stamp_of(pack_i32(first), border)
+    for slot, prompt, length in ((2, first, border - PAGE_SIZE), (3, first, border + PAGE_SIZE), (4, other, border)):
+        admit = [engine.admit(slot, prompt, len(prompt))]
+        instance.step(StepPlan(admit=admit, prefill=[PrefillChunk(slot, 0, length)]))
+
+    def go_on(wrong_slot: int = -1) -> float:
+        whole = border // PAGE_SIZE
+        admit = engine.admit(1, second, len(second) + 8, kv_len=border)
+        admit = msgspec.structs.replace(admit, pages=origin.pages[:whole] + admit.pages[whole:])
+        instance.step(StepPlan(admit=[admit], copy_state=[CopyState(1, kept)]))
+        if wrong_slot >= 0:
+            rows[admit.state_slot] = rows[engine.state_slot(wrong_slot)]
+        instance.step(StepPlan(prefill=[PrefillChunk(1, border, len(second) - border, sample=True)]))
+        instance.decode((1,), 3)
+        answer = second, instance.tokens.pop(1), torch.stack(instance.recorder.logits.pop(1))
+        instance.step(StepPlan(release=[1]))
+        return error_of(checkpoint, [answer])
+
+    assert go_on() < TOLERANCE
+    for slot, fault in ((2, "a page early"), (3, "a page late"), (4, "of another prompt")):
+        assert go_on(slot) > SEEN, fault
+    assert go_on() < TOLERANCE
+    with pytest.raises(Internal, match="is 80 tokens in row"):
+        instance.step(StepPlan(keep_state=[KeepState(3, kept, border)]))
+    instance.step(StepPlan(keep_state=[KeepState(4, kept, border)]))
+    with pytest.raises(Internal, match=f"state row {kept} holds"):
+        go_on()
 
 
 def test_jamba_goes_on_token_by_token_because_its_scan_begins_with_nothing(checkpoints: Any) -> None:

@@ -119,6 +119,9 @@ def test_a_cluster_serves_them_with_the_logprobs_of_transformers_and_moves_one_w
         with ThreadPoolExecutor(len(asked)) as threads:
             answers = list(threads.map(partial(ask, return_proof=True), asked))
         forks = ask(asked[2], n=2)["choices"]
+        turn = [*asked[2], *answers[2]["choices"][0]["token_ids"], *asked[0]]
+        answers.append(ask(turn, return_proof=True))
+        asked = [*asked, turn]
         (decode,) = (one for one in httpx.get(f"{cluster.url}/cluster").json()["instances"] if one["role"] == "decode")
         layout = msgspec.convert(decode["layout"], KVLayout)
         wait_until(lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, "whole pools")
@@ -129,6 +132,7 @@ def test_a_cluster_serves_them_with_the_logprobs_of_transformers_and_moves_one_w
         expected = checkpoint.logits(prompt, choice["token_ids"]).log_softmax(-1)
         taken = expected[range(length), choice["token_ids"]]
         assert (taken - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max() < 1e-4
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        known = (203 - 1) // layout.page_size * layout.page_size if prompt is turn else 0
+        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == known
         pages = -(-len(prompt) // layout.page_size) * layout.bytes_per_page
         assert answer["chitu"]["kv_bytes"] == pages + layout.state_bytes + aux_row_bytes(layout.vocab_size)

@@ -24,6 +24,7 @@ from chitu.engine.executor import (
     DoneStep,
     ExecutorInfo,
     FirstToken,
+    KeepState,
     LayerCallback,
     Offload,
     PrefillChunk,
@@ -209,6 +210,8 @@ class FakeExecutor:
             self._copy(copy)
         for copy_state in plan.copy_state:
             self._copy_state(copy_state)
+        for keep in plan.keep_state:
+            self._keep_state(keep)
         for restore in plan.restore:
             self._restore(restore)
         for first in plan.first_tokens:
@@ -312,6 +315,15 @@ class FakeExecutor:
             f"slot {copy.slot}: state row {copy.source} is copied to {state.state_slot}",
         )
         self._state_rows[state.state_slot] = self._state_rows[copy.source]
+
+    def _keep_state(self, keep: KeepState) -> None:
+        state, target = self._live(keep.slot, "keeping of a state"), keep.target
+        users = [slot for slot, each in self._slots.items() if each.state_slot == target]
+        _check(
+            0 <= target < len(self._state_rows) and not users and keep.num_tokens == state.kv_len,
+            f"slot {keep.slot}, kv_len {state.kv_len}: {keep}; slots {users} have the row",
+        )
+        self._state_rows[target] = self._state_rows[state.state_slot]
 
     def _append(self, append: AppendPages) -> None:
         self._take_pages(append.slot, self._live(append.slot, "append"), append.pages)

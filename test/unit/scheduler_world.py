@@ -127,7 +127,8 @@ class Instance:
         self.ports: dict[int, list[bytes]] = {}
         """Rooms of the messages that went to the token port of each API process."""
         self.open_ports: list[int] = []
-        self.cache = PagedKVCacheManager(num_pages, page_size, None if state_slots else b"model")
+        is_cached = receiver is None or not state_slots
+        self.cache = PagedKVCacheManager(num_pages, page_size, b"model" if is_cached else None)
         self.states = StateSlots(state_slots)
         self.aux = make_aux(aux_slots)
         rows = [np.zeros((aux_slots, 128), np.uint8)]

@@ -10,13 +10,11 @@ import pytest
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 
-from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import CopyState, PrefillChunk, Restore, StepResult
 from chitu.errors import Internal
-from chitu.instance.sequences import Resources, Sequence
+from chitu.instance.sequences import Sequence
 from chitu.kv_cache.state_row import StateSlots
-from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.protocol import CancelRequest, DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
 
 POISON = 999
@@ -27,11 +25,12 @@ def sequences_of(instance: Instance) -> list[Sequence]:
 
 
 def check_rows(instance: Instance) -> None:
-    """Check that free and used rows are all rows, and that no two requests have one."""
+    """Check that free rows, used rows and those of snapshots are all rows, and that no two requests have one."""
     held = [s.state_slot for s in sequences_of(instance) if s.state_slot >= 0]
     states, load = instance.states, instance.scheduler.load
     assert len(held) == len(set(held)) and sorted(held) == sorted(states._used)
     assert states.num_free + len(held) == states.num_slots == load.states_total
+    assert sorted([*states._free, *held, *states._snapshots]) == list(range(states.num_slots))
     assert 0 <= load.states_free <= load.states_total
 
 
@@ -233,22 +232,17 @@ def test_a_state_that_does_not_arrive_is_found(monkeypatch: pytest.MonkeyPatch) 
 # ---------------------------------------------------------------------------------------------------- what is off by it
 
 
-def test_nothing_is_cached() -> None:
-    instance = Instance(60, state_slots=4)
+def test_d_caches_nothing_and_has_all_sent() -> None:
+    wire, prefill, decode = pair()
+    expected = {}
     for index in range(3):  # the same prompt, one after the other
-        prompt = pack_i32(prompt_of(5, 30))
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(3, temperature=0.0)))
-        run(instance)
-    assert instance.cache.hit_tokens == 0 and not instance.cached
-    assert instance.scheduler.load.pages_cached == 0
-
-
-def test_a_prefix_cache_beside_state_is_a_bug() -> None:
-    cache, aux = PagedKVCacheManager(8, 4, b"model"), Instance(8).aux
-    assert isinstance(aux, MetadataBuffers)
-    with pytest.raises(Internal, match="a prefix cache beside recurrent state"):
-        Resources(cache, 2, aux, StateSlots(2))
-    Resources(cache, 2, aux, StateSlots(0))
+        prompt, sampling = pack_i32(prompt_of(5, 30)), SamplingParams(3, temperature=0.0)
+        expected[room_of(index)] = expected_tokens(prompt_of(5, 30), 3, INFO.vocab_size)
+        decode.scheduler.submit(DecodeRequest(room_of(index), "r", prompt, sampling, 0, 1))
+        prefill.scheduler.submit(PrefillRequest(room_of(index), "r", prompt, 0, 1))
+        run(prefill, decode, wire=wire)
+    assert decode.tokens == expected and set(wire.prefix_pages.values()) == {0}
+    assert decode.cache.hit_tokens == 0 and decode.scheduler.load.pages_cached == 0
 
 
 def test_a_slot_is_given_back_once() -> None:
