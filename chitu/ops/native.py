@@ -185,6 +185,12 @@ def _interleave(rows: torch.Tensor) -> torch.Tensor:
     return torch.stack((gate, up), dim=1).view(-1, rows.shape[1])
 
 
+def unpack(weight: PackedWeight, half: int | None = None) -> torch.Tensor:
+    """Return the weight `[out, in]` in the order of torch; of gate and up, the gate (0) or the up (1)."""
+    panels = weight.panels if half is None else weight.panels.view(*weight.panels.shape[:2], 2, -1)[:, :, half]
+    return panels.transpose(1, 2).reshape(-1, weight.in_features)[: weight.out_features]
+
+
 def packed(weight: LinearWeight) -> PackedWeight:
     """Return the weight as this module prepared it. Raises TypeError if another implementation prepared it."""
     if not isinstance(weight, PackedWeight):
@@ -198,11 +204,16 @@ class NativeOps(Ops):
 
     name = "native"
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, reuses_buffers: bool = True) -> None:
         self._library = library
+        self._reuses_buffers = reuses_buffers
         self._fallback = TorchOps()
         self._buffers: dict[str, torch.Tensor] = {}
         self._views: dict[str, torch.Tensor] = {}
+
+    def with_new_results(self) -> NativeOps:
+        """Return operations whose results are new tensors, for those who keep several of one operation."""
+        return NativeOps(self._library, reuses_buffers=False)
 
     @property
     def keeps_eight_bits(self) -> bool:
@@ -376,7 +387,10 @@ class NativeOps(Ops):
         return self._fallback.latent_attention(q_THC, heads, batch, pages_PKSC)
 
     def _buffer(self, name: str, rows: int, width: int) -> torch.Tensor:
-        """Return a contiguous `[rows, width]` view of this name's buffer, which grows to the largest step so far."""
+        """Return a contiguous `[rows, width]` view of this name's buffer, which grows to the largest step so far.
+        Return a new tensor if buffers are not reused."""
+        if not self._reuses_buffers:
+            return torch.empty(rows, width)
         view = self._views.get(name)
         if view is not None and view.shape == (rows, width):
             return view

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
@@ -171,12 +171,15 @@ def shrunk(parts: Sequence[Any]) -> Iterator[None]:
             setattr(part, name, value)
 
 
-def check(model: Checked, spec: ModelSpec, device: torch.device, tp_size: int = 1) -> None:
-    """Raise UnsupportedModel if pages and batches change what the model computes. Logs what it cost."""
+def check(
+    model: Checked, spec: ModelSpec, device: torch.device, tp_size: int = 1, fuse: Callable[[], None] | None = None
+) -> None:
+    """Raise UnsupportedModel if pages and batches change what the model computes, or what `fuse` does to its modules:
+    it is called when their own results are known. Logs what it cost."""
     started = time.perf_counter()
     try:
         with torch.inference_mode(), model.alone(), shrunk(model.parts_with_limits()):
-            errors = errors_of(model, spec, device, tp_size)
+            errors = errors_of(model, spec, device, tp_size, fuse)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -204,11 +207,15 @@ def check(model: Checked, spec: ModelSpec, device: torch.device, tp_size: int = 
     )
 
 
-def errors_of(model: Checked, spec: ModelSpec, device: torch.device, tp_size: int) -> dict[str, torch.Tensor]:
+def errors_of(
+    model: Checked, spec: ModelSpec, device: torch.device, tp_size: int, fuse: Callable[[], None] | None = None
+) -> dict[str, torch.Tensor]:
     """Return, by kind of row, the error of each row's logits as a share of the largest of its sequence."""
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(spec.vocab_size, (length,), generator=generator).to(device) for length in LENGTHS]
     theirs = [model.own_logits(model.reference(prompt, SINGLE)) for prompt in prompts]
+    if fuse is not None:
+        fuse()
     cache = ScratchCache(spec, tp_size, model.dtype, device)
     errors: dict[str, list[torch.Tensor]] = {}
     for step in steps():

@@ -34,6 +34,7 @@ from chitu.models.adapters import AdapterSpec
 from chitu.models.config import ModelSpec
 from chitu.models.generic.attention import PagedAttention
 from chitu.models.generic.check import check
+from chitu.models.generic.fusing import fuse
 from chitu.models.generic.library import library_version
 from chitu.models.generic.lora import AdaptedModules
 from chitu.models.generic.sharding import Sharding
@@ -255,7 +256,10 @@ def build_generic(
     if sharding is not None:
         sharding.add_sums(attention.on_sum)
     built = GenericModel(spec, parts, attention, dtype, sharding)
-    check(built, spec, device, shard.size if shard is not None else 1)
+    layers = {layer for adapter in adapters for layer in adapter.layers}
+    adapted = [part for name, part in parts.decoder.named_modules() if f"{parts.decoder_name}.{name}" in layers]
+    modules = (*parts.decoder.modules(), *parts.head.modules())
+    check(built, spec, device, shard.size if shard is not None else 1, lambda: fuse(modules, ops, adapted))
     if adapters:
         built.adapters = AdaptedModules(parts.decoder, f"{parts.decoder_name}.", adapters, dtype, device)
     return built
