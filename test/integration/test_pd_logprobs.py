@@ -252,7 +252,8 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
         moved = [r.kv_bytes for r in snapshot.requests if r.request_id.startswith(f"{name}-") and r.prefill]
         if moved and not cached:  # a unified instance moves nothing
             num_pages = -(-length // 16) if asked["max_tokens"] > 1 else 0
-            page_bytes = msgspec.convert(layout, KVLayout).bytes_per_page
+            of_rank = msgspec.convert(layout, KVLayout)
+            page_bytes = of_rank.tp_size * of_rank.bytes_per_page
             assert sum(moved) == num_pages * page_bytes + aux_row_bytes(VOCAB), (options, moved)
     wait_until(
         lambda: all(map(is_whole, instance_loads(cluster.url).values())), 30.0, lambda: instance_loads(cluster.url)
