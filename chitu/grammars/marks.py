@@ -53,11 +53,12 @@ def behind_reasoning(
         answer = {"lark_grammar": grammar}
     kept_out = {*eos_ids, added_tokens.get(reasoning.close)}
     others = ",".join(str(token) for token in sorted(added_tokens.values()) if token not in kept_out)
-    thought = f"{f'(TEXT <[{others}]>)* ' if others else ''}led gap @{ANSWER}"
+    behind, head = (f"{with_marks(text, added_tokens)} " if text else "" for text in (reasoning.behind, reasoning.head))
+    thought = f"{f'(TEXT <[{others}]>)* ' if others else ''}led {behind or 'gap '}{head}@{ANSWER}"
     if not reasoning.is_open:
         token = added_tokens.get(reasoning.open)
-        opened = quoted(reasoning.open) if token is None else f"<[{token}]>"
-        thought = f"@{ANSWER} | {opened} {thought}"
+        opened = with_marks(reasoning.open, added_tokens) if token is None else f"<[{token}]>"
+        thought = f"{head}@{ANSWER} | {opened} {thought}"
     rules = [f"start: {thought}", *text_up_to(reasoning.close, added_tokens), FREE_TEXT, GAP]
     ahead = {"lark_grammar": "%llguidance {}\n" + "\n".join(rules) + "\n"}
     return json.dumps({"grammars": [ahead, {**answer, "name": ANSWER}]})

@@ -48,6 +48,9 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     rules += [f"call: {call_of_any}", f"one: {trigger} call"]
     if calls.is_required:
         start = f"one ({separator} one)*" if calls.is_parallel and not calls.close else "one"
+    elif calls.text_begin:
+        rules.append(FREE_TEXT)
+        start = f"one | {with_marks(calls.text_begin, added_tokens)} TEXT"
     elif calls.is_leading:
         first = f"\\x{{{ord(calls.trigger[0]):x}}}"
         rules.append(rf"OTHER: /\s*([^\s{first}](.|\n)*)?/")

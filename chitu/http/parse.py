@@ -140,7 +140,7 @@ class ParsedRequest(msgspec.Struct):
         options = self.options
         fields = {
             "n": len(self.prompts) * options.n > 1,
-            "tools": self.plan is not None and self.plan.calls is not None,
+            "tools": self.plan is not None and bool(self.plan.names),
             "return_proof": options.return_proof,
             "prompt_logprobs": options.prompt_logprobs is not None,
             "echo with logprobs": options.echo and options.logprobs is not None,
@@ -350,6 +350,8 @@ class BodyParser:
         most = kept_tokens(body, wanted or default_tokens or 1, limits.max_model_len)
         grammar, grammar_param = grammar_of(body, calls) or (None, None)
         if grammar is not None:
+            if reasoning is not None and grammar.kind == "tool_calls":
+                reasoning = msgspec.structs.replace(reasoning, head="")  # calls and text have their own
             grammar = msgspec.structs.replace(grammar, reasoning=reasoning)
         bad_words = self._model.bad_words(body.bad_words, limits) if body.bad_words else ()
         prompts: list[Prompt] = []

@@ -13,6 +13,7 @@ from typing import Any
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from chitu.http.bodies import MAX_TOKENS, ChatBody
+from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
 from chitu.http.token_logprobs import (
     ChatLogprobs,
@@ -225,11 +226,11 @@ class ServedModel:
             self.message_format if body.separate_reasoning is not False else (self.message_format.calls, None)
         )
         if not tools:
-            calls = None
+            calls = calls if calls is HarmonyParser and marks is not None else None
         elif calls is None or "tools" not in self.tokenizer.template_variables:
             raise InvalidRequest(
                 "tools: the model's chat template has none, or calls them in an unknown format (known: "
-                "Hermes and Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Kimi-K2, DeepSeek, Llama 3, Mistral)",
+                "Hermes and Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Kimi-K2, DeepSeek, gpt-oss, Llama 3, Mistral)",
                 "tools",
             )
         if calls is None and marks is None:

@@ -30,6 +30,10 @@ class Reasoning(Wire, frozen=True):
     close: str
     is_open: bool = False
     """Whether the prompt ended within it."""
+    behind: str = ""
+    """Text that follows `close`."""
+    head: str = ""
+    """Text that precedes the answer, also if there is no reasoning."""
 
 
 class Grammar(Wire, frozen=True):
@@ -86,3 +90,5 @@ class ToolCalls(Wire, frozen=True):
     close: str = ""
     """If not empty, one trigger begins a section of calls, with `separator` between them, and this ends it: the
     trigger is only at the beginning of the first call."""
+    text_begin: str = ""
+    """If not empty, an answer is one call, or free text with this ahead of it. Only if not `is_leading`."""

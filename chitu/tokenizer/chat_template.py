@@ -132,6 +132,8 @@ class ChatTemplate:
         trees = map(environment.parse, templates.values())
         self.variables = frozenset(name for tree in trees for name in find_undeclared_variables(tree))
         """Names that the templates read."""
+        self._reads_thinking = "message.thinking" in self.source and "reasoning_content" not in self.source
+        """Reasoning of earlier turns is called `thinking`, as in gpt-oss' template."""
         self._call_form = functools.cache(self._find_call_form)
 
     def render(
@@ -179,6 +181,9 @@ class ChatTemplate:
                     where = f"messages[{i}].tool_calls"
                     raise InvalidRequest(f"{where}: the model's chat template writes no calls beside content", where)
                 message = _in_form(message, form or CALL_FORMS[0])
+            # gpt-oss' template refuses both thinking and content beside a call.
+            if self._reads_thinking and not (message.get("tool_calls") and message.get("content")):
+                message = {**message, **({"thinking": told} if (told := message.get("reasoning_content")) else {})}
             found.append(message)
         return found
 

@@ -22,6 +22,11 @@ from chitu.grammars import CompiledGrammar, GrammarCompiler, GrammarStore, Match
 from chitu.grammars.compiler import MASK_GRACE_S, MASK_S_PER_TOKEN, MAX_GBNF_CHARS
 from chitu.grammars.schema import ENFORCED_FORMATS, enforceable
 from chitu.grammars.store import MAX_KEPT, MAX_WAITING
+from chitu.http.messages.call_formats import grammar_of_calls
+from chitu.http.messages.call_parser import CallParser
+from chitu.http.messages.harmony import HarmonyParser
+from chitu.http.messages.message_parser import HARMONY
+from chitu.http.messages.section_calls import DeepSeekParser, FencedDeepSeekParser, KimiParser
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, Reasoning, ToolCall, ToolCalls
 from chitu.tokenizer import Tokenizer
 
@@ -293,7 +298,11 @@ def test_arguments_of_a_call_have_the_options_of_every_schema(is_required: bool)
         compiled({**SCHEMA, "not": {}, "x-guidance": {"lenient": True}})
 
 
-ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]")
+FORMATS: list[type[CallParser]] = [KimiParser, DeepSeekParser, FencedDeepSeekParser, HarmonyParser]
+ADDED = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "[ARGS]"),
+    *dict.fromkeys(mark for calls in FORMATS for mark in calls.needed),
+)
 
 
 def with_marks() -> tuple[Backend, GrammarCompiler]:
@@ -404,6 +413,28 @@ def test_free_text_takes_a_trigger_that_is_an_added_token(is_spelled: bool) -> N
         assert is_answer(grammar, text, is_spelled), text
     for text in ("<tool_call>", call.replace("3", '"3"'), f"Well: {call[:-3]}"):
         assert not is_answer(grammar, text, is_spelled), text
+
+
+@pytest.mark.parametrize("calls", FORMATS)
+@pytest.mark.parametrize("is_required", [False, True])
+def test_calls_with_many_marks_are_enforced_as_the_tokens_of_these(calls: type[CallParser], is_required: bool) -> None:
+    grammar = grammar_of_calls(calls, [{"function": {"name": "f", "parameters": SCHEMA}}], ["p"], True, is_required)
+    begin, end = calls.written("f")
+    begin += f"0{calls.index_end}" if calls.index_end else ""
+    end += calls.end_mark if calls.has_section else ""
+    assert is_answer(grammar, f'{begin}{{"x": 3}}{end}', False)
+    assert not is_answer(grammar, f'{begin}{{"x": "3"}}{end}', False)
+    assert is_answer(grammar, f"{calls.text_begin}Free.", False) is not is_required
+    if calls is HarmonyParser:
+        thought = f"{HARMONY.open}I do.<|channel|>{HARMONY.close}{HARMONY.behind}"
+        reasoning = Reasoning(*HARMONY[:2], False, HARMONY.behind)
+        behind = msgspec.structs.replace(grammar, reasoning=reasoning)
+        for ahead in ("", thought):
+            assert is_answer(behind, f'{ahead}{begin}{{"x": 3}}{end}', False)
+            assert is_answer(behind, f"{ahead}{calls.text_begin}Free.", False) is not is_required
+        schema = Grammar("json_schema", json.dumps(SCHEMA), msgspec.structs.replace(reasoning, head=HARMONY.head))
+        assert is_answer(schema, f'{thought}{HARMONY.head}{{"x": 3}}', False)
+        assert not is_answer(schema, f'{thought}{{"x": 3}}', False)
 
 
 @pytest.mark.parametrize("is_required", [False, True])

@@ -6,6 +6,7 @@
   after `<|python_tag|>`. Any other object is content, as soon as its keys tell.
 * Qwen3-Coder, GLM-4.5 and MiniMax-M2: tagged texts (`tagged_calls.py`).
 * Kimi-K2 and DeepSeek: a section of calls between marks (`section_calls.py`).
+* gpt-oss: a message on the channel `commentary` (`harmony.py`).
 * Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]name{...}`,
   with `[CALL_ID]...` and `[ARGS]` after the name in some versions. All forms are read; an enforced call has the form
   that the model's template writes.
@@ -24,7 +25,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallDelta, CallParser, json_text
+from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallParser, Piece, json_text
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 
 
@@ -72,7 +73,7 @@ class MistralParser(CallParser):
     def written(cls, name: str) -> tuple[str, str]:
         return f'{MARK} [{{"name": {json_text(name)}, "arguments": ', "}]"
 
-    def finish(self, is_whole: bool = True) -> list[str | CallDelta]:
+    def finish(self, is_whole: bool = True) -> list[Piece]:
         named = _NAMED.match(self._held) if is_whole and self._state == self._in_head else None
         if named is None or named.end() < len(self._held) or named[1] not in self._names:
             return super().finish(is_whole)
@@ -131,10 +132,13 @@ def grammar_of_calls(
             raise InvalidRequest(f"{param} must be 'object', since calls of {name!r} are enforced", param)
         begin, end = parser.written(function["name"])
         calls.append(ToolCall(begin, msgspec.Raw(msgspec.json.encode(schema)), end, parser.fields, parser.index_end))
-    several = is_parallel and (parser.separator is not None or not is_required)
+    several = is_parallel and (parser.separator is not None or not (is_required or parser.text_begin))
     is_leading = parser.is_leading and not is_required
     close = parser.end_mark if parser.has_section else ""
-    record = ToolCalls(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading, close)
+    record = ToolCalls(
+        *(tuple(calls), parser.trigger, is_required, several, parser.separator or "", is_leading, close),
+        parser.text_begin,
+    )
     text = msgspec.json.encode(record).decode()
     if len(text) > MAX_GRAMMAR_CHARS:
         raise InvalidRequest(

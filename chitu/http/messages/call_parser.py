@@ -44,6 +44,10 @@ class MessageDelta(NamedTuple):
     calls: tuple[CallDelta, ...] = ()
 
 
+Piece = str | CallDelta | MessageDelta
+"""What a parser emits; text is content."""
+
+
 def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelta:
     """Return all parts as one: as text (which is content) unless a part is more than text."""
     texts = [part for part in parts if isinstance(part, str)]
@@ -313,6 +317,8 @@ class CallParser(abc.ABC):
     """How arguments are written; None: as a JSON object."""
     index_end: ClassVar[str] = ""
     """If not empty, a number follows what `written` returns first, and then this."""
+    text_begin: ClassVar[str] = ""
+    """What an answer that is text begins with, and no call does; empty: text and calls may be mixed."""
     has_section: ClassVar[bool] = False
     """One `trigger` begins all calls, and `end_mark` ends them. False: each call has its own."""
 
@@ -334,7 +340,7 @@ class CallParser(abc.ABC):
         self._closers: tuple[str, ...] = ()
         """Texts that may follow the calls of a mark."""
         self._json = JSONEnd()
-        self._pieces: list[str | CallDelta] = []
+        self._pieces: list[Piece] = []
         self._trims = False
         """The next space is dropped."""
         self._has_mark = False
@@ -344,11 +350,16 @@ class CallParser(abc.ABC):
             self._begin("", "")
 
     @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text is reasoning, where the format of the calls has it, too (`harmony.py`)."""
+        return False
+
+    @property
     def is_complete(self) -> bool:
         """Whether the only call that is permitted is complete."""
         return self._state == self._behind_all
 
-    def push(self, text: str) -> list[str | CallDelta]:
+    def push(self, text: str) -> list[Piece]:
         """Return what can be emitted now: content and calls."""
         self._pieces = []
         for at in range(0, len(text), PIECE_CHARS):
@@ -357,7 +368,7 @@ class CallParser(abc.ABC):
                 piece = self._state(piece)
         return self._pieces
 
-    def finish(self, is_whole: bool = True) -> list[str | CallDelta]:
+    def finish(self, is_whole: bool = True) -> list[Piece]:
         """Return the rest. No more text follows. Unless `is_whole`, the text was cut off."""
         self._pieces = []
         held, self._held = self._held, ""

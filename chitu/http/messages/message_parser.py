@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
 from chitu.http.messages.call_formats import ARGS, MARK, HermesParser, LlamaParser, MistralParser, NamedMistralParser
-from chitu.http.messages.call_parser import CallDelta, CallParser, MessageDelta, joined
+from chitu.http.messages.call_parser import CallParser, MessageDelta, Piece, joined
+from chitu.http.messages.harmony import ANALYSIS, CHANNEL, END, FINAL, NEXT, HarmonyParser
 from chitu.http.messages.section_calls import (
     DEEPSEEK_BEGIN,
     KIMI_BEGIN,
@@ -29,9 +30,15 @@ MAX_SPACE_CHARS = 64
 class ReasoningMarks(NamedTuple):
     open: str
     close: str
+    behind: str = ""
+    """What follows `close`."""
+    head: str = ""
+    """What then precedes an answer that is no call."""
 
 
 MARKS = (ReasoningMarks("<think>", "</think>"), ReasoningMarks("[THINK]", "[/THINK]"))
+HARMONY = ReasoningMarks(ANALYSIS, END, NEXT, FINAL)
+"""Of a grammar only: `HarmonyParser` reads it."""
 
 
 class ReasoningParser:
@@ -103,6 +110,7 @@ class ReasoningParser:
 
 
 CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
+    ((CHANNEL, "functions."), HarmonyParser),
     (("<tool_call>", "<function="), QwenCoderParser),
     (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
     (("<tool_call>", "<arg_key>"), GLMParser),
@@ -128,6 +136,8 @@ class MessageFormat(NamedTuple):
     def of(cls, template: str) -> MessageFormat:
         """Return the formats that a chat template writes."""
         calls = next((parser for texts, parser in CALL_FORMATS if all(text in template for text in texts)), None)
+        if calls is HarmonyParser:
+            return cls(calls, HARMONY)
         return cls(calls, next((marks for marks in MARKS if marks.close in template), None))
 
 
@@ -170,10 +180,15 @@ class MessagePlan(NamedTuple):
         """Return the reasoning that may precede an answer to this prompt; None if none may, or the prompt has it."""
         if self.reasoning is None or prompt.rstrip().endswith(self.reasoning.close):
             return None
-        return Reasoning(self.reasoning.open, self.reasoning.close, self.is_reasoning)
+        marks = self.reasoning
+        return Reasoning(marks.open, marks.close, self.is_reasoning, marks.behind, marks.head)
 
     def parser(self) -> MessageParser:
         """Return the parser of a new choice."""
+        if self.calls is HarmonyParser:
+            split = self.reasoning is not None
+            channels = HarmonyParser(self.names, self.is_parallel, self.is_enforced, split, self.shows_reasoning)
+            return MessageParser(None, channels, self.shows_reasoning)
         reasoning = ReasoningParser(self.reasoning, self.is_reasoning) if self.reasoning is not None else None
         calls = self.calls(self.names, self.is_parallel, self.is_enforced) if self.calls is not None else None
         return MessageParser(reasoning, calls, self.shows_reasoning)
@@ -190,12 +205,14 @@ class MessageParser:
     @property
     def may_reason(self) -> bool:
         """Whether further text may be reasoning."""
-        return self._reasoning is not None
+        return self._reasoning is not None or isinstance(self._calls, HarmonyParser)
 
     @property
     def is_reasoning(self) -> bool:
         """Whether the next text is reasoning, as far as is known."""
-        return self._reasoning is not None and self._reasoning.is_inside
+        if self._reasoning is not None:
+            return self._reasoning.is_inside
+        return self._calls is not None and self._calls.is_reasoning
 
     @property
     def has_calls(self) -> bool:
@@ -222,7 +239,7 @@ class MessageParser:
         shown = joined(parts)
         return self._with_reasoning(reasoning, shown)
 
-    def _content(self, text: str, read: Callable[[CallParser, str], list[str | CallDelta]]) -> str | MessageDelta:
+    def _content(self, text: str, read: Callable[[CallParser, str], list[Piece]]) -> str | MessageDelta:
         return text if self._calls is None else joined(read(self._calls, text))
 
     def _with_reasoning(self, reasoning: str, shown: str | MessageDelta) -> str | MessageDelta:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from chitu.grammars.tool_calls import is_raw_text, types_of
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, Call, CallDelta, CallParser, json_text, mended
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, Call, CallParser, Piece, json_text, mended
 from chitu.protocol import ToolFields
 
 _one_value = msgspec.json.Decoder(list[msgspec.Raw])
@@ -95,7 +95,7 @@ class TaggedParser(CallParser):
         self._state = self._in_text
         return text
 
-    def finish(self, is_whole: bool = True) -> list[str | CallDelta]:
+    def finish(self, is_whole: bool = True) -> list[Piece]:
         self._pieces = []
         if is_whole and self._state == self._in_arguments:  # the model left the end out
             arguments = self._arguments("".join(self._raw[2:]))
