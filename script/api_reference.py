@@ -56,19 +56,19 @@ that clients can act on; what fails later is an error event in the stream, as af
 not streamed has no such sign of life: a proxy in front must wait as long as it may take, or the client should stream.
 
 The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Qwen3-Coder, as GLM-4.5, as
-MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as gpt-oss, as Llama 3 or as Mistral. With other
-templates `tools` are refused, also with those that show no tools (DeepSeek's own): a `chat_template.jinja` in the
-folder replaces them. gpt-oss answers on channels: `analysis` is `reasoning_content`, `commentary` to a tool is a call,
-everything else is `content`. Its answer has at most one call, behind which the model stops. A grammar
-(`response_format` too) allows one message of analysis, and then a call or the final text. The ids of Kimi-K2's calls
-are its own (`functions.name:index`), since its template writes them again: send them back as they are. Where a model
-writes arguments as tagged texts (Qwen3-Coder, GLM-4.5, MiniMax-M2), the tool's schema says which are strings. Only a
-call of an offered tool is a call. It may have `type`, may have name and arguments within `function`, `parameters` for
-`arguments`, arguments as text, or none; a code fence or an array may be around it; raw line breaks and tabs in its
-strings become escapes. Anything else that the model writes is `content`, also a call whose JSON is broken or cut off.
-A stream sends a call when it is complete, so `arguments` are always a JSON object, and the parts of a stream are
-always the answer that is not streamed. Text between `<think>` or `[THINK]` and its end is `reasoning_content` if the
-template knows these marks.
+MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as gpt-oss, as Llama 3 and 4 (in JSON or in Python,
+`[f(a=1)]`) or as Mistral. With other templates `tools` are refused, also with those that show no tools (DeepSeek's
+own): a `chat_template.jinja` in the folder replaces them. gpt-oss answers on channels: `analysis` is
+`reasoning_content`, `commentary` to a tool is a call, everything else is `content`. Its answer has at most one call,
+behind which the model stops. A grammar (`response_format` too) allows one message of analysis, and then a call or the
+final text. The ids of Kimi-K2's calls are its own (`functions.name:index`), since its template writes them again: send
+them back as they are. Where a model writes arguments as tagged texts (Qwen3-Coder, GLM-4.5, MiniMax-M2), the tool's
+schema says which are strings. Only a call of an offered tool is a call. It may have `type`, may have name and arguments
+within `function`, `parameters` for `arguments`, arguments as text, or none; a code fence or an array may be around it;
+raw line breaks and tabs in its strings become escapes. Anything else that the model writes is `content`, also a call
+whose JSON is broken or cut off. A stream sends a call when it is complete, so `arguments` are always a JSON object, and
+the parts of a stream are always the answer that is not streamed. Text between `<think>` or `[THINK]` and its end is
+`reasoning_content` if the template knows these marks.
 
 `/v1/messages` and `/v1/messages/count_tokens` are Anthropic's Messages API, made into a chat: the base URL of its
 clients and agents is that of the server, without `/v1`. `model` is the served name, so set it in the agent, also that

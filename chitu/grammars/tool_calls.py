@@ -54,7 +54,7 @@ def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_opti
     elif calls.is_leading:
         first = f"\\x{{{ord(calls.trigger[0]):x}}}"
         rules.append(rf"OTHER: /\s*([^\s{first}](.|\n)*)?/")
-        start = f"one ({separator} one)* | OTHER" if calls.is_parallel else "one | OTHER"
+        start = f"one ({separator} one)* | OTHER" if calls.is_parallel and not calls.close else "one | OTHER"
     else:
         rules += [FREE_TEXT, *text_up_to(calls.trigger, added_tokens)]
         start = "(led call)* TEXT" if calls.is_parallel else "led call | TEXT"
@@ -66,26 +66,48 @@ def _fields_lark(
 ) -> list[str]:
     """Return the rules of a call whose arguments are tagged texts: those of the schema's properties, in their order. A
     tool without properties has arguments of any name, unless its schema permits no others."""
-    text, name = f"{rule}_text", f"{rule.upper()}_NAME"
-    rules, parts = [f"{text}[lazy]: /(.|\\n)*/ {quoted(fields.end)}"], []
+    text, name, separator = f"{rule}_text", f"{rule.upper()}_NAME", fields.separator
+    options = {"x-guidance": dict(json_options)}
+    is_closed = schema.get("additionalProperties") is False
+    if separator:
+        text_rule = f"{text}: %json {json.dumps(options)}"
+    else:
+        text_rule = f"{text}[lazy]: /(.|\\n)*/ {quoted(fields.end)}"
+    rules, parts = [text_rule], []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = schema.get("required") or ()
     for i, (key, given) in enumerate((schema.get("properties") or {}).items()):
         head, value = quoted(fields.begin + key + fields.middle), f"{rule}_{i}"
-        words = given.get("enum") if isinstance(given, dict) else None
+        words = given.get("enum") if isinstance(given, dict) and not separator else None
         if words and all(isinstance(word, str) for word in words):
             rules.append(f"{value}: {head} ({' | '.join(quoted(word + fields.end) for word in words)})")
-        elif is_raw_text(given, schema):
+        elif is_raw_text(given, schema) and not separator:
             rules.append(f"{value}: {head} {text}")
         else:
-            told = json.dumps({**given, **shared, "x-guidance": dict(json_options)})
+            told = json.dumps({**(given if isinstance(given, dict) else {}), **shared, **options})
             rules.append(f"{value}: {head} %json {told} {quoted(fields.end)}")
         parts.append(value if key in required else f"{value}?")
-    if not parts and schema.get("additionalProperties") is not False:
+    if separator and parts:
+        rules += _separated(rule, parts, quoted(separator))
+        parts = [f"{rule}_first_0"]
+    elif not parts and not is_closed:
         rules.append(f"{name}: /[A-Za-z0-9_.-]+/")
         rules.append(f"{rule}_any: {quoted(fields.begin)} {name} {quoted(fields.middle)} {text}")
-        parts.append(f"{rule}_any*")
+        several = f"({rule}_any ({quoted(separator)} {rule}_any)*)?" if separator else f"{rule}_any*"
+        parts.append(several)
     return [*rules, f"{rule}: {' '.join([begin, *parts, end])}"]
+
+
+def _separated(rule: str, parts: list[str], separator: str) -> list[str]:
+    """Return rules of `parts` in their order (`?` behind one that may be missing) with a separator between them."""
+    last = len(parts)
+    rules = [f'{rule}_first_{last}: ""', f'{rule}_more_{last}: ""']
+    for i, part in enumerate(parts):
+        value, more = part.removesuffix("?"), f"{rule}_more_{i + 1}"
+        is_optional = part != value
+        rules.append(f"{rule}_first_{i}: {value} {more}" + (f" | {rule}_first_{i + 1}" if is_optional else ""))
+        rules.append(f"{rule}_more_{i}: ({separator} {value}){'?' if is_optional else ''} {more}")
+    return rules
 
 
 MAX_REFERENCES = 8

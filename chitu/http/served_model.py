@@ -229,8 +229,8 @@ class ServedModel:
             calls = calls if calls is HarmonyParser and marks is not None else None
         elif calls is None or "tools" not in self.tokenizer.template_variables:
             raise InvalidRequest(
-                "tools: the model's chat template has none, or calls them in an unknown format (known: "
-                "Hermes and Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Kimi-K2, DeepSeek, gpt-oss, Llama 3, Mistral)",
+                "tools: the model's chat template has none, or calls them in an unknown format (known: Hermes and "
+                "Qwen, Qwen3-Coder, GLM-4.5, MiniMax-M2, Kimi-K2, DeepSeek, gpt-oss, Llama 3 and 4, Mistral)",
                 "tools",
             )
         if calls is None and marks is None:

@@ -49,11 +49,13 @@ class Grammar(Wire, frozen=True):
 
 class ToolFields(Wire, frozen=True):
     """How a format writes arguments that are no JSON object: for each `begin`, its name, `middle`, its value and `end`.
-    Strings are raw text that does not have `end`."""
+    Strings are raw text that does not have `end`, or with `separator` JSON."""
 
     begin: str
     middle: str
     end: str
+    separator: str = ""
+    """Text between the arguments."""
 
 
 class ToolCall(Wire, frozen=True):

@@ -3,8 +3,10 @@
 * Hermes and Qwen: `{"name": ..., "arguments": {...}}` between `<tool_call>` and `</tool_call>`, one or several. Hermes
   2 Pro writes the arguments first.
 * Llama 3: an answer that is `{"name": ..., "parameters": {...}}`, or several of these separated by `;`, optionally
-  after `<|python_tag|>`. Any other object is content, as soon as its keys tell.
+  after `<|python_tag|>`. Any other object is content, as soon as its keys tell. Llama 4 writes these objects, too,
+  without a separator, behind `<|python_start|>`, content and `<|python_end|>`.
 * Qwen3-Coder, GLM-4.5 and MiniMax-M2: tagged texts (`tagged_calls.py`).
+* Llama 3.2 and 4 with a template that calls in Python: `[f(a=1), g()]` (`pythonic_calls.py`).
 * Kimi-K2 and DeepSeek: a section of calls between marks (`section_calls.py`).
 * gpt-oss: a message on the channel `commentary` (`harmony.py`).
 * Mistral: `[TOOL_CALLS]` and an array of `{"name": ..., "arguments": {...}}`, or for each call `[TOOL_CALLS]name{...}`,
@@ -50,6 +52,16 @@ class LlamaParser(CallParser):
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return f'{{"name": {json_text(name)}, "parameters": ', "}"
+
+
+class Llama4Parser(LlamaParser):
+    """Llama 4: content between two marks, and the calls behind it; models also put a call between the marks."""
+
+    marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
+    hides_marks: ClassVar[bool] = True
+    needed: ClassVar[tuple[str, ...]] = marks
+    separator: ClassVar[str | None] = ""
+    end_mark: ClassVar[str] = marks[1]
 
 
 MARK = "[TOOL_CALLS]"

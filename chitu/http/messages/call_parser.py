@@ -303,6 +303,8 @@ class CallParser(abc.ABC):
 
     marks: ClassVar[tuple[str, ...]]
     """Marks that begin a call in free text."""
+    hides_marks: ClassVar[bool] = False
+    """Marks are no content, also where no call follows them."""
     needed: ClassVar[tuple[str, ...]] = ()
     """Texts without which calls are not found, and which may be special tokens."""
     trigger: ClassVar[str]
@@ -398,7 +400,7 @@ class CallParser(abc.ABC):
         self._show(text[:at])
         self._has_mark = True
         self._closers = (self.end_mark,) if self.end_mark else ()
-        return self._begin(text[at:end], text[end:])
+        return self._begin("" if self.hides_marks else text[at:end], text[end:])
 
     def _begin(self, mark: str, text: str) -> str:
         self._raw, self._name = [mark], ""

@@ -9,9 +9,18 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple
 
 from chitu.errors import InvalidRequest
-from chitu.http.messages.call_formats import ARGS, MARK, HermesParser, LlamaParser, MistralParser, NamedMistralParser
+from chitu.http.messages.call_formats import (
+    ARGS,
+    MARK,
+    HermesParser,
+    Llama4Parser,
+    LlamaParser,
+    MistralParser,
+    NamedMistralParser,
+)
 from chitu.http.messages.call_parser import CallParser, MessageDelta, Piece, joined
 from chitu.http.messages.harmony import ANALYSIS, CHANNEL, END, FINAL, NEXT, HarmonyParser
+from chitu.http.messages.pythonic_calls import PythonicParser
 from chitu.http.messages.section_calls import (
     DEEPSEEK_BEGIN,
     KIMI_BEGIN,
@@ -120,7 +129,10 @@ CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     ((MARK, ARGS), NamedMistralParser),
     ((MARK,), MistralParser),
     (("<tool_call>", '"arguments"'), HermesParser),
+    (("<|start_header_id|>", "name + '('"), PythonicParser),
+    (("<|header_start|>", "name + '('"), PythonicParser),
     (("<|start_header_id|>", '"parameters"'), LlamaParser),
+    (("<|header_start|>", '"parameters"'), Llama4Parser),
 )
 """Texts in a chat template, and the parser of its calls. The first entry whose texts are all there applies."""
 
