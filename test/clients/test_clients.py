@@ -21,7 +21,7 @@ RunClient = Callable[..., str]
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("client", ["openai", "anthropic", "langchain", "litellm", "instructor"])
+@pytest.mark.parametrize("client", ["openai", "anthropic", "langchain", "agents", "litellm", "instructor"])
 def test_texts_streams_tools_and_schemas_are_served(run_client: RunClient, client: str) -> None:
     assert run_client(f"{client}_client.py").splitlines()[-1] == "served"
 
