@@ -1,0 +1,83 @@
+"""Print which variants of Triton's kernels a GPU would compile for the steps of an engine, without a GPU and without
+compiling: JSON, the number of variants by kernel after the warm-up, and those that later steps still add.
+
+A stand-in takes the place of Triton's driver, and a hook that of its compiler, so launches end where a kernel would be
+compiled: with the key that the launcher made of its arguments. Kernels compute nothing; products give zeros, so that
+logits are finite. Runs in a process of its own without the interpreter: `python kernel_variants.py FOLDER FAMILY`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import torch
+import triton
+from engine_checkpoints import Engine, write_checkpoint
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from chitu.engine.executor import PrefillChunk, StepPlan
+from chitu.engine.step_graphs import EagerRecorder, Recording
+from chitu.ops.kernels import small_linear
+from chitu.ops.triton_ops import TritonOps
+
+MOST_ROWS = 64
+"""Rows of the largest step that our own products take."""
+
+
+class Variants:
+    """The variants that launches asked for so far."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, set[str]] = {}
+        target = GPUTarget("cuda", 90, 32)
+        driver.set_active(
+            SimpleNamespace(
+                get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+            )
+        )
+        triton.knobs.runtime.jit_cache_hook = self._note
+
+    def _note(self, *, key: str, fn: object, **_: object) -> bool:
+        self._keys.setdefault(fn.name.rpartition(".")[2], set()).add(key)  # type: ignore[attr-defined]
+        return True  # so Triton compiles and launches nothing
+
+    def count(self) -> Counter[str]:
+        return Counter({name: len(keys) for name, keys in self._keys.items()})
+
+
+def main() -> None:
+    variants = Variants()
+    out = list(small_linear._small_linear.arg_names).index("out_ptr")
+    small_linear._small_linear.add_pre_run_hook(lambda *given, **_: given[out].zero_())
+    folder, family = Path(sys.argv[1]), sys.argv[2]
+    write_checkpoint(folder, family, num_layers=2)
+    engine = Engine(
+        folder,
+        ops=TritonOps(132),
+        recording=Recording(EagerRecorder(), decode_sizes=(1, 2, 4, 8, 16, 32, 48), prefill_sizes=(64, 128)),
+        max_model_len=160,
+        num_slots=MOST_ROWS,
+        num_pages=4 * MOST_ROWS,
+    )
+    engine.runner.warmup()
+    started = variants.count()
+    prompt = engine.admit(0, [7] * 3, 8)
+    # Prompts that end together: as many rows of logits as prompts. Then as many decodes, recorded and not.
+    for count in (1, 2, 5, 17, 33, 47, 48, MOST_ROWS):
+        prompts = [msgspec.structs.replace(prompt, slot=slot, pages=(slot,)) for slot in range(count)]
+        chunks = [PrefillChunk(slot, 0, 3, sample=True) for slot in range(count)]
+        engine.runner.execute(StepPlan(admit=prompts, prefill=chunks))
+        engine.runner.execute(StepPlan(decode=list(range(count))))
+        engine.runner.execute(StepPlan(release=list(range(count))))
+    print(json.dumps({"started": started, "added": variants.count() - started}))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
