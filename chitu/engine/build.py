@@ -292,7 +292,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     is_sparse = spec.latent is not None and spec.latent.index is not None
     is_own = spec.code == "own" and not is_sparse
     is_recorded = device.type == "cuda" and group is None and not layout.state and is_own
-    recording = Recording(CudaRecorder(device)) if is_recorded else None
+    recording = Recording.of(CudaRecorder(device), role) if is_recorded else None
     pool = KVPool(
         layout,
         num_pages,

@@ -22,6 +22,7 @@ from chitu.engine.sampling_ops import is_sound, marked
 from chitu.models.model import KVViews, Model
 from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
+from chitu.types import Role
 
 Replay = Callable[[], None]
 
@@ -47,22 +48,23 @@ class EagerRecorder:
 
 
 class CudaRecorder:
-    """A recorder of CUDA graphs. They never run concurrently, so they share one memory pool."""
+    """A recorder of CUDA graphs. They never run concurrently, so they share one memory pool, and one stream to record
+    on: torch keeps a workspace of cuBLAS (32 MiB on an H100) for each stream that had a matrix product."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, body: Callable[[], None]) -> Replay:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with on_stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with on_stream(self._stream):
             for _ in range(2):  # compiles kernels, and lets libraries allocate what they keep
                 body()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            body()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                body()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph.replay
 
 
@@ -74,6 +76,11 @@ class Recording:
     decode_sizes: Sequence[int] = DECODE_SIZES
     prefill_sizes: Sequence[int] = PREFILL_SIZES
     """Buckets of prefills; empty if prefills are not recorded."""
+
+    @classmethod
+    def of(cls, recorder: Recorder, role: Role) -> Recording:
+        """Return what an instance of this role records. D computes prompts only after a step that raised."""
+        return cls(recorder, prefill_sizes=() if role is Role.DECODE else PREFILL_SIZES)
 
 
 @dataclass(slots=True)

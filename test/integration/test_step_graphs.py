@@ -3,15 +3,19 @@ same tensors, padded to the same buckets. On a GPU, `test/gpu` runs the same cas
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_checkpoints import Engine, chunks_of, expected_tokens, generate, make_prompt, write_checkpoint
 
 from chitu.engine.executor import Offload, Restore, StepPlan
-from chitu.engine.step_graphs import EagerRecorder, Recording
+from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, EagerRecorder, Recording
 from chitu.errors import Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.ops.torch_ops import TorchOps
+from chitu.types import Role
 
 DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
 """Records decodes only: torch's operations read a batch's host side for spans, so prefill cannot be recorded with
@@ -109,6 +113,39 @@ def test_recorded_prefills_with_the_kernels_of_the_gpu(tmp_path):
     engine = Engine(tmp_path, ops=TritonOps(4), recording=recording, max_model_len=128, num_slots=1)
     prompt = make_prompt(70)
     assert generate(engine, [prompt], 2, chunk_size=70) == [expected_tokens(reference, prompt, 2)]
+
+
+def test_all_recordings_share_one_stream(monkeypatch):
+    """torch keeps a workspace of cuBLAS for each stream, outside of the memory that the budget knows."""
+    device, made, used = torch.device("cuda:1"), [], []
+
+    def new_stream(_device):
+        made.append(SimpleNamespace(device=device, wait_stream=lambda other: None))
+        return made[-1]
+
+    @contextmanager
+    def noted(stream):
+        used.append(stream)
+        yield
+
+    current = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: current)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: noted(None))
+    monkeypatch.setattr(torch.cuda, "stream", noted)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=len))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool, stream: noted(stream))
+    recorder, runs = CudaRecorder(device), []
+    for number in range(5):
+        recorder.record(lambda number=number: runs.append(number))
+    assert len(made) == 1 and [stream for stream in used if stream is not None] == made * 10
+    assert runs == [number for number in range(5) for _ in range(3)]
+
+
+def test_an_instance_records_what_it_runs():
+    for role, sizes in ((Role.PREFILL, PREFILL_SIZES), (Role.UNIFIED, PREFILL_SIZES), (Role.DECODE, ())):
+        assert Recording.of(EagerRecorder(), role).prefill_sizes == sizes
 
 
 def test_without_a_scratch_page_nothing_is_recorded(checkpoint):
