@@ -1,7 +1,8 @@
-"""Fixtures of tests that need a GPU; the tests are skipped without one.
+"""Fixtures of the tests of GPUs. Where there is none their *twin* runs: the same tests on a CPU, with Triton's
+interpreter, the eager recorder, `shm` and small sizes, so that they are known to work before a GPU runs them.
 
-`CHITU_GPU_TWIN=1` runs the same tests on a CPU, with Triton's interpreter, the eager recorder, `shm` and small sizes:
-so they are known to work before a GPU runs them.
+A twin that takes long, and shows only what other tests show on a CPU, is marked `on_card`: it runs by hand
+(`--by-hand`). `CHITU_GPU_TWIN=1` runs the twin, all of it, also beside a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))  # for its ch
 
 from chitu.engine.step_graphs import CudaRecorder, EagerRecorder, Recorder
 
-IS_TWIN = os.environ.get("CHITU_GPU_TWIN") == "1"
+IS_WHOLE_TWIN = os.environ.get("CHITU_GPU_TWIN") == "1"
+IS_TWIN = IS_WHOLE_TWIN or not torch.cuda.is_available()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,11 @@ def card() -> Card:
     return Card(device, count, lambda: CudaRecorder(device), "cuda_ipc", torch.bfloat16)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = None if IS_TWIN or torch.cuda.is_available() else "there is no CUDA device"
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    own = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in own:
+        item.add_marker(pytest.mark.emulated if IS_TWIN else pytest.mark.gpu)
+    if IS_TWIN and not IS_WHOLE_TWIN and not config.option.by_hand:
+        left_out = {item for item in own if item.get_closest_marker("on_card")}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]

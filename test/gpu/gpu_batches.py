@@ -23,14 +23,14 @@ def batch_on(card, seed: int, longest: int | None = None) -> tuple[Batch, int]:
     slots, positions, spans = [], [], []
     for slot in range(num_spans):
         start = source.choice([0, 0, 5, longest // 4])
-        length = source.choice([1, 63, 64, 65, longest // 2])
+        length = min(source.choice([1, 63, 64, 65, longest // 2]), longest - start)
         spans.append(Span(len(slots), length, slot, start))
         slots += [slot] * length
         positions += range(start, start + length)
     decode_row = len(slots)
     for slot in range(num_spans, num_slots):
         slots.append(slot)
-        positions.append(source.choice([0, 15, 16, 64, longest // 3, longest - 1]))
+        positions.append(min(source.choice([0, 15, 16, 64, longest // 3, longest - 1]), longest - 1))
     on = card.device
     batch = Batch(
         slots_T=torch.tensor(slots, device=on),

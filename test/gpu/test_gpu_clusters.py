@@ -15,7 +15,7 @@ from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
 from chitu.tools.make_model import make_model
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.on_card, pytest.mark.timeout(420)]
 """Timeout with fixtures included: a first cluster compiles its kernels, and may take 300 s until it is ready."""
 SLACK_BYTES = 96 << 20
 """Tolerated growth of a card's memory, or of a CPU process's: caches that fill once."""

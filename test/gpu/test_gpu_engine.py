@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 from chitu.engine.step_graphs import Recording
 from chitu.ops.triton_ops import TritonOps
 
+pytestmark = pytest.mark.on_card
+
 
 @pytest.fixture(scope="module")
 def checkpoint(card, tmp_path_factory):

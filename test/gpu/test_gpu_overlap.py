@@ -37,6 +37,7 @@ def no_waits(card) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.on_card
 def test_no_launch_waits_for_the_device_and_the_tokens_are_those_of_the_reference(card, checkpoint):
     """Admissions, first tokens, grown pages and sampling with penalties are launched before the last step is read."""
     folder, reference = checkpoint

@@ -106,6 +106,8 @@ def cluster_of(card, model: Path, topology: str, *overrides: str) -> Iterator[Lo
         yield cluster
 
 
+@pytest.mark.on_card
+@pytest.mark.timeout(420)  # three clusters, the first of which may compile its kernels
 def test_tokens_do_not_depend_on_the_way_that_kv_takes(card, model):
     """Compares `shm` (on a card it uses pinned host memory, whatever `transfer` says) with staging through the best
     transport here; verify_kv checks every page after its scatter."""
