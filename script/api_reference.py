@@ -24,11 +24,151 @@ from chitu.http.body_decoder import (
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
-HEAD = """# HTTP API: every field
+TITLE = """# HTTP API: every field
 
 Generated from `chitu/http/bodies.py` and `body_decoder.py` by `script/api_reference.py`; edit there.
 `GET /openapi.json` has the same with types. Every field of a body is served, refused, or in the short list of those
 without effect. `null` is the same as leaving a field out.
+
+## What others have
+
+vLLM, SGLang and Dynamo as their documentation had it in November 2026; their versions differ.
+
+"""
+COMPARISON = (
+    ("`/v1/completions`, `/v1/chat/completions`, `/v1/models`", "OpenAI, vLLM, SGLang, Dynamo", "yes", ""),
+    (
+        "`/v1/responses`",
+        "OpenAI, vLLM, SGLang, Dynamo",
+        "yes, but nothing is stored",
+        "`store`, `previous_response_id`, `conversation` and `background` need a database of conversations; send the "
+        "turns as `input`, as the Codex CLI and LangChain do",
+    ),
+    (
+        "`/v1/messages`, `/v1/messages/count_tokens`",
+        "Anthropic, vLLM, SGLang, Dynamo (experimental)",
+        "yes",
+        "text, tools and thinking; images and documents are refused by name",
+    ),
+    ("`/tokenize`, `/detokenize`", "vLLM, SGLang, TGI (`/tokenize`)", "yes", ""),
+    (
+        "`/generate`, Ollama's API, KServe over gRPC",
+        "SGLang (`/generate`, Ollama), TGI (`/generate`), Dynamo (KServe)",
+        "no",
+        "one way is enough: `/v1/completions` takes token ids, and `return_token_ids` returns them",
+    ),
+    (
+        "tools: calls in the model's own format, read and enforced",
+        "OpenAI, Anthropic, vLLM, SGLang, Dynamo",
+        "yes",
+        "the chat template says which format, so there is no option for it; `strict` tools, a named function and "
+        "`required` are enforced by a grammar in every format",
+    ),
+    (
+        "tools that the server runs: web search, code, MCP",
+        "OpenAI, Anthropic; vLLM and SGLang (for gpt-oss)",
+        "no",
+        "a router runs nobody's code; agents' tools of that kind are left out of the prompt, with a warning",
+    ),
+    (
+        "JSON schemas, regular expressions, choices, Lark and GBNF grammars",
+        "vLLM, SGLang; OpenAI (schemas, and grammars of custom tools)",
+        "yes",
+        "structural tags are not taken: tool calls have grammars of their own",
+    ),
+    ("logprobs of the answer and of the prompt", "OpenAI (answer), vLLM, SGLang", "yes", "of the raw logits"),
+    (
+        "`n`, `best_of`",
+        "OpenAI (`n`), vLLM, SGLang (`n`)",
+        "yes",
+        "beam search (vLLM) is refused: it needs other steps",
+    ),
+    (
+        "`priority`, `cache_salt`",
+        "vLLM, SGLang (`priority`, `extra_key`)",
+        "yes",
+        "",
+    ),
+    (
+        "images, sound and video in prompts or answers; speech, transcriptions",
+        "OpenAI, Anthropic (images), vLLM, SGLang, Dynamo",
+        "no",
+        "this server serves text, and the text part of models that also take images",
+    ),
+    (
+        "`/v1/embeddings`, `/v1/score`, `/v1/rerank`",
+        "OpenAI (embeddings), vLLM, SGLang, Dynamo (embeddings)",
+        "no",
+        "not yet",
+    ),
+    ("`/classify`, `/pooling`, reward models", "vLLM, SGLang", "no", "nobody has asked for it with separate P and D"),
+    ("`/v1/files`, `/v1/batches`", "OpenAI; Anthropic (its own); vLLM (`run-batch`, a file)", "no", "not yet"),
+    (
+        "weights that change while serving; pause, resume, sleep",
+        "SGLang, vLLM",
+        "no",
+        "not yet",
+    ),
+    (
+        "LoRA adapters",
+        "vLLM, SGLang, Dynamo",
+        "yes ([how](lora.md))",
+        "the list is fixed when P and D start, since both must have the same",
+    ),
+    ("empty the prefix cache", "vLLM, SGLang", "yes: `/admin/cache/flush`", ""),
+    (
+        "end a request by its id",
+        "SGLang (`/abort_request`), OpenAI (background responses)",
+        "yes: `/abort_request`",
+        "",
+    ),
+    (
+        "code in a request: `logits_processors`, `custom_logit_processor`",
+        "vLLM, SGLang",
+        "no",
+        "code from a request would run where everybody's requests are",
+    ),
+    (
+        "`chat_template` in the request",
+        "vLLM",
+        "no",
+        "a template is code, too; the folder's `chat_template.jinja` is read, and `chat_template_kwargs` are passed",
+    ),
+    (
+        "`continue_final_message`",
+        "vLLM, SGLang, Anthropic (a last turn of the assistant)",
+        "no",
+        "`/tokenize` renders messages; continue their ids at `/v1/completions`",
+    ),
+    (
+        "fields that pair P and D: `kv_transfer_params`, `bootstrap_room`",
+        "vLLM, SGLang",
+        "no",
+        "the router pairs them itself",
+    ),
+    ("unknown fields", "OpenAI refuses them; vLLM and SGLang ignore them", "refused", "see below"),
+    (
+        "an answer that outlives its connection and the router: `/v1/requests/{id}`",
+        "OpenAI (background responses)",
+        "yes ([how](failures.md))",
+        "",
+    ),
+    (
+        "a receipt that an answer was computed right: `return_proof`; `/trace/{id}`; `/cluster`",
+        "none of these",
+        "yes ([how](verify.md))",
+        "",
+    ),
+    (
+        "fine-tuning, vector stores, assistants, moderation, realtime",
+        "OpenAI (realtime: vLLM)",
+        "no",
+        "what others build on a server",
+    ),
+)
+"""What; who has it; whether this has it; the reason, or what to do instead."""
+HEAD = """
+## Notes
 
 An unknown field is refused, also in nested objects (400, `param` names it and the message names the nearest known one).
 With `dp_config.router.unknown_fields: warn` it is ignored instead, and the header `X-Chitu-Warning` of the answer names
@@ -109,7 +249,9 @@ def main() -> None:
 
 def reference() -> str:
     """Return the whole page."""
-    return HEAD + "".join(_parts())
+    rows = "".join(f"| {' | '.join(row)} |\n" for row in COMPARISON)
+    table = "| what | who has it | here | why not, or what instead |\n|---|---|---|---|\n"
+    return "".join([TITLE, table, rows, HEAD, *_parts()])
 
 
 def _parts() -> Iterator[str]:
