@@ -113,5 +113,5 @@ def _start_writer(
 
 def _tier_memory(pool: KVPool, tp_rank: int, main: RankHello) -> TierMemory:
     with open(f"/proc/{main.pid}/fd/{main.tier_file}", "r+b") as file:
-        memory = host_memory(os.fstat(file.fileno()).st_size, pool.device.type, file.fileno())
-    return TierMemory(memory, page_copies_of(pool, pool.device.type, tp_rank))
+        memory = host_memory(os.fstat(file.fileno()).st_size, file.fileno())
+    return TierMemory(memory, page_copies_of(pool, str(pool.device), memory, tp_rank))

@@ -276,8 +276,8 @@ def _build_tiers(
 ) -> tuple[PrefixTiers, int]:
     """Return the tiers, and the file descriptor of their memory for the other ranks (-1 if there are none)."""
     config = decode_cache(topology.cache) if instance.role is Role.DECODE else topology.cache
-    kind, name, host = _device_kind(instance), instance.name, instance.config.host
-    build = partial(build_tiers, config, name, host, pool, kind, cache, available_cpu_bytes(), RealClock(), wake.wake)
+    device, name, host = instance.config.devices[MAIN_RANK], instance.name, instance.config.host
+    build = partial(build_tiers, config, name, host, pool, device, cache, available_cpu_bytes(), RealClock(), wake.wake)
     if fan_out is None:
         return build(), -1
     file = shared_file("chitu-tiers", config.host_bytes, "cache.host_bytes, for all ranks")

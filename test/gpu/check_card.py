@@ -34,6 +34,7 @@ POLL_S = 0.1
 VERDICT = ("truth", "kernels", "engine")
 """Parts that decide whether the card computes what it should."""
 _TEST = re.compile(r"^(test/\S+?::.+?) (PASSED|FAILED|ERROR|SKIPPED)")
+_NUMBER = re.compile(r"-?\d+\.\d{4,}(e[-+]?\d+)?")
 _FIGURE = re.compile(r"^NOT MEASURED|  (GB/s|TFLOP/s|us|ms|k tok/s|x)  ")
 
 
@@ -170,7 +171,7 @@ class Check:
                 result.failed.append(found[1])
                 self._say(f"{result.name}: {found[2]} {found[1]}")
         elif running.part.shown is not None and running.part.shown.search(line):
-            self._say(re.sub(" {3,}", "  ", line)[:160])
+            self._say(_NUMBER.sub(lambda found: f"{float(found[0]):.4g}", line)[:160])
 
     def _finish(self, running: _Running, code: int) -> None:
         result = running.result

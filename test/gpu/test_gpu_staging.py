@@ -17,11 +17,12 @@ from support.router_process import wait_until
 from chitu.config.load import load_topology
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.shard_writer import pair_regions, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, PinDriver
+from chitu.kv_transfer.transports.cuda_ipc import PinDriver
 from chitu.kv_transfer.transports.segments import DeviceCopier, HostArena, StagingArea, area_of
 from chitu.kv_transfer.transports.staged import groups_of, packed
 from chitu.kv_transfer.transports.transport import CopyList
 from chitu.launch.local import LocalCluster
+from chitu.ops.cuda_driver import CudaDriver
 from chitu.ops.kernels.blocks import BlockCopier
 from chitu.protocol import KVLayout
 from chitu.tools.make_model import make_model

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_cache.tiers.device_page_copies import DevicePageCopies
-from chitu.kv_cache.tiers.page_copies import host_memory, page_content_bytes
+from chitu.kv_cache.tiers.page_copies import host_memory, page_content_bytes, page_copies_of
 from chitu.protocol import FP8_E4M3, KVLayout
 
 
@@ -18,9 +17,9 @@ def test_pages_go_to_pinned_memory_and_back(card, dtype):
         region.view(torch.uint8).random_()
     wait(card)
     before = [region.clone() for region in pool.regions]
-    copies, nbytes = DevicePageCopies(pool), page_content_bytes(pool.layout)
-    memory = host_memory(2 * nbytes, card.device.type)
-    assert torch.frombuffer(memory, dtype=torch.uint8).is_pinned() == (card.device.type == "cuda")
+    nbytes = page_content_bytes(pool.layout)
+    memory = host_memory(2 * nbytes)
+    copies = page_copies_of(pool, str(card.device), memory)
     for place, page in enumerate((3, 7)):
         copies.extract_from_kvpool(page, memory[place * nbytes : (place + 1) * nbytes])
         copies.restore_to_kvpool(page + 1, memory[place * nbytes : (place + 1) * nbytes])

@@ -10,9 +10,10 @@ import struct
 from collections.abc import Sequence
 
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.transports.cuda_ipc import HANDLE_BYTES, CudaIpcTransport, Exported
+from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from chitu.kv_transfer.transports.shm import find_range
 from chitu.kv_transfer.transports.transport import Int64s
+from chitu.ops.cuda_driver import HANDLE_BYTES, Exported
 from chitu.ops.kernels.blocks import cut
 from chitu.types import Ready
 

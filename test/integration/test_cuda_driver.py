@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 PROGRAM = """
 import threading
 from chitu.errors import TransferFailed
-from chitu.kv_transfer.transports.cuda_ipc import CudaDriver
+from chitu.ops.cuda_driver import CudaDriver
 
 BASE, BYTES, SHIFT = 0x700000000000, 65536, 0x1000000
 HOST = 0x7F0000000000  # above 32 bits, as addresses are

@@ -22,7 +22,7 @@ from chitu.errors import MissingDependency, TransferFailed
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import rank_memory
 from chitu.kv_transfer.shard_writer import TransferKVChunk, open_shards, pair_regions, plan_aux_copy, plan_page_copies
-from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport, Exported
+from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from chitu.kv_transfer.transports.local import register_memory
 from chitu.kv_transfer.transports.mapped import APART, mapping_of
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
@@ -37,6 +37,7 @@ from chitu.kv_transfer.transports.transport import (
     gathers,
     reaches_pages,
 )
+from chitu.ops.cuda_driver import Exported
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, RankMemory, TransportSession
 from chitu.tools.bench.transfer import INCARNATION, PipeMessages
 

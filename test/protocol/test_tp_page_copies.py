@@ -14,7 +14,7 @@ from support.fake_transport import FakeFabric
 from chitu.errors import ConfigError, Integrity, Internal, TransferFailed
 from chitu.kv_cache.checksum import HostPageSums, head_copies
 from chitu.kv_cache.pool import shared_file
-from chitu.kv_cache.tiers.page_copies import HostPageCopies, host_memory, page_content_bytes
+from chitu.kv_cache.tiers.page_copies import PoolPageCopies, host_memory, page_content_bytes
 from chitu.kv_transfer.both_sides import OwnMemory, TransferContext
 from chitu.kv_transfer.kv_manager import KVManagerConfig, manager_of_decode
 from chitu.kv_transfer.layout import PageSums, RoomSums, compare
@@ -48,16 +48,16 @@ class Instance:
                 [],
                 self._fan_out.base,
                 self._fan_out.num_lanes,
-                tiers=TierMemory(self._map(), HostPageCopies(self.ranks.pools[rank], rank)),
+                tiers=TierMemory(self._map(), PoolPageCopies(self.ranks.pools[rank], rank)),
             )
             for rank in range(1, size)
         ]
         for follower in self._followers:
             follower.start(thread)
-        self.copies = TPPageCopies(self._fan_out, HostPageCopies(self.ranks.pools[0]), self.memory, timeout_s)
+        self.copies = TPPageCopies(self._fan_out, PoolPageCopies(self.ranks.pools[0]), self.memory, timeout_s)
 
     def _map(self) -> memoryview:
-        return host_memory(3 * self.page_bytes, "cpu", self._file)
+        return host_memory(3 * self.page_bytes, self._file)
 
     def content(self, place: int) -> memoryview:
         return self.memory[place * self.page_bytes : (place + 1) * self.page_bytes]
@@ -94,9 +94,9 @@ def test_a_copy_may_have_the_longest_time_of_a_topology() -> None:
 def test_a_rank_that_does_not_answer_ends_the_instance() -> None:
     """The rank may write later to an unknown place, so these pages cannot be used again."""
     layout = layout_of(HEADS, 2)
-    pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout), "cpu")
+    pool, memory = Ranks(FakeFabric(), "p", layout).pools[0], host_memory(page_content_bytes(layout))
     fan_out = FanOut(1, 0)
-    copies = TPPageCopies(fan_out, HostPageCopies(pool), memory, timeout_s=0.05)
+    copies = TPPageCopies(fan_out, PoolPageCopies(pool), memory, timeout_s=0.05)
     for copy in (copies.extract_from_kvpool, copies.restore_to_kvpool):
         with pytest.raises(Internal, match="TP rank 1 did not answer"):
             copy(3, memory)
@@ -106,9 +106,9 @@ def test_a_rank_that_does_not_answer_ends_the_instance() -> None:
 def test_pages_are_summed_up_while_a_rank_copies_one() -> None:
     """A copy may take longer than a transfer may wait for its sums."""
     layout, begun, go_on = layout_of(HEADS, 2), threading.Event(), threading.Event()
-    pools, memory = Ranks(FakeFabric(), "p", layout).pools, host_memory(page_content_bytes(layout), "cpu")
+    pools, memory = Ranks(FakeFabric(), "p", layout).pools, host_memory(page_content_bytes(layout))
 
-    class SlowCopies(HostPageCopies):
+    class SlowCopies(PoolPageCopies):
         def extract_from_kvpool(self, page: int, content: memoryview) -> None:
             begun.set()
             assert go_on.wait(60.0)
@@ -122,7 +122,7 @@ def test_pages_are_summed_up_while_a_rank_copies_one() -> None:
     tiers = TierMemory(memory, SlowCopies(pools[1], 1))
     follower = ShardFollower(layout, 1, pools[1], [], fan_out.base, fan_out.num_lanes, sums[1], tiers)
     follower.start(thread)
-    copies = TPPageCopies(fan_out, HostPageCopies(pools[0]), memory, 60.0)
+    copies = TPPageCopies(fan_out, PoolPageCopies(pools[0]), memory, 60.0)
     copying = thread("tiers", lambda: copies.extract_from_kvpool(3, memory))
     copying.start()
     assert begun.wait(60.0)

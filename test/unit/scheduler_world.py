@@ -35,7 +35,7 @@ from chitu.instance.roles import DecodeRole, PrefillRole, UnifiedRole
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.state_row import StateSlots, StateStamp, read_stamp
 from chitu.kv_cache.tiers.host_pages import HostPages
-from chitu.kv_cache.tiers.page_copies import HostPageCopies, page_content_bytes
+from chitu.kv_cache.tiers.page_copies import PoolPageCopies, page_content_bytes
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, PageStore
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, SlowTier
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
@@ -423,7 +423,7 @@ class Engine(ChecksumExecutor):
         super().__init__(INFO, self.pool, Pace())
 
 
-class Copies(HostPageCopies):
+class Copies(PoolPageCopies):
     """Page copies that note what is copied."""
 
     def __init__(self, pool: ChecksumPool) -> None:

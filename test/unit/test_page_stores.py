@@ -16,9 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 from scheduler_world import Engine, Tiered
 from support.clock import FakeClock
 
@@ -27,10 +25,9 @@ from chitu.config.schema import CacheConfig
 from chitu.errors import ConfigError
 from chitu.kv_cache.tiers.disk_pages import FLUSH_S, DiskPages
 from chitu.kv_cache.tiers.host_pages import HostPages
-from chitu.kv_cache.tiers.page_copies import HostPageCopies, PageCopies, page_content_bytes
+from chitu.kv_cache.tiers.page_copies import page_content_bytes
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, MEMORY_S, MeasuredSpeed, is_whole, seal
 from chitu.kv_cache.tiers.prefix_tiers import build_tiers
-from chitu.protocol import FP8_E4M3, CacheGroup, KVLayout
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Pages on disk: bounded, shared between instances, and never read from a torn file.
@@ -526,50 +523,6 @@ def test_a_record_that_was_cut_off_is_told_apart(length: int) -> None:
     record = bytearray(HEADER_BYTES + 16)
     seal(memoryview(record), bytes(16))
     assert not is_whole(memoryview(record)[:length], bytes(16))
-
-
-LAYOUTS = {
-    "keys and values": KVLayout.uniform("m", 2, 2, 8, 4, "float16", 100),
-    "one rank's share, scales in the page": KVLayout.uniform("m", 3, 4, 16, 4, FP8_E4M3, 100, tp_size=2),
-    "a head that two ranks hold": KVLayout.uniform("m", 3, 2, 16, 4, "float32", 100, tp_size=4),
-    "layers that differ": KVLayout(
-        "m", 4, "float16", 100, (CacheGroup((0, 3), 4, (8, 8)), CacheGroup((1,), 2, (24, 16))), tp_size=2
-    ),
-    "latent, one region a layer": KVLayout.uniform("m", 3, 1, 24, 4, "bfloat16", 100, tp_size=2, regions_per_layer=1),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_tensors_are_copied_as_host_memory_is(layout: KVLayout) -> None:
-    """Checked for the first rank, and for another rank, which leaves out what its neighbour holds too."""
-    holders = max(1, layout.tp_size // layout.groups[0].num_kv_heads)
-    for tp_rank in range(layout.tp_size):
-        check_copies(layout, tp_rank, is_copied=tp_rank % holders == 0)
-
-
-def check_copies(layout: KVLayout, tp_rank: int, is_copied: bool) -> None:
-    from chitu.kv_cache.pool import KVPool
-    from chitu.kv_cache.tiers.device_page_copies import DevicePageCopies
-
-    pool = KVPool(layout, 5, 0, has_scratch=True)
-    for number, region in enumerate(pool.regions):
-        region.view(-1).view(torch.uint8).copy_(torch.arange(region.nbytes) * 7 + number)
-    nbytes = page_content_bytes(pool.layout)
-    whole = msgspec.structs.replace(layout, tp_size=1)
-    assert nbytes == whole.bytes_per_page
-    contents = [bytearray(nbytes) for _ in range(2)]
-    both: list[PageCopies] = [HostPageCopies(pool, tp_rank), DevicePageCopies(pool, tp_rank)]
-    for copies, content in zip(both, contents, strict=True):
-        copies.extract_from_kvpool(3, memoryview(content))
-    assert contents[0] == contents[1] and (len(set(contents[0])) > 9) == is_copied
-    if not is_copied:
-        HostPageCopies(pool, tp_rank - 1).extract_from_kvpool(3, memoryview(contents[0]))
-    for target, copies in enumerate(both):
-        before = [region.clone() for region in pool.regions]
-        copies.restore_to_kvpool(target, memoryview(contents[0]))
-        for region, old in zip(pool.regions, before, strict=True):
-            assert torch.equal(region[target].view(torch.uint8), old[3].view(torch.uint8))
-            assert torch.equal(region[target + 1 :].view(torch.uint8), old[target + 1 :].view(torch.uint8))
 
 
 def test_a_speed_is_that_of_the_last_measurements() -> None:

@@ -2,25 +2,30 @@
 
 The content of a page is its part of each region (K and V of every layer), one after the other, shape by shape
 (`KVLayout.shapes`), each with the KV heads of the whole model, so that instances of different `tp_size` can exchange
-pages. A rank copies the heads that it holds to and from their places. If several ranks hold a head, the first of them
-copies it out and all of them copy it in.
+pages. A rank copies the heads that it holds to and from their places: a piece a region, since the heads of a page lie
+together in both. If several ranks hold a head, the first of them copies it out and all of them copy it in.
+
+On a GPU one launch copies all pieces of a page, between the pool and pinned host memory that the device reaches in
+place, on a stream of the calling thread.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of
+from chitu.errors import ConfigError, TransferFailed
 from chitu.protocol import KVLayout
 
-if TYPE_CHECKING:
-    from chitu.kv_cache.pool import KVPool
+Int64s = NDArray[np.int64]
+CopyPieces = Callable[[Int64s, Int64s, Int64s], None]
+"""Copies `length[i]` bytes from address `source[i]` to `target[i]`; returns when they have arrived."""
 
 
 class PagedRegions(Protocol):
@@ -49,58 +54,50 @@ class PageCopies(Protocol):
         ...
 
 
-class HeadsOfRank(NamedTuple):
-    """The KV heads that a rank holds in the content of a page, for regions of one shape."""
-
-    regions: tuple[int, ...]
-    place: slice
-    """Bytes of the content."""
-    shape: tuple[int, int, int]
-    """Of these bytes: region, head, byte."""
-    heads: slice
-    is_first: bool
-    """Whether this is the first of the ranks that hold these heads."""
+def move(source_N: Int64s, target_N: Int64s, length_N: Int64s) -> None:
+    """Copy pieces within this process's own memory."""
+    for source, target, length in zip(source_N.tolist(), target_N.tolist(), length_N.tolist(), strict=True):
+        ctypes.memmove(target, source, length)
 
 
-def heads_of_rank(layout: KVLayout, tp_rank: int) -> list[HeadsOfRank]:
-    """Return the parts of a page's content, which follow each other."""
-    parts, start = [], 0
-    for num_kv_heads, head_dim, regions in layout.shapes:
-        shape = len(regions), num_kv_heads, layout.head_bytes(head_dim)
-        heads = kv_heads_of(num_kv_heads, layout.tp_size, tp_rank)
-        is_first = tp_rank == 0 or heads != kv_heads_of(num_kv_heads, layout.tp_size, tp_rank - 1)
-        end = start + math.prod(shape)
-        parts.append(HeadsOfRank(regions, slice(start, end), shape, slice(heads.start, heads.stop), is_first))
-        start = end
-    return parts
+class PoolPageCopies:
+    """`PageCopies` of a rank's pool, which must outlive this object. `copy_pieces` knows host memory by addresses that
+    are `shift` above the host's."""
 
-
-class HostPageCopies:
-    """`PageCopies` of a rank's pool in this process's own memory, which must outlive this object."""
-
-    def __init__(self, pool: PagedRegions, tp_rank: int = MAIN_RANK) -> None:
-        self._parts = []
-        for part in heads_of_rank(pool.layout, tp_rank):
-            shape = (pool.num_pages, -1, part.shape[-1])
-            regions_PHB = []
-            for index in part.regions:
-                nbytes = pool.num_pages * pool.page_bytes[index]
-                region = (ctypes.c_uint8 * nbytes).from_address(pool.region_bases[index])
-                regions_PHB.append(np.ctypeslib.as_array(region).reshape(shape))
-            self._parts.append((part, regions_PHB))
+    def __init__(
+        self, pool: PagedRegions, tp_rank: int = MAIN_RANK, copy_pieces: CopyPieces = move, shift: int = 0
+    ) -> None:
+        layout, pieces, start = pool.layout, [], 0
+        for num_kv_heads, head_dim, regions in layout.shapes:
+            head_bytes = layout.head_bytes(head_dim)
+            heads = kv_heads_of(num_kv_heads, layout.tp_size, tp_rank)
+            is_first = tp_rank == 0 or heads != kv_heads_of(num_kv_heads, layout.tp_size, tp_rank - 1)
+            for index in regions:
+                at = start + heads.start * head_bytes
+                pieces.append((pool.region_bases[index], pool.page_bytes[index], at, is_first))
+                start += num_kv_heads * head_bytes
+        base_R, self._length_R, self._at_R, is_first_R = np.array(pieces, np.int64).T.copy()
+        self._base_R = base_R
+        self._first = np.flatnonzero(is_first_R)
+        """Pieces that no lower rank copies out."""
+        self._copy_pieces = copy_pieces
+        self._shift = shift
 
     def extract_from_kvpool(self, page: int, content: memoryview) -> None:
-        for part, regions_PHB in self._parts:
-            if part.is_first:
-                content_RHB = np.frombuffer(content[part.place], np.uint8).reshape(part.shape)
-                for region, region_PHB in enumerate(regions_PHB):
-                    content_RHB[region, part.heads] = region_PHB[page]
+        first = self._first
+        if len(first):
+            in_content_R = self._address(content) + self._at_R[first]
+            self._copy_pieces(self._in_pool(page)[first], in_content_R, self._length_R[first])
 
     def restore_to_kvpool(self, page: int, content: memoryview) -> None:
-        for part, regions_PHB in self._parts:
-            content_RHB = np.frombuffer(content[part.place], np.uint8).reshape(part.shape)
-            for region, region_PHB in enumerate(regions_PHB):
-                region_PHB[page] = content_RHB[region, part.heads]
+        self._copy_pieces(self._address(content) + self._at_R, self._in_pool(page), self._length_R)
+
+    def _in_pool(self, page: int) -> Int64s:
+        in_pool_R: Int64s = self._base_R + page * self._length_R
+        return in_pool_R
+
+    def _address(self, content: memoryview) -> int:
+        return int(np.frombuffer(content, np.uint8).ctypes.data) + self._shift
 
 
 def page_content_bytes(layout: KVLayout) -> int:
@@ -108,21 +105,26 @@ def page_content_bytes(layout: KVLayout) -> int:
     return sum(len(regions) * heads * layout.head_bytes(head_dim) for heads, head_dim, regions in layout.shapes)
 
 
-def page_copies_of(pool: PagedRegions, device: str, tp_rank: int = MAIN_RANK) -> PageCopies:
-    """Return the page copies of a rank's pool; `device` is the kind of its device."""
-    if device == "cpu":
-        return HostPageCopies(pool, tp_rank)
-    from chitu.kv_cache.tiers.device_page_copies import DevicePageCopies
+def page_copies_of(pool: PagedRegions, device: str, memory: memoryview, tp_rank: int = MAIN_RANK) -> PageCopies:
+    """Return the copies between a rank's pool on `device` (`cpu`, `cuda:0`) and `memory`, which a GPU's driver pins.
+    Raise ConfigError if it does not."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return PoolPageCopies(pool, tp_rank)
+    from chitu.ops.cuda_driver import CudaDriver
+    from chitu.ops.kernels.blocks import BlockCopier
 
-    return DevicePageCopies(cast("KVPool", pool), tp_rank)
+    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    try:
+        pinned = CudaDriver(int(index or 0)).pin(address, memory.nbytes)
+    except TransferFailed as error:
+        raise ConfigError(f"cache.host_bytes: {error.message}") from error
+    copier = BlockCopier(device)
+    copier.warm_up()
+    return PoolPageCopies(pool, tp_rank, copier.copy, pinned - address)
 
 
-def host_memory(nbytes: int, device: str, file: int = -1) -> memoryview:
-    """Map new zeroed memory, or the file of this descriptor. It is pinned if the pool is on a GPU, so that copies need
-    no staging; else the system allocates pages when they are touched."""
-    memory = memoryview(mmap.mmap(file, nbytes))
-    if device != "cpu":
-        from chitu.kv_cache.tiers.device_page_copies import pin
-
-        pin(memory)
-    return memory
+def host_memory(nbytes: int, file: int = -1) -> memoryview:
+    """Map new zeroed memory, or the file of this descriptor. The system allocates its pages when they are touched, or
+    pinned for a GPU."""
+    return memoryview(mmap.mmap(file, nbytes))

@@ -443,7 +443,7 @@ def build_tiers(
     on_all_ranks: Callable[[PageCopies, memoryview], PageCopies] = lambda own, memory: own,
 ) -> PrefixTiers:
     """Build the tiers of an instance with `cache.host_bytes`; from now on `cache` passes them its pages. `name` and
-    `address` are the instance's, `device` is the kind of the pool's device. `free_bytes` are those of host memory.
+    `address` are the instance's, `device` is the pool's. `free_bytes` are those of host memory.
     `file` is the descriptor of the tiers' memory if other ranks map it. `on_all_ranks` extends this rank's copies
     between pool and that memory to all ranks. Raise ConfigError if host memory or a store cannot be used."""
     page_bytes = page_content_bytes(pool.layout)
@@ -451,9 +451,9 @@ def build_tiers(
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, less than one page of {HEADER_BYTES + page_bytes}")
     if config.host_bytes > free_bytes:
         raise ConfigError(f"cache.host_bytes is {config.host_bytes}, but {free_bytes} bytes of host memory are free")
-    memory = host_memory(config.host_bytes, device, file)
+    memory = host_memory(config.host_bytes, file)
     host = HostPages(memory, page_bytes)
-    copies = on_all_ranks(page_copies_of(pool, device), memory)
+    copies = on_all_ranks(page_copies_of(pool, device, memory), memory)
     timeout_s, slow = config.load_timeout_s, list[SlowTier]()
     if config.disk.path is not None:
         shared = Path(config.disk.path)

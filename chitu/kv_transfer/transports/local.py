@@ -32,7 +32,7 @@ from chitu.config.topology import is_loopback
 from chitu.errors import BadFrame, ChituError, ConfigError, MissingDependency, TransferFailed
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_transfer.layout import PagedMemory
-from chitu.kv_transfer.transports.cuda_ipc import CudaDriver, CudaIpcTransport
+from chitu.kv_transfer.transports.cuda_ipc import CudaIpcTransport
 from chitu.kv_transfer.transports.mooncake import MooncakeTransport
 from chitu.kv_transfer.transports.nixl import NixlTransport
 from chitu.kv_transfer.transports.segments import (
@@ -48,6 +48,7 @@ from chitu.kv_transfer.transports.shm import PinnedShmTransport, ShmTransport
 from chitu.kv_transfer.transports.staged import StagedTransport, StagingEnd, staged_from
 from chitu.kv_transfer.transports.transport import MessagingTransport, SendFrame, Transport
 from chitu.net.threads import Spawn
+from chitu.ops.cuda_driver import CudaDriver
 from chitu.protocol import KVLayout, TransportMessage, TransportSession, encode
 from chitu.types import REGISTRATION_ROOM, Role
 
