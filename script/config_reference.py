@@ -31,6 +31,7 @@ TYPES = {
     "Priority": "0 or less",
     "str": "text",
     "dict[str, str]": "names with texts",
+    "dict[str, str | int]": "names with texts or numbers",
     "bool": "`true`, `false`",
     "int": "number",
     "float": "number",

@@ -245,8 +245,11 @@ def parse_topology(data: dict[str, Any]) -> Topology:
 
 
 def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
-    """Turn a single device into a list: `devices: auto` and `devices: [auto]` are the same."""
+    """Turn a single device into a list: `devices: auto` and `devices: [auto]` are the same, for `ib_device` too."""
     router = (data.get("dp_config") or {}).get("router") if isinstance(data.get("dp_config"), dict) else None
+    pd = router.get("pd_disaggregation") if isinstance(router, dict) else None
+    if isinstance(pd, dict) and isinstance(pd.get("ib_device"), str):
+        pd["ib_device"] = [pd["ib_device"]] if pd["ib_device"] else []
     for section in SECTIONS.values():
         members = router.get(section) if isinstance(router, dict) else None
         for member in members if isinstance(members, list) else ():

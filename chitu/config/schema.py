@@ -207,8 +207,15 @@ class PDDisaggregationConfig(Section, frozen=True):
     mooncake_protocol: Literal["auto", "tcp", "rdma"] = "auto"
     """Protocol of Mooncake. `auto`: RDMA if the node has an active device, which for GPU memory must be able to access
     it (nvidia_peermem or dma-buf), else TCP. All nodes are assumed to be alike."""
-    ib_device: str = ""
-    """RDMA device names for Mooncake, comma separated; empty: Mooncake finds them."""
+    ib_device: tuple[str, ...] = ()
+    """Names of the RDMA devices that Mooncake and NIXL may use; empty: all with an active port. For each piece of
+    memory the library takes those near its GPU or NUMA node."""
+    gid_index: Annotated[int, Meta(ge=0)] | None = None
+    """Index of the address (GID) that RoCE ports use, on every node; unset: the library's choice. `chitu doctor` lists
+    them."""
+    transport_env: dict[str, str | int] = field(default_factory=dict)
+    """Environment variables of Mooncake (`MC_...`) and NIXL (`UCX_...`, `NIXL_...`) in P and D. They override those of
+    the process; those that chitu sets itself are rejected."""
     transfer: Literal["auto", "direct", "staged"] = "auto"
     """`direct`: every page is written to its destination. `staged`: pages are gathered, sent in few large pieces and
     scattered on arrival. `auto`: the faster one, by a table of measurements."""

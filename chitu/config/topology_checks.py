@@ -30,6 +30,7 @@ from chitu.config.topology import (
     listening_host,
     same_host,
 )
+from chitu.config.transport_env import transport_problems
 from chitu.errors import ConfigError
 from chitu.log import module_levels
 from chitu.types import Role
@@ -92,6 +93,7 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _instance_problems(topology)
     yield from _device_problems(topology)
     yield from staging_problems(topology.dp_config.router)
+    yield from transport_problems(topology.dp_config.router.pd_disaggregation)
     yield from _host_problems(topology, master_addr)
     yield from _port_problems(topology)
     yield from _size_problems(topology)

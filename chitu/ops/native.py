@@ -1,8 +1,9 @@
 """The operations on CPU in float32, with our own C kernels (`native.c`), for speed.
 
 The machine's C compiler builds the library on first use, into the user's cache folder, named by the hash of source,
-flags and CPU. `load_library` returns None if there is no compiler, and `select.py` then uses `TorchOps`. The library
-shares torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
+flags and CPU. `load_library` returns None if there is no compiler, and `select.py` then uses `TorchOps`. A build that
+takes too long is remembered beside it and not tried again for a day, or until that file is removed. The library shares
+torch's OpenMP runtime: torch is loaded first, and both need `libgomp.so.1`.
 
 Weights in e4m3 stay in 8 bits, on CPUs that convert float16. They give the same bits as dequantised ones.
 
@@ -20,6 +21,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,8 @@ MAX_GROUP = 16
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 STORE, ADD, GATE_UP = 0, 1, 2
 COMPILE_TIMEOUT_S = 120
+RETRY_S = 86400.0
+"""Age at which a build that took too long is tried again."""
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, list[Any]] = {
@@ -76,7 +80,7 @@ def _cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
+def load_library(cache_folder: Path | None = None, timeout_s: float = COMPILE_TIMEOUT_S) -> ctypes.CDLL | None:
     """Return the compiled kernels, or None (and log one line) if they cannot be compiled or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if platform.system() != "Linux" or compiler is None:
@@ -88,8 +92,15 @@ def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / f"native-{key}.so"
+        slow = target.with_suffix(".slow")
         if not target.exists():
-            _compile(compiler, source, target)
+            if slow.exists() and time.time() - slow.stat().st_mtime < RETRY_S:
+                raise OSError(f"{compiler} took too long before; to try again, remove {slow}")
+            try:
+                _compile(compiler, source, target, timeout_s)
+            except subprocess.TimeoutExpired:
+                slow.touch()
+                raise
         library = ctypes.CDLL(str(target))
     except (OSError, subprocess.SubprocessError) as error:
         logger.warning("cannot load the C kernels, using torch operations instead: %s", error)
@@ -102,13 +113,13 @@ def load_library(cache_folder: Path | None = None) -> ctypes.CDLL | None:
     return library
 
 
-def _compile(compiler: str, source: Path, target: Path) -> None:
+def _compile(compiler: str, source: Path, target: Path, timeout_s: float) -> None:
     """Compile beside the target and rename, so that processes that start together never load a partial file."""
     handle, partial = tempfile.mkstemp(dir=target.parent, suffix=".so")
     os.close(handle)
     try:
         command = [compiler, *FLAGS, str(source), "-o", partial, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode != 0:
             raise OSError(f"{compiler} failed: {done.stderr.strip()[-500:]}")
         os.replace(partial, target)

@@ -30,8 +30,9 @@ from chitu.config.load import read_topology
 from chitu.config.schema import Topology
 from chitu.config.staging import goes_through_the_host, has_transfer_library
 from chitu.config.topology import Instance, host_names, instances, instances_on, same_host, with_instances, with_router
+from chitu.config.transport_env import transport_environment, ucx_limits
 from chitu.errors import ConfigError
-from chitu.net.rdma_devices import Rdma, choose_protocol, look_at_rdma, why_no_rdma
+from chitu.net.rdma_devices import Rdma, choose_for_ucx, choose_protocol, look_at_rdma, why_no_rdma
 from chitu.process.node_devices import VISIBLE, Device, NodeDevices, look
 from chitu.types import Role
 
@@ -247,7 +248,8 @@ def describe_transports(topology: Topology, found: Rdma) -> str:
         way = "cuda_ipc" if on_gpus and pd.transport != "shm" else "shm"
         ways.append(f"{way} on one host" + (" (GPU memory to GPU memory)" if way == "cuda_ipc" else ""))
     if pd.transport == "nixl":
-        ways.append("nixl (UCX chooses)")
+        way = choose_for_ucx(pd.ib_device, found, on_gpus, ucx_limits(transport_environment(pd)))
+        ways.append(f"nixl {way}")
     elif needed_library(topology) == "mooncake":
         protocol, why = choose_protocol(pd, found, on_gpus)
         ways.append(f"mooncake over {protocol}{' between hosts' if pd.transport == 'auto' else ''} ({why})")
@@ -256,6 +258,8 @@ def describe_transports(topology: Topology, found: Rdma) -> str:
         elif on_gpus:
             slowly = "" if protocol == "rdma" else ", piece by piece, which is slow"
             ways[-1] += f", straight from GPU memory{slowly} (needs Mooncake's build with CUDA)"
+    if (library := needed_library(topology)) and len(_hosts(paired)) > 1:
+        ways.append(f"{library}'s ports ask for no key (docs/security.md)")
     return "; ".join(ways)
 
 

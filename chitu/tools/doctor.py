@@ -24,9 +24,10 @@ from typing import TypeVar
 import msgspec
 
 from chitu.config.load import load_topology, pd_master_addr, slurm_node
-from chitu.config.schema import Topology
+from chitu.config.schema import PDDisaggregationConfig, Topology
 from chitu.config.topology import Instance, bound_ports, host_names, instances_on, is_loopback, on_one_host
 from chitu.config.topology_checks import problems
+from chitu.config.transport_env import transport_environment, ucx_limits
 from chitu.engine.memory_budget import GIB
 from chitu.errors import ConfigError, ServiceError
 from chitu.launch.addresses import address_problems, addresses_of
@@ -45,7 +46,15 @@ from chitu.launch.preflight import (
 )
 from chitu.launch.slurm import expand_nodelist
 from chitu.models.config import ModelSpec
-from chitu.net.rdma_devices import choose_protocol, why_no_rdma
+from chitu.net.rdma_devices import (
+    Rdma,
+    automatic_gid,
+    choose_for_ucx,
+    choose_protocol,
+    seen_by_ucx,
+    used,
+    why_no_rdma,
+)
 from chitu.process.node_devices import VISIBLE
 from chitu.process.placement import (
     KEY,
@@ -231,7 +240,13 @@ def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> 
         if any(item.role is not Role.UNIFIED for item in instances_on(topology, facts.host)):
             found += gpu_transfer_findings(topology, _protocol(topology, facts), facts.libraries)
     here = instances_on(topology, facts.host)
-    found += [*driver(facts), *rdma(topology, facts), *memlock(topology, facts), *shared_memory(facts)]
+    found += [
+        *driver(facts),
+        *rdma(topology, facts),
+        *open_ports(topology),
+        *memlock(topology, facts),
+        *shared_memory(facts),
+    ]
     found += port_findings(facts.binds)
     if facts.model.path:
         found += model_findings(facts.model)
@@ -327,31 +342,63 @@ def driver(facts: NodeFacts) -> Iterator[Finding]:
 
 
 def rdma(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
-    """Report RDMA devices and their state; if Mooncake carries KV, the protocol it will use here, and why not RDMA."""
-    pd = topology.dp_config.router.pd_disaggregation
-    says = ", ".join(f"{name} {state}" for name, state in facts.rdma.devices.items()) or "no RDMA device"
-    reason = why_no_rdma(facts.rdma, pd.ib_device, has_gpus(topology))
-    if needed_library(topology) != "mooncake" or pd.mooncake_protocol == "tcp":
+    """Report RDMA devices and their state; if a library carries KV, what it will use here, and why not RDMA."""
+    pd, library = topology.dp_config.router.pd_disaggregation, needed_library(topology)
+    found = seen_by_ucx(facts.rdma) if library == "nixl" else facts.rdma
+    says = ", ".join(f"{name} {state}" for name, state in found.devices.items()) or "no RDMA device"
+    reason = why_no_rdma(found, pd.ib_device, has_gpus(topology))
+    is_required = library == "mooncake" and pd.mooncake_protocol == "rdma"
+    if not library or (library == "mooncake" and pd.mooncake_protocol == "tcp"):
         yield Finding(Level.OK, "RDMA", f"{says}; not needed")
+    elif library == "nixl" and (limits := ucx_limits(transport_environment(pd))):
+        yield Finding(Level.OK, "RDMA", f"{says}; nixl {choose_for_ucx((), found, False, limits)}")
     elif not reason:
-        yield Finding(Level.OK, "RDMA", f"{says}; Mooncake uses it")
-    elif pd.mooncake_protocol == "rdma":
-        yield Finding(Level.ERROR, "RDMA", f"RDMA is configured, but {reason}", f"{_rdma_cure(facts)}, or {KEY}=tcp")
-    elif facts.rdma.devices:
-        yield Finding(Level.WARNING, "RDMA", f"KV goes over TCP: {reason}", _rdma_cure(facts))
+        yield Finding(Level.OK, "RDMA", f"{says}; {library} uses {', '.join(used(found, pd.ib_device))}")
+        yield from gids(pd, found, library)
+    elif is_required:
+        yield Finding(Level.ERROR, "RDMA", f"RDMA is configured, but {reason}", f"{_rdma_cure(found)}, or {KEY}=tcp")
+    elif found.devices:
+        yield Finding(Level.WARNING, "RDMA", f"KV goes over TCP: {reason}", _rdma_cure(found))
     else:
         yield Finding(Level.OK, "RDMA", f"KV goes over TCP: {reason}")
+
+
+def open_ports(topology: Topology) -> Iterator[Finding]:
+    """Name the ports that no key protects, of a cluster of several hosts."""
+    library = needed_library(topology)
+    if library and len(host_names(topology)) > 1:
+        says = f"whoever reaches {library}'s ports can write KV, with or without a cluster key"
+        yield Finding(Level.OK, "network", f"{says}: close them and the RDMA network to others (docs/security.md)")
+
+
+def gids(pd: PDDisaggregationConfig, found: Rdma, library: str) -> Iterator[Finding]:
+    """List the addresses of each device that will be used, with the one that will be taken."""
+    for name in used(found, pd.ib_device):
+        there = found.gids.get(name, ())
+        taken = automatic_gid(there, library) if pd.gid_index is None else pd.gid_index
+        says = "; ".join(
+            f"{gid.index} {gid.address} ({', '.join(filter(None, (gid.kind, gid.network)))})"
+            + (" is taken" if gid.index == taken else "")
+            for gid in there
+        )
+        if there and taken not in {gid.index for gid in there}:
+            cure = f"set {PD}.gid_index to one that all nodes have, or leave it out"
+            yield Finding(Level.ERROR, "RDMA", f"{name} has no GID {taken}, which {PD}.gid_index names: {says}", cure)
+        elif there:
+            yield Finding(Level.OK, "RDMA", f"GIDs of {name}: {says}")
 
 
 def _protocol(topology: Topology, facts: NodeFacts) -> str:
     return choose_protocol(topology.dp_config.router.pd_disaggregation, facts.rdma, has_gpus(topology))[0]
 
 
-def _rdma_cure(facts: NodeFacts) -> str:
-    if not facts.rdma.active:
+def _rdma_cure(found: Rdma) -> str:
+    if found.without_driver and not found.active:
+        return "apt-get install libibverbs1 ibverbs-providers"
+    if not found.active:
         return "bring a link up (ibstat)"
-    cure = "" if facts.rdma.gpu_direct else "modprobe nvidia-peermem, or install the open kernel module; "
-    return f"{cure}{PD}.ib_device may name {', '.join(facts.rdma.active)}"
+    cure = "" if found.gpu_direct else "modprobe nvidia-peermem, or install the open kernel module; "
+    return f"{cure}{PD}.ib_device may name {', '.join(found.active)}"
 
 
 def memlock(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
@@ -359,8 +406,11 @@ def memlock(topology: Topology, facts: NodeFacts) -> Iterator[Finding]:
     if limit < 0 or limit >= MEMLOCK_BYTES:
         yield Finding(Level.OK, "memlock", "unlimited" if limit < 0 else f"{limit / GIB:.1f} GiB")
         return
-    is_mooncake = needed_library(topology) == "mooncake"
-    is_taken = is_mooncake and _protocol(topology, facts) == "rdma"
+    pd, library = topology.dp_config.router.pd_disaggregation, needed_library(topology)
+    is_taken = library == "mooncake" and _protocol(topology, facts) == "rdma"
+    if library == "nixl":
+        limits = ucx_limits(transport_environment(pd))
+        is_taken = choose_for_ucx(pd.ib_device, facts.rdma, has_gpus(topology), limits).startswith("over rdma")
     level = Level.ERROR if is_taken else Level.OK
     cure = "ulimit -l unlimited (limits.conf; under Slurm PropagateResourceLimits)" if is_taken else ""
     yield Finding(level, "memlock", f"{limit / 2**20:g} MiB may be pinned; RDMA pins the whole KV pool", cure)

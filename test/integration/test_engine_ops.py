@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from ops_batch import MAX_PAGES, NUM_PAGES, PAGE_SIZE, random_batch
@@ -177,6 +179,25 @@ def test_a_cache_folder_that_cannot_be_written_is_no_failure(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert load_library(blocked) is None
+
+
+def test_a_build_that_takes_too_long_is_remembered_for_a_day(tmp_path, monkeypatch, caplog):
+    runs, cache = tmp_path / "runs", tmp_path / "cache"
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/sh\necho >> {runs}\nexec sleep 600\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert load_library(cache, timeout_s=1.0) is None
+    (slow,) = cache.iterdir()
+    for _ in range(2):
+        assert load_library(cache, timeout_s=1.0) is None
+    assert len(runs.read_text()) == 1 and f"to try again, remove {slow}" in caplog.text
+    os.utime(slow, (0, 0))
+    assert load_library(cache, timeout_s=1.0) is None
+    assert len(runs.read_text()) == 2
+    slow.unlink()
+    monkeypatch.setenv("PATH", os.environ["PATH"].partition(":")[2])
+    assert load_library(cache) is not None
 
 
 def test_only_float32_on_cpu_takes_the_kernels():

@@ -47,6 +47,8 @@ class Agent:
 @pytest.mark.parametrize(("device", "kind", "number"), [("cpu", "DRAM", 0), ("cuda:1", "VRAM", 1)])
 def test_the_fence_lands_in_memory_of_the_pools_kind(monkeypatch, device, kind, number):
     library = SimpleNamespace(
+        __name__=MODULES[0],
+        __file__=__file__,
         nixl_agent=Agent,
         nixl_agent_config=lambda **options: options,
         nixlBind=SimpleNamespace(nixlAgentConfig=SimpleNamespace, nixlAgent=lambda _name, _config: None),

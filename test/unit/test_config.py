@@ -112,7 +112,7 @@ def test_overrides_reach_sections_lists_and_words_that_yaml_1_1_takes_for_boolea
     assert topology.model.adapters == {"sql": "/adapters/sql"}
     assert [instance.port for instance in router.decode_schedulers] == [29630, 0]
     assert router.decode_schedulers[1].devices == ("cuda:1",)
-    assert router.pd_disaggregation.ib_device == "off"
+    assert router.pd_disaggregation.ib_device == ("off",)
     assert router.pd_disaggregation.deadlines.queue_s == 5.0
     assert router.unified_schedulers[0].port == 7
     assert topology.scheduler.threads is None
@@ -129,7 +129,7 @@ def test_on_and_off_are_booleans_and_words_whatever_wrote_the_file(tmp_path: Pat
     assert load_topology(str(file), ["scheduler.overlap=false"]).scheduler.overlap == "off"
     # `verify_kv` has no value `on`; if a name is wanted, `off` is a name like any other.
     assert "not True" in message_of("dp_config.router.pd_disaggregation.verify_kv=true")
-    assert "ib_device must be a text" in message_of("dp_config.router.pd_disaggregation.ib_device=true")
+    assert "ib_device must be a list" in message_of("dp_config.router.pd_disaggregation.ib_device=true")
 
 
 @pytest.mark.parametrize("number", ["1e3", "1.e+3", "10.0E2", "1000", "+.1e4"])

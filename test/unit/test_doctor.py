@@ -14,7 +14,7 @@ from chitu.config.schema import Topology
 from chitu.engine.memory_budget import GIB
 from chitu.launch.preflight import Bind, Finding, Level, ModelFacts
 from chitu.models.config import read_model_spec
-from chitu.net.rdma_devices import Rdma
+from chitu.net.rdma_devices import Gid, Rdma
 from chitu.process.node_devices import Device, NodeDevices
 from chitu.tools.doctor import check_cluster, check_node
 from chitu.tools.node_facts import CAP_IPC_LOCK, NodeFacts, memlock_bytes, missing_shared, parse_smi_head
@@ -65,6 +65,9 @@ def test_a_sound_node_has_nothing_to_mend() -> None:
 
 NO_CARDS = NodeDevices((), "there is no NVIDIA driver here")
 ASKED = (f"{PD}.mooncake_protocol=rdma",)
+NIXL = (f"{PD}.transport=nixl",)
+GIDS = (Gid(0, "fe80::1", "RoCE v2", "eth0"), Gid(1, "10.77.0.1", "RoCE v2", "eth0"))
+WITH_GIDS = Rdma({"mlx5_0": "ACTIVE"}, "nvidia_peermem", {"mlx5_0": (1,)}, gids={"mlx5_0": GIDS})
 ACTIVE = Rdma({"mlx5_0": "ACTIVE"})
 WITHOUT_MOONCAKE = {name: version for name, version in VERSIONS.items() if "mooncake" not in name}
 WITHOUT_CUDA = WITHOUT_MOONCAKE | {"mooncake-transfer-engine-non-cuda": "0.3.14"}
@@ -86,6 +89,14 @@ FAULTS: list[tuple[str, dict[str, Any], tuple[str, ...], Level, str, str]] = [
     ("no peermem", {"rdma": ACTIVE}, ASKED, Level.ERROR, "RDMA cannot reach GPU memory", "modprobe"),
     ("no peermem, auto", {"rdma": ACTIVE}, (), Level.WARNING, "KV goes over TCP", "modprobe"),
     ("memlock", {"memlock_bytes": 64 << 10}, ASKED, Level.ERROR, "may be pinned", "ulimit -l unlimited"),
+    (
+        "no provider",
+        {"rdma": Rdma({"rxe0": "ACTIVE"}, "nvidia_peermem", without_driver=("rxe0",))},
+        *(ASKED, Level.ERROR, "libibverbs has no driver for rxe0", "apt-get install libibverbs1 ibverbs-providers"),
+    ),
+    ("nixl, RDMA down", {"rdma": Rdma({"mlx5_0": "DOWN"})}, NIXL, Level.WARNING, "KV goes over TCP", "ibstat"),
+    ("nixl, memlock", {"memlock_bytes": 64 << 10}, NIXL, Level.ERROR, "may be pinned", "ulimit -l unlimited"),
+    ("no such GID", {"rdma": WITH_GIDS}, (f"{PD}.gid_index=7",), Level.ERROR, "mlx5_0 has no GID 7", "that all nodes"),
     ("memlock, auto", {"memlock_bytes": 64 << 10}, (), Level.ERROR, "may be pinned", "ulimit -l unlimited"),
     ("no CUDA in Mooncake", {"libraries": WITHOUT_CUDA}, (), Level.ERROR, "has no CUDA", "mooncake-cuda13"),
     ("no Mooncake, auto", {"libraries": WITHOUT_MOONCAKE}, (), Level.ERROR, "extra mooncake is not", ".[mooncake]"),
@@ -183,8 +194,7 @@ def test_what_only_two_nodes_together_have_wrong(change: dict[str, Any], level: 
 
 def test_what_rdma_needs_is_asked_only_where_mooncake_takes_it() -> None:
     bare = {"rdma": Rdma({"mlx5_0": "DOWN"}), "memlock_bytes": 64 << 10, "libraries": WITHOUT_CUDA}
-    for other in (f"{PD}.mooncake_protocol=tcp", f"{PD}.transport=nixl"):
-        assert of(msgspec.structs.replace(SOUND, **bare), other) == []
+    assert of(msgspec.structs.replace(SOUND, **bare), f"{PD}.mooncake_protocol=tcp") == []
     assert [f.what for f in of(msgspec.structs.replace(SOUND, **bare))] == ["RDMA"]
 
 
@@ -206,8 +216,21 @@ def test_unlike_nodes_are_named_before_they_load(change: dict[str, Any], says: s
     assert all(f.level is Level.OK for f in check_cluster(of_router, [other, SOUND]))
 
 
+@pytest.mark.parametrize(("override", "taken"), [((), 1), ((f"{PD}.gid_index=0",), 0)])
+def test_addresses_are_listed_with_the_one_that_is_taken(override: tuple[str, ...], taken: int) -> None:
+    facts = msgspec.structs.replace(SOUND, rdma=WITH_GIDS)
+    texts = ["0 fe80::1 (RoCE v2, eth0)", "1 10.77.0.1 (RoCE v2, eth0)"]
+    texts[taken] += " is taken"
+    for library in ("mooncake", "nixl"):
+        overrides = (f"{PD}.transport={library}", *override)
+        found = [finding.says for finding in check_node(topology(*overrides), SPEC, facts)]
+        assert f"GIDs of mlx5_0: {'; '.join(texts)}" in found
+        assert f"mlx5_0 ACTIVE; {library} uses mlx5_0" in found
+
+
 def test_facts_survive_their_way() -> None:
-    assert msgspec.json.decode(msgspec.json.encode(SOUND), type=NodeFacts) == SOUND
+    for facts in (SOUND, msgspec.structs.replace(SOUND, rdma=WITH_GIDS)):
+        assert msgspec.json.decode(msgspec.json.encode(facts), type=NodeFacts) == facts
 
 
 def test_what_the_system_says_is_read() -> None:

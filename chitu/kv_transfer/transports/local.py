@@ -11,6 +11,7 @@ calls `deliver`, any thread sends, no lock is held.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -29,6 +30,7 @@ from chitu.config.staging import (
     staging_prefills,
 )
 from chitu.config.topology import is_loopback
+from chitu.config.transport_env import transport_environment
 from chitu.errors import BadFrame, ChituError, ConfigError, MissingDependency, TransferFailed
 from chitu.kv_cache.aux_row import RowMemory
 from chitu.kv_transfer.layout import PagedMemory
@@ -62,12 +64,13 @@ def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cp
     MissingDependency if the configured library is absent; `auto` logs that and goes on. A loopback `host` has its peers
     on this machine: `auto` then leaves out Mooncake, which listens on all interfaces.
     """
+    _set_environment(config)
     if config.transport == "shm":
         return [ShmTransport() if device == "cpu" else _open_on_gpu(config, host, device)[-1]]
     if config.transport == "cuda_ipc":
         return _open_on_gpu(config, host, device)[:1]
     if config.transport == "nixl":
-        return [NixlTransport(host, device)]
+        return [NixlTransport(host, device, config.ib_device)]
     if config.transport == "mooncake":
         return [MooncakeTransport(host, protocol_of(config), config.ib_device)]
     transports: list[Transport] = [ShmTransport()] if device == "cpu" else _open_on_gpu(config, host, device)
@@ -78,6 +81,14 @@ def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cp
     except MissingDependency as error:
         logger.info("transport auto: %s only, so peers must be on this host (%s)", transports[0].name, error)
     return transports
+
+
+def _set_environment(config: PDDisaggregationConfig) -> None:
+    """Give the libraries the topology's variables, before the first of them is loaded."""
+    for name, value in transport_environment(config).items():
+        if (old := os.environ.get(name, value)) != value:
+            logger.info("transports: %s is %s, as the topology says, not %s as in the environment", name, value, old)
+        os.environ[name] = value
 
 
 def _open_on_gpu(config: PDDisaggregationConfig, host: str, device: str) -> list[Transport]:

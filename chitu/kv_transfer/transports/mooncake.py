@@ -45,6 +45,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +61,7 @@ from chitu.kv_transfer.transports.mapped import (
     require_inside,
     writable_arenas,
 )
-from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s
+from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteError, pause_s, pinning_hint
 from chitu.net.rdma_devices import look_at_rdma, why_no_rdma
 from chitu.protocol import RankMemory, TransportSession
 
@@ -182,7 +183,7 @@ class MooncakeTransport:
 
     name = NAME
 
-    def __init__(self, host: str, protocol: str = "tcp", ib_device: str = "") -> None:
+    def __init__(self, host: str, protocol: str = "tcp", ib_device: Sequence[str] = ()) -> None:
         self._protocol = protocol
         self._ranges: list[tuple[int, int]] = []
         if protocol == "rdma":
@@ -202,7 +203,7 @@ class MooncakeTransport:
         self._is_host_only = False
         """True if the pool is in GPU memory that this build cannot send."""
         self._engine: Any = module.TransferEngine()
-        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ib_device)
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(ib_device))
         if code != 0:
             raise ConfigError(f"mooncake: cannot start over {protocol} on {host} (code {code})")
         self._session_id = f"{host}:{self._engine.get_rpc_port()}"
@@ -221,9 +222,9 @@ class MooncakeTransport:
             )
         code = self._engine.batch_register_memory([base], [nbytes])
         if code != 0:
-            hint = (
-                "" if is_host or self._protocol != "rdma" else "; GPU memory over RDMA needs nvidia_peermem or dma-buf"
-            )
+            hint = ""
+            if self._protocol == "rdma":
+                hint = pinning_hint() if is_host else "; GPU memory over RDMA needs nvidia_peermem or dma-buf"
             raise TransferFailed(f"mooncake: cannot register {nbytes} bytes at {base:#x} (code {code}{hint})")
         self._ranges.append((base, nbytes))
 
@@ -407,7 +408,7 @@ def _import_engine() -> Any:
         ) from error
 
 
-def _check_rdma(ib_device: str) -> None:
+def _check_rdma(ib_device: Sequence[str]) -> None:
     """Raise ConfigError if RDMA is impossible, because the engine would silently use TCP."""
     if reason := why_no_rdma(look_at_rdma(), ib_device):
         raise ConfigError(f"pd_disaggregation.mooncake_protocol is rdma, but {reason}: use auto or tcp")

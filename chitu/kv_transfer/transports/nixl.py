@@ -15,9 +15,11 @@ These properties shape the code below:
 * A write that ended with an error may have bytes in flight that nothing reports. It is fenced once the peer's process
   is known to be gone, which only its own host can see. Between hosts such a D stays suspended until the cluster view
   reports that it is gone.
-* The wheel has its own libibverbs and libnl. Its module for EFA alone links to the system's libefa, and so to the
-  system's libibverbs and libnl beside them: the destructors of two libnl end the process with SIGSEGV. So UCX loads
-  that module only on a host with an EFA device, unless UCX_MODULES says otherwise.
+* The wheel has its own libibverbs, with a driver for mlx5 alone: it finds no other RDMA device, and UCX then uses TCP.
+  So on a host that has another one, UCX is given the system's libibverbs, which has the drivers of the distribution.
+  Both bring a libnl, and UCX's module for EFA needs both anyway. If symbols of one libnl are bound to the other, its
+  destructor takes entries out of a list that they were never in: SIGSEGV at exit. So both are loaded before UCX, the
+  wheel's first, and each is bound to its own (`_load_verbs`).
 * NIXL's progress thread serves the peers' writes (over TCP they need the peer to run). The Python API starts it with a
   period of 0: it would spin on a core of every instance for as long as the instance lives (`_make_agent`).
 * Errors are exceptions of many classes without a common base.
@@ -29,22 +31,33 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from chitu.config.topology import is_loopback
-from chitu.errors import MissingDependency, TransferFailed
+from chitu.config.transport_env import ucx_limits
+from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.transports.mapped import PeerProcess, host_id, own_start_time, require_inside
-from chitu.kv_transfer.transports.transport import CopyList, Int64s, PeerHandle, WriteError, pause_s
-from chitu.net.rdma_devices import has_efa
+from chitu.kv_transfer.transports.transport import (
+    CopyList,
+    Int64s,
+    PeerHandle,
+    WriteError,
+    pause_s,
+    pinning_hint,
+)
+from chitu.net.rdma_devices import MLX5, VERBS, Rdma, choose_for_ucx, look_at_rdma, seen_by_ucx, used
 from chitu.protocol import RankMemory, TransportSession
 
 logger = logging.getLogger(__name__)
@@ -98,24 +111,28 @@ class NixlPeer:
 class NixlTransport:
     """Implements `kv_transfer.transports.transport.Transport`.
 
-    `host`: this process's address as peers reach it. `device`: the pool's device. Raises MissingDependency if the
-    library cannot be imported.
+    `host`: this process's address as peers reach it. `device`: the pool's device. `ib_device`: names of RDMA devices to
+    use; empty: all. Raises MissingDependency if the library cannot be imported, ConfigError if UCX cannot start.
     """
 
     name = NAME
 
-    def __init__(self, host: str, device: str = "cpu") -> None:
+    def __init__(self, host: str, device: str = "cpu", ib_device: Sequence[str] = ()) -> None:
+        found = look_at_rdma()
         if is_loopback(host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        if not has_efa():
-            os.environ.setdefault("UCX_MODULES", "^efa")
+        elif mine := used(seen_by_ucx(found), ib_device) if ib_device else []:
+            os.environ["UCX_NET_DEVICES"] = ",".join(f"{name}:{port}" for name in mine for port in found.ports[name])
         module = _import_nixl()
+        _load_verbs(module, found)
+        limits = {} if ib_device else ucx_limits(os.environ)
+        logger.info("nixl %s", choose_for_ucx(ib_device, found, device != "cpu", limits))
         kind, _, index = device.partition(":")
         self._memory, self._device = ("VRAM", int(index or 0)) if kind == "cuda" else ("DRAM", 0)
         self._agent_name = f"chitu-{uuid.uuid4().hex}"
         self._lock = threading.Lock()
         """Guards the agent and all peers; never held while waiting."""
-        self._agent: Any = _make_agent(module, self._agent_name)
+        self._agent: Any = _make_agent(module, self._agent_name, found)
         self._host_id = host_id()
         self._ranges: list[tuple[int, int]] = []
         self._registered: list[Any] = []
@@ -243,7 +260,8 @@ class NixlTransport:
         try:
             self._registered.append(self._agent.register_memory([(base, nbytes, device, "")], memory))
         except Exception as error:
-            raise TransferFailed(f"nixl: cannot register {nbytes} bytes at {base:#x}: {error!r}") from error
+            hint = pinning_hint() if memory == "DRAM" else ""
+            raise TransferFailed(f"nixl: cannot register {nbytes} bytes at {base:#x}: {error!r}{hint}") from error
 
     def _open(self, peer: NixlPeer, metadata: bytes) -> None:
         with self._lock:
@@ -366,7 +384,23 @@ def _entries(address_N: Int64s, length_N: Int64s, device: int) -> list[tuple[int
     return [(address, length, device) for address, length in zip(address_N.tolist(), length_N.tolist(), strict=True)]
 
 
-def _make_agent(module: Any, name: str) -> Any:
+def _load_verbs(module: Any, found: Rdma) -> None:
+    """Load the wheel's libibverbs and the system's, each with its own libnl, before UCX loads parts of both. Give UCX
+    the system's if this host has a device for which the wheel's has no driver.
+
+    UCX's modules, which are loaded with the first agent, find symbols in libraries that were loaded globally before
+    those that they name. All stay loaded until the process ends.
+    """
+    libraries = Path(module.__file__).parent.parent / f"{module.__name__.partition('.')[0]}.libs"
+    for pattern in ("libnl-3-*", "libnl-route-3-*", "libibverbs-*"):
+        for path in sorted(libraries.glob(pattern)):
+            ctypes.CDLL(str(path))
+    is_for_ucx = any(found.drivers.get(name) != MLX5 for name in found.active)
+    with contextlib.suppress(OSError):  # not installed: no device of `found` is active then
+        ctypes.CDLL(VERBS, ctypes.RTLD_GLOBAL if is_for_ucx else ctypes.RTLD_LOCAL)
+
+
+def _make_agent(module: Any, name: str, found: Rdma) -> Any:
     """Return an agent with UCX. Replaces the Python API's configuration, which leaves no choice of the period."""
     agent = module.nixl_agent(name, module.nixl_agent_config(backends=[]))
     config = module.nixlBind.nixlAgentConfig()
@@ -374,7 +408,15 @@ def _make_agent(module: Any, name: str) -> Any:
     config.useListenThread, config.captureTelemetry = False, False
     config.syncMode = module.nixl_thread_sync_t.NIXL_THREAD_SYNC_NONE.value  # `NixlTransport._lock`
     agent.agent = module.nixlBind.nixlAgent(name, config)
-    agent.create_backend("UCX")
+    try:
+        agent.create_backend("UCX")
+    except Exception as error:
+        given = " ".join(f"{name}={value}" for name, value in ucx_limits(os.environ).items())
+        have = ", ".join(f"{name} {state}" for name, state in found.devices.items()) or "no RDMA device"
+        raise ConfigError(
+            f"nixl: UCX cannot start ({error}): it finds no transport that may be used, with {given or 'its defaults'} "
+            f"and {have} on this host: `chitu doctor` checks the devices, and tcp among UCX_TLS always works"
+        ) from error
     return agent
 
 

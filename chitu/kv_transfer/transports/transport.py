@@ -10,6 +10,7 @@ pages or requests.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -50,6 +51,13 @@ def pause_s(waited_s: float) -> float:
     """Return how long to sleep before polling a library again, after a wait of `waited_s`. A wait ends a twentieth late
     at most, and a wait of seconds keeps no core busy."""
     return min(max(SHORTEST_PAUSE_S, waited_s / 20), LONGEST_PAUSE_S)
+
+
+def pinning_hint() -> str:
+    """Return what limits the host memory that this process may pin, for an error of a library that pins it."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    has = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    return f"; RDMA pins this memory, and `ulimit -l` is {has} here: raise it to unlimited (docs/transfer.md)"
 
 
 class PeerHandle(Protocol):
