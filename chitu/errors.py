@@ -8,13 +8,13 @@ ChituError
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest  UnsupportedEncoding
-|   `-- Forbidden  UnknownInstance  UnknownRequest  LastInstance
+|   `-- Forbidden  UnknownInstance  UnknownRequest  LastInstance  UnknownFile  InUse
 |-- ServiceError                   ours (5xx); `retryable`: whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- RequestKept
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
-|   `-- Internal  StepFailed  PoisonRequest
+|   `-- Internal  StepFailed  PoisonRequest  DiskFull
 |-- RequestCancelled               the client is gone
 `-- ProtocolError                  a bad frame from a peer; costs its own room at most
     |-- BadFrame  UnknownKind
@@ -127,6 +127,20 @@ class UnknownRequest(RequestError):
 
     code = "unknown_request"
     http_status = 404
+
+
+class UnknownFile(RequestError):
+    """There is no such file or batch, or it belongs to another client."""
+
+    code = "unknown_file"
+    http_status = 404
+
+
+class InUse(RequestError):
+    """That cannot be done in the present state of a file or batch."""
+
+    code = "in_use"
+    http_status = 409
 
 
 class UnknownInstance(RequestError):
@@ -245,6 +259,14 @@ class IncompatibleLayout(ServiceError):
 
 class Integrity(ServiceError):
     code = "integrity"
+
+
+class DiskFull(ServiceError):
+    """A file cannot be written, or may not be."""
+
+    code = "disk_full"
+    http_status = 507
+    retryable = False
 
 
 class Internal(ServiceError):

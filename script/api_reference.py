@@ -12,6 +12,7 @@ from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
 from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
 from chitu.http.body_decoder import (
     ABORT,
+    BATCHES,
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -238,6 +239,7 @@ SHORT = {
     MESSAGES: "messages",
     COUNT_TOKENS: "count_tokens",
     ABORT: "abort",
+    BATCHES: "batches",
     "/admin/drain": "drain",
     "/admin/snapshot": "snapshot",
 }

@@ -53,6 +53,20 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     )
     command.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default: 0 (greedy)")
 
+    command = commands.add_parser("batch", help="answer a file of requests, one a line; the same command resumes it")
+    command.add_argument("input", metavar="IN.jsonl", help="lines with custom_id, method, url and body, as OpenAI's")
+    command.add_argument("output", metavar="OUT.jsonl", help="file of the answers, in the order of their arrival")
+    _add_router(command)
+    command.add_argument(
+        "--concurrency", type=_positive(int), default=32, metavar="N", help="requests at once (default: 32)"
+    )
+    command.add_argument(
+        "--timeout", type=_positive(float), default=660.0, metavar="S", help="seconds for one answer (default: 660)"
+    )
+    command.add_argument(
+        "--patience", type=_positive(float), default=600.0, metavar="S", help="seconds without any answer until it ends"
+    )
+
     command = commands.add_parser("explain", help="show where a running cluster's requests spend their time")
     either = command.add_mutually_exclusive_group()
     either.add_argument(

@@ -1,5 +1,5 @@
-"""The commands of `chitu`: serve, node, chat, explain, trace, verify, snapshot, replay, join, drain, plan, make-model,
-bench, doctor.
+"""The commands of `chitu`: serve, node, chat, batch, explain, trace, verify, snapshot, replay, join, drain, plan,
+make-model, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
@@ -127,6 +127,13 @@ def _chat(arguments: argparse.Namespace) -> int:
     question = " ".join(arguments.question) if arguments.question else None
     options = ChatOptions(arguments.model, arguments.system, arguments.max_tokens, arguments.temperature)
     return chat(arguments.url, api_key(), question, options)
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from chitu.tools.batch import BatchOptions, batch
+
+    options = BatchOptions(arguments.concurrency, arguments.timeout, arguments.patience)
+    return batch(arguments.url, api_key(), Path(arguments.input), Path(arguments.output), options)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -355,6 +362,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "chat": _chat,
+    "batch": _batch,
     "explain": _explain,
     "trace": _trace,
     "join": _join,

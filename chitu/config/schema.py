@@ -278,6 +278,27 @@ class KeptRequestsConfig(Section, frozen=True):
     """Age of a request, counted from the first router's end, at which it is removed, read or not."""
 
 
+class BatchesConfig(Section, frozen=True):
+    """Files and batches (`/v1/files`, `/v1/batches`) on the router's disk."""
+
+    dir: str | None = None
+    """Folder of the files and batches, in which only this user can read. A router that is started with it goes on with
+    the batches that are in it, also on another machine if that sees the folder; several may share it. Unset: the routes
+    answer 400."""
+    max_file_mb: Positive = 256
+    """Maximum size of an uploaded file (MiB)."""
+    max_mb: Positive = 16384
+    """Size of all files in the folder from which on no more are taken (MiB)."""
+    max_files: Positive = 10000
+    """Maximum number of files and batches in the folder."""
+    max_lines: Positive = 50000
+    """Maximum number of lines of a batch."""
+    max_in_flight: Positive = 64
+    """Maximum lines of all batches that each API process has sent and waits for."""
+    max_age_s: Seconds = 2592000.0
+    """Age at which a file, or a batch that is over, is removed, unless its request asks for less."""
+
+
 class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
@@ -340,6 +361,7 @@ class RouterConfig(Section, frozen=True):
     """Base URL of an OpenTelemetry collector (OTLP over HTTP), such as `http://127.0.0.1:4318`: it gets a trace of each
     request. Needs the extra `otel`, whose `OTEL_*` variables set the rest (sampling, headers, batches). Empty: none."""
     kept_requests: KeptRequestsConfig = field(default_factory=KeptRequestsConfig)
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

@@ -123,6 +123,7 @@ def _folder_problems(topology: Topology) -> Iterator[str]:
     folders = {
         "cache.disk.path": topology.cache.disk.path,
         "dp_config.router.kept_requests.dir": topology.dp_config.router.kept_requests.dir,
+        "dp_config.router.batches.dir": topology.dp_config.router.batches.dir,
         "log.dir": topology.log.dir,
         "trace.dir": topology.trace.dir,
     }

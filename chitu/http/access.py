@@ -87,6 +87,13 @@ class Access:
         required. Call after `require`."""
         return self._salts.get(bearer(_authorization(scope)) or b"", "") if self._salts else ""
 
+    def credential_of(self, tenant: str) -> bytes | None:
+        """Return a credential of a tenant, for what it has the router do later: empty if none is required; None if it
+        has none any more."""
+        if not self._api_keys:
+            return b""
+        return next((key for key, salt in self._salts.items() if salt == tenant), None)
+
     def trace_tenant(self, scope: Scope) -> str | None:
         """Return the tenant whose requests the caller may see (records, traces, snapshots); None: those of all. Call
         after `require`."""

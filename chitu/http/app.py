@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 
 from chitu.errors import ChituError, Internal
 from chitu.http.access import Access
+from chitu.http.bodies import FILES
 from chitu.http.exchange import ANTHROPIC_PATHS, EXCHANGE, Exchange
 from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.log import about
@@ -52,7 +53,7 @@ def preflight_headers(scope: Scope) -> Headers:
     All requested headers are allowed, because client libraries have headers of their own."""
     wanted = header(scope, b"access-control-request-headers") or b""
     return [
-        (b"access-control-allow-methods", b"GET, POST"),
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
         (b"access-control-allow-headers", wanted if _NAMES.match(wanted) else b"authorization, content-type"),
         (b"access-control-max-age", PREFLIGHT_S),
     ]
@@ -65,6 +66,8 @@ HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
 
 COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
 """Cold routes that count against a client's rate, because they cost about as much here as a hot one."""
+STREAMED_PATHS = frozenset({FILES})
+"""Cold routes that read their bodies themselves, part by part."""
 ENDLESS_PATHS = frozenset({"/cluster/events"})
 """Paths whose answers never end, so that HEAD is not served."""
 KEPT_FOLDER = "/v1/requests/"
@@ -125,7 +128,8 @@ class RouterApp:
                     scope = {**scope, "method": "GET"}  # the exchange knows it and omits the body
                 if path in COUNTED_PATHS:
                     self._access.count(scope)
-                await exchange.whole(self._max_body_bytes)
+                if path not in STREAMED_PATHS:
+                    await exchange.whole(self._max_body_bytes)
                 await self._cold(scope, receive, send)
             else:
                 _require_method(scope, "POST")

@@ -727,6 +727,25 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
     ]
 
 
+class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
+    anchor: Annotated[str, documented(enum=["created_at", "output_file_created_at"])]
+    seconds: Annotated[Annotated[int, msgspec.Meta(ge=1)], note("at most `router.batches.max_age_s`")]
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
+    input_file_id: Annotated[str, note("id of a file that was uploaded with the purpose `batch`")]
+    endpoint: Annotated[str, note("path that every line's `url` has: a route for generation")]
+    completion_window: Annotated[
+        str, note("such as `24h`: a number of `s`, `m`, `h` or `d`, after which lines without an answer expire")
+    ]
+    metadata: Annotated[
+        Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
+    ] = None
+    output_expires_after: Annotated[
+        ExpiresAfter | None, note("age of the output and error files at which they are removed")
+    ] = None
+
+
 class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
     instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
     force: Annotated[bool | None, note("true: also if no request could be served afterwards")] = None
@@ -747,3 +766,4 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 ABORT = "/abort_request"
+FILES, BATCHES = "/v1/files", "/v1/batches"

@@ -26,6 +26,7 @@ from chitu.errors import InvalidRequest
 from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
 from chitu.http.bodies import (
     ABORT,
+    BATCHES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -37,6 +38,7 @@ from chitu.http.bodies import (
     TOKENIZE,
     AbortBody,
     AbortHereBody,
+    BatchBody,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -58,6 +60,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     TOKENIZE: TokenizeBody,
     DETOKENIZE: DetokenizeBody,
     ABORT: AbortBody,
+    BATCHES: BatchBody,
     "/admin/drain": DrainBody,
     "/admin/snapshot": SnapshotBody,
 }
@@ -607,6 +610,7 @@ responses_decoder = BodyDecoder(ResponsesBody, RESPONSES)
 messages_decoder = BodyDecoder(MessagesBody, MESSAGES)
 count_decoder = BodyDecoder(CountTokensBody, COUNT_TOKENS)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)
+batch_decoder = BodyDecoder(BatchBody, BATCHES)
 drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
 snapshot_decoder = BodyDecoder(SnapshotBody, "/admin/snapshot")
 abort_here_decoder = BodyDecoder(AbortHereBody, "/admin/abort")

@@ -36,6 +36,7 @@ from chitu.http.limits import (
     PROBE_CONNECTIONS,
     PROBE_HEAD_S,
     PROBE_PATHS,
+    PROGRESS_BYTES,
     BodyBudget,
     HTTPLimits,
 )
@@ -236,7 +237,7 @@ class Connection(asyncio.Protocol):
         self._running: Exchange | None = None
         self._waiting: deque[Exchange] = deque()
         """Pipelined requests; the last of them may be the one that is being read."""
-        self._dropped_bytes = 0
+        self._dropped_bytes = self._progress_bytes = 0
         self._has_ended = False
         """The client has closed its side, and waits for answers."""
         self._is_lingering = False
@@ -366,6 +367,15 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
             else:
                 self.transport.resume_reading()
+
+    def note_progress(self, num_bytes: int) -> None:
+        """Note that a reader took a part of a body that it reads in parts. Each `PROGRESS_BYTES` have the time of a
+        body."""
+        self._progress_bytes += num_bytes
+        if self._progress_bytes >= PROGRESS_BYTES:
+            self._progress_bytes, self._timed = 0, None
+            self._rearm()
+        self.update_reading()
 
     def _drop(self, num_bytes: int) -> None:
         self._dropped_bytes += num_bytes

@@ -12,9 +12,9 @@ HTTP/1.0 gets no chunks. A body counts against the server's `BodyBudget` from it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
@@ -33,9 +33,6 @@ from chitu.net.http import (
     header,
 )
 
-if TYPE_CHECKING:
-    from chitu.http.connection import Connection
-
 EXCHANGE = "chitu.exchange"
 """Key of the `Exchange` in an HTTP scope."""
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -51,6 +48,35 @@ STATUS_LINE[499] = b"HTTP/1.1 499 Client Closed Request\r\n"  # nginx's, in no s
 STATUS_LINE[OVERLOADED] = b"HTTP/1.1 529 Overloaded\r\n"  # Anthropic's
 ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Paths whose errors are Anthropic's error object."""
+
+
+class Writing(Protocol):
+    """Where an exchange writes, as asyncio's transports do."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def writelines(self, list_of_data: Iterable[bytes]) -> None: ...
+
+
+class Peer(Protocol):
+    """What an exchange uses of its connection: a client's (`Connection`), or the router's own (`InnerPeer`)."""
+
+    is_gone: bool
+    is_write_paused: bool
+    on_gone: Callable[[], None] | None
+
+    @property
+    def transport(self) -> Writing: ...
+
+    def default_headers(self) -> Headers: ...
+
+    def update_reading(self) -> None: ...
+
+    def note_progress(self, num_bytes: int) -> None: ...
+
+    async def drained(self) -> None: ...
+
+    def on_answered(self, exchange: Exchange) -> None: ...
 
 
 class Exchange:
@@ -78,7 +104,7 @@ class Exchange:
     )
 
     def __init__(
-        self, connection: Connection, scope: Scope, budget: BodyBudget, keep_alive: bool, expects_continue: bool
+        self, connection: Peer, scope: Scope, budget: BodyBudget, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.connection = connection
         self.scope = scope
@@ -178,6 +204,24 @@ class Exchange:
                 raise _too_large(self._num_received, max_bytes)
             if not self.more_body:
                 return
+            await self._change()
+
+    async def part(self) -> bytes:
+        """Return the next bytes of a body that is too large to be held; empty at its end. What was returned no longer
+        counts. Raises what `body` raises, except PayloadTooLarge."""
+        while True:
+            if self.connection.is_gone:
+                raise ClientGone
+            if self.refusal is not None:
+                raise self.refusal
+            if self._body or not self.more_body:
+                part, self._body, self._num_received = bytes(self._body), bytearray(), 0
+                if self._held_bytes:
+                    self._budget.give(self._held_bytes)
+                    self._held_bytes = 0
+                self._is_wanted = False
+                self.connection.note_progress(len(part))
+                return part
             await self._change()
 
     def release_body(self) -> None:

@@ -40,7 +40,7 @@ from chitu.http.spans import RequestSpan, request_span
 from chitu.http.token_logprobs import PromptAnswer
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import SamplingParams, prompt_lines, unpack_i32
+from chitu.protocol import MAX_PRIORITY, SamplingParams, prompt_lines, unpack_i32
 from chitu.protocol.account import Moments
 from chitu.router.request import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
@@ -92,7 +92,11 @@ class GenerationRoutes:
         self._streams: dict[Exchange, tuple[ParsedRequest, RunningAnswer, AnswerFormat]] = {}
         """Streams that wait for events."""
 
-    async def answer(self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute) -> None:
+    async def answer(
+        self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute, is_batch: bool = False
+    ) -> None:
+        """Answer a request. `is_batch`: a line of a batch, which comes last unless its body has a priority, and which
+        the next router sends again."""
         running = RunningAnswer(self._tenant_salt(scope), self._clock.monotonic())
         self.running.add(request_id, running)
         failed: type[ChituError] | None = None
@@ -108,7 +112,10 @@ class GenerationRoutes:
                 self._require_priority(scope, parsed.priority)
             self._require_open()  # again: a large body or a grammar takes time
             created_s = int(time.time())
-            if self.keeps and not parsed.why_not_kept:  # its body counts as being read until it is over
+            if is_batch:
+                parsed.priority = parsed.priority or MAX_PRIORITY
+                exchange.release_body()
+            elif self.keeps and not parsed.why_not_kept:  # its body counts as being read until it is over
                 running.origin = Origin(request_id, route, raw, parsed, created_s)
                 running.numbers = EventNumbers()
             else:

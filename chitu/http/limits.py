@@ -19,6 +19,8 @@ FREE_BODY_BYTES = 64 << 10
 bounds their sum. Also the bytes that are taken of a body before a reader asks for it."""
 LINGER_BYTES = 64 << 20
 """Bytes of one request, or after the last one, that are discarded unread; a client that sends more is cut off."""
+PROGRESS_BYTES = 1 << 20
+"""So much of a body that is read in parts (a file) must come within `body_s`, and so much again."""
 SPARE_DESCRIPTORS = 256
 """Descriptors for everything except client connections."""
 

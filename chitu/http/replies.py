@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from chitu.http.batch_lines import LineError
 from chitu.http.proof import Proof
 
 
@@ -218,6 +219,79 @@ class MessagesReply(msgspec.Struct):
 
 class CountTokensReply(msgspec.Struct):
     input_tokens: int
+
+
+class FileReply(msgspec.Struct):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    """`batch` of an uploaded file, `batch_output` of an output or error file."""
+    status: Literal["processed"]
+
+
+class FilesReply(msgspec.Struct):
+    object: Literal["list"]
+    data: list[FileReply]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeletedReply(msgspec.Struct):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class RequestCountsReply(msgspec.Struct):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchErrorsReply(msgspec.Struct):
+    object: Literal["list"]
+    data: tuple[LineError, ...]
+
+
+class BatchReply(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["batch"]
+    endpoint: str
+    errors: BatchErrorsReply | None
+    """What is wrong with the input, or why the batch could not go on."""
+    input_file_id: str
+    completion_window: str
+    status: Literal[
+        "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+    ]
+    output_file_id: str | None
+    """File of the answers with a status of 200 to 299; null until the batch is over, and if there are none."""
+    error_file_id: str | None
+    """File of all other lines' answers."""
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCountsReply
+    metadata: dict[str, str] | None
+
+
+class BatchesReply(msgspec.Struct):
+    object: Literal["list"]
+    data: list[BatchReply]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class AbortReply(msgspec.Struct):

@@ -183,11 +183,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
 
-def _json(answer: object, status: int = 200) -> Response:
+def json_response(answer: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(answer), status, media_type=JSON)
 
 
-async def _body(request: Request, decoder: BodyDecoder[StructT], takes_unknown: bool = False) -> StructT:
+async def read_body(request: Request, decoder: BodyDecoder[StructT], takes_unknown: bool = False) -> StructT:
     """Return a small body. Unknown fields of it are errors, or warnings if `takes_unknown`."""
     raw = await request.body()
     if len(raw) > LARGE_BODY_BYTES:
@@ -264,10 +264,10 @@ def client_routes(
         return ModelReply(name, "model", model.created_s, "chitu", path, max_model_len, parent)
 
     async def list_models(request: Request) -> Response:
-        return _json(ModelsReply("list", [card(), *map(card, model.adapters)]))
+        return json_response(ModelsReply("list", [card(), *map(card, model.adapters)]))
 
     async def get_model(request: Request) -> Response:
-        return _json(card(model.adapter_of(request.path_params["name"])))
+        return json_response(card(model.adapter_of(request.path_params["name"])))
 
     async def tokens(request: Request, route: BodyRoute) -> Response:
         exchange = request.scope[EXCHANGE]
@@ -285,9 +285,9 @@ def client_routes(
     async def abort_request(request: Request) -> Response:
         """End a request that this API key sent: its client gets the error `cancelled`, and P and D end it at their
         next step. An id that is unknown, or whose request has ended already, is no error."""
-        body = await _body(request, abort_decoder, takes_unknown)
+        body = await read_body(request, abort_decoder, takes_unknown)
         tenant = access.cache_salt(request.scope)
-        return _json(AbortReply(running.abort(body.rid, tenant) + await abort_elsewhere(body.rid, tenant)))
+        return json_response(AbortReply(running.abort(body.rid, tenant) + await abort_elsewhere(body.rid, tenant)))
 
     return [
         Route("GET", "/v1/models", list_models, ModelsReply),
@@ -304,7 +304,7 @@ def cluster_routes(
     watchers = Watchers(source)
 
     async def livez(request: Request) -> Response:
-        return _json(StatusReply("alive"))
+        return json_response(StatusReply("alive"))
 
     async def health(request: Request) -> Response:
         """Return 200 if a request can be served now, and the router has got no signal to end. The death of one instance
@@ -319,7 +319,7 @@ def cluster_routes(
             [HealthInstance(i.name, i.role.value, i.incarnation, i.draining) for i in cluster.view.instances],
             {str(role): any(i.role is role for i in candidates.serving) for role in Role},
         )
-        return _json(answer, 503 if reason else 200)
+        return json_response(answer, 503 if reason else 200)
 
     async def metrics(request: Request) -> Response:
         record = await cluster.record()
@@ -375,7 +375,7 @@ def page_routes(model_name: str) -> list[Route]:
             if not MIN_EXAMPLE <= tokens <= MAX_EXAMPLE:
                 raise InvalidRequest(f"tokens must be from {MIN_EXAMPLE} to {MAX_EXAMPLE}", "tokens")
             example = recall(random.Random(), facts_for(tokens))
-            return _json(ExampleReply(example.prompt, example.answer, example.value))
+            return json_response(ExampleReply(example.prompt, example.answer, example.value))
 
         bounds = {"type": "integer", "minimum": MIN_EXAMPLE, "maximum": MAX_EXAMPLE, "default": DEFAULT_EXAMPLE}
         query = {"name": "tokens", "in": "query", "required": False, "schema": bounds}
@@ -400,21 +400,21 @@ def operator_routes(
     async def drain(request: Request) -> Response:
         """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
         Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
-        body = await _body(request, drain_decoder)
+        body = await read_body(request, drain_decoder)
         draining = await cluster.drain(body.instance, body.force is True)
-        return _json(DrainReply(draining.name, str(draining.incarnation), "draining"))
+        return json_response(DrainReply(draining.name, str(draining.incarnation), "draining"))
 
     async def flush_caches(request: Request) -> Response:
         """Make every instance forget its cached prefixes. Running requests keep the pages that they use, and no other
         request finds these. The command is part of the cluster view, which is repeated, so every instance receives it:
         within about a heartbeat `pages_cached` in `GET /cluster` is 0 if nothing runs."""
         await cluster.flush_caches()
-        return _json(StatusReply("flushing"))
+        return json_response(StatusReply("flushing"))
 
     async def take_snapshot(request: Request) -> Response:
         """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
         The request runs on."""
-        body = await _body(request, snapshot_decoder)
+        body = await read_body(request, snapshot_decoder)
         if kept is None:
             raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies for snapshots")
         return Response(kept.snapshot(body.request_id, access.trace_tenant(request.scope)), media_type=BINARY)
@@ -423,12 +423,12 @@ def operator_routes(
         """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
         of it."""
         without_keys = with_api_keys(with_cluster_key(topology, ""), ())
-        return _json(with_router_ports(without_keys, {"token_port": token_port, **cluster.ports()}))
+        return json_response(with_router_ports(without_keys, {"token_port": token_port, **cluster.ports()}))
 
     async def abort_here(request: Request) -> Response:
         """End requests of this API process on behalf of `/abort_request` of another one."""
-        body = await _body(request, abort_here_decoder)
-        return _json(AbortReply(running.abort(body.rid, body.tenant)))
+        body = await read_body(request, abort_here_decoder)
+        return json_response(AbortReply(running.abort(body.rid, body.tenant)))
 
     async def record(request: Request) -> Response:
         """Return this API process's report on its own requests, for the other API processes (MessagePack)."""
@@ -461,7 +461,7 @@ def trace_routes(cluster: ClusterSource, folder: Path, access: Access, clock: Cl
             raise UnknownTrace(
                 f"there are no trace records of request {request_id!r}: it was not traced, or they are gone"
             )
-        return _json(answer_of(with_running(found, request_id, snapshots, clock.monotonic()), request_id))
+        return json_response(answer_of(with_running(found, request_id, snapshots, clock.monotonic()), request_id))
 
     return [Route("GET", "/trace/{request_id:path}", trace, None, (404,))]
 
@@ -501,15 +501,16 @@ MEANINGS = {
     400: "The request is wrong; `param` names the field",
     401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
     403: "Operator's calls are not accepted from this address",
-    404: "There is no such model, instance, request, trace or path",
+    404: "There is no such model, instance, request, trace, file, batch or path",
     408: "The request did not come in time",
-    409: "Without this instance nothing could be served; see `force`",
+    409: "Without this instance nothing could be served, see `force`; or it cannot be done in the present state",
     413: "The body is too large (`router.max_body_bytes`)",
     415: "The body is compressed (`Content-Encoding`)",
     429: "Too many requests, of all clients or of this one; see Retry-After",
     499: "The request was aborted (`/abort_request`)",
     431: "The headers are too large",
     500: "A bug of the server",
+    507: "The disk is full, or holds what it may (`router.batches`)",
     503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
     529: "No instance serves, or too many wait: what is 503 elsewhere; see Retry-After",
     504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
@@ -525,7 +526,7 @@ def openapi_document(version: str, routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         path = route.path.replace(":path}", "}")
         if route.is_shown:
-            paths[path] = {route.method.lower(): _operation(route, path)}
+            paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
             structs += [struct for struct in (BODIES.get(path), route.reply) if struct is not None]
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
     for path in BODIES.keys() & paths.keys():
@@ -555,7 +556,7 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         text = {"type": "string"}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in in_path]
     operation |= route.more
-    if path in BODIES:
+    if path in BODIES and route.method == "POST":
         operation["requestBody"] = {"required": True, "content": {JSON: _schema(BODIES[path])}}
     kinds = {kind: {"schema": {"type": "string"}} if kind in METRICS else {} for kind in route.kinds}
     responses = {"200": {"description": "OK", "content": kinds}}

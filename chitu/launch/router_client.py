@@ -159,6 +159,7 @@ class RouterUnreachable(ServiceError):
 
 class _Model(msgspec.Struct, frozen=True):
     id: str
+    owned_by: str = ""
 
 
 class _Models(msgspec.Struct, frozen=True):
@@ -189,11 +190,11 @@ class RouterClient:
         self._is_tls = parts.scheme == "https"
         self._base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
-        self._headers = {"Content-Type": "application/json"}
+        self.headers = {"Content-Type": "application/json"}
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):
                 raise ConfigError("an API key has only printable ASCII characters")
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            self.headers["Authorization"] = f"Bearer {api_key}"
 
     def model_name(self) -> str:
         """Return the id of the served model. Raise RouterUnreachable, Unauthorized, or Internal if it is no router."""
@@ -201,6 +202,19 @@ class RouterClient:
         if not models:
             raise Internal(f"{self.url} serves no model")
         return models[0].id
+
+    def is_chitu(self) -> bool:
+        """Return whether the server says that it is one of this project."""
+        return any(model.owned_by == "chitu" for model in self._get("/v1/models", _Models).data)
+
+    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        """Return a connection to the server, not open yet."""
+        make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
+        return make(self._host, self._port, timeout=timeout_s)
+
+    def path(self, path: str) -> str:
+        """Return the path of a route, `/v1/...`, below that of the URL."""
+        return self._base + path
 
     def cluster(self) -> ClusterSnapshot:
         return self._get("/cluster", ClusterSnapshot)
@@ -276,14 +290,13 @@ class RouterClient:
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield an open response of status 200 and close it with its connection at the end. Raise the error that any
         other response names."""
-        make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        connection = make(self._host, self._port, timeout=CONNECT_TIMEOUT_S)
+        connection = self.connection(CONNECT_TIMEOUT_S)
         data = None if body is None else json.dumps(body).encode()
         try:
             with self._named_errors():
                 connection.connect()
                 connection.sock.settimeout(timeout_s)
-                connection.request(method, self._base + path, data, {**self._headers, "X-Request-Id": request_id})
+                connection.request(method, self.path(path), data, {**self.headers, "X-Request-Id": request_id})
                 reply = connection.getresponse()
             with contextlib.closing(reply):
                 if reply.status != 200:

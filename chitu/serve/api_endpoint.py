@@ -24,8 +24,11 @@ from chitu.config.topology import with_router
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
-from chitu.http.body_reader import BodyReader
+from chitu.http.batches import Batches
+from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource
+from chitu.http.file_routes import file_routes
+from chitu.http.file_store import FileStore
 from chitu.http.generate import GenerationRoutes
 from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
 from chitu.http.routes import (
@@ -55,6 +58,15 @@ from chitu.types import instance_name
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
+
+
+GENERATION: dict[str, BodyRoute] = {
+    "/v1/completions": "completion",
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+}
+"""The generation routes, of clients and of batches."""
 
 
 class Ending:
@@ -137,10 +149,7 @@ class ApiEndpoint:
             model, self.router, bodies, config, clock, access.cache_salt, access.require_priority, spans
         )
         hot: dict[str, HotRoute] = {
-            "/v1/completions": partial(self._routes.answer, route="completion"),
-            "/v1/chat/completions": partial(self._routes.answer, route="chat"),
-            "/v1/responses": partial(self._routes.answer, route="responses"),
-            "/v1/messages": partial(self._routes.answer, route="messages"),
+            **{path: partial(self._routes.answer, route=name) for path, name in GENERATION.items()},
             "/v1/messages/count_tokens": self._routes.count_tokens,
         }
         self._kept, kept_route = None, None
@@ -149,11 +158,19 @@ class ApiEndpoint:
             routes, self._routes.keeps = self._routes, True
             self._kept = KeptRequests(folder, model, self.router, bodies, routes, access.require_kept_priority, clock)
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
+        self._batches: Batches | None = None
+        if (stored := config.batches).dir is not None:
+            routes = self._routes
+            inner = {path: partial(routes.answer, route=name, is_batch=True) for path, name in GENERATION.items()}
+            store = FileStore(stored, Path(stored.dir).expanduser().absolute())
+            limit = config.max_body_bytes
+            self._batches = Batches(store, inner, access.credential_of, limit, self._can_serve)
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         running, elsewhere = self._routes.running, self.siblings.abort
         rows = [
             *HOT_ROUTES,
             *client_routes(model, self.router, bodies, access, running, elsewhere, takes_unknown),
+            *file_routes(self._batches, access, takes_unknown),
             *cluster_routes(self.router, cluster, self._snapshots, access, chitu.__version__),
             *page_routes(model.name),
             *operator_routes(cluster, topology, self.token_port, running, self._kept, access),
@@ -184,7 +201,12 @@ class ApiEndpoint:
             self._heal_soon(self.router.check_results.pop())
         if self._kept is not None:
             self._kept.tick()
+        if self._batches is not None:
+            self._batches.tick()
         self._routes.tick()
+
+    def _can_serve(self) -> bool:
+        return not self.router.candidates.why_unusable()
 
     async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is
@@ -193,6 +215,8 @@ class ApiEndpoint:
         end_s = loop.time() + drain_s
         self._routes.draining = refuses
         self._snapshots.is_closed = True
+        if self._batches is not None:  # another process, or the next one, sends their lines again
+            await self._batches.stop()
         if self._kept is not None:
             await self._kept.write_all(drain_s / 2)
         left_s = max(0.0, end_s - loop.time())

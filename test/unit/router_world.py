@@ -8,7 +8,14 @@ from typing import Any, Literal
 from support.clock import FakeClock
 from support.keyed_peer import KeyedPeer
 
-from chitu.config.schema import BreakerConfig, DeadlineConfig, PDDisaggregationConfig, RetryConfig, RouterConfig
+from chitu.config.schema import (
+    BreakerConfig,
+    DeadlineConfig,
+    PDDisaggregationConfig,
+    RetryConfig,
+    RouterConfig,
+    TraceConfig,
+)
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     CancelRequest,
@@ -91,7 +98,7 @@ class World:
             ),
         )
         outbox: Any = self.outbox
-        trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
+        trace = RouterTrace(TraceConfig(), None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
         self.router = PDRequestRouter(outbox, self.clock, config, trace)
         ranks = [roles[:place].count(role) for place, role in enumerate(roles)]
         self.instances = [

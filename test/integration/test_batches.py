@@ -1,0 +1,324 @@
+"""Files and batches of a real router, by OpenAI's own client, and `chitu batch`: killed anywhere, cut off by a full
+disk, shared by processes and routers, every line is answered once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from nursery import forked_router
+from support.router_process import RouterUnderTest, wait_until
+
+from chitu.tools.make_model import make_model
+
+pytestmark = pytest.mark.timeout(120)
+WAIT_S = 60.0
+OVER = ("completed", "failed", "expired", "cancelled")
+KEYS = {"CHITU_API_KEYS": "key-of-one,key-of-two"}
+MAX_NEW = 8
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "tiny", layers=2)
+
+
+@contextmanager
+def running(
+    folder: Path, model: Path, overrides: Sequence[str] = (), step_s: float = 0.0, **more: Any
+) -> Iterator[RouterUnderTest]:
+    folder.mkdir(exist_ok=True)
+    settings = ["model.served_name=m", "dp_config.router.batches.max_in_flight=8", *overrides]
+    with forked_router(folder, model, settings, **more) as router:
+        router.start_worker("P0,D0", "--step-s", str(step_s))
+        yield router
+
+
+def client_of(router: RouterUnderTest, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=router.url + "/v1", api_key=key, max_retries=0)
+
+
+def line(i: int, **body: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": "hello", "max_tokens": MAX_NEW, "ignore_eos": True} | body
+    return {"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body}
+
+
+def upload(client: openai.OpenAI, lines: Sequence[Any], **more: Any) -> str:
+    data = "\n".join(map(json.dumps, lines)).encode()
+    return client.files.create(file=("in.jsonl", data), purpose="batch", **more).id
+
+
+def begin(client: openai.OpenAI, lines: Sequence[Any], window: str = "24h", **more: Any) -> str:
+    create: Any = client.batches.create
+    made = create(input_file_id=upload(client, lines), endpoint="/v1/completions", completion_window=window, **more)
+    return str(made.id)
+
+
+def ended(client: openai.OpenAI, name: str) -> Any:
+    found: list[Any] = []
+
+    def is_over() -> bool:
+        found[:] = [client.batches.retrieve(name)]
+        return found[0].status in OVER
+
+    wait_until(is_over, WAIT_S, lambda: found)
+    return found[0]
+
+
+def answers(client: openai.OpenAI, batch: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the lines of the output file and of the error file."""
+    names = (batch.output_file_id, batch.error_file_id)
+    texts = [client.files.content(name).text if name else "" for name in names]
+    output, errors = ([json.loads(raw) for raw in text.splitlines()] for text in texts)
+    return output, errors
+
+
+def counts_of(client: openai.OpenAI, name: str) -> int:
+    counts = client.batches.retrieve(name).request_counts
+    assert counts is not None
+    return counts.completed
+
+
+def ids(*parts: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(each["custom_id"] for part in parts for each in part)
+
+
+def all_of(count: int) -> Counter[str]:
+    return Counter(f"r{i}" for i in range(count))
+
+
+def num_requests(router: RouterUnderTest) -> int:
+    text = httpx.get(router.url + "/metrics").text
+    found = re.search(r"^chitu_requests_total (\S+)", text, re.MULTILINE)
+    assert found is not None
+    return int(float(found[1]))
+
+
+def test_the_official_client_gets_an_answer_for_each_line(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "batches"
+    with running(tmp_path, model, [f"dp_config.router.batches.dir={folder}"], env=KEYS) as router:
+        client = client_of(router, "key-of-one")
+        lines = [line(i, model="m" if i % 5 else "other") for i in range(50)]
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        name = begin(client, lines, metadata={"a": "b"})
+        batch = ended(client, name)
+        assert (batch.status, batch.metadata, batch.errors) == ("completed", {"a": "b"}, None)
+        assert batch.created_at <= batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        counts = batch.request_counts
+        assert (counts.total, counts.completed, counts.failed) == (50, 40, 10)
+        output, errors = answers(client, batch)
+        assert ids(output, errors) == all_of(50) and len(output) == 40
+        assert {each["response"]["body"]["usage"]["completion_tokens"] for each in output} == {MAX_NEW}
+        assert {each["response"]["status_code"] for each in errors} == {404}
+        assert errors[0]["response"]["body"]["error"]["code"] == "model_not_found"
+
+        # Other routes, and what they refuse is in the error file, too.
+        line_of_chat = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+        file = upload(client, [line_of_chat, line_of_chat | {"custom_id": "d", "body": {}}])
+        made = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h")
+        output, errors = answers(client, ended(client, made.id))
+        assert output[0]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+        assert errors[0]["response"]["status_code"] == 400
+
+        # Lists, pages, another key's view, deletion.
+        assert [each.id for each in client.batches.list(limit=1)] == [made.id, name]
+        assert {each.purpose for each in client.files.list()} == {"batch", "batch_output"}
+        assert [each.id for each in client.files.list(purpose="batch", order="asc")][1] == file
+        other = client_of(router, "key-of-two")
+        assert not other.files.list().data and not other.batches.list().data
+        for call in (other.files.retrieve, other.files.delete, other.files.content):
+            with pytest.raises(openai.NotFoundError):
+                call(file)
+        with pytest.raises(openai.NotFoundError):
+            other.batches.cancel(name)
+        with pytest.raises(openai.NotFoundError):
+            other.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+        with pytest.raises(openai.ConflictError):
+            client.batches.cancel(name)
+        assert client.files.delete(file).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(file)
+        assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+
+
+def test_what_is_wrong_is_said_before_anything_is_kept(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "batches"
+    limits = ["max_file_mb=1", "max_lines=20", "max_files=4"]
+    overrides = [f"dp_config.router.batches.{each}" for each in (f"dir={folder}", *limits)]
+    with running(tmp_path, model, overrides) as router:
+        client = client_of(router)
+        url = router.url + "/v1/files"
+        with pytest.raises(openai.APIStatusError) as failure:  # 2 MiB
+            client.files.create(file=("a", b"x" * (2 << 20)), purpose="batch")
+        assert failure.value.status_code == 413 and "max_file_mb" in failure.value.message
+        chunked = (b"x" * 65536 for _ in range(40))
+        head = {"content-type": "multipart/form-data; boundary=b"}
+        begun = b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n'
+        reply = httpx.post(url, content=(part for part in (begun, *chunked)), headers=head)
+        assert reply.status_code == 413
+        for form, says in (
+            ({"files": {"file": ("a", b"x")}}, "purpose"),
+            ({"files": {"file": ("a", b"x")}, "data": {"purpose": "fine-tune"}}, "fine-tune"),
+            ({"files": {"file": ("a", b"")}, "data": {"purpose": "batch"}}, "empty"),
+            ({"files": {"other": ("a", b"x")}, "data": {"purpose": "batch"}}, "other"),
+            ({"files": {"file": ("a", b"x")}, "data": {"purpose": "batch", "expires_after[seconds]": "0"}}, "seconds"),
+            ({"json": {}}, "multipart"),
+            ({"content": b"--b\r\n", "headers": head}, "form is broken"),
+        ):
+            reply = httpx.post(url, **form)
+            assert reply.status_code == 400 and says in reply.json()["error"]["message"], reply.text
+        assert not list(folder.iterdir())
+
+        for lines, code in (
+            ([line(0), line(0)], "invalid_line"),
+            ([line(i) for i in range(21)], "too_many_lines"),
+            ([line(0) | {"url": "/v1/nothing"}], "invalid_line"),
+        ):
+            batch = ended(client, begin(client, lines))
+            assert (batch.status, batch.errors.data[0].code) == ("failed", code)
+            client.files.delete(batch.input_file_id)
+        with pytest.raises(openai.BadRequestError, match="endpoint"):
+            client.batches.create(input_file_id="file-1", endpoint="/v1/embeddings", completion_window="24h")
+        with pytest.raises(openai.NotFoundError):
+            client.batches.create(input_file_id="../a", endpoint="/v1/completions", completion_window="24h")
+        upload(client, [line(0)])
+        with pytest.raises(openai.APIStatusError, match="max_files") as failure:
+            upload(client, [line(0)])
+        assert failure.value.status_code == 507
+    with running(tmp_path / "none", model) as router, pytest.raises(openai.BadRequestError, match=r"batches\.dir"):
+        client_of(router).batches.list()
+
+
+def test_a_router_killed_in_the_middle_answers_each_line_once(tmp_path: Path, model: Path) -> None:
+    """Also after a regular end, which waits for no line."""
+    overrides = [f"dp_config.router.batches.dir={tmp_path / 'batches'}"]
+    with running(tmp_path, model, overrides, step_s=0.01) as router:
+        name = begin(client_of(router), [line(i) for i in range(400)])
+        for number, part in ((signal.SIGKILL, 60), (signal.SIGTERM, 180)):
+
+            def has_part(least: int = part) -> bool:
+                return counts_of(client_of(router), name) >= least
+
+            wait_until(has_part, WAIT_S, "some answers")
+            os.kill(router.pid, number)
+            router.process.wait()
+            router.start()
+            wait_until(lambda: {"P0", "D0"} <= router.members(), WAIT_S, "P and D to join again")
+            assert client_of(router).batches.retrieve(name).status == "in_progress"
+        client = client_of(router)
+        batch = ended(client, name)
+        output, errors = answers(client, batch)
+        assert (ids(output), errors) == (all_of(400), [])
+        assert batch.request_counts.completed == 400
+
+
+def test_two_routers_of_which_one_has_two_processes_send_no_line_twice(tmp_path: Path, model: Path) -> None:
+    shared = f"dp_config.router.batches.dir={tmp_path / 'batches'}"
+    with ExitStack() as stack:
+        routers = [
+            stack.enter_context(running(tmp_path / str(i), model, [shared, f"dp_config.router.workers={1 + i}"], 0.005))
+            for i in range(2)
+        ]
+        client, other = map(client_of, routers)
+        names = [begin(client, [line(i) for i in range(60)]) for _ in range(4)]
+        for name in names:
+            output, errors = answers(other, ended(other, name))
+            assert (ids(output), errors) == (all_of(60), [])
+        assert sum(map(num_requests, routers)) == 240
+
+
+def test_a_batch_is_cancelled_expires_and_leaves_no_line_unanswered(tmp_path: Path, model: Path) -> None:
+    overrides = [f"dp_config.router.batches.dir={tmp_path / 'batches'}"]
+    with running(tmp_path, model, overrides, step_s=0.02) as router:
+        client = client_of(router)
+        endless = [line(i, max_tokens=2 if i < 8 else 2000) for i in range(30)]
+        expiring, name = (
+            begin(
+                client,
+                endless,
+                "2s",
+                output_expires_after={
+                    "anchor": "created_at",
+                    "seconds": 3600,
+                },
+            ),
+            begin(client, endless),
+        )
+        wait_until(lambda: counts_of(client, name) >= 8, WAIT_S, "short lines")
+        assert client.batches.cancel(name).status == "cancelling"
+        for each, status in ((name, "cancelled"), (expiring, "expired")):
+            batch = ended(client, each)
+            output, errors = answers(client, batch)
+            assert batch.status == status
+            assert ids(output, errors) == all_of(30) and len(output) == batch.request_counts.completed == 8
+            assert {each["error"]["code"] for each in errors} == {f"batch_{status}"}
+        assert client.files.retrieve(batch.output_file_id).expires_at - batch.expired_at == 3600
+        wait_until(lambda: httpx.get(router.url + "/health").json()["in_flight"] == 0, WAIT_S, "no request to run")
+        short = upload(client, [line(0)], expires_after={"anchor": "created_at", "seconds": 1})
+
+        def is_gone() -> bool:
+            return short not in [file.id for file in client.files.list()]
+
+        wait_until(is_gone, WAIT_S, "the file to expire")
+
+
+def test_a_full_disk_fails_the_batch_and_not_the_router(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "batches"
+    with running(tmp_path, model, [f"dp_config.router.batches.dir={folder}"]) as router:
+        client = client_of(router)
+        limits = resource.prlimit(router.pid, resource.RLIMIT_FSIZE)
+        file = upload(client, [line(i) for i in range(1000)])  # 130 kB; its answers would be 350 kB
+        resource.prlimit(router.pid, resource.RLIMIT_FSIZE, (200_000, limits[1]))
+        made = client.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+        batch = ended(client, made.id)
+        assert (batch.status, batch.errors.data[0].code) == ("failed", "disk_full")
+        output, _ = answers(client, batch)
+        assert len(output) == batch.request_counts.completed > 100
+        with pytest.raises(openai.APIStatusError) as failure:
+            client.files.create(file=("a", b"x" * 300_000), purpose="batch")
+        assert failure.value.status_code == 507
+        assert client.completions.create(model="m", prompt="hello", max_tokens=2).usage is not None
+        resource.prlimit(router.pid, resource.RLIMIT_FSIZE, limits)
+        assert ended(client, begin(client, [line(0)])).status == "completed"
+
+
+def test_the_command_killed_in_the_middle_goes_on(tmp_path: Path, model: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(json.dumps(line(i, model="m" if i else "other")) for i in range(300)))
+    with running(tmp_path, model, step_s=0.01) as router:
+        command = [sys.executable, "-m", "chitu.cli", "batch", str(source), str(target), "--url", router.url]
+        command += ["--concurrency", "8"]
+        for number, part in ((signal.SIGKILL, 50), (signal.SIGTERM, 120)):
+            process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+            def has_part(least: int = part) -> bool:
+                return target.exists() and target.read_bytes().count(b"\n") >= least
+
+            wait_until(has_part, WAIT_S, "some answers")
+            # Another one that began meanwhile.
+            second = subprocess.run(command, capture_output=True, text=True) if part == 50 else None
+            assert second is None or (second.returncode == 2 and "another `chitu batch`" in second.stderr)
+            process.send_signal(number)
+            process.communicate()
+            assert process.returncode == (-number if number == signal.SIGKILL else 130)
+        last = subprocess.run(command, capture_output=True, text=True)
+        assert last.returncode == 1 and "300 lines: 299 completed, 1 failed" in last.stderr
+        found = [json.loads(raw) for raw in target.read_bytes().splitlines()]
+        assert ids(found) == all_of(300)
+        assert {path.name for path in tmp_path.glob("out*")} == {"out.jsonl"}
+        before = num_requests(router)
+        assert subprocess.run(command, capture_output=True).returncode == 1
+        assert num_requests(router) == before

@@ -1,0 +1,94 @@
+"""Forms of uploads, cut anywhere: the same parts as when they come whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chitu.errors import InvalidRequest
+from chitu.http.multipart import FormParser, PartBegins, boundary_of
+
+BOUNDARY = b"ab-"
+
+
+def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
+    whole = b""
+    for name, filename, content in parts:
+        more = f'; filename="{filename}"' if filename is not None else ""
+        head = f'Content-Disposition: form-data; name="{name}"{more}\r\nContent-Type: text/plain'
+        whole += b"--" + BOUNDARY + b"\r\n" + head.encode() + b"\r\n\r\n" + content + b"\r\n"
+    return whole + b"--" + BOUNDARY + b"--\r\n"
+
+
+def parsed(pieces: list[bytes]) -> list[tuple[str, str | None, bytes]]:
+    parser = FormParser(BOUNDARY)
+    found: list[tuple[str, str | None, bytes]] = []
+    for piece in pieces:
+        for event in parser.feed(piece):
+            if isinstance(event, PartBegins):
+                found.append((event.name, event.filename, b""))
+            else:
+                name, filename, content = found[-1]
+                found[-1] = name, filename, content + event
+    parser.close()
+    return found
+
+
+names = st.text("abc[]_é", min_size=1, max_size=6)
+# Contents that look like the beginning of a boundary.
+contents = st.lists(st.sampled_from([b"\r", b"\n", b"--", b"ab", b"-", b"x", b"\xff"])).map(b"".join)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(names, st.none() | names, contents), max_size=4), st.data())
+def test_a_form_cut_anywhere_has_the_same_parts(
+    parts: list[tuple[str, str | None, bytes]], data: st.DataObject
+) -> None:
+    parts = [part for part in parts if b"\r\n--ab-" not in b"\r\n" + part[2] + b"\r\n"]
+    whole = form(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    pieces = [whole[i:j] for i, j in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert parsed(pieces) == parts
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"--ab-",
+        b"--ab-\r\n",
+        form([("a", None, b"x")])[:-6],
+        b"--ab-x" + form([]),
+        b"--ab-\r\nContent-Type: text/plain\r\n\r\nx\r\n--ab---",
+        b"--ab-\r\n" + b"x" * 9000 + b"\r\n\r\n",
+        b"--ab-\r\n" + b"x" * 9000,
+        form([("a", None, b"")] * 17),
+    ],
+)
+def test_a_broken_form_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="form"):
+        parsed([body])
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=60))
+def test_noise_is_refused_or_has_no_parts(noise: bytes) -> None:
+    parser = FormParser(BOUNDARY)
+    try:
+        list(parser.feed(b"--ab-\r\n" + noise))
+        parser.close()
+    except InvalidRequest:
+        pass
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 71]
+)
+def test_a_body_that_is_no_form_is_refused(kind: str) -> None:
+    with pytest.raises(InvalidRequest):
+        boundary_of(kind)
+
+
+def test_the_boundary_may_be_quoted() -> None:
+    assert boundary_of('multipart/form-data; charset=utf-8; boundary="a b"') == b"a b"
