@@ -136,7 +136,10 @@ def test_what_the_model_plainly_means_is_a_call(calls: type[SectionParser]) -> N
         (begin + '{"a": 1}}' + end + calls.end_mark, one),
         (begin + '"{\\"a\\": 1}"' + end + calls.end_mark, one),
         (begin + end + calls.end_mark, [("add", "{}")]) if calls is not FencedDeepSeekParser else ("", []),
-        (begin.replace(calls.call_mark, f"\n{calls.call_mark}\n") + '{"a": 1}\n' + end + "\n" + calls.end_mark, one),
+        (
+            begin.replace(calls.head_begins, f"\n{calls.head_begins}\n") + '{"a": 1}\n' + end + "\n" + calls.end_mark,
+            one,
+        ),
     ):
         for size in (1, 5, 999):
             assert read(plan(calls), text, [size]) == ("", expected), text
@@ -152,10 +155,10 @@ def test_what_is_no_call_is_content(calls: type[SectionParser]) -> None:
     for text in (
         begin + "0" + calls.index_end + "{}" + end,
         calls.trigger + " and so on",
-        calls.trigger + calls.call_mark + "x" * 2 * MAX_HEAD_CHARS,
+        calls.trigger + calls.head_begins + "x" * 2 * MAX_HEAD_CHARS,
         right + "text" + end,
         right + "[1]" + end,
-        calls.call_mark + "add",
+        calls.head_begins + "add",
     ):
         for size in (1, 7, len(text)):
             assert read(plan(calls), text, [size]) == (text, []), text[:80]

@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallParser
+from chitu.http.messages.call_parser import FENCE, Call
+from chitu.http.messages.headed_calls import HeadedParser
 
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -18,54 +19,20 @@ DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls
 DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 
 
-class SectionParser(CallParser):
+_MORE_ENDS = (FENCE, "}")
+"""Models close one object too many."""
+
+
+class SectionParser(HeadedParser):
+    """A head ends where the arguments begin, or where the call does because there are none."""
+
     separator: ClassVar[str | None] = ""
     has_section: ClassVar[bool] = True
-    call_mark: ClassVar[str]
-    """Text that begins a call."""
-    call_end: ClassVar[str]
-    head: ClassVar[re.Pattern[str]]
-    """What precedes the arguments, from `call_mark` on; a group is what names the tool. It ends where the arguments
-    begin, or where `call_end` does because there are none."""
 
-    def _tool(self, label: str) -> str:
-        """Return the name of the tool that a label names."""
-        return label
-
-    def _in_head(self, text: str) -> str:
-        head = text[: MAX_HEAD_CHARS + 1]
-        found = self.head.match(head)
-        if found is not None:
-            self._name = self._tool(next(label for label in found.groups() if label is not None))
-            before, rest = text[: found.end()], text[found.end() :]
-            if self._name not in self._names:
-                return self._refuse(text)
-            if rest.startswith(("{", '"')):
-                return self._read_object(before, rest)
-            self._emit(Call(self._name, "{}"))
-            return rest
-        begun = head.lstrip()
-        may_begin = self.call_mark.startswith(begun) or begun.startswith(self.call_mark)
-        if may_begin and len(text) <= MAX_HEAD_CHARS:
-            self._held = text
-            return ""
-        return self._refuse(text)
-
-    def _between(self, text: str) -> str:
-        """Read what follows a call: its end, and then the next one or the end of the section."""
-        rest = text.lstrip()
-        if rest.startswith(self.call_mark):
-            return self._begin("", rest)
-        for mark in (self.call_end, FENCE, "}"):  # models close one object too many
-            if rest.startswith(mark):
-                return rest[len(mark) :]
-        if rest.startswith(self.end_mark):
-            self._state = self._in_text
-            return rest[len(self.end_mark) :]
-        if any(mark.startswith(rest) for mark in (self.call_mark, self.call_end, self.end_mark, FENCE)):
-            self._held = rest
-            return ""
-        self._state = self._in_text
+    def _behind_head(self, head: str, rest: str) -> str:
+        if rest.startswith(("{", '"')):
+            return self._read_object(head, rest)
+        self._emit(Call(self._name, "{}"))
         return rest
 
 
@@ -77,8 +44,8 @@ class KimiParser(SectionParser):
     trigger: ClassVar[str] = KIMI_BEGIN
     end_mark: ClassVar[str] = KIMI_END
     index_end: ClassVar[str] = KIMI_ARGUMENTS
-    call_mark: ClassVar[str] = KIMI_CALL
-    call_end: ClassVar[str] = KIMI_CALL_END
+    head_begins: ClassVar[str] = KIMI_CALL
+    call_ends: ClassVar[tuple[str, ...]] = (KIMI_CALL_END, *_MORE_ENDS)
     head: ClassVar[re.Pattern[str]] = re.compile(
         rf"\s*{re.escape(KIMI_CALL)}\s*([^\s<]+)\s*{re.escape(KIMI_ARGUMENTS)}\s*(?=[{{\"]|{re.escape(KIMI_CALL_END)})"
     )
@@ -115,8 +82,8 @@ class DeepSeekParser(SectionParser):
     needed: ClassVar[tuple[str, ...]] = (DEEPSEEK_BEGIN, DEEPSEEK_END, DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END)
     trigger: ClassVar[str] = DEEPSEEK_BEGIN
     end_mark: ClassVar[str] = DEEPSEEK_END
-    call_mark: ClassVar[str] = DEEPSEEK_CALL
-    call_end: ClassVar[str] = DEEPSEEK_CALL_END
+    head_begins: ClassVar[str] = DEEPSEEK_CALL
+    call_ends: ClassVar[tuple[str, ...]] = (DEEPSEEK_CALL_END, *_MORE_ENDS)
     head: ClassVar[re.Pattern[str]] = re.compile(
         rf"\s*{_CALL}\s*(?:function\s*{_SEP}\s*([^\s<`{{\"]+)|([^\s<]+)\s*{_SEP})\s*(?:```\w*\s*)?"
         rf"(?=[{{\"]|{_CALL_END})"

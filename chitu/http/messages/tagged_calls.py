@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from chitu.grammars.tool_calls import is_raw_text, types_of
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, Call, CallParser, Piece, json_text, mended
+from chitu.http.messages.call_parser import Call, Piece, json_text, mended
+from chitu.http.messages.headed_calls import HeadedParser
 from chitu.protocol import ToolFields
 
 _one_value = msgspec.json.Decoder(list[msgspec.Raw])
@@ -24,11 +25,7 @@ MAX_ENDS = 64
 _MEMBER = '{"a":'
 
 
-class TaggedParser(CallParser):
-    head: ClassVar[re.Pattern[str]]
-    """What precedes the arguments, with the name of the tool."""
-    head_begins: ClassVar[str] = ""
-    """Text that it begins with, after space."""
+class TaggedParser(HeadedParser):
     argument: ClassVar[re.Pattern[str]]
     """A name and its value, with what follows them: all arguments of a call are such."""
     close: ClassVar[str]
@@ -47,19 +44,10 @@ class TaggedParser(CallParser):
         self._last, self._num_ends = "", 0
         return super()._begin(mark, text)
 
-    def _in_head(self, text: str) -> str:
-        found = self.head.match(text)
-        if found is not None and found[1] in self._names:
-            self._name = found[1]
-            self._raw.append(found[0])
-            self._state = self._in_arguments
-            return text[found.end() :]
-        begun = text.lstrip()
-        may_begin = self.head_begins.startswith(begun) or begun.startswith(self.head_begins)
-        if found is None and may_begin and len(text) <= MAX_HEAD_CHARS:
-            self._held = text
-            return ""
-        return self._refuse(text)
+    def _behind_head(self, head: str, rest: str) -> str:
+        self._raw.append(head)
+        self._state = self._in_arguments
+        return rest
 
     def _in_arguments(self, text: str) -> str:
         """Read up to the end of a call. All of it is read again only for a text that looks like its end."""
@@ -79,21 +67,6 @@ class TaggedParser(CallParser):
             at = window.find(self.close, at + 1)
         self._last = window[-(len(self.close) - 1) :]
         return ""
-
-    def _between(self, text: str) -> str:
-        """Read what follows a call: the next one of its mark, or the end of the mark."""
-        rest = text.lstrip()
-        if rest.startswith(self.end_mark):
-            self._state = self._in_text
-            return rest[len(self.end_mark) :]
-        begins = self.head_begins
-        if begins and rest.startswith(begins):
-            return self._begin("", rest)
-        if not rest or self.end_mark.startswith(rest) or (begins and begins.startswith(rest)):
-            self._held = text
-            return ""
-        self._state = self._in_text
-        return text
 
     def finish(self, is_whole: bool = True) -> list[Piece]:
         self._pieces = []
@@ -200,7 +173,3 @@ class GLMParser(TaggedParser):
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return f"<tool_call>{name}\n", "</tool_call>"
-
-    def _between(self, text: str) -> str:
-        self._state = self._in_text
-        return text
