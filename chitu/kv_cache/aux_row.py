@@ -1,4 +1,10 @@
-"""Shape of an aux row (one logits row with its header), and the memory of rows, for code that must not import torch."""
+"""Shape of an aux row (one logits row with its header), its checksum, and the memory of rows, for code that must not
+import torch.
+
+The checksum is the sum, modulo 2**64, of the row's signed 32 bit words from `COVERED_FROM` on, each times a fixed odd
+random number: host and device get the same, so no row has to cross between them. It detects every change within a word,
+and misses one in 2**32 of others at most.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,16 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from chitu.kv_cache.checksum import odd_numbers
 from chitu.types import Role
 
 AUX_HEADER_BYTES = 64
-"""Size of the header (see `kv_transfer.metadata_buffers`) before the logits: one cache line."""
-
+"""Size of the header (see `kv_transfer/layout.py`) before the logits: one cache line."""
+CHECKSUM_AT = 40
+"""Place of the checksum in the header, int64."""
+COVERED_FROM = 60
+"""First byte that it covers: the last number of the header."""
+WORD_BYTES = 4
 
 UNIFIED_AUX_ROWS = 8
 """Aux rows of a unified instance. A prompt with forks holds one while it is computed; the ninth such prompt waits."""
@@ -37,6 +48,19 @@ class RowMemory(Protocol):
         """Write `data` to the start of the row; complete when this returns."""
         ...
 
+    def seal(self, row: int, header: bytes, end: int) -> None:
+        """Write the header, with the checksum of the row up to byte `end`; complete when this returns."""
+        ...
+
+    def header_and_checksum(self, row: int, end: int) -> tuple[bytes, int]:
+        """Return the header as it is, and the checksum of the row as it is, up to byte `end`."""
+        ...
+
+
+def row_weights(row_bytes: int) -> NDArray[np.int64]:
+    """Return the weight of each word that a checksum may cover."""
+    return odd_numbers(0, (row_bytes - COVERED_FROM) // WORD_BYTES)
+
 
 class HostRows:
     """`RowMemory` over uint8 `[rows, row_bytes]` of this process."""
@@ -45,6 +69,7 @@ class HostRows:
         if rows.ndim != 2 or rows.dtype != np.uint8 or not rows.flags.c_contiguous or not rows.flags.writeable:
             raise ValueError(f"aux rows must be writable contiguous uint8 [rows, bytes], not {rows.dtype} {rows.shape}")
         self._rows = rows
+        self._weights = row_weights(self.row_bytes)
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +84,17 @@ class HostRows:
 
     def write(self, row: int, data: bytes) -> None:
         self._rows[row, : len(data)] = np.frombuffer(data, dtype=np.uint8)
+
+    def seal(self, row: int, header: bytes, end: int) -> None:
+        self.write(row, header)
+        self._rows[row, CHECKSUM_AT : CHECKSUM_AT + 8] = np.array([self._checksum(row, end)]).view(np.uint8)
+
+    def header_and_checksum(self, row: int, end: int) -> tuple[bytes, int]:
+        return self._rows[row, :AUX_HEADER_BYTES].tobytes(), self._checksum(row, end)
+
+    def _checksum(self, row: int, end: int) -> int:
+        words = self._rows[row, COVERED_FROM:end].view(np.int32).astype(np.int64)
+        return int(words @ self._weights[: len(words)])
 
 
 def num_aux_rows(configured: int | None, num_slots: int, role: Role) -> int:

@@ -10,12 +10,11 @@ Aux slots: one row per request between P and D, a 64 byte header and then the lo
 `MetadataBuffers` owns the header, and which slots are free. P seals a row once its logits are in place, the row crosses
 as one copy, D verifies it before it samples from it. The header names the room and carries a checksum, so a row that is
 stale, torn or of another room never verifies. `allocate` and `free` belong to the step thread; any thread that has the
-slot may call `seal` and `verify`. The rows lie in the pool's arena (`KVPool.aux_rows`), on its device. The checksum is
-always computed on the host: of the row if it is in host memory, else of a copy.
+slot may call `seal` and `verify`. The rows lie in the pool's arena (`KVPool.aux_rows`), on its device, and so does all
+work on them: a row on a GPU does not cross to the host for its checksum (`aux_row.py`).
 
-Header, little endian: magic (8 bytes), version u32, checksum u32 (CRC-32 of the logits, seeded with the number that
-follows the room; measured 3.2 GB/s against 2.8 of Adler-32), logits length in bytes u64, room (16 bytes), number of
-prompt tokens that P had cached u32; the rest is zero.
+Header, little endian: magic (8 bytes), version u32, 4 zero bytes, logits length in bytes u64, room (16 bytes), checksum
+i64 of the number that follows and of the logits, 12 zero bytes, number of prompt tokens that P had cached u32.
 
 Checksums of KV (`verify_kv`; the formula is `kv_cache/checksum.py`): P chooses the pages of a room when it first writes
 (`choose_pages`): all, or some that D cannot predict. Each job that was written adds its layers to `RoomSums`, from P's
@@ -32,7 +31,6 @@ from __future__ import annotations
 
 import secrets
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -206,9 +204,9 @@ def _check_spans(memory: RankMemory) -> None:
             raise BadFrame(f"{name} ({nbytes} bytes at {base:#x}) overlaps {next_name} at {next_base:#x}")
 
 
-HEADER = struct.Struct("<8sIIQ16sI")
+HEADER = struct.Struct("<8sI4xQ16sq12xI")
 MAGIC = b"chituAUX"
-VERSION = 2
+VERSION = 3
 
 
 class MetadataBuffers:
@@ -264,18 +262,16 @@ class MetadataBuffers:
         """Write the header, on P, once the logits are in place. The row must not change from then until it is sent."""
         if len(room) != 16:
             raise ValueError(f"a room of {len(room)} bytes")
-        self.clear(slot)
-        payload = self._rows.read(slot, AUX_HEADER_BYTES, AUX_HEADER_BYTES + self._logits_bytes)
-        checksum = zlib.crc32(payload.data, cached_tokens)
-        header = HEADER.pack(MAGIC, VERSION, checksum, self._logits_bytes, room, cached_tokens)
-        self._rows.write(slot, header)
+        self._check(slot)
+        header = HEADER.pack(MAGIC, VERSION, self._logits_bytes, room, 0, cached_tokens)
+        self._rows.seal(slot, header, AUX_HEADER_BYTES + self._logits_bytes)
 
     def verify(self, slot: int, room: bytes) -> int:
         """Verify a row on D, after P reported it written, and return how many tokens P had cached. Raises Integrity
         naming what differs."""
         self._check(slot)
-        row = self._rows.read(slot, 0, AUX_HEADER_BYTES + self._logits_bytes)
-        magic, version, checksum, logits_bytes, row_room, cached_tokens = HEADER.unpack_from(row.data, 0)
+        header, actual = self._rows.header_and_checksum(slot, AUX_HEADER_BYTES + self._logits_bytes)
+        magic, version, logits_bytes, row_room, checksum, cached_tokens = HEADER.unpack(header)
         where = f"aux slot {slot} of room {room_text(room)}"
         if magic != MAGIC:
             raise Integrity(f"{where}: no row was written (magic {magic!r}, expected {MAGIC!r})")
@@ -285,9 +281,8 @@ class MetadataBuffers:
             raise Integrity(f"{where}: the row belongs to room {room_text(row_room)}")
         if logits_bytes != self._logits_bytes:
             raise Integrity(f"{where}: {logits_bytes} bytes of logits, expected {self._logits_bytes}")
-        actual = zlib.crc32(row[AUX_HEADER_BYTES:].data, cached_tokens)
         if actual != checksum:
-            raise Integrity(f"{where}: checksum of the logits is {actual:#010x}, the header has {checksum:#010x}")
+            raise Integrity(f"{where}: the checksum of the logits is {actual}, the header has {checksum}")
         return int(cached_tokens)
 
     def _check(self, slot: int) -> None:

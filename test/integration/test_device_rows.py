@@ -10,8 +10,10 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from support.operations import Operations
 
 from chitu.errors import Integrity
+from chitu.kv_cache.aux_row import AUX_HEADER_BYTES
 from chitu.kv_cache.checksum import HostPageSums, page_sums_of
 from chitu.kv_cache.device_checksum import DevicePageSums
 from chitu.kv_cache.device_rows import DeviceRows
@@ -44,6 +46,16 @@ def test_a_row_sealed_on_a_device_is_bit_for_bit_that_of_host_memory(pool: KVPoo
     assert not pool.aux[0].any() and not pool.aux[2].any()
     device.verify(1, room)
     np.testing.assert_array_equal(device.get(1), logits.numpy())
+
+
+def test_of_a_row_only_the_header_crosses_to_the_host_and_back(pool: KVPool) -> None:
+    """Sealing and verifying are a few launches each, whatever the vocabulary."""
+    room, buffers = new_room(), MetadataBuffers(DeviceRows(pool.aux), LOGITS_BYTES)
+    for work, most in ((lambda: buffers.seal(1, room), 4), (lambda: buffers.verify(1, room), 4)):
+        with Operations() as operations:
+            work()
+        assert len(operations.names) <= most, operations.names
+        assert sum(operations.copied) <= AUX_HEADER_BYTES + 8
 
 
 def test_what_a_device_row_must_not_be_is_refused(pool: KVPool) -> None:

@@ -424,7 +424,7 @@ def test_a_sealed_row_verifies_after_it_was_copied_elsewhere() -> None:
         target.verify(2, new_room())
 
 
-@pytest.mark.parametrize("byte", [0, 8, 12, 16, 24, AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB - 1])
+@pytest.mark.parametrize("byte", [0, 8, 16, 24, 40, 60, AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB - 1])
 def test_any_changed_byte_that_matters_is_found(byte: int) -> None:
     rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
     buffers = MetadataBuffers(rows, 4 * VOCAB)
@@ -448,9 +448,9 @@ def test_a_stale_row_never_verifies_once_its_slot_is_allocated_again() -> None:
 def test_the_header_is_as_documented() -> None:
     rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
     MetadataBuffers(rows, 4 * VOCAB).seal(0, room, 48)
-    magic, version, _, length, row_room, cached_tokens = struct.unpack_from("<8sIIQ16sI", rows[0].tobytes())
-    assert (magic, version, length, row_room, cached_tokens) == (b"chituAUX", 2, 4 * VOCAB, room, 48)
-    assert not rows[0, 44:AUX_HEADER_BYTES].any()
+    magic, version, length, row_room, _, cached_tokens = struct.unpack_from("<8sI4xQ16sq12xI", rows[0].tobytes())
+    assert (magic, version, length, row_room, cached_tokens) == (b"chituAUX", 3, 4 * VOCAB, room, 48)
+    assert not rows[0, 12:16].any() and not rows[0, 48:60].any()
 
 
 @pytest.mark.parametrize(
@@ -468,13 +468,13 @@ def test_rows_of_a_wrong_kind_are_refused(rows: np.ndarray) -> None:
 
 
 def test_every_flipped_bit_of_every_field_is_found_and_only_the_rest_is_free() -> None:
-    """The fields are magic, version, checksum, length, room and cached tokens (44 bytes) and the logits; reserved bytes
-    and padding carry nothing."""
+    """The fields are magic, version, length, room, checksum, cached tokens and the logits; what is left carries
+    nothing."""
     rows, room = np.zeros((1, ROW_BYTES), np.uint8), new_room()
     buffers = MetadataBuffers(rows, 4 * VOCAB)
     buffers.get(0)[:] = np.random.default_rng(1).normal(size=VOCAB)
     buffers.seal(0, room, 1 << 20)
-    fields = {*range(44), *range(AUX_HEADER_BYTES, AUX_HEADER_BYTES + 4 * VOCAB)}
+    fields = {*range(12), *range(16, 48), *range(60, AUX_HEADER_BYTES + 4 * VOCAB)}
     for byte in range(ROW_BYTES):
         for bit in range(8):
             rows[0, byte] ^= 1 << bit
