@@ -288,6 +288,7 @@ class PDSchedulerService:
                 self._scheduler.load,
                 unknown_frames=self._comm.bad_frames + self._comm.unknown_frames + self._transfer.unknown_frames,
                 suspended=self._transfer.side.suspended_ranks,
+                paths=self._transfer.side.path_loads,
             )
             message = Heartbeat(
                 info.role,

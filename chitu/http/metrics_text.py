@@ -26,7 +26,7 @@ from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.cross_checks import OUTCOMES
 from chitu.router.members import BreakerState
 from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, Histograms, RouterMetrics, TimeHistogram, add_up
-from chitu.types import Role
+from chitu.types import Role, instance_name
 
 PART_SAMPLES = 400
 """Samples of a part; they take about 3 ms."""
@@ -298,6 +298,15 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
     suspended = ((labels, len(load.suspended)) for labels, load in loads)
     text = "D to which P writes nothing until a failed write is fenced"
     yield from gauge("chitu_instance_suspended_peers", text, suspended, PER_INSTANCE)
+    paths = [(name, instance_name(Role.DECODE, path.decode), path) for (_, name), load in loads for path in load.paths]
+    for name, text, field in (
+        ("chitu_path_bytes", "Bytes that P wrote to D", "bytes"),
+        ("chitu_path_writes", "Writes of P to D that ended well", "writes"),
+        ("chitu_path_busy_seconds", "Time that writes of P to D took, failed ones too", "busy_s"),
+        ("chitu_path_failed_writes", "Writes of P to D that failed or did not end in time", "failures"),
+    ):
+        samples = (((p, d, path.transport), getattr(path, field)) for p, d, path in paths)
+        yield from counter(name, text, samples, ("prefill", "decode", "transport"))
     for name, text, field in (
         ("chitu_instance_steps", "Forward passes", "steps"),
         ("chitu_instance_tokens", "Tokens: prompts computed (P), output sent (D, unified)", "tokens"),

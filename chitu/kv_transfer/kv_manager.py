@@ -17,7 +17,7 @@ from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.local import register_memory, ways_of
 from chitu.kv_transfer.transports.transport import Transport
-from chitu.protocol import ClusterView, RankMemory
+from chitu.protocol import ClusterView, PathLoad, RankMemory
 
 __all__ = ["KVManager", "KVManagerConfig", "NoPeers", "TransferSide", "manager_of_decode", "manager_of_prefill"]
 
@@ -27,6 +27,7 @@ class NoPeers:
 
     stale_frames = 0
     suspended_ranks: tuple[int, ...] = ()
+    path_loads: tuple[PathLoad, ...] = ()
     silent_prefills: tuple[int, ...] = ()
 
     def __init__(self) -> None:

@@ -299,6 +299,10 @@ class TPDecodeWriter:
     def transport(self) -> str:
         return self._own.transport
 
+    @property
+    def way(self) -> str:
+        return self._own.way
+
     def write_pages(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float
     ) -> tuple[int, ...]:

@@ -65,6 +65,7 @@ from chitu.protocol import (
     PROTOCOL_VERSION,
     ClusterView,
     KVArgsRegisterInfo,
+    PathLoad,
     RankMemory,
     TransferInfo,
     TransferSums,
@@ -125,6 +126,7 @@ class DecodeReceiver:
         return self.machine.stale_frames
 
     suspended_ranks: tuple[int, ...] = ()
+    path_loads: tuple[PathLoad, ...] = ()
     """D writes to no peer."""
 
     @property

@@ -67,6 +67,7 @@ from chitu.protocol import (
     ClusterView,
     KVArgsRegisterInfo,
     KVLayout,
+    PathLoad,
     StateSeal,
     StatusAck,
     TransferInfo,
@@ -152,12 +153,38 @@ class SenderTrace:
         )
 
 
+class PathMeter:
+    """Counts the writes to each D over each transport. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loads: dict[tuple[int, str], PathLoad] = {}
+
+    def add(self, decode: int, transport: str, nbytes: int | None, took_s: float) -> None:
+        """Count a write. `nbytes`: None if it failed."""
+        with self._lock:
+            load = self._loads.get((decode, transport)) or PathLoad(decode, transport)
+            self._loads[decode, transport] = PathLoad(
+                decode,
+                transport,
+                load.writes + (nbytes is not None),
+                load.bytes + (nbytes or 0),
+                load.busy_s + took_s,
+                load.failures + (nbytes is None),
+            )
+
+    def loads(self) -> tuple[PathLoad, ...]:
+        with self._lock:
+            return tuple(self._loads.values())
+
+
 class PageWriter:
     def __init__(self, config: KVManagerConfig, memory: OwnMemory, clock: Clock, trace: SenderTrace | None) -> None:
         self._config = config
         self._memory = memory
         self._clock = clock
         self._trace = trace
+        self.paths = PathMeter()
 
     def fence(self, failed: FenceWrites) -> FenceResult:
         try:
@@ -205,12 +232,11 @@ class PageWriter:
     def _noted(
         self, write: Write, writer: DecodeWriter, chunks: list[TransferKVChunk], act: Callable[[], tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """Call `act` and return the bytes that it wrote. Add a trace record if the room is traced."""
+        """Call `act` and return the bytes that it wrote. Count it, and add a trace record if the room is traced."""
         trace, clock = self._trace, self._clock
-        if trace is None or not trace.has(write.job.room):
-            return act()
+        decode = write.destination.peer.info.engine_rank
         started_s, error = clock.monotonic(), ""
-        moved: tuple[int, ...] = ()
+        moved: tuple[int, ...] | None = None
         try:
             moved = act()
             return moved
@@ -219,7 +245,9 @@ class PageWriter:
             raise
         finally:
             latency_s = clock.monotonic() - started_s
-            trace.note_write(write, writer, chunks, moved, latency_s, error)
+            self.paths.add(decode, writer.way, None if moved is None else sum(moved), latency_s)
+            if trace is not None and trace.has(write.job.room):
+                trace.note_write(write, writer, chunks, moved or (), latency_s, error)
 
     # ------------------------------------------------------------------------------------------------------------- sums
 
@@ -318,6 +346,10 @@ class PrefillSender:
     def suspended_ranks(self) -> tuple[int, ...]:
         """Engine ranks of the D that get no writes until a failed write is fenced."""
         return tuple(sorted({peer.info.engine_rank for peer in list(self._peers.table.values()) if peer.is_suspended}))
+
+    @property
+    def path_loads(self) -> tuple[PathLoad, ...]:
+        return self._writer.paths.loads()
 
     @property
     def decode_kv_args_table(self) -> dict[int, DecodePeer]:

@@ -43,6 +43,7 @@ from chitu.kv_transfer.transports.transport import (
     PeerHandle,
     Transport,
     WriteError,
+    way_of,
 )
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, RankMemory
 from chitu.types import Ready
@@ -293,6 +294,11 @@ class DecodeWriter(Protocol):
         """Name of the transport that our main rank writes through, for logs."""
         ...
 
+    @property
+    def way(self) -> str:
+        """Name of that transport with its protocol, for metrics."""
+        ...
+
     def write_pages(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float
     ) -> tuple[int, ...]:
@@ -346,6 +352,10 @@ class ShardWriter:
     @property
     def transport(self) -> str:
         return "+".join(sorted({rank.transport.name for rank in self._ranks}))
+
+    @property
+    def way(self) -> str:
+        return "+".join(sorted({way_of(rank.transport) for rank in self._ranks}))
 
     def write_pages(
         self, chunks: Sequence[TransferKVChunk], src_pages: Sequence[int], dst_pages: Sequence[int], timeout_s: float

@@ -15,6 +15,22 @@ from chitu.types import Role, instance_name
 # ------------------------------------------------------------------------------------------------- stats port (29600)
 
 
+class PathLoad(Wire, frozen=True):
+    """Writes of a P to one D over one transport since start."""
+
+    decode: int
+    """Engine rank of the D."""
+    transport: str
+    writes: int = 0
+    """Writes that ended well; a write has some layers of some pages, a logits row or a state row."""
+    bytes: int = 0
+    """Bytes of these."""
+    busy_s: float = 0.0
+    """Time that all writes took. On a GPU it includes the wait for a layer to be computed."""
+    failures: int = 0
+    """Writes that failed, by an error of the transport or because they did not end in time."""
+
+
 class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Load of an instance as routing and metrics see it. Pages: free + used + quarantined + cached == total."""
 
@@ -59,6 +75,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     bytes_moved: int = 0
     suspended: tuple[int, ...] = ()
     """P: engine ranks of the D that it does not write to until a failed write is fenced."""
+    paths: tuple[PathLoad, ...] = ()
+    """P: what it wrote to each D."""
     cached_tokens: int = 0
     """Prompt tokens since start that were in cached pages, and so were not computed (D: not moved)."""
     bytes_saved: int = 0

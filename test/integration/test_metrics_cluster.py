@@ -119,6 +119,10 @@ def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalClus
         assert free + kept == NUM_PAGES
         assert scrape("chitu_instance_transferred_bytes_total", labels) == moved - saved
         assert scrape("chitu_instance_breaker", f'{labels},state="closed"') == 1
+    path = 'prefill="P0",decode="D0",transport="shm"'
+    assert scrape("chitu_path_bytes_total", path) == scrape("chitu_path_bytes_total") == moved - saved
+    assert scrape("chitu_path_writes_total", path) >= 2 * len(prompts), "pages and the logits row of each"
+    assert scrape("chitu_path_busy_seconds_total", path) > 0 == scrape("chitu_path_failed_writes_total", path)
     for name in ("failed", "cancelled", "rejected", "in_flight"):
         assert scrape(f"chitu_requests_{name}") == scrape(f"chitu_requests_{name}_total") == 0, name
     assert scrape("chitu_router_loop_lag_seconds_count") > 10
@@ -185,7 +189,7 @@ def test_no_label_holds_what_clients_or_requests_are_called(cluster: LocalCluste
     httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=30.0, trust_env=False)
     for sample in Scrape(cluster.url).samples:
         for label, value in sample.labels.items():
-            if label == "instance":
+            if label in ("instance", "prefill", "decode"):
                 assert value in ("P0", "D0")
             elif label not in ("le", "version"):
                 assert re.fullmatch(r"[a-z_]{2,24}", value), sample

@@ -389,7 +389,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "role": "decode",
             "engine_rank": 1,
             "incarnation": 7,
-            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "running": 2},
+            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "running": 2},
         },
     ),
     (
@@ -401,7 +401,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "role": "decode",
             "engine_rank": 1,
             "incarnation": 7,
-            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": []},
+            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": []},
             "acks": [{"type": "link_ack", "link": 5, "last": 9}],
             "reads": 3,
             "silent": [8, 6],

@@ -16,7 +16,8 @@ from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
 from chitu.http.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
-from chitu.protocol import Finish, LoadReport, RequestFailed, SamplingParams, pack_i32
+from chitu.kv_transfer.sending import PathMeter
+from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, pack_i32
 from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up
@@ -78,7 +79,7 @@ def full_report() -> MetricsReport:
     stages = {"admission": {"D0": TimeHistogram()}, "queue": {"P0": TimeHistogram()}}
     metrics = RouterMetrics(stages=stages, breakers={"P0": {"open": 1}})
     coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1})
-    load = LoadReport(pages_total=1, pages_free=1)
+    load = LoadReport(pages_total=1, pages_free=1, paths=(PathLoad(0, "shm", 1, 8, 0.5),))
     instances = (instance("P0", Role.PREFILL, load), instance("D0", Role.DECODE, load))
     return MetricsReport("1.2.3", 1, [metrics], coordination, instances)
 
@@ -262,6 +263,30 @@ def test_a_p_tells_how_many_d_it_does_not_write_to() -> None:
     report = report_of(RouterMetrics(), suspended, sound)
     samples = families(report)["chitu_instance_suspended_peers"].samples
     assert {s.labels["instance"]: s.value for s in samples} == {"P0": 2, "P1": 0}
+
+
+PATH = ("prefill", "decode", "transport")
+
+
+def test_each_path_has_its_rates_and_failures() -> None:
+    meter = PathMeter()
+    for nbytes, took_s in ((4096, 0.5), (None, 5.0), (1024, 0.25)):
+        meter.add(1, "mooncake_rdma", nbytes, took_s)
+    meter.add(0, "shm", 512, 0.125)
+    report = report_of(RouterMetrics(), instance("P0", Role.PREFILL, LoadReport(paths=meter.loads())))
+    seen = {
+        family.removeprefix("chitu_path_"): {
+            tuple(s.labels[k] for k in PATH): s.value for s in families(report)[family].samples
+        }
+        for family in ("chitu_path_bytes", "chitu_path_writes", "chitu_path_busy_seconds", "chitu_path_failed_writes")
+    }
+    slow, fast = ("P0", "D1", "mooncake_rdma"), ("P0", "D0", "shm")
+    assert seen == {
+        "bytes": {slow: 5120, fast: 512},
+        "writes": {slow: 2, fast: 1},
+        "busy_seconds": {slow: 5.75, fast: 0.125},
+        "failed_writes": {slow: 1, fast: 0},
+    }
 
 
 def test_an_instance_that_is_away_is_down_and_has_no_load() -> None:

@@ -185,6 +185,7 @@ class MooncakeTransport:
 
     def __init__(self, host: str, protocol: str = "tcp", ib_device: Sequence[str] = ()) -> None:
         self._protocol = protocol
+        self.way = f"{NAME}_{protocol}"
         self._ranges: list[tuple[int, int]] = []
         if protocol == "rdma":
             _check_rdma(ib_device)

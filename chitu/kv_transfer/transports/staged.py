@@ -51,6 +51,7 @@ from chitu.kv_transfer.transports.transport import (
     WriteError,
     gathers,
     reaches_pages,
+    way_of,
 )
 from chitu.net.threads import Spawn
 from chitu.protocol import RankMemory, TransportSession
@@ -148,6 +149,10 @@ class StagedTransport:
     @property
     def name(self) -> str:
         return self.inner.name
+
+    @property
+    def way(self) -> str:
+        return way_of(self.inner)
 
     # --------------------------------------------------------------------------------------------- memory and sessions
 

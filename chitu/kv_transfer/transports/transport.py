@@ -170,6 +170,11 @@ class LaunchedCopies(Protocol):
     def copy(self, src_N: Int64s, dst_N: Int64s, length_N: Int64s, after: Sequence[Ready] = ()) -> None: ...
 
 
+def way_of(transport: Transport) -> str:
+    """Return the transport's name, with its protocol if it has a choice (`mooncake_rdma`)."""
+    return str(getattr(transport, "way", transport.name))
+
+
 def gathers(transport: Transport) -> bool:
     """Return whether it writes many scattered pieces at the price of one."""
     return bool(getattr(transport, "gathers", False))
