@@ -13,7 +13,7 @@ ChituError
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- RequestKept
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
-|   |-- TransferFailed  TransferTimeout  IncompatibleLayout  Integrity
+|   |-- TransferFailed (PeerUnreachable)  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal  StepFailed  PoisonRequest  DiskFull
 |-- RequestCancelled               the client is gone
 `-- ProtocolError                  a bad frame from a peer; costs its own room at most
@@ -246,6 +246,12 @@ class SilentLink(BootstrapTimeout):
 
 class TransferFailed(ServiceError):
     code = "transfer_failed"
+
+
+class PeerUnreachable(TransferFailed):
+    """A path to a peer's memory that may come back; P and D try again."""
+
+    code = "peer_unreachable"
 
 
 class TransferTimeout(ServiceError):

@@ -103,6 +103,10 @@ class PDRequestRouter:
     def candidates(self) -> Candidates:
         return self._members.candidates
 
+    def why_unusable(self) -> str:
+        """Return a clause on why no request can be served now; empty if one can."""
+        return self._members.why_unusable()
+
     @property
     def in_flight(self) -> int:
         return len(self._attempts.rooms)

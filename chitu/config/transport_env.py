@@ -24,6 +24,7 @@ OWN_KEYS = {
 RELIED_ON = frozenset(
     {
         "MC_TRANSFER_TIMEOUT",
+        "MC_SLICE_TIMEOUT",
         "MC_TCP_LANES_PER_PEER",
         "MC_NUM_TCP_IO_THREADS",
         "MC_TCP_PROGRESS_TIMEOUT_SEC",

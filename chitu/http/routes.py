@@ -311,7 +311,7 @@ def cluster_routes(
         among several changes nothing."""
         record = await cluster.record()
         candidates = router.candidates
-        reason = "the router received a signal to end" if record.is_ending else candidates.why_unusable()
+        reason = "the router received a signal to end" if record.is_ending else router.why_unusable()
         answer = HealthReply(
             "ending" if record.is_ending else "unavailable" if reason else "ok",
             reason,

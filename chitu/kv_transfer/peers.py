@@ -16,7 +16,8 @@ on P no other thread changes), `add` and `detach_idle` under it. Invariants: a r
 was checked; one entry per incarnation; a message of a replaced incarnation is dropped.
 
 **`PrefillDirectory`** (D's machine; pure) has D's registrations with P: one incarnation per rank, the one that a view
-had last. A registration is repeated until P replies, and not repeated to an incarnation that refused it. P answers each
+had last. A registration is repeated until P accepts it, and not repeated to an incarnation that refused it: P refuses a
+version or a layout, and says "not yet" of a memory that it cannot reach (`PeerUnreachable`). P answers each
 at once, so it also serves to probe a P that rooms wait for: a P that does not answer is silent until a frame of it
 comes. Methods return what is to be sent.
 """
@@ -32,7 +33,7 @@ from typing import Final
 
 from chitu import log
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.errors import BadFrame, ChituError, IncompatibleLayout, from_code
+from chitu.errors import BadFrame, ChituError, IncompatibleLayout, PeerUnreachable, from_code
 from chitu.kv_cache.state_row import StateRow
 from chitu.kv_transfer.both_sides import KVManagerConfig, Line, OwnMemory, Send
 from chitu.kv_transfer.layout import PagedMemory, check_compatible, check_rank_memory, page_bytes_of
@@ -280,7 +281,9 @@ class DecodePeers:
         elif known.info != info:
             refusal = BadFrame(f"D{info.engine_rank} registered twice with different memory")
         if refusal is not None:
-            logger.error("refused D%d (%s): %s", info.engine_rank, info.endpoint, refusal.message)
+            is_final = not isinstance(refusal, PeerUnreachable)
+            level, what = (logging.ERROR, "refused") if is_final else (logging.WARNING, "cannot write yet to")
+            logger.log(level, "%s D%d (%s): %s", what, info.engine_rank, info.endpoint, refusal.message)
         reply = RegisterReply(
             engine_rank=self._config.engine_rank,
             incarnation=self._config.incarnation,
@@ -383,7 +386,7 @@ class RegistrationState(Enum):
     """State of D's registration with an incarnation of P."""
 
     ASKED = auto()
-    """The registration was sent, and is repeated until P replies."""
+    """The registration was sent, and is repeated until P accepts or refuses it."""
     ACCEPTED = auto()
     REFUSED = auto()
     """P refused for good: it will not change its answer within this incarnation."""
@@ -403,6 +406,8 @@ REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEve
 }
 
 
+UNREACHABLE_INTERVAL_S = 5.0
+"""Time until the next registration with a P that cannot reach our memory yet. Its attempt takes up to 3 s."""
 MAX_UNANSWERED = 2
 """Unanswered registrations, `retry_interval_s` apart, at which a P counts as silent."""
 
@@ -420,6 +425,8 @@ class PrefillPeer:
     """Earliest time of the next registration, be it a repeat or a probe."""
     unanswered: int = 0
     """Number of registrations sent since its last frame."""
+    is_unreachable: bool = False
+    """Its last reply was that it cannot reach our memory yet."""
 
     def apply(self, event: RegistrationEvent) -> bool:
         """Apply an event. Return False if it is absorbed."""
@@ -458,11 +465,13 @@ class PrefillDirectory:
         return {rank: peer.incarnation for rank, peer in peers if peer.state is RegistrationState.ACCEPTED}
 
     def silent(self) -> tuple[int, ...]:
-        """Return the incarnations of P in the cluster that do not answer: messages are lost, one way or both."""
+        """Return the incarnations of P in the cluster that do not answer (messages are lost, one way or both) or do not
+        reach our memory."""
         return tuple(
             peer.incarnation
             for rank, peer in self._peers.items()
-            if peer.unanswered >= MAX_UNANSWERED and not self._view.is_lost(rank, peer.incarnation)
+            if (peer.unanswered >= MAX_UNANSWERED or peer.is_unreachable)
+            and not self._view.is_lost(rank, peer.incarnation)
         )
 
     # ----------------------------------------------------------------------------------------------------- registration
@@ -509,9 +518,14 @@ class PrefillDirectory:
             if peer.incarnation == incarnation:
                 peer.unanswered, peer.repeat_due_s = 0, now_s + self._retry_interval_s
 
-    def on_reply(self, peer: PrefillPeer, message: RegisterReply) -> list[Send | Line]:
+    def on_reply(self, peer: PrefillPeer, message: RegisterReply, now_s: float) -> list[Send | Line]:
         """Take P's answer to the registration, perhaps not its first."""
         rank, text = message.engine_rank, message.message
+        was_unreachable, peer.is_unreachable = peer.is_unreachable, message.code == PeerUnreachable.code
+        if peer.is_unreachable:
+            peer.repeat_due_s = now_s + UNREACHABLE_INTERVAL_S
+            news = Line(logging.WARNING, "P%d cannot reach this instance yet: %s", (rank, text), "")
+            return [] if was_unreachable else [news]
         if not message.code and peer.apply(RegistrationEvent.ACCEPT):
             return [Line(logging.INFO, log.DECODE_REGISTERED, (rank,), "")]
         if message.code and peer.apply(RegistrationEvent.REFUSE):

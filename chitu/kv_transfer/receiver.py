@@ -484,7 +484,7 @@ class ReceiverMachine:
         if peer is None or message.peer_incarnation != self._incarnation:
             self.stale_frames += 1
             return
-        self._effects += self.prefills.on_reply(peer, message)
+        self._effects += self.prefills.on_reply(peer, message, self._now_s)
         for room, entry in self.table.items():
             if entry.state is S.BOOTSTRAPPING:
                 self._offer(room, entry.data)

@@ -344,8 +344,11 @@ class PrefillSender:
 
     @property
     def suspended_ranks(self) -> tuple[int, ...]:
-        """Engine ranks of the D that get no writes until a failed write is fenced."""
-        return tuple(sorted({peer.info.engine_rank for peer in list(self._peers.table.values()) if peer.is_suspended}))
+        """Engine ranks of the D in the cluster that get no writes until a failed write is fenced."""
+        suspended = [peer.info for peer in list(self._peers.table.values()) if peer.is_suspended]
+        with self._lock:
+            lost = [self._view.is_lost(info.engine_rank, info.incarnation) for info in suspended]
+        return tuple(sorted(info.engine_rank for info, is_lost in zip(suspended, lost, strict=True) if not is_lost))
 
     @property
     def path_loads(self) -> tuple[PathLoad, ...]:

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from chitu.config.tensor_parallel import kv_heads_of, kv_heads_per_rank
-from chitu.errors import BadFrame, ChituError, ProtocolError, TransferFailed
+from chitu.errors import BadFrame, ChituError, PeerUnreachable, ProtocolError, TransferFailed
 from chitu.kv_cache.state_row import StateRow, lines_of
 from chitu.kv_transfer.layout import PagedMemory, SlotRows, aux_rows_of, state_rows_of
 from chitu.kv_transfer.transports.mapped import as_array
@@ -467,8 +467,10 @@ def page_slices(
 
 
 def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: int) -> tuple[Transport, PeerHandle]:
-    """Connect through the first of our transports (in order of preference) that the rank offers and that works."""
+    """Connect through the first of our transports (in order of preference) that the rank offers and that works. Raises
+    PeerUnreachable if one may work later, and TransferFailed if none ever will."""
     reasons: list[str] = []
+    may_come_back = False
     for transport in transports:
         for session in memory.sessions:
             if session.transport != transport.name:
@@ -480,10 +482,13 @@ def _connect(memory: RankMemory, transports: Sequence[Transport], incarnation: i
                 handle = transport.connect(memory, session)
             except ChituError as error:
                 reasons.append(f"{transport.name}: {error.message}")
+                may_come_back |= isinstance(error, PeerUnreachable)
                 continue
             if isinstance(transport, MessagingTransport):
                 transport.bind(handle, incarnation)
             return transport, handle
+    if may_come_back:
+        raise PeerUnreachable("; ".join(reasons))
     offered = ", ".join(session.transport for session in memory.sessions) or "none"
     mine = ", ".join(transport.name for transport in transports) or "none"
     raise TransferFailed(f"no common transport (offered: {offered}; mine: {mine}) {'; '.join(reasons)}".rstrip())

@@ -55,7 +55,7 @@ from chitu.router.request import (
 )
 from chitu.router.retry import Failure
 from chitu.router.selector import PairSelector
-from chitu.types import new_room
+from chitu.types import Role, instance_name, new_room
 
 KEPT_RECORDS = 64
 
@@ -251,7 +251,10 @@ class Attempts:
         for missed in self._dispatcher.on_heartbeat(member, heartbeat):
             for attempt in self.in_room(missed.room):
                 self._apply(attempt.generation, NotDelivered(missed.error, member.key))
-        self._on_silent(member, frozenset(heartbeat.silent))
+        if member.key.role is Role.PREFILL:
+            self._on_suspended(member, frozenset(heartbeat.load.suspended))
+        else:
+            self._on_silent(member, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
@@ -347,7 +350,7 @@ class Attempts:
     def _on_silent(self, decode: ClusterMember, prefills: frozenset[int]) -> None:
         """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
         with others, both sides may work."""
-        if self._members.on_silent(decode, prefills):
+        if self._members.on_cut_off(decode, prefills):
             peers = [i for i in self._members.candidates.prefill if i.incarnation in prefills]
             names = " and ".join(i.name for i in peers)
             log.warning(
@@ -360,6 +363,13 @@ class Attempts:
         for attempt in list(self.rooms.values()):
             if attempt.decode == decode.key and attempt.prefill is not None and attempt.prefill.incarnation in prefills:
                 self._apply(attempt.generation, Silent())
+
+    def _on_suspended(self, prefill: ClusterMember, decodes: frozenset[int]) -> None:
+        """Note the D that a P does not write to. It fails their requests itself."""
+        if self._members.on_cut_off(prefill, decodes):
+            names = " and ".join(instance_name(Role.DECODE, rank) for rank in sorted(decodes))
+            news = f"does not write to {names}: such pairs get no requests" if names else "writes to every D again"
+            log.warning("%s %s", prefill.name, news)
 
     def _blame(self, failure: Failure) -> None:
         now_s = self._clock.monotonic()

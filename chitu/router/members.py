@@ -226,8 +226,9 @@ class ClusterMember:
     """Receiving end for its tokens."""
     reads: int = 0
     """`reads` of its last heartbeat."""
-    silent: frozenset[int] = frozenset()
-    """Incarnations of the P that it receives nothing from, if it is a D."""
+    cut_off: frozenset[int] = frozenset()
+    """D: incarnations of the P that it receives nothing from. P: ranks of the D that it does not write to until a write
+    that failed is fenced."""
 
     @property
     def name(self) -> str:
@@ -253,7 +254,7 @@ class Members:
         self._open: dict[InstanceKey, ClusterMember] = {}
         """Those whose breaker is open or half-open."""
         self.num_cut_off = 0
-        """Number of D that receive nothing from some P."""
+        """Number of D that receive nothing from some P, and of P that do not write to some D."""
         self._view: ClusterView | None = None
         """Newest view until it is first used: views may come faster than requests."""
         self._has_lost = False
@@ -288,7 +289,7 @@ class Members:
             del self.by_link[member.sender.link]
             member.peer.close()
             self._open.pop(key, None)
-            self.num_cut_off -= bool(member.silent)
+            self.num_cut_off -= bool(member.cut_off)
             self._has_lost = True
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
@@ -352,22 +353,33 @@ class Members:
             return NO_INSTANCES
         return frozenset(key for key, member in self._open.items() if member.breaker.again_s > now_s)
 
-    def on_silent(self, decode: ClusterMember, prefills: frozenset[int]) -> bool:
-        """Set the incarnations of the P that a D receives nothing from now. Return True if they changed."""
-        if prefills == decode.silent:
+    def on_cut_off(self, member: ClusterMember, peers: frozenset[int]) -> bool:
+        """Set the peers that an instance is cut off from now (`ClusterMember.cut_off`). Return True if they changed."""
+        if peers == member.cut_off:
             return False
-        self.num_cut_off += bool(prefills) - bool(decode.silent)
-        decode.silent = prefills
+        self.num_cut_off += bool(peers) - bool(member.cut_off)
+        member.cut_off = peers
         return True
 
     def is_cut_off(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
-        """Return whether D receives nothing from P."""
-        member = self._members.get(decode)
-        return member is not None and prefill.incarnation in member.silent
+        """Return whether D receives nothing from P, or P does not write to D."""
+        p, d = self._members.get(prefill), self._members.get(decode)
+        return (d is not None and prefill.incarnation in d.cut_off) or (
+            p is not None and decode.engine_rank in p.cut_off
+        )
 
     @property
     def has_sound_pair(self) -> bool:
-        """Whether there is a candidate pair whose D receives messages from its P."""
+        """Whether there is a candidate pair that is not cut off from each other."""
         if not self.candidates.has_pair:
             return False
         return any(not self.is_cut_off(p, d) for p in self.prefill.positions for d in self.decode.positions)
+
+    def why_unusable(self) -> str:
+        """Return a clause on why no request can be served now; empty if one can."""
+        candidates = self.candidates
+        if not candidates.usable or candidates.unified or not self.num_cut_off or self.has_sound_pair:
+            return candidates.why_unusable()
+        p, d = candidates.prefill[0].name, candidates.decode[0].name
+        others = "" if len(candidates.prefill) * len(candidates.decode) == 1 else ", nor between any other pair"
+        return f"no KV gets from {p} to {d}{others}: a write has failed, or the path between them is broken"

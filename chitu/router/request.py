@@ -31,6 +31,7 @@ from chitu.errors import (
     RequestCancelled,
     RequestTimeout,
     SilentLink,
+    TransferFailed,
     TransferTimeout,
     from_code,
 )
@@ -535,7 +536,7 @@ class GenerationMachine:
             if failure is None:
                 return
             is_refused = failure.needs_others and not failure.suspects.isdisjoint(pair)
-            if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink)):
+            if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink | TransferFailed)):
                 self._no_pair(generation, before, failure)
                 return
         if not self._enter(generation, _E.CHOSEN):

@@ -142,11 +142,14 @@ class PairSelector:
 
         Instances in `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out if
         others can serve. If not, those to avoid are tried before those that are blocked. A pair of the rest that is cut
-        off from each other is chosen only if there is no other. `salt`: `GenerateRequest.prefix_salt`.
+        off from each other is chosen only if there is no other, and no unified instance. `salt`:
+        `GenerateRequest.prefix_salt`.
         """
         members = self._members
         candidates = members.candidates
-        has_pair = candidates.has_pair
+        has_pair = candidates.has_pair and not (
+            members.num_cut_off and candidates.unified and not members.has_sound_pair
+        )
         if not has_pair and not candidates.unified:
             raise NoInstance(candidates.why_unusable())
         if candidates is not self._arranged:

@@ -121,6 +121,9 @@ class World:
     def register(self) -> None:
         self.handle(Received(REGISTRATION_ROOM, RegisterReply(0, P, D)))
 
+    def reply(self, code: str) -> list[Effect]:
+        return self.handle(Received(REGISTRATION_ROOM, RegisterReply(0, P, D, code, "a reason")))
+
     def give(self, name: str) -> list[Effect]:
         event, _ = INPUTS[name]
         if event is LOST:
@@ -218,3 +221,21 @@ def test_a_registration_moves_by_its_table_alone(state: RegistrationState, event
     peer = PrefillPeer(P, "p", 2, state)
     target = REGISTRATION_TRANSITIONS.get((state, event))
     assert peer.apply(event) is (target is not None) and peer.state is (target or state)
+
+
+def test_a_p_that_cannot_reach_d_yet_is_asked_again_and_the_room_waits_for_it() -> None:
+    world = World()
+    world.announce()
+    world.reply("peer_unreachable")
+    assert world.state is S.BOOTSTRAPPING and world.machine.prefills.silent() == (P,)
+    asked: list[Effect] = []
+    while not asked:
+        world.now_s += 0.5
+        asked = [effect for effect in world.handle(Tick()) if isinstance(effect, Send)]
+    assert isinstance(asked[0], Send) and asked[0].room == REGISTRATION_ROOM
+    world.reply("")
+    assert world.state is S.WAITING and world.machine.prefills.silent() == ()
+    refused = World()
+    refused.announce()
+    refused.reply("incompatible_layout")
+    assert refused.state is None, "a refusal is final"

@@ -259,6 +259,41 @@ def test_a_p_that_no_d_hears_gets_nothing() -> None:
     assert {world.pair(world.add_client().generation) for _ in range(8)} == {"P0-D1", "P1-D0", "P1-D1"}
 
 
+def suspend(world: World, name: str, *ranks: int) -> None:
+    """Send a heartbeat of this P, which does not write to the D of these ranks."""
+    prefill = world.instance(name)
+    load = LoadReport(suspended=ranks)
+    world.router.on_heartbeat(Heartbeat(prefill.role, prefill.engine_rank, prefill.incarnation, load))
+
+
+def test_a_pair_without_writes_is_left_out_until_they_are_fenced() -> None:
+    world = two_pairs(max_in_flight=99)
+    suspend(world, "P0", 0)
+    assert {world.pair(world.add_client().generation) for _ in range(12)} == {"P0-D1", "P1-D0", "P1-D1"}
+    assert world.router.why_unusable() == ""
+    suspend(world, "P0")
+    assert "P0-D0" in {world.pair(world.add_client().generation) for _ in range(12)}
+
+
+def test_the_only_pair_without_writes_costs_one_attempt_and_is_named() -> None:
+    world = World(Role.PREFILL, Role.DECODE)
+    suspend(world, "P0", 0)
+    assert "no KV gets from P0 to D0" in world.router.why_unusable()
+    client = world.add_client()
+    world.decode_fails(world.room(client.generation), "transfer_failed")
+    assert code(client) == "transfer_failed" and world.router.counters.retries == {}
+    suspend(world, "P0")
+    assert world.router.why_unusable() == ""
+
+
+def test_a_unified_instance_serves_what_no_pair_can() -> None:
+    world = World(Role.PREFILL, Role.DECODE, Role.UNIFIED)
+    suspend(world, "P0", 0)
+    client = world.add_client()
+    assert client.generation is not None and client.generation.attempt is not None
+    assert client.generation.attempt.decode.role is Role.UNIFIED and world.router.why_unusable() == ""
+
+
 def test_what_no_other_pair_can_take_stays_and_is_taken_as_before() -> None:
     world = two_pairs(max_in_flight=99)
     clients = [world.add_client() for _ in range(4)]

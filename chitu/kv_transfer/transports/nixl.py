@@ -47,7 +47,7 @@ import numpy as np
 
 from chitu.config.topology import is_loopback
 from chitu.config.transport_env import ucx_limits
-from chitu.errors import ConfigError, MissingDependency, TransferFailed
+from chitu.errors import ConfigError, MissingDependency, PeerUnreachable, TransferFailed
 from chitu.kv_transfer.transports.mapped import PeerProcess, host_id, own_start_time, require_inside
 from chitu.kv_transfer.transports.transport import (
     CopyList,
@@ -192,7 +192,8 @@ class NixlTransport:
             self._try(peer, time.monotonic() + CONNECT_TIMEOUT_S)
         except TransferFailed as error:
             self.disconnect(peer)
-            raise TransferFailed(f"nixl: {peer.session_id} refuses a read of its arena: {error.message}") from error
+            text = f"nixl: no read of the arena of {peer.session_id} succeeds: {error.message}"
+            raise PeerUnreachable(text) from error
         return peer
 
     def write(self, peer: PeerHandle, copies: CopyList, timeout_s: float) -> None:
