@@ -103,7 +103,12 @@ COMPARISON = (
         "not yet",
     ),
     ("`/classify`, `/pooling`, reward models", "vLLM, SGLang", "no", "nobody has asked for it with separate P and D"),
-    ("`/v1/files`, `/v1/batches`", "OpenAI; Anthropic (its own); vLLM (`run-batch`, a file)", "no", "not yet"),
+    (
+        "`/v1/files`, `/v1/batches`",
+        "OpenAI; Anthropic (its own); vLLM (`run-batch`, a file)",
+        "yes",
+        "files are on the router's disk; `chitu batch in.jsonl out.jsonl` does the same against any server",
+    ),
     (
         "weights that change while serving; pause, resume, sleep",
         "SGLang, vLLM",

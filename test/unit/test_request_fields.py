@@ -7,8 +7,9 @@ import re
 import runpy
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import msgspec
 import openai.types.chat as chat_types
 import pytest
 from openai.types import completion_create_params as completion_params
@@ -340,6 +341,25 @@ def test_an_unknown_field_is_refused_with_the_nearest_or_warned_of(
         assert len(warnings) == 1 and param in warnings[0]
         value = warning_header(warnings)[1]
         assert value.isascii() and value.decode().isprintable()
+
+
+def structs_within(kind: msgspec.inspect.Type, seen: set[type]) -> None:
+    """Add all structs that a type has to `seen`."""
+    if isinstance(kind, msgspec.inspect.StructType) and kind.cls not in seen:
+        seen.add(kind.cls)
+        for field in kind.fields:
+            structs_within(field.type, seen)
+    for inner in (*getattr(kind, "types", ()), *(getattr(kind, name, None) for name in ("item_type", "value_type"))):
+        if inner is not None:
+            structs_within(inner, seen)
+
+
+def test_no_object_of_any_body_ignores_a_field_that_it_does_not_know() -> None:
+    seen: set[type] = set()
+    for body in BODIES.values():
+        structs_within(msgspec.inspect.type_info(body), seen)
+    assert len(seen) > len(BODIES)
+    assert [kind for kind in seen if not cast(Any, kind).__struct_config__.forbid_unknown_fields] == []
 
 
 def test_a_lenient_server_names_an_unknown_field_of_the_body_and_one_of_its_objects_and_takes_the_rest() -> None:
