@@ -236,6 +236,12 @@ class PagedKVCacheManager:
         overwritten. Any thread."""
         return self._index.generation(page)
 
+    def use_fingerprint(self, fingerprint: bytes | None) -> None:
+        """Drop all cached pages and snapshots, and make the keys of sequences from now on with another fingerprint.
+        What earlier sequences still commit has the old keys, which no later one looks for."""
+        self._fingerprint = fingerprint
+        self.flush()
+
     def flush(self) -> None:
         """Drop all cached pages and snapshots. Rooms keep the pages that they use, but no new room finds them."""
         if self.states is not None:

@@ -8,10 +8,11 @@ ChituError
 |-- RequestError                   the client's fault (4xx)
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest  UnsupportedEncoding
-|   `-- Forbidden  UnknownInstance  UnknownRequest  LastInstance  UnknownFile  InUse
+|   |-- Forbidden  UnknownInstance  UnknownRequest  LastInstance  UnknownFile  InUse
+|   `-- WeightsRefused
 |-- ServiceError                   ours (5xx); `retryable`: whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
-|   |-- RequestKept
+|   |-- RequestKept  WeightsChanged
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed (PeerUnreachable)  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal  StepFailed  PoisonRequest  DiskFull
@@ -157,6 +158,13 @@ class LastInstance(RequestError):
     http_status = 409
 
 
+class WeightsRefused(RequestError):
+    """The cluster cannot change to these weights now (admin route). It serves what it served before."""
+
+    code = "weights_refused"
+    http_status = 409
+
+
 class ServiceError(ChituError):
     http_status = 503
     retryable = True
@@ -214,6 +222,13 @@ class RequestKept(ServiceError):
 
     code = "request_kept"
     retryable = False
+
+
+class WeightsChanged(ServiceError):
+    """An instance has other weights by now than those for which the request was sent to it. If tokens are out, the
+    request cannot go on: it would have tokens of two models."""
+
+    code = "weights_changed"
 
 
 class PrefillLost(ServiceError):

@@ -41,8 +41,10 @@ from chitu.protocol import (
     LostInstance,
     ViewChange,
 )
+from chitu.protocol.weights import WeightsOrder, WeightsReport
 from chitu.router.compatibility import MemberKinds
 from chitu.router.metrics import CoordinationMetrics
+from chitu.router.weights import ClusterWeights
 from chitu.types import Role
 
 log = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class _Member:
     heard_s: float
     """Time of its last heartbeat."""
     load: LoadReport = field(default_factory=LoadReport)
+    weights: WeightsReport = field(default_factory=WeightsReport)
 
 
 class MembershipListener(Protocol):
@@ -93,6 +96,9 @@ class PDCoordination:
         self._last: dict[tuple[Role, int], InstanceInfo] = {}
         """Incarnation that joined last as this instance, member or not."""
         self._kinds = MemberKinds()
+        self.weights = ClusterWeights()
+        """Whoever calls its methods calls `publish_weights` then."""
+        self._order = WeightsOrder()
         self._replaced: dict[int, None] = {}
         """Incarnations that are refused, in the order in which they were replaced."""
         self._ended: list[tuple[float, int]] = []
@@ -149,7 +155,21 @@ class PDCoordination:
         member.heard_s = self._clock.monotonic()
         member.lease_end_s = member.heard_s + self._deadlines.lease_s
         member.load = heartbeat.load
+        if heartbeat.weights != member.weights:
+            member.weights = heartbeat.weights
+            if heartbeat.weights.serves != member.info.weights:
+                self._set_info(member, msgspec.structs.replace(member.info, weights=heartbeat.weights.serves))
+                self.weights.on_info(member.info)
+            self.weights.on_report(member.info, heartbeat.weights)
+            self.publish_weights()
         return True
+
+    def publish_weights(self) -> None:
+        """Publish what the instances have to do about weights, if it is something else now."""
+        if (order := self.weights.order) != self._order:
+            self._order = order
+            self._feed.set_weights(order)
+            self._listener.on_change()
 
     def tick(self, read_until_s: float = math.inf) -> None:
         """End the leases that ran out before `read_until_s`, the time until which the heartbeats that arrived were
@@ -262,6 +282,8 @@ class PDCoordination:
             present.lease_end_s = lease_end_s
             if not is_repetition and not present.info.draining:
                 self._set_info(present, info)
+                self.weights.on_info(info)
+                self.publish_weights()
             return
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
@@ -275,6 +297,8 @@ class PDCoordination:
         self._kinds.add(info)
         log.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
         self._feed.put(info)
+        self.weights.on_info(info)
+        self.publish_weights()
         self._listener.on_change()
 
     def _set_info(self, member: _Member, info: InstanceInfo) -> None:
@@ -292,6 +316,8 @@ class PDCoordination:
         self._kinds.remove(member.info)
         log.warning("%s is gone: %s", member.info.name, reason)
         self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
+        self.weights.on_lost(member.info)
+        self.publish_weights()
         self._listener.on_change()
         self._listener.on_lost(member.info, reason, has_died)
 

@@ -27,6 +27,7 @@ from chitu.errors import (
     InvalidRequest,
     NoInstance,
     ProtocolError,
+    RequestTimeout,
     from_code,
 )
 from chitu.net.aio import Outbox
@@ -85,6 +86,10 @@ class PDRequestRouter:
         if verify_compute != "off":
             self._cross_checks = CrossChecks(verify_compute, self._attempts, members)
         self._idle_waiters: list[asyncio.Future[None]] = []
+        self._released: asyncio.Event | None = None
+        """Set when new requests need not wait any more; None while they need not."""
+        self._weights = 0
+        """Number of the weights that the newest view serves."""
         self.check_results = self._cross_checks.results if self._cross_checks is not None else []
         """Results of cross-checks that need an act; the reader removes them."""
         self.counters = self._attempts.counters
@@ -195,6 +200,30 @@ class PDRequestRouter:
         if generation.error is not None:
             raise generation.error
         return generation
+
+    @property
+    def is_held(self) -> bool:
+        """Whether new requests wait, because the cluster is paused or changes its weights."""
+        return self._released is not None
+
+    async def released(self, count: int, num_tokens: int, timeout_s: float | None) -> None:
+        """Wait until new requests may start: `count` choices with `num_tokens` prompt tokens in all. They count against
+        the bounds meanwhile. Raises as `require_room_for`, RequestTimeout after `timeout_s`."""
+        attempts, limit_s = self._attempts, min(self._timeout_s, timeout_s or self._timeout_s)
+        attempts.require_room(count, num_tokens)
+        attempts.num_held += count
+        attempts.num_held_tokens += num_tokens
+        try:
+            async with asyncio.timeout(limit_s):
+                while self._released is not None:
+                    await self._released.wait()
+        except TimeoutError:
+            raise RequestTimeout(
+                f"the cluster is paused, or changes its weights: not begun within {limit_s:g} s"
+            ) from None
+        finally:
+            attempts.num_held -= count
+            attempts.num_held_tokens -= num_tokens
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
         """End a generation whose client is gone, or whose answer `is_complete` (a stop string was found).
@@ -356,6 +385,15 @@ class PDRequestRouter:
     def on_view(self, view: ClusterView) -> None:
         """Apply a new cluster view; new requests are routed by it at once."""
         self._members.on_view(view)
+        if view.weights.holds and self._released is None:
+            self._released = asyncio.Event()
+        elif not view.weights.holds and self._released is not None:
+            self._released.set()
+            self._released = None
+        if view.weights.serve.number != self._weights:
+            self._weights = view.weights.serve.number
+            if self._cross_checks is not None:
+                self._cross_checks.forget()
 
     def on_joined(self, instance: InstanceInfo) -> None:
         """Add an instance. Raises Capacity if there is no socket for it; then it is no member."""
@@ -373,7 +411,7 @@ class PDRequestRouter:
     def tick(self) -> None:
         """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
         self._attempts.tick()
-        if self._cross_checks is not None and not self._idle_waiters:
+        if self._cross_checks is not None and not self._idle_waiters and self._released is None:
             self._cross_checks.tick()
         self.flush()
 

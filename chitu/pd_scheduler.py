@@ -61,6 +61,9 @@ class PDScheduler:
         self._ends = RequestEnds(core, role)
         self._faults = StepFaults(core, role, self._ends)
         self._arrivals = RequestArrivals(core, role, self._ends)
+        self.weights = core.weights
+        """Any thread may give it an order, and read its report."""
+        self._frozen_since_s: float | None = None
         self._pending: _LaunchedStep | None = None
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
@@ -109,6 +112,13 @@ class PDScheduler:
         for command in self._inbox.take():
             self._arrivals.take(command)
         self._take_transfer_events()
+        if not self.weights.is_settled:
+            self._turn_weights()
+        if self.weights.freezes:
+            return self._stay_frozen()
+        if self._frozen_since_s is not None:
+            self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
+            self._frozen_since_s = None
         self._ends.expire()
         if self._faults.must_check:
             self._sync_step()
@@ -127,6 +137,26 @@ class PDScheduler:
             self._check_idle()
         self._load.report()
         return worked
+
+    def _turn_weights(self) -> None:
+        """Read the weights that the cluster wants, and change to them once no request runs here, or at once if the
+        change is mixed."""
+        weights = self.weights.turn()
+        if weights is None or not (weights.is_mixed or self.is_done):
+            return
+        self._sync_step()
+        fingerprint = self.weights.change(weights)
+        self._arrivals.flush_cache()
+        self._cache.use_fingerprint(fingerprint)
+
+    def _stay_frozen(self) -> bool:
+        """Read the step in flight and start none."""
+        if self._frozen_since_s is None:
+            self._frozen_since_s = self._clock.monotonic()
+        self._sync_step()
+        self._tokens.flush(self._clock.monotonic())
+        self._load.report()
+        return False
 
     def close(self) -> None:
         """Read the step in flight, so that nothing computes any longer, and close the token ports. After all turns."""

@@ -103,6 +103,7 @@ class PDSchedulerService:
         composition = build(core)
         self._transfer = composition.transfer
         self._scheduler = PDScheduler(core, composition.role)
+        self._scheduler.weights.on_news = self._on_weights
         self.on_request = self._scheduler.submit
         self._cache_flush = 0
         """Number of the last cache flush that a view requested."""
@@ -218,6 +219,11 @@ class PDSchedulerService:
     def _open_token_port(self, port: int) -> PushSocket:
         return PushSocket(self._comm.context, self._comm.router.host, port)
 
+    def _on_weights(self) -> None:
+        """Report the weights that are read or serve here at once."""
+        self._comm.weights = self._scheduler.weights.serves
+        self._heartbeat_wake.wake()
+
     def _report_failure(self, room: bytes, error: ChituError) -> None:
         info = self._info
         self._failures.add(
@@ -237,6 +243,7 @@ class PDSchedulerService:
         if view.cache_flush not in (0, self._cache_flush):
             self._cache_flush = view.cache_flush
             self._scheduler.flush_cache()
+        self._scheduler.weights.set_order(view.weights)
         self._waker.wake()
 
     def on_new_router(self) -> None:
@@ -299,6 +306,7 @@ class PDSchedulerService:
                 reads=self._comm.num_reads,
                 acks=self._comm.received.acks(),
                 silent=self._transfer.side.silent_prefills,
+                weights=self._scheduler.weights.report,
             )
             if socket.send(encode(message)):
                 if is_away:

@@ -246,6 +246,9 @@ SHORT = {
     ABORT: "abort",
     BATCHES: "batches",
     "/admin/drain": "drain",
+    "/admin/weights": "weights",
+    "/admin/pause": "pause",
+    "/admin/resume": "resume",
     "/admin/snapshot": "snapshot",
 }
 

@@ -43,6 +43,7 @@ from chitu.engine.model_runner import ModelRunner
 from chitu.engine.sampler import Sampler
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, Recording
 from chitu.engine.tp_executor import RankGroup
+from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
@@ -52,7 +53,7 @@ from chitu.models.adapters import AdapterSpec, hashes_of, read_adapters
 from chitu.models.common import build_decoder, part_of
 from chitu.models.config import Code, ModelSpec, model_hash, read_model_spec, weights_digest, weights_stamp
 from chitu.models.families import traits_of
-from chitu.models.layers import Shard
+from chitu.models.layers import DecoderModel, Shard
 from chitu.models.lora import load_adapters
 from chitu.models.model import Model
 from chitu.models.weights import WeightSource
@@ -185,6 +186,8 @@ class RankEngine:
     """Of the files before they were loaded."""
     grammars: GrammarStore | None
     """Compiled grammars; None on a rank that does not sample."""
+    weights: RankWeights
+    """Changes the model's weights while it serves."""
 
     def weights_digest(self) -> bytes:
         """Return the digest of the checkpoint's weights. Reads all of them. Raises Internal if others may have been
@@ -327,7 +330,22 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         logger.warning("%s", warning)
     prompts = warmup_prompts(topology, instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0)
     runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
-    return RankEngine(group, pool, runner, threads, path, stamp, grammars)
+    own_ops = model.ops if device.type == "cuda" and isinstance(model, DecoderModel) else None  # others have their own
+
+    def load_into_host_memory(folder: str) -> Model:
+        return load_model(
+            folder,
+            model_dtype,
+            "cpu",
+            max_model_len=spec.max_model_len,
+            ops=own_ops,
+            shard=group,
+            code=spec.code,
+            window_state=topology.cache.window_state,
+        )
+
+    source = WeightsSource(path, spec, load_into_host_memory, bool(adapters), topology.cache.window_state)
+    return RankEngine(group, pool, runner, threads, path, stamp, grammars, RankWeights(source, runner))
 
 
 def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:

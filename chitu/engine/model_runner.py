@@ -36,6 +36,7 @@ from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_row import StateStamp
 from chitu.models.config import ModelSpec
 from chitu.models.model import Model
+from chitu.models.tensors import copy_numbers
 from chitu.ops.interface import Span
 from chitu.types import Ready
 
@@ -115,6 +116,18 @@ class ModelRunner:
             spec.eos_token_ids,
             pool.layout.adapters,
         )
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    def change_model(self, model: Model) -> None:
+        """Compute with the numbers of a model like the present one (`tensors.why_unlike`) from now on. No step is in
+        flight. On a GPU, and with recorded steps, tensors stay where they are, and the numbers are copied there."""
+        if self._graphs is None and self._device.type == "cpu":
+            self._model = model
+        else:
+            copy_numbers(self._model, model)
 
     @property
     def num_pages(self) -> int:

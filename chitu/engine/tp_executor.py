@@ -22,6 +22,7 @@ import logging
 import os
 from collections.abc import Collection, Sequence
 from datetime import timedelta
+from typing import Literal
 
 import msgspec
 import torch
@@ -31,6 +32,8 @@ from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult, run_warmup
 from chitu.engine.model_runner import ModelRunner
 from chitu.engine.process_watch import Lifeline, ProcessWatch, explaining
+from chitu.engine.weights import RankWeights
+from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import Internal
 from chitu.net.threads import ServiceThread
 
@@ -139,6 +142,9 @@ END_TIMEOUT_S = 10.0
 """Time for the followers to receive the last order. They are idle by then."""
 
 
+WeightsCall = Literal["begin", "collect", "change", "drop"]
+
+
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The message to the followers."""
 
@@ -146,7 +152,9 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Slots that sampled in the step before: `tokens[i]` for `slots[i]`."""
     tokens: list[int]
     plan: StepPlan | None
-    """Plan to run; None if the instance shuts down."""
+    """Plan to run; None if the instance shuts down, or if the order is about weights."""
+    weights: tuple[WeightsCall, str] | None = None
+    """Call of the follower's `RankWeights`, with a path."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -218,10 +226,69 @@ class TensorParallelExecutor:
         self._group.barrier()
 
 
-def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline) -> None:
-    """Run the main rank's steps until it shuts down the instance."""
+class TensorParallelWeights:
+    """A `WeightsLoader` of all ranks. What differs between them ends the change, as any error of one does."""
+
+    def __init__(self, own: RankWeights, group: RankGroup) -> None:
+        self._own = own
+        self._group = group
+        self._found: ReadWeights | None = None
+
+    def begin(self, path: str) -> None:
+        self._send("begin", path)
+        self._found = None
+        self._own.begin(path)
+
+    def poll(self) -> ReadWeights | None:
+        if self._found is None and self._own.poll() is not None:
+            self._send("collect")
+            ranks = _collected(self._own, self._group)
+            errors = [f"rank {rank}: {each.error}" for rank, each in enumerate(ranks) if each.error]
+            if not errors and len({each.model_hash for each in ranks}) > 1:
+                errors = ["the ranks found different weights in this folder"]
+            self._found = ReadWeights(error=errors[0]) if errors else ranks[MAIN_RANK]
+        return self._found
+
+    def change(self) -> None:
+        self._send("change")
+        self._own.change()
+        self._group.barrier()
+        self._found = None
+
+    def drop(self) -> None:
+        self._send("drop")
+        self._own.drop()
+        self._found = None
+
+    def _send(self, call: WeightsCall, path: str = "") -> None:
+        self._group.send(_encoder.encode(StepOrder([], [], None, (call, path))))
+
+
+def _collected(weights: RankWeights, group: RankGroup) -> list[ReadWeights]:
+    """Return what each rank has read, once all have. A collective operation."""
+    return [msgspec.msgpack.decode(each, type=ReadWeights) for each in group.collect(_encoder.encode(weights.wait()))]
+
+
+def _call_weights(weights: RankWeights, group: RankGroup, call: WeightsCall, path: str) -> None:
+    """Do on a follower what the main rank does with its own weights."""
+    if call == "begin":
+        weights.begin(path)
+    elif call == "collect":
+        _collected(weights, group)
+    elif call == "change":
+        weights.change()
+        group.barrier()
+    else:
+        weights.drop()
+
+
+def run_follower(runner: ModelRunner, group: RankGroup, lifeline: Lifeline, weights: RankWeights | None = None) -> None:
+    """Run the main rank's steps until it shuts down the instance. `weights`: None if they are never changed."""
     while True:
         order = step_decoder.decode(group.receive())
+        if order.weights is not None and weights is not None:
+            _call_weights(weights, group, *order.weights)
+            continue
         if order.plan is None:
             lifeline.close()
             group.barrier()

@@ -44,9 +44,12 @@ from chitu.http.bodies import (
     DetokenizeBody,
     DrainBody,
     Effect,
+    PauseBody,
     ResponsesBody,
+    ResumeBody,
     SnapshotBody,
     TokenizeBody,
+    WeightsBody,
 )
 
 # --------------------------------------------------------------------------------------------------------------- fields
@@ -62,6 +65,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     ABORT: AbortBody,
     BATCHES: BatchBody,
     "/admin/drain": DrainBody,
+    "/admin/weights": WeightsBody,
+    "/admin/pause": PauseBody,
+    "/admin/resume": ResumeBody,
     "/admin/snapshot": SnapshotBody,
 }
 """Bodies that clients and operators send, by route."""
@@ -612,5 +618,8 @@ count_decoder = BodyDecoder(CountTokensBody, COUNT_TOKENS)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)
 batch_decoder = BodyDecoder(BatchBody, BATCHES)
 drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
+weights_decoder = BodyDecoder(WeightsBody, "/admin/weights")
+pause_decoder = BodyDecoder(PauseBody, "/admin/pause")
+resume_decoder = BodyDecoder(ResumeBody, "/admin/resume")
 snapshot_decoder = BodyDecoder(SnapshotBody, "/admin/snapshot")
 abort_here_decoder = BodyDecoder(AbortHereBody, "/admin/abort")

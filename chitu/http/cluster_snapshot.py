@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -88,6 +88,21 @@ class Draining:
     incarnation: int
 
 
+class WeightsState(msgspec.Struct, frozen=True):
+    """Which weights the cluster serves."""
+
+    model_hash: str
+    """Hash of the model with these weights; empty if no instance has them."""
+    path: str
+    """Their folder; empty: that of the topology."""
+    number: int
+    """Changes since the start of the cluster."""
+    missing: list[str]
+    """Instances that do not have them yet, and get no requests before."""
+    paused: Literal["", "finish", "keep"]
+    """Whether an operator has paused the cluster, and how."""
+
+
 class ClusterSource(Protocol):
     @property
     def view(self) -> ClusterView: ...
@@ -107,6 +122,11 @@ class ClusterSource(Protocol):
 
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
+
+    async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
+        """See `serve/weights.py`, as for the next."""
+
+    async def pause(self, mode: Literal["", "finish", "keep"], timeout_s: float) -> WeightsState: ...
 
     async def flush_caches(self) -> None:
         """Make every instance forget its cached prefixes, within about a heartbeat."""
@@ -284,7 +304,7 @@ def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load:
     if info is None:
         return InstanceSnapshot(name, role, "down", host, 0, "", None)
     status: InstanceStatus = "draining" if info.draining else "up"
-    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load, info.layout)
+    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load, info.served_layout)
 
 
 MAX_WATCHERS = 256

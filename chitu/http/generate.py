@@ -211,6 +211,13 @@ class GenerationRoutes:
         if total > 1:  # for one, `add_request` checks the same
             num_tokens = options.n * sum([prompt.num_tokens for prompt in parsed.prompts])
             self._router.require_room_for(total, num_tokens)
+        if self._router.is_held:
+            num_tokens = options.n * sum([prompt.num_tokens for prompt in parsed.prompts])
+            await self._router.released(total, num_tokens, parsed.timeout_s)
+            if exchange.is_client_gone:
+                raise ClientGone
+            if running.is_aborted:
+                raise RequestCancelled(ABORTED)
         plan = parsed.plan
         ends_early = bool(options.stops) or (plan is not None and not plan.is_parallel)
         per_token = options.stream or ends_early or options.logprobs is not None or bool(options.num_returned)

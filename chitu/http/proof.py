@@ -186,7 +186,7 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
             chitu=__version__,
             request_id=request.request_id,
             model=request.adapter or model,
-            model_hash=layout.model_hash,
+            model_hash=generation.model_hash or layout.model_hash,
             adapter_hash=layout.adapter_hash(request.adapter),
             dtype=cast(Any, layout.dtype),
             served=pairs,

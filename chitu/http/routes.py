@@ -51,12 +51,15 @@ from chitu.http.body_decoder import (
     abort_here_decoder,
     drain_decoder,
     fields_of,
+    pause_decoder,
+    resume_decoder,
     snapshot_decoder,
     warning_header,
+    weights_decoder,
 )
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import RunningAnswers
-from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource, Watchers
+from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource, Watchers, WeightsState
 from chitu.http.exchange import ANTHROPIC_PATHS, EXCHANGE
 from chitu.http.kept_requests import KeptRequests
 from chitu.http.metrics_text import MetricsReport, render_pieces
@@ -411,6 +414,28 @@ def operator_routes(
         await cluster.flush_caches()
         return json_response(StatusReply("flushing"))
 
+    async def change_weights(request: Request) -> Response:
+        """Have the cluster compute with the weights in another folder, of a model of the same kind. Every instance
+        reads and checks them first, while requests are served; then new requests wait, running ones end, and all
+        instances change at once, with empty caches. If one cannot, nothing is changed."""
+        body = await read_body(request, weights_decoder)
+        if not body.path.startswith("/"):
+            raise InvalidRequest(f"path: {body.path!r} is no absolute path", "path")
+        state = await cluster.change_weights(body.path, body.mixed is True, _timeout_s(body.timeout_s))
+        return json_response(state)
+
+    async def pause(request: Request) -> Response:
+        """Have new requests wait, and return when the running ones have ended or, with `keep`, have stopped where they
+        are."""
+        body = await read_body(request, pause_decoder)
+        return json_response(await cluster.pause(body.mode or "finish", _timeout_s(body.timeout_s)))
+
+    async def resume(request: Request) -> Response:
+        """End a pause: requests go on where they are, and those that waited start in their order."""
+        if await request.body():
+            await read_body(request, resume_decoder)
+        return json_response(await cluster.pause("", MAX_CHANGE_S))
+
     async def take_snapshot(request: Request) -> Response:
         """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
         The request runs on."""
@@ -437,11 +462,24 @@ def operator_routes(
     return [
         Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
         Route("POST", "/admin/cache/flush", flush_caches, StatusReply, (403,)),
+        Route("POST", "/admin/weights", change_weights, WeightsState, (403, 409)),
+        Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),
+        Route("POST", "/admin/resume", resume, WeightsState, (403,)),
         Route("POST", "/admin/snapshot", take_snapshot, None, (403, 404), (BINARY,)),
         Route("GET", "/admin/topology", topology_with_ports, None, (403,)),
         Route("POST", "/admin/abort", abort_here, is_shown=False),
         Route("GET", "/admin/record", record, is_shown=False),
     ]
+
+
+MAX_CHANGE_S = 86_400.0
+DEFAULT_CHANGE_S = 600.0
+
+
+def _timeout_s(wanted_s: float | None) -> float:
+    if wanted_s is not None and not 0 < wanted_s <= MAX_CHANGE_S:
+        raise InvalidRequest(f"timeout_s: {wanted_s} is not within 0 and {MAX_CHANGE_S:g}", "timeout_s")
+    return DEFAULT_CHANGE_S if wanted_s is None else wanted_s
 
 
 def trace_routes(cluster: ClusterSource, folder: Path, access: Access, clock: Clock) -> list[Route]:

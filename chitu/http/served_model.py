@@ -117,7 +117,7 @@ class ServedModel:
             if self._config_max_len is not None:
                 max_len = min(max_len, self._config_max_len)
             self._limits = candidates, ModelLimits(max_len, min(i.layout.vocab_size for i in serving))
-            self.layout = serving[-1].layout
+            self.layout = serving[-1].served_layout
         return self._limits[1]
 
     def vocab_size(self, candidates: Candidates) -> int:

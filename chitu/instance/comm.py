@@ -45,6 +45,7 @@ from chitu.protocol import (
     scheduler_codec,
     view_codec,
 )
+from chitu.protocol.weights import Weights
 from chitu.tracing.tracer import Tracer
 
 ABANDONED = 20
@@ -161,6 +162,8 @@ class CommLoop:
         self._next_join_s = 0.0
         self.num_views = 0
         """How often the router has shown that the view here is its newest; any thread may read it."""
+        self.weights = Weights()
+        """Weights that serve here; the step thread sets them."""
         self.tracer: Tracer | None = None
         """Tracer of requests, if any; set before `run`."""
         self.received = LinkReceivers()
@@ -255,6 +258,7 @@ class CommLoop:
         poller.register(socket, zmq.POLLIN)
 
     def _join(self, instance: InstanceInfo) -> None:
+        instance = msgspec.structs.replace(instance, weights=self.weights)
         with contextlib.suppress(zmq.Again):  # not connected; Join is sent again
             self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
 

@@ -16,12 +16,14 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import Executor
+from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError
 from chitu.grammars import GrammarStore
 from chitu.instance.page_sums import FinishedPages
 from chitu.instance.scheduler_trace import SchedulerTrace
 from chitu.instance.sequences import Inbox, Resources, Sequences
 from chitu.instance.token_manager import TokenManager
+from chitu.instance.weights import WeightsKeeper
 from chitu.kv_cache.state_row import StateSlots
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers
 from chitu.kv_transfer.layout import MetadataBuffers
@@ -46,6 +48,8 @@ class LoadedEngine:
     """Checksums of finished requests' pages; None on P, and if pages cannot be summed."""
     prepare_step_thread: Callable[[], None] = lambda: None
     """Called first on the step thread: per-thread settings of the math library."""
+    weights: WeightsLoader = field(default_factory=NoLoader)
+    """Changes the weights of the executor's model."""
 
     def close(self) -> None:
         """Free what the engine holds. No step runs any longer."""
@@ -78,9 +82,11 @@ class InstanceCore:
     inbox: Inbox = field(default_factory=Inbox)
     trace: SchedulerTrace = field(init=False)
     sequences: Sequences = field(init=False)
+    weights: WeightsKeeper = field(init=False)
 
     def __post_init__(self) -> None:
         self.trace = SchedulerTrace(self.tracer, self.engine.cache)
         engine = self.engine
         resources = Resources(engine.cache, engine.executor.info.num_slots, engine.aux, engine.states)
         self.sequences = Sequences(resources, self.trace.end)
+        self.weights = WeightsKeeper(engine.weights, self.clock)

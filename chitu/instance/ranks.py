@@ -87,7 +87,7 @@ def follow(topology: Topology, instance: Instance, tp_rank: int, open_transports
     writer = _start_writer(topology, instance.role, engine, tp_rank, transports, greetings[MAIN_RANK])
     logger.info("follows rank 0 (pid %d)", greetings[MAIN_RANK].pid)
     with explaining():
-        run_follower(engine.runner, engine.group, lifeline)
+        run_follower(engine.runner, engine.group, lifeline, engine.weights)
     if writer is not None:
         writer.close()
     # Transports and pool end with the process, right now: closing a Mooncake engine would take another second.

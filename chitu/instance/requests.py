@@ -26,6 +26,7 @@ from chitu.errors import (
     QueueTimeout,
     RequestCancelled,
     RequestTimeout,
+    WeightsChanged,
 )
 from chitu.grammars import CompiledGrammar
 from chitu.instance.core import InstanceCore
@@ -70,6 +71,11 @@ class RequestEnds:
         self._report_failure = core.report_failure
         self._clock = core.clock
         self._next_expire_s = 0.0
+        self._frozen_s = 0.0
+
+    def note_frozen(self, seconds: float) -> None:
+        """Note that nothing could run for this long. Requests have as much time more, until the next such time."""
+        self._frozen_s = seconds
 
     # -------------------------------------------------------------------------------------------- reports to the router
 
@@ -167,14 +173,14 @@ class RequestEnds:
         """Fail requests that wait for pages longer than `queue_s` or exceed the request timeout. The router cancels the
         latter itself, unless it or the cancellation is lost. The states between have the transfer layer's deadlines."""
         now_s = self._clock.monotonic()
-        oldest_s = now_s - self._settings.deadlines.queue_s
+        oldest_s = now_s - self._settings.deadlines.queue_s - self._frozen_s
         for sequence in self._sequences.queue(SequenceState.WAITING):
             if sequence.arrival_s < oldest_s:
                 what = SEQUENCE_AWAITS[sequence.state]
                 self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
-            oldest_s = now_s - self._settings.request_timeout_s
+            oldest_s = now_s - self._settings.request_timeout_s - self._frozen_s
             for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
                 self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
@@ -206,6 +212,7 @@ class RequestArrivals:
         self._cache = core.engine.cache
         self._resources = core.sequences.resources
         self._grammars = core.engine.grammars
+        self._weights = core.weights
         self._info = core.engine.executor.info
         self._eos = frozenset(self._info.eos_token_ids)
         self._adapters = {name: (at, digest) for at, (name, digest) in enumerate(self._info.adapters, 1)}
@@ -325,6 +332,8 @@ class RequestArrivals:
         if not isinstance(message, self._role.takes):
             kind = _KINDS[type(message)].value
             self._ends.refuse(sequence, InvalidRequest(f"this instance serves no {kind} requests"))
+        elif message.weights != self._weights.accepts:
+            self._ends.refuse(sequence, self._other_weights(message.weights))
         elif message.adapter not in self._adapters:
             known = ", ".join(name for name, _ in self._info.adapters) or "none"
             text = f"this instance has no LoRA adapter {message.adapter!r} (model.adapters: {known})"
@@ -333,6 +342,13 @@ class RequestArrivals:
             self._ends.refuse(sequence, refusal)
         else:
             self._role.arrive(sequence, message)
+
+    def _other_weights(self, wanted: int) -> WeightsChanged:
+        serves, is_leaving = self._weights.serves.number, self._weights.accepts < 0
+        change = ", and changes to newer ones" if is_leaving else ""
+        return WeightsChanged(
+            f"{self._core.settings.name} serves weights {serves}{change}; the request is for {wanted}"
+        )
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from chitu.protocol import WHOLE_TOPIC, ApiProcess, ClusterView, InstanceInfo, LostInstance, ViewChange, ViewMessage
+from chitu.protocol.weights import WeightsOrder
 from chitu.types import Role
 
 KEPT_DEAD = 1024
@@ -44,6 +45,7 @@ class ViewSender:
         """Members as they are now, by role and rank."""
         self._workers: tuple[ApiProcess, ...] = ()
         self._cache_flush = 0
+        self._weights = WeightsOrder()
         self._joined: dict[Place, InstanceInfo] = {}
         self._left: dict[Place, None] = {}
         self._dead: list[int] = []
@@ -75,6 +77,9 @@ class ViewSender:
     def set_cache_flush(self, number: int) -> None:
         self._cache_flush, self.is_changed = number, True
 
+    def set_weights(self, order: WeightsOrder) -> None:
+        self._weights, self.is_changed = order, True
+
     def next_change(self) -> ViewChange:
         """Return what changed since the last number, with the next one; from now on `view` includes it. If nothing
         changed, the result says which number is the newest."""
@@ -87,6 +92,7 @@ class ViewSender:
             left=tuple(self._left),
             workers=self._workers,
             cache_flush=self._cache_flush,
+            weights=self._weights,
             dead=tuple(self._dead),
             lost=tuple(self._lost),
         )
@@ -168,6 +174,7 @@ def _changed(view: ClusterView, change: ViewChange, instances: tuple[InstanceInf
         instances=instances,
         workers=change.workers,
         cache_flush=change.cache_flush,
+        weights=change.weights,
         dead=(*view.dead, *change.dead)[-KEPT_DEAD:],
         lost=(*view.lost, *change.lost)[-KEPT_LOST:],
     )

@@ -8,7 +8,10 @@ from bisect import bisect_left
 from itertools import zip_longest
 from typing import NamedTuple, Union
 
+import msgspec
+
 from chitu.protocol.requests import LinkAck
+from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 from chitu.protocol.wire import Codec, Wire
 from chitu.types import Role, instance_name
 
@@ -124,6 +127,7 @@ class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     silent: tuple[int, ...] = ()
     """D: incarnations of the P that do not answer it, though they are in the view: no message passes between the
     two."""
+    weights: WeightsReport = WeightsReport()
 
 
 class RequestFailed(Wire, frozen=True, tag="request_failed"):
@@ -413,10 +417,24 @@ class InstanceInfo(Wire, frozen=True):
     num_pages: int = 0
     yields: bool = False
     """It joins only for a free rank (`chitu join`), and replaces no other process."""
+    weights: Weights = Weights()
+    """Those that it computes with; `layout` describes those that it was started with."""
 
     @property
     def name(self) -> str:
         return instance_name(self.role, self.engine_rank)
+
+    @property
+    def model_hash(self) -> str:
+        """Hash of the model with the weights that it computes with."""
+        return self.weights.model_hash or self.layout.model_hash
+
+    @property
+    def served_layout(self) -> KVLayout:
+        """Layout with the hash of the weights that it computes with."""
+        if not self.weights.model_hash:
+            return self.layout
+        return msgspec.structs.replace(self.layout, model_hash=self.weights.model_hash)
 
     @property
     def returns(self) -> bool:
@@ -509,6 +527,7 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     in `instances` may only be frozen."""
     lost: tuple[LostInstance, ...] = ()
     """Latest members that left, and why."""
+    weights: WeightsOrder = WeightsOrder()
 
 
 class ViewChange(Wire, frozen=True, tag="view_change"):
@@ -528,6 +547,8 @@ class ViewChange(Wire, frozen=True, tag="view_change"):
     dead: tuple[int, ...] = ()
     """Those that the view of `after` does not list; so are `lost`."""
     lost: tuple[LostInstance, ...] = ()
+    weights: WeightsOrder = WeightsOrder()
+    """As in the view."""
 
 
 ViewMessage = Union[ClusterView, ViewChange]

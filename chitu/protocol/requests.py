@@ -112,6 +112,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """Whether the instance records its work on this request."""
     adapter: str = ""
     """Name of the LoRA adapter that computes with the model; empty: the model alone."""
+    weights: int = 0
+    """`Weights.number` of both instances when they were chosen: one that has others by now refuses."""
 
 
 class Fork(Wire, frozen=True, array_like=True):
@@ -153,6 +155,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     """As in PrefillRequest."""
     adapter: str = ""
     """As in PrefillRequest."""
+    weights: int = 0
+    """As in PrefillRequest."""
 
 
 class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
@@ -176,6 +180,8 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     trace: TraceLevel = ""
     """As in PrefillRequest."""
     adapter: str = ""
+    """As in PrefillRequest."""
+    weights: int = 0
     """As in PrefillRequest."""
 
 

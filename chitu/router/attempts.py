@@ -151,6 +151,8 @@ class Attempts:
         """Groups of the attempts in `rooms`, by the prompt's room."""
         self.num_tokens = 0
         """Tokens that the attempts in `rooms` prefill."""
+        self.num_held = self.num_held_tokens = 0
+        """Choices of requests that wait for the end of a pause, and their prompt tokens."""
         self.num_waiting = 0
         """Attempts in `rooms` without a token."""
         self.num_new_tokens = 0
@@ -173,14 +175,15 @@ class Attempts:
 
     def require_room(self, count: int, num_tokens: int) -> None:
         """Raise TooManyRequests if `count` more requests, with `num_tokens` prompt tokens in all, would be too many."""
-        if len(self.rooms) + count > self._max_in_flight:
+        num_running, num_tokens_now = len(self.rooms) + self.num_held, self.num_tokens + self.num_held_tokens
+        if num_running + count > self._max_in_flight:
             raise TooManyRequests(
-                f"{len(self.rooms)} requests are running and {count} more would pass the limit of "
+                f"{num_running} requests are running and {count} more would pass the limit of "
                 f"{self._max_in_flight} (router.max_in_flight); try again later"
             )
-        if self.num_tokens + num_tokens > self._max_tokens:
+        if num_tokens_now + num_tokens > self._max_tokens:
             raise TooManyRequests(
-                f"prompts of {self.num_tokens} tokens are running and {num_tokens} more would pass the limit "
+                f"prompts of {num_tokens_now} tokens are running and {num_tokens} more would pass the limit "
                 f"of {self._max_tokens} (router.max_tokens_in_flight); try again later"
             )
 

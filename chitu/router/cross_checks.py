@@ -215,6 +215,11 @@ class CrossChecks:
         sampling = msgspec.structs.replace(request.sampling, logprobs=MAX_LOGPROBS, transfer_sums=True)
         return msgspec.structs.replace(request, sampling=sampling)
 
+    def forget(self) -> None:
+        """Drop what waits and what runs: the instances have other weights than those of the answers."""
+        self._attempts.checked.clear()
+        self._running = None
+
     def tick(self) -> None:
         if self._running is not None and self._running[1].done:
             (steps, asked), self._running = self._running, None

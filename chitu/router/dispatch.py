@@ -106,6 +106,7 @@ class Dispatcher:
                 forks=forks,
                 trace=request.trace,
                 adapter=request.adapter,
+                weights=decode.weights.number,
             )
             return None if self._post(to_decode, whole, attempt.created_s) else attempt.decode
         to_prefill = self._members.get(attempt.prefill)
@@ -129,6 +130,7 @@ class Dispatcher:
             forks=forks,
             trace=request.trace,
             adapter=request.adapter,
+            weights=decode.weights.number,
         )
         prefill_half = PrefillRequest(
             room=room,
@@ -145,6 +147,7 @@ class Dispatcher:
             prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
             trace=request.trace,
             adapter=request.adapter,
+            weights=decode.weights.number,
         )
         if not self._post(to_decode, decode_half, attempt.created_s):
             return attempt.decode

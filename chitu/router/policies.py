@@ -100,7 +100,12 @@ class Candidates:
 
     @classmethod
     def in_view(cls, view: ClusterView) -> Candidates:
-        usable = sorted((i for i in view.instances if not i.draining), key=lambda i: i.engine_rank)
+        # While new requests wait, those that change their weights count, too: nothing goes there before they have.
+        served = None if view.weights.holds else view.weights.serve.number
+        usable = sorted(
+            (i for i in view.instances if not i.draining and served in (None, i.weights.number)),
+            key=lambda i: i.engine_rank,
+        )
         return cls(
             tuple(i for i in usable if i.role is Role.PREFILL),
             tuple(i for i in usable if i.role is Role.DECODE),

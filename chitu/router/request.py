@@ -33,6 +33,7 @@ from chitu.errors import (
     SilentLink,
     TransferFailed,
     TransferTimeout,
+    WeightsChanged,
     from_code,
 )
 from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
@@ -277,6 +278,8 @@ class Generation:
     """Tokens that the reader has taken: another D may have to continue after them."""
     cached_tokens: int = 0
     """Prompt tokens that the newest attempt with a token did not have to compute."""
+    model_hash: str = ""
+    """Of the model that computes the newest attempt."""
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
@@ -539,8 +542,12 @@ class GenerationMachine:
             if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink | TransferFailed)):
                 self._no_pair(generation, before, failure)
                 return
+            if (changed := _other_weights(generation, before, target)) is not None:
+                self._no_pair(generation, before, Failure(changed, frozenset()))
+                return
         if not self._enter(generation, _E.CHOSEN):
             return
+        generation.model_hash = target.decode.model_hash
         if before is not None and failure is not None:
             generation.record.add(failure, before.has_progressed)
             before.error = failure.error
@@ -684,6 +691,17 @@ class GenerationMachine:
         whose = "router.request_timeout_s" if limit_s >= self._timeout_s else "X-Request-Timeout"
         waited = _waited(generation, attempt, self._now_s)
         return RequestTimeout(f"not finished within {limit_s:g} s ({whose}): {waited}")
+
+
+def _other_weights(generation: Generation, before: Attempt, target: Target) -> WeightsChanged | None:
+    """Return why a request with tokens cannot go on there: it would have tokens of two models, which only a mixed
+    change allows. None if it can."""
+    old, new = before.target.decode.weights, target.decode.weights
+    if old.number == new.number or not generation.num_emitted or new.is_mixed:
+        return None
+    return WeightsChanged(
+        f"{generation.num_emitted} tokens were computed with weights {old.number}, and the cluster serves {new.number}"
+    )
 
 
 def _dead_by_report(state: GenerationState, attempt: Attempt, event: AttemptFailed) -> InstanceKey | None:

@@ -20,6 +20,7 @@ from chitu.types import Role
 
 if TYPE_CHECKING:
     from chitu.engine.tp_executor import RankGroup
+    from chitu.engine.weights import RankWeights
 
 
 class BuiltRank(Protocol):
@@ -35,6 +36,8 @@ class BuiltRank(Protocol):
     def grammars(self) -> GrammarStore | None: ...
     def prepare_thread(self) -> None: ...
     def weights_digest(self) -> bytes: ...
+    @property
+    def weights(self) -> RankWeights | None: ...
 
 
 def build_real_rank(topology: Topology, instance: Instance, tp_rank: int, progress: ProgressWriter) -> BuiltRank:

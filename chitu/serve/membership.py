@@ -26,7 +26,7 @@ import zmq
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
-from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WorkerReport, report_of
+from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WeightsState, WorkerReport, report_of
 from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.aio import FrameReader
@@ -52,7 +52,9 @@ from chitu.protocol import (
 )
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics, add_up
 from chitu.router.policies import Candidates
+from chitu.router.weights import Pause
 from chitu.serve.siblings import Siblings
+from chitu.serve.weights import WeightsDriver
 from chitu.types import Role, new_incarnation
 
 log = logging.getLogger(__name__)
@@ -255,6 +257,7 @@ class OwnCluster:
         self._ended: RouterMetrics | None = None
         """Sum of the metrics of API processes that have ended, if any."""
         self.is_ending = False
+        self._weights = WeightsDriver(membership.coordination, self.record)
 
     @property
     def view(self) -> ClusterView:
@@ -283,6 +286,12 @@ class OwnCluster:
 
     async def drain(self, instance: str, force: bool) -> Draining:
         return drain_instance(self._membership, instance, force)
+
+    async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
+        return await self._weights.change(path, is_mixed, timeout_s)
+
+    async def pause(self, mode: Pause, timeout_s: float) -> WeightsState:
+        return await self._weights.pause(mode, timeout_s)
 
     async def flush_caches(self) -> None:
         self._membership.coordination.flush_caches(1 + secrets.randbits(62))

@@ -34,7 +34,7 @@ from chitu.config.load import dump_topology, load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import router_ports, with_router_ports
 from chitu.errors import BadFrame, ChituError
-from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WorkerReport, report_of
+from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WeightsState, WorkerReport, report_of
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, Listener, listen
@@ -64,6 +64,7 @@ from chitu.protocol import (
 )
 from chitu.router.metrics import RouterMetrics
 from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.weights import Pause
 from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking, with_share
 from chitu.serve.siblings import HOST, Siblings
 from chitu.types import new_incarnation
@@ -117,6 +118,18 @@ class ReplicaCluster:
         asked = msgspec.json.encode({"instance": instance, "force": force})
         reply = msgspec.json.decode(await self._siblings.ask_first("/admin/drain", asked))
         return Draining(reply["instance"], int(reply["incarnation"]))
+
+    async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
+        asked = {"path": path, "mixed": is_mixed, "timeout_s": timeout_s}
+        return await self._weights("/admin/weights", asked, timeout_s)
+
+    async def pause(self, mode: Pause, timeout_s: float) -> WeightsState:
+        asked = {"mode": mode, "timeout_s": timeout_s} if mode else {}
+        return await self._weights("/admin/pause" if mode else "/admin/resume", asked, timeout_s)
+
+    async def _weights(self, path: str, asked: Mapping[str, object], timeout_s: float) -> WeightsState:
+        reply = await self._siblings.ask_first(path, msgspec.json.encode(asked), timeout_s)
+        return msgspec.json.decode(reply, type=WeightsState)
 
     async def flush_caches(self) -> None:
         await self._siblings.ask_first("/admin/cache/flush", b"")

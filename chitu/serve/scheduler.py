@@ -18,6 +18,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 import zmq
 
 from chitu import __version__
@@ -32,6 +33,7 @@ from chitu.config.topology import Instance, find_instance, has_lasting_tiers, ha
 from chitu.config.topology_checks import check, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
+from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
 from chitu.instance.build import Build, build_decode, build_prefill, build_unified
 from chitu.instance.comm import CommLoop, RouterAddress
@@ -57,7 +59,7 @@ from chitu.pd_service import PDSchedulerService
 from chitu.process.child import die_with_torchrun
 from chitu.process.placement import place
 from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
-from chitu.protocol import InstanceInfo
+from chitu.protocol import InstanceInfo, KVLayout
 from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer
 from chitu.types import Incarnation, Role, instance_name, new_incarnation
@@ -185,11 +187,15 @@ def _build(
     if has_tiers(topology, instance):
         tiers, tier_file = _build_tiers(topology, instance, pool, cache, waker, fan_out)
     executor: Executor = rank.runner
+    loader: WeightsLoader = rank.weights or NoLoader()
+    if rank.weights is not None:
+        rank.weights.fingerprint = partial(_fingerprint_of, topology, instance, pool.layout)
+        rank.weights.wake = waker.wake
     greetings: list[RankHello] = []
     if rank.group is not None:
         from chitu.engine.model_runner import ModelRunner
         from chitu.engine.process_watch import ProcessWatch, open_lifelines
-        from chitu.engine.tp_executor import TensorParallelExecutor
+        from chitu.engine.tp_executor import TensorParallelExecutor, TensorParallelWeights
         from chitu.instance.ranks import RankHello, exchange_hellos
 
         lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
@@ -200,6 +206,8 @@ def _build(
         assert isinstance(rank.runner, ModelRunner)
         watch = ProcessWatch([greeting.pid for greeting in greetings[1:]])
         executor = TensorParallelExecutor(rank.runner, rank.group, watch)
+        if rank.weights is not None:
+            loader = TensorParallelWeights(rank.weights, rank.group)
     comm.tracer = _tracer(instance, incarnation, comm, pool)
     engine = LoadedEngine(
         executor,
@@ -210,6 +218,7 @@ def _build(
         rank.grammars,
         _finished_pages(instance, pool, cache),
         rank.prepare_thread,
+        loader,
     )
     settings = SchedulerSettings(
         topology.scheduler,
@@ -314,13 +323,27 @@ def _tracer(instance: Instance, incarnation: Incarnation, comm: CommLoop, pool: 
 def _fingerprint(topology: Topology, instance: Instance, engine: BuiltRank) -> bytes | None:
     """Return the prefix of the keys of cached pages; None if nothing is cached. With recurrent state D caches nothing:
     it computes no prompt, and gets the whole state from P."""
-    if not topology.cache.prefix_cache or (engine.pool.layout.state and instance.role is Role.DECODE):
+    return _with_digest(topology, instance, engine.pool.layout, engine.weights_digest)
+
+
+def _fingerprint_of(
+    topology: Topology, instance: Instance, layout: KVLayout, path: str, model_hash: str
+) -> bytes | None:
+    """Return the same for the weights in another folder."""
+    from chitu.models.config import weights_digest, weights_stamp
+
+    # The hash covers samples of the weights, so the files' times, too: two steps of a training may differ elsewhere.
+    layout = msgspec.structs.replace(layout, model_hash=f"{model_hash} {weights_stamp(path)}")
+    return _with_digest(topology, instance, layout, partial(weights_digest, path))
+
+
+def _with_digest(topology: Topology, instance: Instance, layout: KVLayout, digest: Callable[[], bytes]) -> bytes | None:
+    if not topology.cache.prefix_cache or (layout.state and instance.role is Role.DECODE):
         return None
-    fingerprint, model = layout_fingerprint(engine.pool.layout), topology.model
+    fingerprint, model = layout_fingerprint(layout), topology.model
     if not (has_tiers(topology, instance) and has_lasting_tiers(topology)):
         return fingerprint
-    settings = (model.dtype, model.max_model_len)
-    return lasting_fingerprint(fingerprint, engine.weights_digest(), __version__, settings)
+    return lasting_fingerprint(fingerprint, digest(), __version__, (model.dtype, model.max_model_len))
 
 
 def _own_memory(

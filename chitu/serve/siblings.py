@@ -56,13 +56,14 @@ class Siblings:
         reports = await asyncio.gather(*(self._report(process, view.version) for process in self._others))
         return [report for report in reports if report is not None]
 
-    async def ask_first(self, path: str, body: bytes) -> bytes:
-        """Return the answer of process 0 to a POST. Raises the error that it answers, or Internal if there is none."""
+    async def ask_first(self, path: str, body: bytes, takes_s: float = 0.0) -> bytes:
+        """Return the answer of process 0 to a POST, which may take `takes_s` there. Raises the error that it answers,
+        or Internal if there is none."""
         first = next((process for process in self._others if process.index == 0), None)
         if first is None:
             raise Internal("this API process has not received a cluster view that names process 0 yet; try again")
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_S + takes_s):
                 status, content = await self._ask(first.port, "POST", path, body)
             if status == 200:
                 return content

@@ -79,6 +79,7 @@ class ChecksumRank:
     runner: ChecksumExecutor
     group: None = None
     grammars: None = None
+    weights: None = None
 
     def prepare_thread(self) -> None:
         """Do nothing: there is no math library."""

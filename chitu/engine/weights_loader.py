@@ -1,0 +1,50 @@
+"""What changes the weights of an executor's model: `weights.py` for one rank, `tp_executor.py` for several."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+
+class ReadWeights(msgspec.Struct, frozen=True, array_like=True):
+    """Result of reading a folder, on all ranks."""
+
+    model_hash: str = ""
+    error: str = ""
+    """Why its weights cannot replace those that serve; empty if they can."""
+    fingerprint: bytes | None = None
+    """For the keys of cached pages; None if nothing is cached."""
+
+
+class WeightsLoader(Protocol):
+    """Reads weights beside those that serve, and puts them in their place. Step thread."""
+
+    def begin(self, path: str) -> None:
+        """Start to read a folder, and drop what was read before."""
+        ...
+
+    def poll(self) -> ReadWeights | None:
+        """Return what was read; None while it is being read, and if `begin` was not called."""
+        ...
+
+    def change(self) -> None:
+        """Put what was read in the place of the weights that serve. No step is in flight."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what was read, or is being read."""
+        ...
+
+
+class NoLoader:
+    """Loader of an engine whose weights cannot be changed."""
+
+    def begin(self, path: str) -> None: ...
+
+    def poll(self) -> ReadWeights | None:
+        return ReadWeights(error="this engine cannot change its weights")
+
+    def change(self) -> None: ...
+
+    def drop(self) -> None: ...

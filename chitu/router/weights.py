@@ -1,0 +1,176 @@
+"""Which weights a cluster serves, and the change to others. Pure: joins, losses and reports in, an order out.
+
+Owned by `pd_coordination.py`, on the loop thread of the process that keeps the membership; its shell publishes `order`
+with the view. A change has two phases. *Prepare*: every member reads the folder beside the weights that serve, checks
+it, and reports its hash; one that cannot ends the change, with nothing lost. *Commit*: `serve` names the new weights,
+and each member changes between two steps. In between new requests wait on the router until the running ones are over,
+unless the change is mixed.
+
+Invariant: nothing but `serve` decides what answers are made of. A member with older weights gets no request until it
+has read those of `serve`. So it does not matter who dies: a new router takes the newest weights that any member has,
+which exist only if that change was committed, and an instance that starts again learns them from the view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from chitu.errors import ChituError, WeightsRefused
+from chitu.protocol import InstanceInfo
+from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
+from chitu.types import Role, instance_name
+
+Phase = Literal["prepare", "drain", "commit", "done", "failed"]
+Pause = Literal["", "finish", "keep"]
+Place = tuple[Role, int]
+
+
+@dataclass(slots=True, eq=False)
+class WeightsChange:
+    """A change, from its request to its end."""
+
+    wanted: Weights
+    """With its hash once all members have read it."""
+    phase: Phase = "prepare"
+    error: ChituError | None = None
+    """Why it failed."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in ("done", "failed")
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether it cannot be taken back: the members change, or have changed."""
+        return self.phase in ("commit", "done")
+
+
+class ClusterWeights:
+    def __init__(self) -> None:
+        self.serve = Weights()
+        self.pause: Pause = ""
+        """By an operator: `finish` lets running requests end, `keep` stops them where they are."""
+        self._change: WeightsChange | None = None
+        self._last = 0
+        """Largest number that a change has had."""
+        self._members: dict[Place, tuple[InstanceInfo, WeightsReport]] = {}
+
+    @property
+    def order(self) -> WeightsOrder:
+        change = self._change
+        is_waiting = change is not None and change.phase in ("prepare", "drain")
+        is_held = change is not None and change.phase in ("drain", "commit")
+        return WeightsOrder(
+            self.serve,
+            change.wanted if change is not None and is_waiting else None,
+            holds=bool(self.pause) or is_held,
+            freezes=self.pause == "keep",
+        )
+
+    def missing(self) -> list[str]:
+        """Return the members that do not have the weights of `serve` yet, with the reason if they cannot read them."""
+        found = []
+        for (role, rank), (info, report) in sorted(self._members.items()):
+            if info.weights != self.serve:
+                why = report.error if report.prepared == self.serve else ""
+                found.append(instance_name(role, rank) + (f" ({why})" if why else ""))
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ an operator
+
+    def begin(self, path: str, is_mixed: bool) -> WeightsChange:
+        """Begin a change to the weights in this folder. Raises WeightsRefused if one runs, or nobody could read
+        them."""
+        if self._change is not None:
+            raise WeightsRefused(f"a change to {self._change.wanted.path} is under way ({self._change.phase})")
+        if not self._members:
+            raise WeightsRefused("there is no instance that could read these weights")
+        if self.pause == "keep" and not is_mixed:
+            raise WeightsRefused(
+                "running requests are stopped where they are (/admin/pause with keep), so they cannot end before the "
+                "change: resume, or ask for a mixed one"
+            )
+        self._last = max(self._last, self.serve.number) + 1
+        self._change = WeightsChange(Weights(self._last, "", path, is_mixed))
+        return self._change
+
+    def on_drained(self, change: WeightsChange) -> None:
+        """Commit: no request runs on any API process, and new ones wait."""
+        if change is self._change and change.phase == "drain":
+            self._commit(change)
+
+    def give_up(self, change: WeightsChange, reason: str) -> None:
+        """End a change that takes too long, unless it is committed."""
+        if change is self._change and not change.is_committed:
+            self._fail(change, reason)
+
+    # ---------------------------------------------------------------------------------------------------------- members
+
+    def on_info(self, info: InstanceInfo) -> None:
+        """Take the record of a member that joined, or that has other weights now."""
+        place = info.role, info.engine_rank
+        before = self._members.get(place)
+        is_same = before is not None and before[0].incarnation == info.incarnation
+        self._members[place] = info, before[1] if before is not None and is_same else WeightsReport()
+        if info.weights.age > self.serve.age:
+            self._adopt(info)
+        self._advance()
+
+    def on_lost(self, info: InstanceInfo) -> None:
+        self._members.pop((info.role, info.engine_rank), None)
+        self._advance()
+
+    def on_report(self, info: InstanceInfo, report: WeightsReport) -> None:
+        """Take a report of a member, whose record already has the weights that it reports."""
+        self._members[info.role, info.engine_rank] = info, report
+        self._advance()
+
+    # --------------------------------------------------------------------------------------------------------- internal
+
+    def _adopt(self, info: InstanceInfo) -> None:
+        """Serve the newer weights that a member brought from an earlier router."""
+        change = self._change
+        if change is not None and info.weights != change.wanted:
+            self._fail(change, f"{info.name} joined, and has newer weights from an earlier change")
+        self.serve = info.weights
+
+    def _advance(self) -> None:
+        change = self._change
+        if change is None:
+            return
+        if change.phase == "prepare":
+            self._compare(change)
+        if change.phase == "commit" and self._members and not self.missing():
+            change.phase, self._change = "done", None
+
+    def _compare(self, change: WeightsChange) -> None:
+        """Go on once all members have read the folder, and found the same there."""
+        hashes: dict[str, str] = {}
+        for info, report in self._members.values():
+            prepared = report.prepared
+            if prepared is None or (prepared.number, prepared.path) != (change.wanted.number, change.wanted.path):
+                return
+            if report.error:
+                self._fail(change, f"{info.name}: {report.error}")
+                return
+            hashes.setdefault(prepared.model_hash, info.name)
+        if not hashes:
+            self._fail(change, "no instance is left that could read these weights")
+        elif len(hashes) > 1:
+            found = ", ".join(f"{name} reads {model_hash}" for model_hash, name in sorted(hashes.items()))
+            self._fail(change, f"{change.wanted.path} is not the same folder everywhere: {found}")
+        else:
+            wanted = change.wanted
+            change.wanted = Weights(wanted.number, next(iter(hashes)), wanted.path, wanted.is_mixed)
+            if wanted.is_mixed:
+                self._commit(change)
+            else:
+                change.phase = "drain"
+
+    def _commit(self, change: WeightsChange) -> None:
+        change.phase, self.serve = "commit", change.wanted
+        self._advance()
+
+    def _fail(self, change: WeightsChange, reason: str) -> None:
+        change.phase, change.error, self._change = "failed", WeightsRefused(reason), None

@@ -1,0 +1,77 @@
+"""Drives changes of weights, and pauses, in the process that keeps the membership: waits for what `router/weights.py`
+waits for, and tells it. Loop thread.
+
+A change goes on if its caller has gone, and ends with this process: an uncommitted one leaves nothing, a committed one
+goes on by itself (`router/weights.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from chitu.errors import RequestTimeout
+from chitu.http.cluster_snapshot import RouterRecord, WeightsState
+from chitu.pd_coordination import PDCoordination
+from chitu.router.weights import Pause, WeightsChange
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.02
+
+
+class WeightsDriver:
+    def __init__(self, coordination: PDCoordination, record: Callable[[], Awaitable[RouterRecord]]) -> None:
+        """`record` returns the records of all API processes, with the newest view."""
+        self._coordination = coordination
+        self._record = record
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def state(self) -> WeightsState:
+        weights, view = self._coordination.weights, self._coordination.view
+        found = next((info for info in view.instances if info.weights == weights.serve), None)
+        model_hash = weights.serve.model_hash or (found.model_hash if found is not None else "")
+        return WeightsState(model_hash, weights.serve.path, weights.serve.number, weights.missing(), weights.pause)
+
+    async def change(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
+        """Change to the weights in a folder. Return when all instances serve them, or after `timeout_s` if the change
+        is committed by then. Raises WeightsRefused, with nothing changed."""
+        change = self._coordination.weights.begin(path, is_mixed)
+        self._coordination.publish_weights()
+        log.info("a change to the weights in %s begins", path)
+        task = asyncio.ensure_future(self._drive(change, timeout_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+        if change.error is not None:
+            log.warning("the change to the weights in %s failed: %s", path, change.error)
+            raise change.error
+        log.info("the weights in %s serve (model_hash %s)", path, change.wanted.model_hash)
+        return self.state()
+
+    async def pause(self, mode: Pause, timeout_s: float) -> WeightsState:
+        """Have new requests wait, and running ones end or, with `keep`, stop where they are; empty: let all go on.
+        Return once that is so. Raises RequestTimeout if requests still run after `timeout_s`; the pause stays."""
+        self._coordination.weights.pause = mode
+        self._coordination.publish_weights()
+        end_s = asyncio.get_running_loop().time() + timeout_s
+        while self._coordination.view.weights != self._coordination.weights.order:
+            await asyncio.sleep(POLL_S)
+        while mode == "finish" and (running := (await self._record()).in_flight):
+            if asyncio.get_running_loop().time() > end_s:
+                raise RequestTimeout(f"{running} requests still run after {timeout_s:g} s; new ones wait")
+            await asyncio.sleep(POLL_S)
+        return self.state()
+
+    async def _drive(self, change: WeightsChange, timeout_s: float) -> None:
+        weights, end_s = self._coordination.weights, asyncio.get_running_loop().time() + timeout_s
+        while not change.is_over:
+            if change.phase == "drain" and self._coordination.view.weights.holds:
+                if (await self._record()).in_flight == 0:
+                    weights.on_drained(change)
+            elif asyncio.get_running_loop().time() > end_s and change.is_committed:
+                return
+            if asyncio.get_running_loop().time() > end_s:
+                weights.give_up(change, f"not done within {timeout_s:g} s: it was in the phase {change.phase!r}")
+            self._coordination.publish_weights()
+            await asyncio.sleep(POLL_S)
