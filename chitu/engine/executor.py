@@ -244,6 +244,23 @@ MAX_PROMPTS_TOKENS = 1 << 17
 """Limit on the tokens of all `Shapes.prompts`: seconds of a large model. The first request of a skipped length pays."""
 GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 RANDOM = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, ignore_eos=True)
+EDITED = SamplingParams(
+    max_tokens=3,
+    min_tokens=2,
+    temperature=0.8,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logit_bias={0: 1.0},
+    stop_token_ids=(1,),
+    ignore_eos=True,
+    allowed_token_ids=(0, 1, 2),
+    bad_words=((0, 1),),
+    logprobs=1,
+)
+"""All that a request may ask of the sampler, but for a grammar: a device loads the kernels for it when first used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +287,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if prompt_len < 2:
         return
     half = prompt_len // 2
-    admit = _admit(shapes, 0, prompt_len, first_page=0, spare=2, sampling=RANDOM)
+    admit = _admit(shapes, 0, prompt_len, first_page=0, spare=2, sampling=EDITED)
     _run(executor, StepPlan(admit=[admit], prefill=[PrefillChunk(0, 0, half)]))
     is_finite = is_sound(_run(executor, StepPlan(prefill=[_last(shapes, 0, half, prompt_len - half)])))
     if shapes.samples:
@@ -279,7 +296,7 @@ def run_warmup(executor: Executor, shapes: Shapes) -> None:
     if not is_finite:
         _require_finite(executor, shapes, 0)
     if shapes.samples and shapes.num_aux_slots:  # D: the KV and the logits of the last position came from P
-        came = msgspec.structs.replace(admit, kv_len=prompt_len)
+        came = msgspec.structs.replace(admit, kv_len=prompt_len, sampling=RANDOM)
         _run(executor, StepPlan(admit=[came], first_tokens=[FirstToken(0, 0)]))
         _run(executor, StepPlan(release=[0]))
     if shapes.samples:

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
-from engine_checkpoints import GREEDY, PAGE_SIZE, Engine, chunks_of, expected_tokens, make_prompt, write_checkpoint
+import torch
+from engine_checkpoints import (
+    GREEDY,
+    PAGE_SIZE,
+    VOCAB_SIZE,
+    Engine,
+    chunks_of,
+    expected_tokens,
+    make_prompt,
+    write_checkpoint,
+)
+from support.operations import Operations
 
 from chitu.engine.executor import (
     Admit,
@@ -17,8 +29,10 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
+from chitu.engine.sampler import Sampler
 from chitu.errors import ConfigError, Internal
-from chitu.protocol import pack_i32
+from chitu.ops.torch_ops import TorchOps
+from chitu.protocol import SamplingParams, pack_i32
 
 
 @pytest.fixture(scope="module")
@@ -208,3 +222,34 @@ def test_warmup_leaves_every_slot_free(checkpoint, sampling, limits):
     engine.runner.warmup()
     assert not any(engine.runner._slots._sequences)
     assert not engine.sampler.admitted
+
+
+def test_after_the_warm_up_no_request_asks_the_device_for_an_operation_of_a_new_kind(checkpoint):
+    """A GPU loads a kernel when it is first used. Grammars are left out: their masks are made at the first such
+    request."""
+    folder, _ = checkpoint
+    sampler = Sampler(4, VOCAB_SIZE, torch.device("cpu"), (2,))
+    engine = Engine(folder, ops=TorchOps(), num_slots=4, max_model_len=128, sampler=sampler)
+    with Operations() as before:
+        engine.runner.warmup()
+    asked = SamplingParams(
+        max_tokens=9,
+        min_tokens=3,
+        temperature=0.7,
+        top_p=0.8,
+        min_p=0.05,
+        frequency_penalty=0.4,
+        repetition_penalty=1.2,
+        logit_bias={9: 1.5, 30: -2.0},
+        stop_token_ids=(4, 5),
+        bad_words=((7, 8), (9,)),
+        logprobs=3,
+    )
+    every = (asked, msgspec.structs.replace(asked, allowed_token_ids=(7, 8, 9, 10)), GREEDY)
+    with Operations() as after:
+        for slot, params in enumerate(every):
+            admit = engine.admit(slot, make_prompt(20), 32, sampling=params)
+            engine.runner.execute(StepPlan(admit=[admit], prefill=[PrefillChunk(slot, 0, 20, sample=True)]))
+        for _ in range(4):
+            engine.runner.execute(StepPlan(decode=[0, 1, 2]))
+    assert not set(after.names) - set(before.names)
