@@ -35,6 +35,7 @@ from chitu.engine.sampling_layout import (
     SamplingSlot,
     edits_of,
     entries_of,
+    forbid_,
     place,
     restriction_of,
     restrictions_of,
@@ -202,7 +203,7 @@ class Sampler:
         if layout.restrictions is not None and layout.restrictions.words is not None:
             self._follow(layout, layout.restrictions.words.followed, tokens)
         if layout.courses is not None:
-            self._owed.note(layout.courses, layout.rows, tokens)
+            self._owed.note(layout.courses, tokens)
         if layout.masked:
             self._count_down(layout.masked)
         return drawn
@@ -255,7 +256,8 @@ class Sampler:
             layout.restrictions.apply_(work, self._history)
         if layout.courses is not None:
             self._owed.settle()
-            self._failures.update(layout.courses.apply_(work))
+            own = forbid_ if self._kernels is None else self._kernels.forbid_
+            self._failures.update(layout.courses.apply_(work, own))
 
     def _draw(self, work: Tensor, segment: LayoutSegment, slots: Tensor) -> Tensor:
         """Draw one token for each row of the segment, `[rows]`. Overwrites the segment's part of the work matrix."""
@@ -303,9 +305,7 @@ class Sampler:
                 self.vocab_size,
                 self.device,
             ),
-            courses=GrammarRows.of(
-                [state.course for state in ordered[:num_edited]], [slots[row] for row in rows[:num_edited]], self.device
-            ),
+            courses=GrammarRows.of([state.course for state in ordered[:num_edited]], rows, slots, self.device),
             penalised=self._indices(penalised) if penalised else None,
             penalised_slots=[slots[rows[i]] for i in penalised],
             segments=segments_of(ordered, num_greedy, rows_at_once(self.device, self.vocab_size)),

@@ -26,7 +26,7 @@ top-p.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -183,21 +183,27 @@ class GrammarRows:
     rows: list[int]
     """Rows of the work matrix that have a grammar."""
     rows_R: Tensor
+    tokens_R: Tensor
+    """Their places among the tokens of the batch."""
     slots: list[int]
     courses: list[GrammarState]
 
     @classmethod
-    def of(cls, rows: Sequence[GrammarState | None], slots: Sequence[int], device: torch.device) -> GrammarRows | None:
-        """Return the states, `rows[i]` and `slots[i]` being those of work row i, or None if no row has a grammar."""
-        places = [row for row, course in enumerate(rows) if course is not None]
+    def of(
+        cls, states: Sequence[GrammarState | None], rows: Sequence[int], slots: Sequence[int], device: torch.device
+    ) -> GrammarRows | None:
+        """Return the states, or None if no row has a grammar. `states[i]` is that of work row i, which is row `rows[i]`
+        of the batch, for slot `slots[rows[i]]`."""
+        places = [place for place, state in enumerate(states) if state is not None]
         if not places:
             return None
-        courses = [course for course in rows if course is not None]
-        return cls(places, upload(places, device), [slots[row] for row in places], courses)
+        courses = [state for state in states if state is not None]
+        in_work, in_batch = upload([places, [rows[place] for place in places]], device)
+        return cls(places, in_work, in_batch, [slots[rows[place]] for place in places], courses)
 
-    def apply_(self, work: Tensor) -> dict[int, str]:
-        """Set forbidden tokens of the edited rows `[rows, vocab]` to -inf. Return, by slot, why no token is allowed;
-        such a row stays as it is."""
+    def apply_(self, work: Tensor, forbid_: Callable[[Tensor, Tensor, Tensor], None]) -> dict[int, str]:
+        """Set forbidden tokens of the edited rows `[rows, vocab]` to -inf, by `forbid_`. Return, by slot, why no token
+        is allowed; such a row stays as it is."""
         failures: dict[int, str] = {}
         num_words = -(-work.shape[1] // 32)
         masks = np.full((len(self.rows), num_words), 0xFFFFFFFF, np.uint32)
@@ -207,10 +213,15 @@ class GrammarRows:
             except InvalidRequest as error:
                 failures[self.slots[i]] = error.message
         packed_RW = upload_tensor(torch.from_numpy(masks.view(np.int32)), work.device)
-        logits_RV = work.index_select(0, self.rows_R)
-        logits_RV.masked_fill_(forbidden(packed_RW, work.shape[1]), -torch.inf)
-        work.index_copy_(0, self.rows_R, logits_RV)
+        forbid_(work, self.rows_R, packed_RW)
         return failures
+
+
+def forbid_(work: Tensor, rows_R: Tensor, packed_RW: Tensor) -> None:
+    """Set forbidden tokens to -inf: the twin of `SamplingKernels.forbid_`."""
+    logits_RV = work.index_select(0, rows_R)
+    logits_RV.masked_fill_(forbidden(packed_RW, work.shape[1]), -torch.inf)
+    work.index_copy_(0, rows_R, logits_RV)
 
 
 def forbidden(packed_RW: Tensor, vocab_size: int) -> Tensor:
@@ -226,9 +237,9 @@ class PendingTokens:
         self._is_async = device.type == "cuda"
         self._owed: list[tuple[list[GrammarState], Tensor, torch.cuda.Event | None]] = []
 
-    def note(self, rows: GrammarRows, order_R: Tensor, tokens_N: Tensor) -> None:
-        """Start the copy of these rows' tokens to the host. `order_R`: each work row's index in `tokens_N`."""
-        tokens = tokens_N.index_select(0, order_R.index_select(0, rows.rows_R))
+    def note(self, rows: GrammarRows, tokens_N: Tensor) -> None:
+        """Start the copy of these rows' tokens to the host."""
+        tokens = tokens_N.index_select(0, rows.tokens_R)
         event = None
         if self._is_async:
             host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)

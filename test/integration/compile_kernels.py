@@ -179,6 +179,8 @@ def variants(has_float32: bool) -> list[Variant]:
     tensors = {"logits_ptr": WIDE, "edited_ptr": WIDE, "rows_ptr": INT, "floats_ptr": "*fp64", "ints_ptr": INT}
     tensors |= dict.fromkeys(("peaks_ptr", "sums_ptr", "counts_ptr", "masses_ptr", "list_ptr", "tokens_ptr"), INT)
     tensors |= {"lows_ptr": WIDE, "found_ptr": "*i32"}
+    masked = {"work_ptr": WIDE, "rows_ptr": INT, "packed_ptr": INT32}
+    found.append(variant(sampling._forbid, masked, {"CHUNK": sampling.CHUNK}, num_warps=8))
     for has_edited in (False, True):
         chunks = -(-VOCABULARY // sampling.CHUNK)
         sizes = {"CHUNKS": chunks, "CHUNK": sampling.CHUNK, "HAS_EDITED": has_edited}

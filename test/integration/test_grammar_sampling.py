@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from engine_checkpoints import VOCAB_SIZE, make_prompt, write_checkpoint
+from support.operations import Operations
 from test_overlap_engine import DECODES, NUM_SLOTS, POISON_SEED, FaultySampler, serve
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from chitu.engine.sampler import Sampler
-from chitu.engine.sampling_layout import bits_of, forbidden
+from chitu.engine.sampling_layout import bits_of, forbid_, forbidden
 from chitu.grammars import GrammarCompiler, GrammarStore
 from chitu.protocol import Grammar, Reasoning, SamplingParams
 from chitu.tokenizer import Tokenizer
@@ -156,6 +157,33 @@ def test_packed_masks_say_what_their_bits_say() -> None:
     packed = torch.from_numpy(np.stack([bits_of(ids, 500), bits_of([], 500), ~bits_of([], 500)]).view(np.int32))
     open_ids = [torch.nonzero(~row).flatten().tolist() for row in forbidden(packed, 500)]
     assert open_ids == [ids, [], list(range(500))]
+
+
+def test_on_a_gpu_one_launch_forbids_what_all_masks_forbid(grammars: GrammarStore) -> None:
+    """A launch, instead of seven operations that made flags of bits; nothing else is new for a grammar's row, but that
+    its token is taken to the host."""
+    pytest.importorskip("triton", reason="triton is in the dev extra")
+    from chitu.ops.kernels.sampling import SamplingKernels
+
+    kernels = SamplingKernels(1, VOCAB_SIZE, CPU, 256, 128)
+    masks = np.random.default_rng(1).integers(0, 1 << 32, (3, -(-VOCAB_SIZE // 32)), np.uint32).view(np.int32)
+    work, rows, packed = step_logits(3, 5), torch.tensor([4, 0, 2]), torch.from_numpy(masks)
+    expected = work.clone()
+    forbid_(expected, rows, packed)
+    kernels.forbid_(work, rows, packed)
+    assert torch.equal(work, expected) and 300 < int((work == -torch.inf).sum()) < 1200
+    alone = Sampler(1, VOCAB_SIZE, CPU, (EOS,), kernels, grammars)
+    alone.admit(0, torch.tensor([7]), 1, PARAMS[1])
+    alone.sample(step_logits(0, 1), [0])
+    logits = step_logits(1, 1)
+    with Operations() as operations:
+        alone.sample(logits, [0])
+    of_interpreter = ("set_", "copy_")
+    assert [name for name in operations.names if name not in of_interpreter] == [
+        "index_select",
+        "clamp",
+        "index_select",
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -351,6 +351,18 @@ def _finish(
     tl.store(tokens_ptr + row, _token_of(winner))
 
 
+@triton.jit
+def _forbid(work_ptr, rows_ptr, packed_ptr, row_stride, num_words, vocab, CHUNK: tl.constexpr):
+    """Program (mask, chunk of its row): write -inf where the packed mask has no bit."""
+    mask = tl.program_id(0)
+    ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    is_id = ids < vocab
+    words = tl.load(packed_ptr + mask * num_words + ids // 32, mask=is_id, other=-1)
+    row = tl.load(rows_ptr + mask)
+    is_forbidden = ((words >> (ids % 32)) & 1) == 0
+    tl.store(work_ptr + row * row_stride + ids, float("-inf"), mask=is_id & is_forbidden)
+
+
 class SamplingKernels:
     """Scratch memory for batches of up to `num_rows` rows over one vocabulary, and the launches that use it.
 
@@ -375,6 +387,17 @@ class SamplingKernels:
         rows_21 = torch.full((2, 1), -1, dtype=torch.int64, device=floats.device)
         for edited in (None, logits_1V):
             self.sample(logits_1V, edited, rows_21, floats, ints, is_drawn=True, is_cut=True)
+        num_words = -(-self._vocab_size // 32)
+        self.forbid_(
+            logits_1V, rows_21.new_zeros(1), torch.zeros(1, num_words, dtype=torch.int32, device=floats.device)
+        )
+
+    def forbid_(self, work_EV: torch.Tensor, rows_R: torch.Tensor, packed_RW: torch.Tensor) -> None:
+        """Set the logits of tokens without a bit in the packed masks (int32, the first token in the lowest bit) to
+        -inf, in place: mask i is for row `rows_R[i]`."""
+        vocab, num_words = work_EV.shape[1], packed_RW.shape[1]
+        kernel: Any = _forbid[(packed_RW.shape[0], triton.cdiv(vocab, self._chunk))]
+        kernel(work_EV, rows_R, packed_RW, work_EV.stride(0), num_words, vocab, CHUNK=self._chunk, num_warps=8)
 
     def sample(
         self,
