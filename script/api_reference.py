@@ -201,10 +201,10 @@ leaves with the first event or comment. So a request that is refused, or fails w
 that clients can act on; what fails later is an error event in the stream, as after the first event. An answer that is
 not streamed has no such sign of life: a proxy in front must wait as long as it may take, or the client should stream.
 
-The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Qwen3-Coder, as GLM-4.5, as
-MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as gpt-oss, as Llama 3 and 4 (in JSON or in Python,
-`[f(a=1)]`) or as Mistral. With other templates `tools` are refused, also with those that show no tools (DeepSeek's
-own): a `chat_template.jinja` in the folder replaces them. gpt-oss answers on channels: `analysis` is
+The text of the chat template determines how a model calls tools: as Hermes and Qwen, as Qwen3-Coder, as GLM-4.5 and
+4.7, as MiniMax-M2, as Kimi-K2, as DeepSeek V3 and R1, as DeepSeek V3.1, as gpt-oss, as Llama 3 and 4 (in JSON or in
+Python, `[f(a=1)]`) or as Mistral. With other templates `tools` are refused, also with those that show no tools
+(DeepSeek's own): a `chat_template.jinja` in the folder replaces them. gpt-oss answers on channels: `analysis` is
 `reasoning_content`, `commentary` to a tool is a call, everything else is `content`. Its answer has at most one call,
 behind which the model stops. A grammar (`response_format` too) allows one message of analysis, and then a call or the
 final text. The ids of Kimi-K2's calls are its own (`functions.name:index`), since its template writes them again: send

@@ -28,7 +28,7 @@ from chitu.http.messages.section_calls import (
     FencedDeepSeekParser,
     KimiParser,
 )
-from chitu.http.messages.tagged_calls import GLMParser, MiniMaxParser, QwenCoderParser
+from chitu.http.messages.tagged_calls import CompactGLMParser, GLMParser, MiniMaxParser, QwenCoderParser
 from chitu.protocol import Reasoning
 from chitu.tokenizer.stop import end_before_mark
 
@@ -122,6 +122,7 @@ CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
     ((CHANNEL, "functions."), HarmonyParser),
     (("<tool_call>", "<function="), QwenCoderParser),
     (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
+    (("<tool_call>", "</arg_key><arg_value>"), CompactGLMParser),
     (("<tool_call>", "<arg_key>"), GLMParser),
     ((KIMI_BEGIN,), KimiParser),
     ((DEEPSEEK_BEGIN, "```json"), FencedDeepSeekParser),

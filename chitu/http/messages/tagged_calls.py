@@ -156,7 +156,7 @@ class MiniMaxParser(TaggedParser):
 
 
 class GLMParser(TaggedParser):
-    """GLM-4.5 and later: the name, then `<arg_key>` and `<arg_value>` in turn."""
+    """GLM-4.5 and 4.6: the name, then `<arg_key>` and `<arg_value>` in turn."""
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>")
     needed: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>")
@@ -173,3 +173,14 @@ class GLMParser(TaggedParser):
     @classmethod
     def written(cls, name: str) -> tuple[str, str]:
         return f"<tool_call>{name}\n", "</tool_call>"
+
+
+class CompactGLMParser(GLMParser):
+    """GLM-4.7 and later: the same without line ends."""
+
+    separator: ClassVar[str | None] = ""
+    fields: ClassVar[ToolFields] = ToolFields("<arg_key>", "</arg_key><arg_value>", "</arg_value>")
+
+    @classmethod
+    def written(cls, name: str) -> tuple[str, str]:
+        return f"<tool_call>{name}", "</tool_call>"
