@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from chitu.errors import ConfigError
-from chitu.protocol import SamplingParams, pack_i32
+from chitu.protocol import Pooled, SamplingParams, pack_i32
 from chitu.types import Ready
 
 
@@ -113,6 +113,10 @@ class PrefillChunk(PlanPart, frozen=True):
     logprobs: int = -1
     """Number of most likely tokens to report with the logprob of the next token at each position; -1 for no logprobs.
     A prompt's last position has none: its next token is not known."""
+    pooling: Pooled = ""
+    """What to report of the hidden states behind the final norm, in the place of logprobs: that of the chunk's last
+    position (`last`), their sum (`mean`), or its logits of `pooled_ids` (`logits`)."""
+    pooled_ids: tuple[int, ...] = ()
 
 
 class FirstToken(PlanPart, frozen=True):
@@ -151,7 +155,8 @@ class StepResult(msgspec.Struct, array_like=True):
     logprobs: dict[int, bytes] = {}
     """Logprobs by index in `tokens`, ascending, if `SamplingParams` ask for them (`protocol/logprobs.py`)."""
     prompt_logprobs: dict[int, bytes] = {}
-    """Logprobs by slot, for chunks that ask: lines of equal length as in `logprobs`, in order of position."""
+    """Logprobs by slot, for chunks that ask: lines of equal length as in `logprobs`, in order of position. Or pooled
+    states: a vector `[D]`, float32 LE."""
     failures: dict[int, str] = {}
     """Reasons, by slot, why no token can follow the request's grammar. Its token in `tokens` is then invalid."""
     unsound: list[int] = []

@@ -250,6 +250,8 @@ class ModelRunner:
         for chunk, end in zip(chunks, ends, strict=True):
             if chunk.logprobs >= 0:
                 self._note_prompt_logprobs(chunk, hidden_TD[end + 1 - chunk.length : end + 1])
+            elif chunk.pooling:
+                self._note_pooled(chunk, hidden_TD[end + 1 - chunk.length : end + 1])
         wanted = [(chunk, row) for chunk, row in zip(chunks, ends, strict=True) if chunk.sample or chunk.aux_slot >= 0]
         self._check_ends(chunks, ends, hidden_TD)
         rows = [row for _, row in wanted] + list(range(decode_row, decode_row + len(decoding)))
@@ -340,6 +342,18 @@ class ModelRunner:
                 lines.append(logprob_lines(logits_RV, targets_T[row : row + ROWS_AT_ONCE], most))
         if lines:
             self._prompt_lines[chunk.slot] = torch.cat(lines)
+
+    def _note_pooled(self, chunk: PrefillChunk, hidden_TD: torch.Tensor) -> None:
+        """Note what the chunk has of its prompt's pooled states, as the bits of float32. Every rank has all hidden
+        states, and computes its part of logits."""
+        if chunk.pooling == "logits":
+            logits_RV = self._model.logits(hidden_TD[-1:])
+            pooled_RD = None if logits_RV is None else logits_RV[:, upload(chunk.pooled_ids, self._device)]
+        else:
+            rows_RD = hidden_TD[-1:] if chunk.pooling == "last" else hidden_TD
+            pooled_RD = self._model.normed(rows_RD).float().sum(0, keepdim=True)
+        if pooled_RD is not None and self._model.is_main:
+            self._prompt_lines[chunk.slot] = pooled_RD.contiguous().view(torch.int32)
 
     def _note_logprobs(self, logits_RV: torch.Tensor, slots: list[int], tokens: torch.Tensor, first_place: int) -> None:
         lines = self._logprobs.lines(logits_RV, slots, tokens, first_place)

@@ -136,13 +136,22 @@ class FinishedChoice(msgspec.Struct, frozen=True):
     """Logprobs of its prompt; None if they were not requested."""
     stop_text: str = ""
     """The stop string that ended it; empty if none did."""
+    pooled: bytes = b""
+    """Pooled states of its prompt, if the request asks for them."""
 
 
 COMMENT = b": keep-alive\n"
 """A line that readers of server-sent events skip."""
 
 
-class AnswerFormat(Protocol):
+class WholeFormat(Protocol):
+    """Body of a response that is not streamed."""
+
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        """Yield the whole answer in pieces, at least one for each choice, which is taken when its pieces are due."""
+
+
+class AnswerFormat(WholeFormat, Protocol):
     """Bodies of one response: `CompletionFormat`, `ChatFormat`, `ResponsesFormat` or `MessagesFormat`. `logprobs` are
     JSON."""
 
@@ -178,9 +187,6 @@ class AnswerFormat(Protocol):
 
     def error(self, error: ChituError) -> bytes:
         """Return the last event of a stream that has begun."""
-
-    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
-        """Yield the whole answer in pieces, at least one for each choice, which is taken when its pieces are due."""
 
 
 ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")

@@ -30,10 +30,13 @@ from chitu.http.bodies import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     LARGE_BODY_BYTES,
     NO_EFFECT,
     REFUSED,
+    RERANK,
     RESPONSES,
+    SCORE,
     SERVED,
     TOKENIZE,
     AbortBody,
@@ -44,9 +47,12 @@ from chitu.http.bodies import (
     DetokenizeBody,
     DrainBody,
     Effect,
+    EmbeddingsBody,
     PauseBody,
+    RerankBody,
     ResponsesBody,
     ResumeBody,
+    ScoreBody,
     SnapshotBody,
     TokenizeBody,
     WeightsBody,
@@ -64,6 +70,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     DETOKENIZE: DetokenizeBody,
     ABORT: AbortBody,
     BATCHES: BatchBody,
+    EMBEDDINGS: EmbeddingsBody,
+    SCORE: ScoreBody,
+    RERANK: RerankBody,
     "/admin/drain": DrainBody,
     "/admin/weights": WeightsBody,
     "/admin/pause": PauseBody,
@@ -115,6 +124,7 @@ _Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
 
 TEXT_ONLY = "this server serves text; of a model that also takes images or sound, its text part"
 UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
+    ((EMBEDDINGS, SCORE, RERANK), NO_EFFECT, (("user", ""),)),
     (
         (CHAT, TOKENIZE),
         REFUSED,
@@ -385,7 +395,7 @@ MAX_TOOLS_BYTES = 256 << 10
 """Bytes of JSON of `tools`, in a large body."""
 MAX_NEUTRAL_BYTES = 64
 """Bytes of JSON. No neutral value of a refused field is longer."""
-CONTENT = ("prompt", "messages", "tokens", "input", "instructions", "system")
+CONTENT = ("prompt", "messages", "tokens", "input", "instructions", "system", "text_1", "text_2", "documents")
 """Fields that may make a body large."""
 
 NAMED_CHARS = 100
@@ -616,6 +626,9 @@ responses_decoder = BodyDecoder(ResponsesBody, RESPONSES)
 messages_decoder = BodyDecoder(MessagesBody, MESSAGES)
 count_decoder = BodyDecoder(CountTokensBody, COUNT_TOKENS)
 detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)
+embeddings_decoder = BodyDecoder(EmbeddingsBody, EMBEDDINGS)
+score_decoder = BodyDecoder(ScoreBody, SCORE)
+rerank_decoder = BodyDecoder(RerankBody, RERANK)
 batch_decoder = BodyDecoder(BatchBody, BATCHES)
 drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
 weights_decoder = BodyDecoder(WeightsBody, "/admin/weights")

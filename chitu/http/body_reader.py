@@ -12,6 +12,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
@@ -19,7 +20,14 @@ import msgspec
 from chitu.errors import Capacity, InvalidRequest, NoInstance
 from chitu.grammars import GrammarCompiler
 from chitu.http.bodies import LARGE_BODY_BYTES, Body
-from chitu.http.body_decoder import BodyDecoder, detokenize_decoder, tokenize_decoder
+from chitu.http.body_decoder import (
+    BodyDecoder,
+    detokenize_decoder,
+    embeddings_decoder,
+    rerank_decoder,
+    score_decoder,
+    tokenize_decoder,
+)
 from chitu.http.exchange import Exchange
 from chitu.http.parse import (
     BodyParser,
@@ -30,6 +38,7 @@ from chitu.http.parse import (
     offered_tools,
     template_variables,
 )
+from chitu.http.pooled_bodies import parse_embeddings, parse_rerank, parse_score
 from chitu.http.replies import CountTokensReply, DetokenizeReply, TokenizeReply
 from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone, Scope
@@ -92,7 +101,18 @@ class TokenCounts:
         return body, warnings
 
 
-BodyRoute = Literal["completion", "chat", "responses", "messages", "count_tokens", "tokenize", "detokenize"]
+BodyRoute = Literal[
+    "completion",
+    "chat",
+    "responses",
+    "messages",
+    "embeddings",
+    "score",
+    "rerank",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
+]
 BODY_S = 30.0
 """Processor time that a body may take. The largest take seconds. One that takes longer has trapped a template, or a
 pattern of the tokenizer."""
@@ -122,11 +142,15 @@ class BodyWork:
         self._model = model
         parser = BodyParser(model, takes_unknown)
         counts = TokenCounts(model, parser, takes_unknown)
+        pooled = partial(_parse_pooled, model, takes_unknown)
         self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], ParsedRequest | TokensAnswer]] = {
             "completion": parser.completion,
             "chat": parser.chat,
             "responses": parser.responses,
             "messages": parser.messages,
+            "embeddings": partial(pooled, embeddings_decoder, parse_embeddings),
+            "score": partial(pooled, score_decoder, parse_score),
+            "rerank": partial(pooled, rerank_decoder, parse_rerank),
             "count_tokens": counts.messages,
             "tokenize": counts.tokenize,
             "detokenize": counts.detokenize,
@@ -155,6 +179,20 @@ class BodyWork:
         except BaseException as error:
             # Whatever the library raises, even a panic, fails only this request.
             raise InvalidRequest(f"{task.grammar.kind}: it cannot be compiled ({type(error).__name__})") from None
+
+
+def _parse_pooled(
+    model: ServedModel,
+    takes_unknown: bool,
+    decoder: BodyDecoder[BodyT],
+    parse: Callable[[ServedModel, BodyT, ParseContext], ParsedRequest],
+    raw: bytes | bytearray,
+    context: ParseContext,
+) -> ParsedRequest:
+    warnings: list[str] = []
+    parsed = parse(model, decoder.decode(raw, warnings if takes_unknown else None), context)
+    parsed.warnings = warnings
+    return parsed
 
 
 def too_costly(task: BodyTask) -> InvalidRequest:

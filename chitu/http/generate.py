@@ -25,6 +25,7 @@ from chitu.http.answers import (
     FinishedChoice,
     ResponsesFormat,
     UsageCount,
+    WholeFormat,
 )
 from chitu.http.anthropic_answers import MessagesFormat
 from chitu.http.body_decoder import warning_header
@@ -33,6 +34,7 @@ from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, Runn
 from chitu.http.exchange import JSON, Exchange
 from chitu.http.messages.call_parser import joined
 from chitu.http.parse import ParsedRequest, Prompt, client_timeout_s
+from chitu.http.pooled_answers import PooledFormat
 from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of, receipt_of
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
@@ -130,6 +132,11 @@ class GenerationRoutes:
                 raise ClientGone
             exchange.call_when_gone(partial(self.running.end, running))
             await self._start(parsed, request_id, running, exchange)
+            if parsed.pooled is not None:
+                name = parsed.adapter or self._model.name
+                whole = PooledFormat(route, request_id, created_s, name, parsed.pooled)
+                await self._collect(exchange, parsed, running, whole)
+                return
             await self.write_answer(exchange, parsed, running, self.format_of(route, parsed, request_id, created_s))
         except ClientGone:
             failed = RequestCancelled
@@ -223,7 +230,7 @@ class GenerationRoutes:
         per_token = options.stream or ends_early or options.logprobs is not None or bool(options.num_returned)
         num_new = 0
         for prompt, sampling in zip(parsed.prompts, parsed.samplings, strict=True):
-            ends, of_prompt = model.ends_of(sampling), self._prompt_answer(prompt, options)
+            ends, of_prompt = model.ends_of(sampling), self._prompt_answer(prompt, parsed)
             requests = [
                 GenerateRequest(
                     request_id if total == 1 else f"{request_id}-{len(choices) + i}",
@@ -253,14 +260,15 @@ class GenerationRoutes:
                     if running.is_aborted:
                         raise RequestCancelled(ABORTED)
 
-    def _prompt_answer(self, prompt: Prompt, options: OutputOptions) -> PromptAnswer | None:
-        """Return what is to be filled with the logprobs of a prompt; None if they were not requested."""
-        answer = PromptAnswer()
+    def _prompt_answer(self, prompt: Prompt, parsed: ParsedRequest) -> PromptAnswer | None:
+        """Return what is to be filled with the logprobs of a prompt, or its pooled states; None if neither was
+        requested."""
+        answer, options = PromptAnswer(is_pooled=parsed.pooled is not None), parsed.options
         if options.echo and options.logprobs is not None:
             answer.repeated = self._model.repeated_logprobs(options.skip_special_tokens, prompt.num_added)
         if options.prompt_logprobs is not None:
             answer.field = self._model.prompt_logprobs(options.prompt_logprobs)
-        return answer if answer.repeated is not None or answer.field is not None else None
+        return answer if answer.repeated is not None or answer.field is not None or answer.is_pooled else None
 
     def choice_of(
         self, parsed: ParsedRequest, generation: Generation, prompt: Prompt, of_prompt: PromptAnswer | None = None
@@ -331,7 +339,7 @@ class GenerationRoutes:
         return make(request_id, created_s, name, parsed.options.include_usage)
 
     async def _collect(
-        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: WholeFormat
     ) -> None:
         options, choices, wakeup = parsed.options, running.choices, running.wakeup
         open_choices, num_new = choices, 0
@@ -458,6 +466,9 @@ class GenerationRoutes:
         choice.generation.prompt_logprobs = None
         if answer is None or answer.is_written:
             return
+        if answer.is_pooled:
+            answer.pooled = data
+            return
         answer.is_written = True
         token_ids, lines = unpack_i32(prompt.token_ids), prompt_lines(prompt.num_tokens, data)
         per_turn = _tokens_per_turn(options.prompt_logprobs, options.logprobs if options.echo else None)
@@ -513,6 +524,7 @@ def _finished(choice: Choice, options: OutputOptions) -> FinishedChoice:
         logprobs.pieces(choice.of_prompt) if logprobs is not None else (b"null",),
         choice.of_prompt.field if choice.of_prompt is not None else None,
         choice.decoder.stop_text,
+        choice.of_prompt.pooled if choice.of_prompt is not None else b"",
     )
 
 

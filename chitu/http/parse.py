@@ -25,7 +25,6 @@ from chitu.http.bodies import (
     TOOL_CHOICES,
     ChatBody,
     ChatMessage,
-    CompletionBody,
     GenerationBody,
     MessageToolCall,
     Tool,
@@ -41,6 +40,7 @@ from chitu.http.body_decoder import (
 from chitu.http.custom_tools import with_pattern
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
+from chitu.http.pooled_answers import PooledAnswer
 from chitu.http.responses_chat import chat_of_responses, custom_names, echo_of
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,
@@ -118,6 +118,8 @@ class ParsedRequest(msgspec.Struct):
     """Names of the tools that take text (`custom_tools.py`)."""
     encodes_reasoning: bool = False
     """The answer has its reasoning encoded, too (`ENCRYPTED`)."""
+    pooled: PooledAnswer | None = None
+    """How the answer is made of the prompts' pooled states; None: the answer is generated."""
     fills_context: bool = False
     """The tokens of the answer are those that the context has room for, fewer than asked for."""
 
@@ -143,6 +145,7 @@ class ParsedRequest(msgspec.Struct):
             "tools": self.plan is not None and bool(self.plan.names),
             "return_proof": options.return_proof,
             "prompt_logprobs": options.prompt_logprobs is not None,
+            "a route without generation": self.pooled is not None,
             "echo with logprobs": options.echo and options.logprobs is not None,
         }
         return next((name for name, is_asked in fields.items() if is_asked), "")
@@ -200,7 +203,7 @@ class BodyParser:
         warnings: list[str] = []
         body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
         adapter = self._model.adapter_of(body.model)
-        given = completion_prompts(body)
+        given = prompts_of(body.prompt, "prompt")
         parsed = self._parsed(
             body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
         )
@@ -432,7 +435,7 @@ def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]
 # ------------------------------------------------------------------------------------------------- prompts and messages
 
 
-_SHAPE = "prompt must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
+_SHAPE = "must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
 _Several = msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
 _Ids = Annotated[list[int], msgspec.Meta(min_length=1)]
 _one_text = msgspec.json.Decoder(str)
@@ -444,12 +447,12 @@ _TEXTS = re.compile(rb'\[\s*"')
 _LISTS = re.compile(rb"\[\s*\[")
 
 
-def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
-    """Return the prompts of a body, all texts or all token ids. Raise InvalidRequest for any other shape. Decodes in
+def prompts_of(raw: msgspec.Raw, param: str) -> list[str] | list[list[int]]:
+    """Return the prompts of a field, all texts or all token ids. Raise InvalidRequest for any other shape. Decodes in
     place, because no other request has a turn while a large body is copied."""
-    given = memoryview(body.prompt)
+    given = memoryview(raw)
     if not given or bytes(given[:5]) == b"null":
-        raise InvalidRequest("prompt is required", "prompt")
+        raise InvalidRequest(f"{param} is required", param)
     try:
         if given[0] != _BRACKET:
             return [_one_text.decode(given)]
@@ -462,11 +465,11 @@ def completion_prompts(body: CompletionBody) -> list[str] | list[list[int]]:
             return _ids_of_several.decode(given)
     except msgspec.ValidationError as error:
         if "length <=" not in str(error):
-            raise InvalidRequest(_SHAPE, "prompt") from error
+            raise InvalidRequest(f"{param} {_SHAPE}", param) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        broken = InvalidRequest(f"prompt is not valid JSON: {error}", "prompt")
-        raise cut_character(bytes(given), "prompt") or broken from error
-    raise InvalidRequest(f"prompt: at most {MAX_PROMPTS} prompts are accepted", "prompt")
+        broken = InvalidRequest(f"{param} is not valid JSON: {error}", param)
+        raise cut_character(bytes(given), param) or broken from error
+    raise InvalidRequest(f"{param}: at most {MAX_PROMPTS} prompts are accepted", param)
 
 
 ROLES = {"developer": "system"}

@@ -221,6 +221,59 @@ class CountTokensReply(msgspec.Struct):
     input_tokens: int
 
 
+class PooledUsageReply(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingReply(msgspec.Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Text with `encoding_format: base64`."""
+
+
+class EmbeddingsReply(msgspec.Struct):
+    object: Literal["list"]
+    data: list[EmbeddingReply]
+    model: str
+    usage: PooledUsageReply
+
+
+class ScoreReply(msgspec.Struct):
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoresReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    object: Literal["list"]
+    data: list[ScoreReply]
+    usage: PooledUsageReply
+
+
+class RerankDocument(msgspec.Struct):
+    text: str
+
+
+class RerankResult(msgspec.Struct):
+    index: int
+    relevance_score: float
+    document: RerankDocument | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    results: list[RerankResult]
+    """The best first."""
+    usage: PooledUsageReply
+
+
 class FileReply(msgspec.Struct):
     id: str
     object: Literal["file"]

@@ -37,10 +37,13 @@ from chitu.http.bodies import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     LARGE_BODY_BYTES,
     NO_EFFECT,
     REFUSED,
+    RERANK,
     RESPONSES,
+    SCORE,
     SERVED,
     TOKENIZE,
 )
@@ -70,13 +73,16 @@ from chitu.http.replies import (
     CountTokensReply,
     DetokenizeReply,
     DrainReply,
+    EmbeddingsReply,
     ExampleReply,
     HealthInstance,
     HealthReply,
     MessagesReply,
     ModelReply,
     ModelsReply,
+    RerankReply,
     ResponsesReply,
+    ScoresReply,
     StatusReply,
     TokenizeReply,
 )
@@ -230,6 +236,18 @@ HOT_ROUTES = (
     Route(
         *("POST", RESPONSES, None, ResponsesReply, (404, 429, 499, 504), (JSON, STREAM)),
         {"summary": "Response", "operationId": "create_response"},
+    ),
+    Route(
+        *("POST", EMBEDDINGS, None, EmbeddingsReply, (404, 429, 499, 504), (JSON,)),
+        {"summary": "Embeddings", "operationId": "create_embeddings"},
+    ),
+    Route(
+        *("POST", SCORE, None, ScoresReply, (404, 429, 499, 504), (JSON,)),
+        {"summary": "Scores of pairs of texts", "operationId": "create_scores"},
+    ),
+    Route(
+        *("POST", RERANK, None, RerankReply, (404, 429, 499, 504), (JSON,)),
+        {"summary": "Documents in the order of their scores", "operationId": "create_reranking"},
     ),
     Route(
         *("POST", MESSAGES, None, MessagesReply, (404, 429, 499, 504, 529), (JSON, STREAM)),

@@ -24,6 +24,7 @@ from chitu.http.token_logprobs import (
     completion_texts,
 )
 from chitu.models.config import ModelSpec, read_model_spec
+from chitu.models.pooling import read_pooling
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, KVLayout, SamplingParams
 from chitu.router.policies import Candidates
 from chitu.tokenizer import Tokenizer
@@ -57,6 +58,9 @@ class ServedModel:
         self._chat_texts = chat_texts(tokenizer.token_bytes)
         """Tables for logprobs; they fill as tokens occur."""
         self._spec_vocab_size = spec.vocab_size
+        self.hidden_size = spec.hidden_size
+        self.pooling = read_pooling(Path(config.path))
+        """What the folder declares for embeddings and scores, or why it cannot be served."""
         self.message_format = MessageFormat.of(tokenizer.template_source)
         self._takes_several_calls = takes_several_calls(tokenizer.apply_chat_template)
         self.created_s = created_s

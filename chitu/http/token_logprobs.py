@@ -242,5 +242,8 @@ class PromptAnswer(msgspec.Struct, eq=False):
     """Of the prompt that each choice repeats (`echo`); None if it does not, or without logprobs."""
     field: PromptLogprobs | None = None
     """Of the field `prompt_logprobs`; None if it was not requested."""
+    is_pooled: bool = False
+    """Whether pooled states come in the place of logprobs."""
+    pooled: bytes = b""
     is_written: bool = False
     """Whether they are written. Each choice brings them, and another attempt may bring them again."""

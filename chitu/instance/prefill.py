@@ -88,7 +88,7 @@ class PrefillManager:
         self._estimated_s = -math.inf
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.prompt_logprobs is not None:
+        if sequence.prompt_logprobs is not None or sequence.pooling == "mean":
             sequence.keys = None  # every position must be computed, none read from the cache
         self._estimate(sequence)
         self._sequences.add(sequence)
@@ -148,6 +148,8 @@ class PrefillManager:
                     sample=last and not leaves_row,
                     aux_slot=sequence.aux_slot if last and leaves_row else -1,
                     logprobs=-1 if sequence.prompt_logprobs is None else sequence.prompt_logprobs,
+                    pooling=sequence.pooling if last or sequence.pooling == "mean" else "",
+                    pooled_ids=sequence.pooled_ids,
                 )
             )
         return chunks
@@ -185,7 +187,7 @@ class PrefillManager:
                 self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
             elif 0 < chunk.start == sequence.keep_at:
                 self._settle_state(sequence)
-            if sequence.prompt_logprobs is not None:
+            if sequence.prompt_logprobs is not None or sequence.pooling:
                 sequence.prompt_lines = (sequence.prompt_lines or b"") + prompt_logprobs.get(slot, b"")
             if chunk.is_last and sequence.state is SequenceState.INFLIGHT:
                 self._owner.on_computed(sequence)

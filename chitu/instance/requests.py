@@ -45,6 +45,7 @@ from chitu.protocol import (
     MAX_BAD_WORD_TOKENS,
     MAX_FORKS,
     MAX_LOGPROBS,
+    MAX_POOLED_IDS,
     MAX_SAMPLING_ENTRIES,
     CancelRequest,
     DecodeRequest,
@@ -375,6 +376,8 @@ class RequestArrivals:
             message.router_worker,
             adapter=adapter,
             prompt_logprobs=prompt_logprobs,
+            pooling="" if num_emitted else asks.pooling,
+            pooled_ids=asks.pooled_ids,
             stop_ids=stop_ids,
             keys=self._cache.page_keys(message.cache_salt, adapter_hash) if message.cache_salt is not None else None,
         )
@@ -402,6 +405,9 @@ class RequestArrivals:
             return InvalidRequest("the prompt has no tokens")
         wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._info.vocab_size)
         wrong = wrong or _wrong_logprobs(sequence.prompt_logprobs)
+        wrong = wrong or _wrong_ids("pooled_ids", sequence.pooled_ids[:MAX_POOLED_IDS], self._info.vocab_size)
+        if len(sequence.pooled_ids) > MAX_POOLED_IDS:
+            wrong = f"{len(sequence.pooled_ids)} pooled ids; at most {MAX_POOLED_IDS} are accepted"
         if sequence.sampling is not None:
             wrong = wrong or wrong_sampling(sequence.sampling, self._info.vocab_size)
         if wrong:

@@ -27,7 +27,15 @@ from chitu.kv_cache.state_row import Snapshot, StateSlots, stamp_of
 from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.net.threads import Waker
-from chitu.protocol import DecodeRequest, PrefillRequest, SamplingParams, SchedulerMessage, TransferSums, UnifiedRequest
+from chitu.protocol import (
+    DecodeRequest,
+    Pooled,
+    PrefillRequest,
+    SamplingParams,
+    SchedulerMessage,
+    TransferSums,
+    UnifiedRequest,
+)
 from chitu.protocol.account import NO_TIMES, PrefillTimes, StageTimes
 
 
@@ -198,8 +206,12 @@ class Sequence:
     """Most tokens to sample here; 0 on P."""
     prompt_logprobs: int | None = None
     """`SamplingParams.prompt_logprobs` of the request. P and unified instances compute them, D passes them on."""
+    pooling: Pooled = ""
+    """`SamplingParams.pooling` of the request."""
+    pooled_ids: tuple[int, ...] = ()
     prompt_lines: bytes | None = None
-    """Packed logprobs of the prompt, as far as they are known; None if none are, or none were requested."""
+    """Packed logprobs of the prompt, or its pooled states, as far as they are known; None if none are, or none were
+    requested."""
     stop_ids: frozenset[int] = frozenset()
     grammar: CompiledGrammar | None = None
     """Grammar that the tokens must follow, kept here so that the executor finds it at every admission."""

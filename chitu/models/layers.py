@@ -286,6 +286,10 @@ class DecoderModel:
             return logits_RV
         return self.shard.gather_columns(logits_RV, [len(rows) for rows in self.vocabulary])
 
+    def normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return chosen rows of `forward`'s result behind the final norm. The next call may reuse the memory."""
+        return self.ops.rms_norm(hidden_RD, self.final_norm_D, self.eps)
+
     def _linears(self, batch: Batch) -> Linears:
         if not batch.adapters:
             return self.ops

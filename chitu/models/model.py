@@ -73,3 +73,7 @@ class Model(Protocol):
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor | None:
         """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
         ...
+
+    def normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return chosen rows of `forward`'s result behind the final norm. The next call may reuse the memory."""
+        ...

@@ -17,13 +17,18 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 256
 """Maximum number of token sequences. Each word of a client needs two: with and without a leading space."""
 MAX_BAD_WORD_TOKENS = 16
+MAX_POOLED_IDS = 16
 MAX_SAMPLING_ENTRIES = {
     "logit_bias": MAX_LOGIT_BIAS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
     "bad_words": MAX_BAD_WORDS,
+    "pooled_ids": MAX_POOLED_IDS,
 }
 """The same by field of `SamplingParams`: an instance checks each collection there against it."""
+Pooled = Literal["", "last", "mean", "logits"]
+"""The hidden state of the prompt's last token (`last`); the sums of those of all tokens, one for each chunk (`mean`);
+the last token's logits of chosen ids (`logits`). Vectors of float32 LE, one after the other."""
 MAX_PRIORITY = (1 << 31) - 1
 """Largest priority; the smallest is its negative. The lowest goes first; 0 is the default."""
 MAX_FORKS = 128
@@ -73,6 +78,10 @@ class SamplingParams(Wire, frozen=True):
     prompt_logprobs: int | None = None
     """Number of most likely tokens that come with each prompt token except the first; not if output of another D
     follows the prompt."""
+    pooling: Pooled = ""
+    """What comes, in the place of prompt logprobs, of the prompt's hidden states behind the final norm."""
+    pooled_ids: tuple[int, ...] = ()
+    """Ids of `logits`. At most MAX_POOLED_IDS."""
     grammar: Grammar | None = None
     """Grammar of the emitted tokens, those of another D included."""
     page_sums: bool = False
@@ -108,6 +117,9 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """The lowest of the waiting requests goes first; equal ones go in order of arrival."""
     prompt_logprobs: int | None = None
     """As in SamplingParams; they travel with Success."""
+    pooling: Pooled = ""
+    """As in SamplingParams; it travels in the place of prompt logprobs."""
+    pooled_ids: tuple[int, ...] = ()
     trace: TraceLevel = ""
     """Whether the instance records its work on this request."""
     adapter: str = ""

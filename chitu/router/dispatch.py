@@ -145,6 +145,8 @@ class Dispatcher:
             cache_salt=request.cache_salt,
             priority=request.priority,
             prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
+            pooling="" if attempt.num_continued else request.sampling.pooling,
+            pooled_ids=request.sampling.pooled_ids,
             trace=request.trace,
             adapter=request.adapter,
             weights=decode.weights.number,

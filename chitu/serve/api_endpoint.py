@@ -65,6 +65,9 @@ GENERATION: dict[str, BodyRoute] = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "responses",
     "/v1/messages": "messages",
+    "/v1/embeddings": "embeddings",
+    "/v1/score": "score",
+    "/v1/rerank": "rerank",
 }
 """The generation routes, of clients and of batches."""
 

@@ -500,7 +500,7 @@ def test_text_offsets_of_a_prompt_that_is_repeated_are_places_in_its_text(prompt
     routes = GenerationRoutes(world.model, router, none, RouterConfig(), FakeClock(), lambda scope: "", none)
     parsed = world.completion(prompt, echo=True, logprobs=0, **more)
     [own], [sampling] = parsed.prompts, parsed.samplings
-    of_prompt = routes._prompt_answer(own, parsed.options)
+    of_prompt = routes._prompt_answer(own, parsed)
     choice = routes.choice_of(
         parsed, Generation(GenerateRequest("id", b"", 1, sampling), none, 0.0, 0.0), own, of_prompt
     )

@@ -50,10 +50,13 @@ from chitu.http.body_decoder import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     MAX_FIELD_BYTES,
     MAX_TOOLS_BYTES,
     OTHER_NAMES,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     UNSERVED,
     BodyDecoder,
@@ -63,15 +66,18 @@ from chitu.http.body_decoder import (
     completion_decoder,
     count_decoder,
     detokenize_decoder,
+    embeddings_decoder,
     fields_of,
     messages_decoder,
+    rerank_decoder,
     responses_decoder,
+    score_decoder,
     tokenize_decoder,
     warning_header,
 )
 from chitu.http.connection import RequestParser
 from chitu.http.limits import HTTPLimits
-from chitu.http.parse import chat_messages, completion_prompts, offered_tools
+from chitu.http.parse import chat_messages, offered_tools, prompts_of
 from chitu.http.responses_chat import chat_of_responses
 from chitu.http.routes import Route, openapi_document
 from chitu.http.sampling_fields import grammar_of, output_options, sampling_params
@@ -89,6 +95,9 @@ DECODERS: dict[str, BodyDecoder[Any]] = {
     RESPONSES: responses_decoder,
     MESSAGES: messages_decoder,
     COUNT_TOKENS: count_decoder,
+    EMBEDDINGS: embeddings_decoder,
+    SCORE: score_decoder,
+    RERANK: rerank_decoder,
 }
 LEAST: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"},
@@ -99,6 +108,9 @@ LEAST: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "a"},
     MESSAGES: {"messages": [USER], "max_tokens": 1},
     COUNT_TOKENS: {"messages": [USER]},
+    EMBEDDINGS: {"input": "a"},
+    SCORE: {"text_1": "a", "text_2": "b"},
+    RERANK: {"query": "a", "documents": ["b"]},
 }
 ASKING = ["something", 7, [1], {"a": 1}]
 """Values of which at least one is not neutral for each refused field."""
@@ -323,7 +335,7 @@ def test_a_character_that_was_cut_in_two_is_named_with_its_field(raw: bytes, par
 @pytest.mark.parametrize("prompt", [b'"a\xe6\x97"', b'["a", "\xe6\x97"]'])
 def test_a_prompt_with_a_part_of_a_character_is_named(prompt: bytes) -> None:
     with pytest.raises(InvalidRequest, match="was cut in two") as raised:
-        completion_prompts(DECODERS[COMPLETIONS].decode(b'{"prompt": ' + prompt + b"}"))
+        prompts_of(DECODERS[COMPLETIONS].decode(b'{"prompt": ' + prompt + b"}").prompt, "prompt")
     assert raised.value.param == ("prompt[1]" if prompt.startswith(b"[") else "prompt")
 
 
@@ -504,7 +516,7 @@ def read(decoder: Any, body: Any) -> Any:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     decoded = decoder.decode(raw)
     if decoder is completion_decoder:
-        completion_prompts(decoded)
+        prompts_of(decoded.prompt, "prompt")
     if getattr(decoded, "messages", None) is not None:
         chat_messages(decoded.messages)
     if decoder in (completion_decoder, chat_decoder):
@@ -705,7 +717,7 @@ def test_prompts_are_made_from_where_they_lie() -> None:
     body = completion_decoder.decode(raw)
     tracemalloc.start()
     try:
-        assert completion_prompts(body) == ["x" * 40_000] * 100
+        assert prompts_of(body.prompt, "prompt") == ["x" * 40_000] * 100
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -99,6 +99,10 @@ class GenericModel:
         """Return float32 logits `[R, V]` of chosen rows of `forward`'s result; None on all ranks but the main one."""
         return self.own_logits(hidden_RD) if self.is_main else None
 
+    def normed(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return the rows: the library's decoder ends with the norm."""
+        return hidden_RD
+
     def own_logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Return the logits on any rank: each has the whole head."""
         out = self.parts.head(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False)
