@@ -11,7 +11,7 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 export PYTHON PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
-addresses_of() { # NAME...: their IPv4 addresses, separated by commas
+addresses_of() { # NAME...: their addresses, separated by commas
     "$PYTHON" -m chitu.launch.addresses "$@"
 }
 

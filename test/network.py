@@ -41,7 +41,7 @@ import pytest
 
 from chitu.process.child import die_with_parent
 
-SUBNET = "10.77.0"
+SUBNET, SUBNET_6 = "10.77.0", "fd77::"
 MTU = 1500
 DEVICE = min(set(os.listdir("/sys/class/net")) - {"lo", "bonding_masters"}, default="net0")
 """Name of a host's TUN device. UCX looks it up in /sys, which shows the devices of the namespace that mounted /sys."""
@@ -135,6 +135,10 @@ class Network:
     def address(self, name: str) -> str:
         return f"{SUBNET}.{self._index[name] + 1}"
 
+    def address_6(self, name: str) -> str:
+        """Return the host's IPv6 address."""
+        return f"{SUBNET_6}{self._index[name] + 1:x}"
+
     def namespace(self, name: str) -> str:
         """Return the path of a host's network namespace."""
         return f"/proc/{self._keepers[self._index[name]].pid}/ns/net"
@@ -210,6 +214,7 @@ class Network:
         for command in (
             f"addr add {self.address(name)}/24 dev {DEVICE}",
             f"link set {DEVICE} mtu {MTU} txqueuelen {QUEUE_PACKETS} up",
+            f"-6 addr add {self.address_6(name)}/64 dev {DEVICE} nodad",
         ):
             done = subprocess.run(self.argv(name, ["ip", *command.split()]), capture_output=True, text=True)
             assert done.returncode == 0, f"ip {command} on {name}: {done.stderr}"
@@ -249,6 +254,9 @@ class _Way:
     wire: Wire = field(default_factory=Wire)
     free_at_s: float = 0.0
     """Time at which the last packet has left a wire with a rate."""
+
+
+_NETWORKS = (socket.inet_aton(f"{SUBNET}.0")[:-1], socket.inet_pton(socket.AF_INET6, SUBNET_6)[:-1])
 
 
 class _Forwarder:
@@ -294,14 +302,16 @@ class _Forwarder:
             self._forward(source, packet)
 
     def _forward(self, source: int, packet: bytes) -> None:
-        if packet[0] >> 4 != 4 or socket.inet_ntoa(packet[16:19] + b"\0")[:-2] != SUBNET:
+        target = packet[16:20] if packet[0] >> 4 == 4 else packet[24:40]
+        if target[:-1] not in _NETWORKS:
             return  # neighbour discovery of IPv6, or multicast
-        way = self._ways.get((source, packet[19] - 1))
+        to = target[-1] - 1
+        way = self._ways.get((source, to))
         if way is None or way.wire.dropped or (way.wire.loss and self._random.random() < way.wire.loss):
             return
         wire = way.wire
         if not wire.delay_s and not wire.rate_bytes_s:
-            self._write(packet[19] - 1, packet)
+            self._write(to, packet)
             return
         now_s = time.monotonic()
         due_s = now_s
@@ -311,7 +321,7 @@ class _Forwarder:
                 return
             way.free_at_s += len(packet) / wire.rate_bytes_s
             due_s = way.free_at_s
-        heapq.heappush(self._late, (due_s + wire.delay_s, next(self._number), packet[19] - 1, packet))
+        heapq.heappush(self._late, (due_s + wire.delay_s, next(self._number), to, packet))
 
     def _write(self, to: int, packet: bytes) -> None:
         with contextlib.suppress(OSError):  # a full queue drops it, as a wire does

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,15 @@ def with_instances(topology: Topology, change: Callable[[Instance], InstanceConf
     return with_router(topology, **{section: tuple(members) for section, members in configs.items()})
 
 
+def is_address(host: str) -> bool:
+    """Return whether it is an address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -92,6 +102,24 @@ def is_loopback(host: str) -> bool:
 def same_host(host: str) -> str:
     """Return the canonical name of a host: all loopback names are one."""
     return "127.0.0.1" if is_loopback(host) else host
+
+
+def inside_address(host: str) -> str:
+    """Return the address at which a process on `host` listens: that of loopback, or all of the machine's, of the same
+    family. The one of IPv6 takes IPv4 too."""
+    if ":" in host:
+        return "::1" if is_loopback(host) else "::"
+    return "127.0.0.1" if is_loopback(host) else "0.0.0.0"
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Return the family of sockets that listen at this address or name."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def with_port(host: str, port: int | str) -> str:
+    """Return `HOST:PORT`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def host_names(topology: Topology) -> list[str]:
@@ -128,8 +156,8 @@ def api_host(router: RouterConfig) -> str:
 
 
 def api_url(host: str, port: int) -> str:
-    """Return the URL of the API, with brackets around an IPv6 address."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    """Return the URL of the API."""
+    return f"http://{with_port(host, port)}"
 
 
 def probe_address(topology: Topology, host: str) -> tuple[str, int] | None:
@@ -137,7 +165,7 @@ def probe_address(topology: Topology, host: str) -> tuple[str, int] | None:
     container unless everything is on loopback."""
     port = topology.dp_config.probe_port
     is_inside = is_loopback(host) and is_loopback(listening_host(topology.dp_config.router))
-    return None if port is None else ("127.0.0.1" if is_inside else "0.0.0.0", port)
+    return None if port is None else ("127.0.0.1" if is_inside else inside_address(host), port)
 
 
 def router_ports(router: RouterConfig) -> dict[str, int]:

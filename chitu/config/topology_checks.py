@@ -26,6 +26,7 @@ from chitu.config.topology import (
     bound_ports,
     host_names,
     instances,
+    is_address,
     is_loopback,
     listening_host,
     same_host,
@@ -217,11 +218,13 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
                 f"{key} is the loopback address {host}, but the topology has {len(hosts)} hosts "
                 f"({', '.join(hosts)}): give an address that the others can reach"
             )
-        elif ":" in host:
-            yield (
-                f"{key} is {host}, but processes of a cluster reach each other over IPv4: give such an address, or a "
-                "name that has one (the HTTP API may listen on IPv6: dp_config.router.http_host)"
-            )
+        elif "%" in host:
+            yield f"{key} is {host}: give an address that is the same on every machine, not one of a link"
+    if len({":" in host for host in by_key.values() if is_address(host)}) > 1:
+        yield (
+            f"{', '.join(f'{key} is {host}' for key, host in by_key.items())}: some are IPv6 and some IPv4, give all "
+            "of one family"
+        )
     if router.http_host == "":
         yield "dp_config.router.http_host is empty: give an address of the router's machine, 0.0.0.0 for all of them"
     if router.otlp_endpoint and not re.match(r"https?://[^/]", router.otlp_endpoint):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
+from chitu.config.topology import family_of
 from chitu.errors import ConfigError
 from chitu.http.connection import App, Connection, Serving
 from chitu.http.limits import HTTPLimits, within_descriptors
@@ -27,8 +28,7 @@ ACCEPT_PAUSE_S = 0.05
 def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket.socket:
     """Return a listening TCP socket; port 0 lets the OS pick. ConfigError, naming the `key`, if it cannot listen.
     `is_shared`: other sockets of this user may listen on the same port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family_of(host), socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted sockets inherit it: a token must never wait for the client's delayed ACK.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

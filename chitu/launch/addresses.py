@@ -1,4 +1,4 @@
-"""IPv4 addresses of a cluster's machines by name, as all of the machines know them.
+"""Addresses of a cluster's machines by name, as all of the machines know them: IPv4, else IPv6.
 
 Called by the launch scripts and `chitu doctor` with all machines, by `chitu node` for its own. On Debian a machine's
 own name is 127.0.1.1, at which no other machine reaches it: its address is then the one from which it reaches another.
@@ -6,13 +6,13 @@ own name is 127.0.1.1, at which no other machine reaches it: its address is then
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 
 from chitu.config.schema import Topology
-from chitu.config.topology import host_names, is_loopback
+from chitu.config.topology import host_names, is_address, is_loopback
 from chitu.config.topology_checks import PLACEHOLDER_SUFFIX
 from chitu.errors import ConfigError
 
@@ -51,13 +51,14 @@ def address_problems(topology: Topology) -> Iterator[str]:
 
 
 def _address_of(name: str, others: Sequence[str]) -> str:
-    if _is_address(name):
+    if is_address(name):
         return name
     try:
-        known = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        known = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the name {name} has no IPv4 address here (getent ahostsv4 {name}): {error}") from error
-    addresses = [str(found[4][0]) for found in known]
+        raise ConfigError(f"the name {name} has no address here (getent ahosts {name}): {error}") from error
+    found = [str(info[4][0]) for info in known]
+    addresses = [address for address in found if ":" not in address] or [a for a in found if "%" not in a] or found
     outside = [address for address in addresses if not is_loopback(address)]
     if not outside and not is_loopback(name):
         outside = [address for other in others if not is_loopback(address := _own_address_towards(other))]
@@ -66,20 +67,15 @@ def _address_of(name: str, others: Sequence[str]) -> str:
 
 def _own_address_towards(other: str) -> str:
     """Return this machine's address towards another machine, or 127.0.0.1 if there is none. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((other, 9))
-        except (OSError, UnicodeError):
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
-
-
-def _is_address(name: str) -> bool:
     try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        known = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        known = []
+    for family, kind, _, _, address in sorted(known, key=lambda info: info[0] is not socket.AF_INET):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
 
 
 def main(names: Sequence[str]) -> int:

@@ -124,7 +124,7 @@ def by_name(topology: Topology, url: str) -> Topology:
     a router that starts again elsewhere under the same name is found again."""
     name = urlsplit(url).hostname or ""
     with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         if not is_loopback(name) and topology.dp_config.router.host in {address[4][0] for address in found}:
             return with_router(topology, host=name)
     return topology

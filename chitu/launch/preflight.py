@@ -21,7 +21,7 @@ import msgspec
 
 from chitu.config.schema import Topology
 from chitu.config.staging import protocol_of
-from chitu.config.topology import Instance, bound_ports, instances_on, is_loopback, listening_host
+from chitu.config.topology import Instance, bound_ports, inside_address, instances_on, is_loopback, listening_host
 from chitu.engine.memory_budget import (
     available_cpu_bytes,
     pool_problems,
@@ -62,7 +62,6 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 HTTP_PORT = "dp_config.router.port"
-ANY_ADDRESS = "0.0.0.0"
 PORT_ERRORS = (os.strerror(errno.EADDRINUSE), os.strerror(errno.EACCES))
 """Errors of listening that another port cures; the others are about the address."""
 LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
@@ -118,7 +117,7 @@ def _address(topology: Topology, key: str, host: str) -> str:
     """Return the address at which a process on `host` listens."""
     if key == HTTP_PORT:
         return listening_host(topology.dp_config.router)
-    return ANY_ADDRESS if "_schedulers." in key and not is_loopback(host) else host
+    return inside_address(host) if "_schedulers." in key and not is_loopback(host) else host
 
 
 def _why_not_free(host: str, port: int) -> str:

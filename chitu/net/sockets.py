@@ -11,6 +11,7 @@ from typing import Protocol
 
 import zmq
 
+from chitu.config.topology import with_port
 from chitu.errors import BadFrame, Capacity
 from chitu.net.curve import is_secret, require_curve, serve_curve
 
@@ -84,11 +85,12 @@ def bind(
     if is_secret(context):
         serve_curve(socket)
         require_curve(socket)
+    socket.setsockopt(zmq.IPV6, ":" in host)
     try:
-        socket.bind(f"tcp://{host}:{port if port else '*'}")
+        socket.bind(f"tcp://{with_port(host, port or '*')}")
     except zmq.ZMQError as error:
         socket.close()
-        raise zmq.ZMQError(error.errno, f"tcp://{host}:{port}: {error.strerror}") from error
+        raise zmq.ZMQError(error.errno, f"tcp://{with_port(host, port)}: {error.strerror}") from error
     return socket, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
 
 
@@ -118,8 +120,9 @@ def connect(
         require_curve(socket)
     socket.setsockopt(zmq.IMMEDIATE, not queues_unconnected)
     socket.setsockopt(zmq.SNDHWM, most_queued)
+    socket.setsockopt(zmq.IPV6, ":" in host)
     try:
-        socket.connect(f"tcp://{host}:{port}")
+        socket.connect(f"tcp://{with_port(host, port)}")
     except zmq.ZMQError as error:
         socket.close()
         raise BadFrame(f"{host!r}:{port} is no address: {error}") from error

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from chitu.config.topology import family_of
 from chitu.errors import ConfigError, Internal
 from chitu.process.child import ROUTER, ChildProcess, ProcessSpec, StdoutLog, claim_log
 from chitu.process.progress import DRAINED, TAKEN, Progress, read_progress, write_progress
@@ -47,7 +48,7 @@ class Probes:
         Raise ConfigError if it cannot listen."""
         self._why_unready = why_unready
         try:
-            listening = socket.create_server((host, port), backlog=MAX_CONNECTIONS)
+            listening = socket.create_server((host, port), family=family_of(host), backlog=MAX_CONNECTIONS)
         except OSError as error:
             raise ConfigError(f"{KEY}: cannot listen on {host}:{port}: {error.strerror or error}") from error
         self.port: int = listening.getsockname()[1]

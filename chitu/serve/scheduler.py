@@ -29,7 +29,7 @@ from chitu.config.devices import is_auto, on_visible_devices, overlaps_steps
 from chitu.config.load import load_topology, pd_master_addr, router_host, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, is_loopback
+from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, inside_address
 from chitu.config.topology_checks import check, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
@@ -132,7 +132,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     port = instance.config.port if base_port is None else base_port
     try:
         comm = CommLoop(
-            "127.0.0.1" if is_loopback(instance.config.host) else "0.0.0.0",  # several hosts: see docs/security.md
+            inside_address(instance.config.host),  # several hosts: see docs/security.md
             port,
             RouterAddress(
                 router_host(topology),

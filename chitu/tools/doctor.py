@@ -25,7 +25,7 @@ import msgspec
 
 from chitu.config.load import load_topology, pd_master_addr, slurm_node
 from chitu.config.schema import PDDisaggregationConfig, Topology
-from chitu.config.topology import Instance, bound_ports, host_names, instances_on, is_loopback, on_one_host
+from chitu.config.topology import Instance, bound_ports, family_of, host_names, instances_on, is_loopback, on_one_host
 from chitu.config.topology_checks import problems
 from chitu.config.transport_env import transport_environment, ucx_limits
 from chitu.engine.memory_budget import GIB
@@ -113,7 +113,7 @@ def hold(binds: Sequence[Bind]) -> dict[int, socket.socket]:
     for bind in binds:
         if not bind.error and bind.port not in held:
             with contextlib.suppress(OSError):
-                held[bind.port] = socket.create_server((bind.host, bind.port), reuse_port=False)
+                held[bind.port] = socket.create_server((bind.host, bind.port), family=family_of(bind.host))
     return held
 
 

@@ -33,6 +33,7 @@ class Way:
 
     kind: str
     round_trip_s: float = 0.0
+    is_ipv6: bool = False
     network: Network | None = None
 
     @contextlib.contextmanager
@@ -42,12 +43,14 @@ class Way:
             yield self
             return
         with Network(["p0", "d0"], delay_s=self.round_trip_s / 2) as network, network.inside("p0"):
-            way = Way(self.kind, self.round_trip_s, network)
+            way = Way(self.kind, self.round_trip_s, self.is_ipv6, network)
             monkeypatch.setenv("UCX_NET_DEVICES", way.device)
             yield way
 
     def address(self, host: str) -> str:
-        return "127.0.0.1" if self.network is None else self.network.address(host)
+        if self.network is None:
+            return "127.0.0.1"
+        return self.network.address_6(host) if self.is_ipv6 else self.network.address(host)
 
     @property
     def device(self) -> str:
@@ -72,9 +75,14 @@ ON_ONE_HOST = [
 ]
 LIBRARIES = [pytest.param(Way(kind), id=kind) for kind in ("mooncake", "nixl")]
 BETWEEN_HOSTS = [
-    pytest.param(Way(kind, round_trip_s), id=f"{kind}-{round_trip_s * 1000:.0f}ms")
-    for kind in ("mooncake", "nixl")
-    for round_trip_s in (0.002, 0.04)
+    *(
+        pytest.param(Way("mooncake", round_trip_s), id=f"mooncake-{round_trip_s * 1000:.0f}ms")
+        for round_trip_s in (0.002, 0.04)
+    ),
+    pytest.param(Way("nixl", 0.002), id="nixl-2ms"),
+    pytest.param(Way("nixl", 0.04, is_ipv6=True), id="nixl-40ms-ipv6"),
+    # Mooncake reads its family once a process, so these run by themselves: -k mooncake-ipv6 --by-hand
+    pytest.param(Way("mooncake", 0.002, is_ipv6=True), id="mooncake-ipv6", marks=pytest.mark.by_hand),
 ]
 
 

@@ -33,10 +33,12 @@ from chitu.config.topology import (
     find_instance,
     has_tiers,
     host_names,
+    inside_address,
     instances,
     listening_host,
     on_one_host,
     threads_of,
+    with_port,
 )
 from chitu.config.topology_checks import check, missing_roles, open_api, problems, warn_without_key
 from chitu.errors import ConfigError
@@ -358,6 +360,9 @@ def two_nodes(*overrides: str) -> Topology:
     return load_topology("pd_disagg_2p3d_multi_node.yaml", [*REAL_HOSTS, *overrides])
 
 
+DECODE_HOST = "dp_config.router.decode_schedulers.0.host"
+
+
 def found(topology: Topology, master_addr: str | None = None) -> list[str]:
     return list(problems(topology, master_addr, need_model=False))
 
@@ -648,13 +653,32 @@ def test_several_hosts_without_a_key_are_warned_of_and_others_are_not(caplog: py
     assert "NO CLUSTER KEY on 2 hosts" in caplog.text
 
 
-@pytest.mark.parametrize("key", ["dp_config.router.host", "dp_config.router.prefill_schedulers.0.host"])
-def test_an_ipv6_address_is_for_the_api_alone(key: str) -> None:
-    (problem,) = problems(load_topology(None, [f"{key}='::1'"]), need_model=False)
-    assert problem.startswith(f"{key} is ::1, but processes of a cluster reach each other over IPv4")
-    topology = load_topology(None, ["dp_config.router.http_host='::1'"])
-    assert list(problems(topology, need_model=False)) == []
-    assert RouterClient(api_url(api_host(topology.dp_config.router), 21003)).url == "http://[::1]:21003"
+def test_the_hosts_of_a_cluster_have_addresses_of_one_family() -> None:
+    hosts = ("dp_config.router.host", "dp_config.router.prefill_schedulers.0.host", DECODE_HOST)
+
+    def at(*addresses: str) -> Topology:
+        return load_topology(None, [f"{key}='{address}'" for key, address in zip(hosts, addresses, strict=True)])
+
+    assert found(at("fd00::1", "fd00::2", "fd00::1")) == []
+    (mixed,) = found(at("fd00::1", "10.0.0.2", "fd00::1"))
+    assert "prefill_schedulers.0.host is 10.0.0.2" in mixed and mixed.endswith("give all of one family")
+    assert "fe80::1%eth0: give an address that is the same on every machine" in found(at(*["fe80::1%eth0"] * 3))[0]
+    assert found(at("fd00::1", "node-b", "fd00::1")) == [], "a name may have either"
+
+
+@pytest.mark.parametrize(
+    ("host", "listens", "shown"),
+    [
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1:80"),
+        ("::1", "::1", "[::1]:80"),
+        ("fd00::1", "::", "[fd00::1]:80"),
+        ("10.0.0.1", "0.0.0.0", "10.0.0.1:80"),
+        ("node-a", "0.0.0.0", "node-a:80"),
+    ],
+)
+def test_a_process_listens_in_the_family_of_its_host(host: str, listens: str, shown: str) -> None:
+    assert (inside_address(host), with_port(host, 80)) == (listens, shown)
+    assert RouterClient(api_url(host, 21003)).url == f"http://{shown[:-2]}21003"
 
 
 @pytest.mark.parametrize("key", ["", "key\n", " key"])

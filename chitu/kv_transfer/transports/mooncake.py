@@ -58,6 +58,7 @@ from typing import Any
 
 import numpy as np
 
+from chitu.config.topology import with_port
 from chitu.errors import ConfigError, MissingDependency, PeerUnreachable, TransferFailed
 from chitu.kv_transfer.transports.mapped import (
     MEMORY,
@@ -228,6 +229,8 @@ class MooncakeTransport:
             os.environ.setdefault(name, value)
         os.environ.update(FORCED_ENVIRONMENT)
         os.environ.pop("MC_SLICE_TIMEOUT", None)  # it would call an entry ended that is not
+        if ":" in host:
+            os.environ["MC_USE_IPV6"] = "1"
         if protocol == "tcp":
             os.environ["MC_FORCE_TCP"] = "1"
         module = _import_engine()
@@ -238,7 +241,7 @@ class MooncakeTransport:
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(ib_device))
         if code != 0:
             raise ConfigError(f"mooncake: cannot start over {protocol} on {host} (code {code})")
-        self._session_id = f"{host}:{self._engine.get_rpc_port()}"
+        self._session_id = with_port(host, self._engine.get_rpc_port())
         self._scratch = np.zeros(FENCE_BYTES, np.uint8)
         self.register(int(self._scratch.ctypes.data), FENCE_BYTES)
 
@@ -280,7 +283,7 @@ class MooncakeTransport:
         if not arenas:
             raise TransferFailed(f"mooncake: {session.session_id} has GPU memory that it cannot offer, and no staging")
         reaches_pages = not self._is_host_only and MEMORY not in session.attributes
-        peer = MooncakePeer(session.session_id, host, int(port), arenas, reaches_pages)
+        peer = MooncakePeer(session.session_id, host.strip("[]"), int(port), arenas, reaches_pages)
         # The first transfer fetches the peer's segment description, which blocks a minute if the peer is frozen. Do it
         # now, when the peer has just sent us a message, so that no write blocks on it.
         deadline_s = time.monotonic() + FENCE_TIMEOUT_S

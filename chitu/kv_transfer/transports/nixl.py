@@ -123,6 +123,8 @@ class NixlTransport:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         elif mine := used(seen_by_ucx(found), ib_device) if ib_device else []:
             os.environ["UCX_NET_DEVICES"] = ",".join(f"{name}:{port}" for name in mine for port in found.ports[name])
+        if ":" in host:
+            os.environ.setdefault("UCX_TCP_AF_PRIO", "inet6,inet")
         module = _import_nixl()
         _load_verbs(module, found)
         limits = {} if ib_device else ucx_limits(os.environ)
