@@ -11,44 +11,52 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from chitu.kv_cache.checksum import CHUNK_BYTES, page_weights
+from chitu.kv_cache.checksum import page_weights
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_cache.state_row import STAMP_BYTES, StateRow
 from chitu.kv_cache.state_sums import sealed, state_weights, unit_bytes_of
 from chitu.ops.cuda_device import on_stream
 from chitu.protocol import StateSeal
 
-DEVICE_CHUNK_BYTES = 64 * CHUNK_BYTES
-"""Bytes summed at a time. Temporary device memory is at most three times as much."""
-
 
 class DevicePageSums:
     def __init__(self, pool: KVPool, tp_rank: int, counts_copies: bool = True) -> None:
         self._first_regions = pool.layout.first_regions
-        self._weights = [
-            [torch.from_numpy(part.copy()).to(pool.device) for part in weights]
-            for weights in page_weights(pool.layout, tp_rank, pool.page_bytes, counts_copies)
-        ]
-        self._regions_PHW = [region.flatten(2).view(torch.int64) for region in pool.regions]
+        weights = page_weights(pool.layout, tp_rank, pool.page_bytes, counts_copies)
+        regions_R4 = np.array(
+            [
+                (base, nbytes, len(each.salt_H), len(each.low_W))
+                for base, nbytes, each in zip(pool.region_bases, pool.page_bytes, weights, strict=True)
+            ]
+        )
+        salts_RH = np.zeros((len(weights), int(regions_R4[:, 2].max())), np.int64)
+        for salt_H, each in zip(salts_RH, weights, strict=True):
+            salt_H[: len(each.salt_H)] = each.salt_H
+        widest = max(weights, key=lambda each: len(each.low_W))  # the words of all regions have the same weights
+        self._regions_R4, self._salts_RH, self._low_W, self._high_W = (
+            torch.from_numpy(part.copy()).to(pool.device)
+            for part in (regions_R4, salts_RH, widest.low_W, widest.high_W)
+        )
         self._device = pool.device
-        self._chunk_pages = max(1, DEVICE_CHUNK_BYTES // max(pool.page_bytes))
         self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+        if self._stream is not None:  # compiles the kernel before a transfer waits for it
+            self.sums(range(pool.layout.num_layers), [0])
 
     @torch.inference_mode()
     def sums(self, layers: range, pages: Sequence[int]) -> NDArray[np.int64]:
         """Return the sums of our heads of these pages, over all regions of these consecutive layers: `[len(pages)]`, on
         the host."""
+        from chitu.ops.kernels.sums import page_sums  # Triton: only with a GPU
+
+        if not len(pages):
+            return np.zeros(0, np.int64)
         with on_stream(self._stream):
             pages_N = torch.as_tensor(np.asarray(pages, dtype=np.int64), device=self._device)
-            sums_N = torch.zeros_like(pages_N)
-            for region in range(self._first_regions[layers.start], self._first_regions[layers.stop]):
-                low_W, high_W, salt_H = self._weights[region]
-                for start in range(0, len(pages), self._chunk_pages):
-                    chunk = slice(start, start + self._chunk_pages)
-                    words_CHW = self._regions_PHW[region][pages_N[chunk]]
-                    heads_CH = (words_CHW * low_W).sum(-1) + ((words_CHW >> 32) * high_W).sum(-1)
-                    sums_N[chunk] += (heads_CH * salt_H).sum(-1)
-            return sums_N.cpu().numpy()
+            own = slice(self._first_regions[layers.start], self._first_regions[layers.stop])
+            return (
+                page_sums(self._regions_R4[own], self._salts_RH[own], self._low_W, self._high_W, pages_N).cpu().numpy()
+            )
 
 
 UNIT_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}

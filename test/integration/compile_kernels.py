@@ -26,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear
+from chitu.ops.kernels import attention, blocks, gather, mla, moe, rope, rows, sampling, small_linear, sums
 
 INSTRUCTIONS = ("BAR.SYNC", "LDG.E.128", "STG.E.128", "LDG.E.64", "STG.E.64")
 WIDE, INT, INT32, FLOAT, HALF, FP8 = "*fp32", "*i64", "*i32", "fp32", "*bf16", "*fp8e4nv"
@@ -176,6 +176,8 @@ def variants(has_float32: bool) -> list[Variant]:
     for word_bytes in (8, 4, 1):
         constants = {"WORD_BYTES": word_bytes, "BLOCK": blocks.WORDS_AT_ONCE}
         found.append(variant(blocks._copy_pieces, {"pieces_ptr": INT}, constants, num_warps=4))
+    summed = dict.fromkeys(("regions_ptr", "salts_ptr", "low_ptr", "high_ptr", "pages_ptr", "out_ptr"), INT)
+    found.append(variant(sums._page_sums, summed, {"BLOCK": sums.WORDS_AT_ONCE}, num_warps=4))
     tensors = {"logits_ptr": WIDE, "edited_ptr": WIDE, "rows_ptr": INT, "floats_ptr": "*fp64", "ints_ptr": INT}
     tensors |= dict.fromkeys(("peaks_ptr", "sums_ptr", "counts_ptr", "masses_ptr", "list_ptr", "tokens_ptr"), INT)
     tensors |= {"lows_ptr": WIDE, "found_ptr": "*i32"}

@@ -20,7 +20,7 @@ from chitu.kv_cache.device_rows import DeviceRows
 from chitu.kv_cache.pool import KVPool
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.ops.cuda_device import on_stream
-from chitu.protocol import KVLayout
+from chitu.protocol import CacheGroup, KVLayout
 from chitu.types import new_room
 
 LAYOUT = KVLayout.uniform("test", num_layers=1, num_kv_heads=1, head_dim=8, page_size=4, dtype="float32", vocab_size=37)
@@ -111,19 +111,28 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "tp_size", "tp_rank"), [("float32", 1, 0), ("bfloat16", 1, 0), ("bfloat16", 2, 1)])
-def test_a_device_sums_as_the_host_does(device: str, dtype: str, tp_size: int, tp_rank: int) -> None:
-    layout = KVLayout.uniform("m", 3, 4, 8, 4, dtype, 16, tp_size)
+@pytest.mark.parametrize(
+    ("layout", "tp_rank"),
+    [
+        (KVLayout.uniform("m", 3, 4, 8, 4, "bfloat16", 16), 0),
+        (KVLayout("m", 4, "float16", 16, (CacheGroup((0, 2), 4, (8, 8)), CacheGroup((1,), 2, (24, 16))), tp_size=2), 1),
+    ],
+    ids=["alike", "layers that differ, the second rank"],
+)
+def test_a_device_sums_as_the_host_does(device: str, layout: KVLayout, tp_rank: int) -> None:
     host, other = KVPool(layout, 10, 1), KVPool(layout, 10, 1, device)
     generator = torch.Generator().manual_seed(1)
-    for mine, theirs in zip((*host.k, *host.v), (*other.k, *other.v), strict=True):
+    for mine, theirs in zip(host.regions, other.regions, strict=True):
         mine.copy_(torch.randn(mine.shape, generator=generator))
         theirs.copy_(mine)
     on_host = page_sums_of(host, tp_rank)
     assert isinstance(on_host, HostPageSums)
     on_device = DevicePageSums(other, tp_rank)
-    on_device._chunk_pages = 4  # more than one chunk
     pages = [3, 1, 9, 0, 2]
     for layers in (range(3), range(1, 2)):
         sums = on_host.sums(layers, pages)
         assert sums.all() and (on_device.sums(layers, pages) == sums).all()
+        with Operations() as operations:
+            on_device.sums(layers, pages)
+        assert operations.names.count("sum") == 1, "one launch, and a sum over regions, for any number of layers"
+    assert not len(on_device.sums(range(3), []))
