@@ -144,8 +144,8 @@ class PDRequestRouter:
             raise self.rejected(error, count) from None
 
     def _require_room_for(self, count: int, num_tokens: int, is_admitted: bool) -> None:
-        if not self.candidates.usable:
-            raise NoInstance(self.candidates.why_unusable())
+        if not self._members.can_try:
+            raise NoInstance(self.why_unusable())
         if num_tokens > self._max_tokens:
             raise InvalidRequest(
                 f"prompts times choices are {num_tokens} tokens; at most {self._max_tokens} are accepted at once "

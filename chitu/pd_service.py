@@ -18,7 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from chitu.clock import RealClock
-from chitu.errors import ChituError, ConfigError, RankTaken
+from chitu.errors import ChituError, ConfigError, RankTaken, TransferFailed
 from chitu.instance.build import Build
 from chitu.instance.comm import CommLoop, SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
@@ -229,6 +229,8 @@ class PDSchedulerService:
         self._failures.add(
             RequestFailed(info.role, info.engine_rank, info.incarnation, room, error.code, error.message)
         )
+        if isinstance(error, TransferFailed):
+            self._heartbeat_wake.wake()  # it may name a D that gets no writes now: a retry must not go there again
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 

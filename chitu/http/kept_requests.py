@@ -367,7 +367,7 @@ class KeptRequests:
             return
         self._drop_old(self._now_s())
         limits, layout = self._model.limits(self._router.candidates), self._model.layout
-        if limits is not None and layout is not None and self._router.candidates.usable:
+        if limits is not None and layout is not None and not self._router.why_unusable():
             self._next_look_s = now_s + LOOK_S
             for each in [each for each in self._taken if each.source is None and not each.is_over]:
                 self._resume(each)

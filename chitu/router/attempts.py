@@ -368,7 +368,7 @@ class Attempts:
                 self._apply(attempt.generation, Silent())
 
     def _on_suspended(self, prefill: ClusterMember, decodes: frozenset[int]) -> None:
-        """Note the D that a P does not write to. It fails their requests itself."""
+        """Note the D that a P does not write to. It fails the requests of such pairs itself, so those are not moved."""
         if self._members.on_cut_off(prefill, decodes):
             names = " and ".join(instance_name(Role.DECODE, rank) for rank in sorted(decodes))
             news = f"does not write to {names}: such pairs get no requests" if names else "writes to every D again"

@@ -31,6 +31,8 @@ NO_INSTANCES: frozenset[InstanceKey] = frozenset()
 MEMORY_S = (2.0, 10.0)
 """Bounds of a rate's time constant: what was measured that many seconds of backlog ago counts by 1/e. Between them it
 is the longest wait that may be predicted: a promise of a short wait needs an early sign of a slower instance."""
+NAMED_PAIRS = 4
+"""Pairs that the reason of `/health` names."""
 EXPIRES = 3
 """A rate is forgotten once nothing has waited for this many time constants: the next queue may be of other requests."""
 TURNOVER = 0.25
@@ -363,10 +365,13 @@ class Members:
 
     def is_cut_off(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
         """Return whether D receives nothing from P, or P does not write to D."""
-        p, d = self._members.get(prefill), self._members.get(decode)
-        return (d is not None and prefill.incarnation in d.cut_off) or (
-            p is not None and decode.engine_rank in p.cut_off
-        )
+        d = self._members.get(decode)
+        return (d is not None and prefill.incarnation in d.cut_off) or self.is_suspended(prefill, decode)
+
+    def is_suspended(self, prefill: InstanceKey, decode: InstanceKey) -> bool:
+        """Return whether P does not write to D: it fails each request of the pair."""
+        p = self._members.get(prefill)
+        return p is not None and decode.engine_rank in p.cut_off
 
     @property
     def has_sound_pair(self) -> bool:
@@ -375,11 +380,26 @@ class Members:
             return False
         return any(not self.is_cut_off(p, d) for p in self.prefill.positions for d in self.decode.positions)
 
+    @property
+    def can_try(self) -> bool:
+        """Whether a request may be sent somewhere: to a unified instance or a pair, be it a silent one, whose messages
+        may get through again at any time. A suspended pair would fail it."""
+        candidates = self.candidates
+        if not self.num_cut_off or candidates.unified:
+            return candidates.usable
+        return any(not self.is_suspended(p, d) for p in self.prefill.positions for d in self.decode.positions)
+
     def why_unusable(self) -> str:
         """Return a clause on why no request can be served now; empty if one can."""
         candidates = self.candidates
-        if not candidates.usable or candidates.unified or not self.num_cut_off or self.has_sound_pair:
+        if not self.num_cut_off or candidates.unified or not candidates.has_pair or self.has_sound_pair:
             return candidates.why_unusable()
-        p, d = candidates.prefill[0].name, candidates.decode[0].name
-        others = "" if len(candidates.prefill) * len(candidates.decode) == 1 else ", nor between any other pair"
-        return f"no KV gets from {p} to {d}{others}: a write has failed, or the path between them is broken"
+        pairs = [(p, d) for p in self.prefill.positions for d in self.decode.positions]
+        clauses = [
+            f"{p.name} does not write to {d.name} until a write that failed can no longer land"
+            if self.is_suspended(p, d)
+            else f"{d.name} receives nothing from {p.name}"
+            for p, d in pairs[:NAMED_PAIRS]
+        ]
+        more = f", and so for {len(pairs) - NAMED_PAIRS} more pairs" if len(pairs) > NAMED_PAIRS else ""
+        return f"no pair can serve: {'; '.join(clauses)}{more}"

@@ -31,7 +31,6 @@ from chitu.errors import (
     RequestCancelled,
     RequestTimeout,
     SilentLink,
-    TransferFailed,
     TransferTimeout,
     WeightsChanged,
     from_code,
@@ -539,7 +538,7 @@ class GenerationMachine:
             if failure is None:
                 return
             is_refused = failure.needs_others and not failure.suspects.isdisjoint(pair)
-            if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink | TransferFailed)):
+            if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink)):
                 self._no_pair(generation, before, failure)
                 return
             if (changed := _other_weights(generation, before, target)) is not None:

@@ -110,6 +110,9 @@ class PrefixHistory:
 
 ENTROPY_BITS = 64
 
+IsOut = Callable[[InstanceKey, InstanceKey], bool]
+"""Whether a pair, P and D, gets no requests."""
+
 
 class PairSelector:
     """Chooses instances: `prefill` chooses P, and the unified instance if there is no pair; `decode` chooses D."""
@@ -141,9 +144,9 @@ class PairSelector:
         """Return where a request with this prompt (int32 LE) goes. Raises NoInstance if none can serve.
 
         Instances in `avoid` (they failed this request already) and `blocked` (their breakers are open) are left out if
-        others can serve. If not, those to avoid are tried before those that are blocked. A pair of the rest that is cut
-        off from each other is chosen only if there is no other, and no unified instance. `salt`:
-        `GenerateRequest.prefix_salt`.
+        others can serve. If not, those to avoid are tried before those that are blocked. A pair that is cut off from
+        each other is chosen only if there is no other, and no unified instance. A suspended one is never chosen: its P
+        would fail the request. `salt`: `GenerateRequest.prefix_salt`.
         """
         members = self._members
         candidates = members.candidates
@@ -151,7 +154,7 @@ class PairSelector:
             members.num_cut_off and candidates.unified and not members.has_sound_pair
         )
         if not has_pair and not candidates.unified:
-            raise NoInstance(candidates.why_unusable())
+            raise NoInstance(members.why_unusable())
         if candidates is not self._arranged:
             self._arranged = candidates
             self._period = lcm(len(candidates.prefill), len(candidates.decode)) or 1
@@ -163,9 +166,9 @@ class PairSelector:
         if avoid or blocked:
             group = _without(group, avoid, blocked)
             last = None if last is None else _without(last, avoid, blocked)
+        is_out = None
         if members.num_cut_off and last is not None:
-            cut_off = {p for p in group.positions if all(members.is_cut_off(p, d) for d in last.positions)}
-            group = _without(group, cut_off, NO_INSTANCES)
+            group, last, is_out = self._connected(group, last)
         names: list[int] = []
         matches: Mapping[InstanceKey, int] = {}
         if self._prefixes is not None and salt is not None:
@@ -181,10 +184,22 @@ class PairSelector:
             self._prefixes.add(names, key, everyone)
         if last is None:
             return Target(None, first, new_tokens)
-        if members.num_cut_off:
-            last = _without(last, {d for d in last.positions if members.is_cut_off(key, d)}, NO_INSTANCES)
+        if is_out is not None:
+            last = _without(last, {d for d in last.positions if is_out(key, d)}, NO_INSTANCES)
         request = RoutingRequest(turn + turn // self._period, num_tokens, self._random_bits(ENTROPY_BITS))
         return Target(first, last.instances[self._decode_policy(request, last)], new_tokens)
+
+    def _connected(self, prefill: InstanceGroup, decode: InstanceGroup) -> tuple[InstanceGroup, InstanceGroup, IsOut]:
+        """Return the P that have a D to serve with, these D, and which pairs of both are out. All P and D count if none
+        of the given ones do: an instance that failed a request may serve the next one, a pair that is cut off hardly.
+        Raises NoInstance if all pairs are suspended."""
+        members = self._members
+        for is_out in (members.is_cut_off, members.is_suspended):
+            for group, last in ((prefill, decode), (members.prefill, members.decode)):
+                out = {p for p in group.positions if all(is_out(p, d) for d in last.positions)}
+                if len(out) < len(group.positions):
+                    return _without(group, out, NO_INSTANCES), last, is_out
+        raise NoInstance(members.why_unusable())
 
 
 def _without(group: InstanceGroup, avoid: Set[InstanceKey], blocked: Set[InstanceKey]) -> InstanceGroup:

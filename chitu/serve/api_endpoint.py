@@ -209,7 +209,7 @@ class ApiEndpoint:
         self._routes.tick()
 
     def _can_serve(self) -> bool:
-        return not self.router.candidates.why_unusable()
+        return not self.router.why_unusable()
 
     async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is

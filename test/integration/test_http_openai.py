@@ -377,6 +377,28 @@ def test_a_client_that_leaves_cancels_both_halves(model: Path, tmp_path: Path, s
         assert {line["instance"] for line in _traced(trace, "CancelRequest")} == {"P0", "D0"}
 
 
+def test_a_pair_without_writes_is_refused_at_once_and_named_until_another_serves(model: Path, tmp_path: Path) -> None:
+    with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
+        router.start_worker("P0", "--suspended")
+        router.start_worker("D0")
+        url, body = router.url + "/v1/completions", {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+        wait_until(lambda: "write" in httpx.get(router.url + "/health").json()["reason"], 5, "a heartbeat of P0")
+        health, refused = httpx.get(router.url + "/health"), httpx.post(url, json=body)
+        assert (health.status_code, health.json()["status"]) == (503, "unavailable")
+        assert health.json()["reason"].startswith("no pair can serve: P0 does not write to D0")
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["message"] == health.json()["reason"]
+        snapshot = RouterClient(router.url).cluster()
+        assert not snapshot.requests
+        assert {i.name: i.load.suspended for i in snapshot.instances if i.load} == {"P0": (0,), "D0": ()}
+        router.start_worker("D1")
+        assert httpx.get(router.url + "/health").status_code == 200
+        for _ in range(3):
+            assert httpx.post(url, json=body).status_code == 200
+        served = RouterClient(router.url).cluster().requests
+        assert {(record.prefill, record.decode, record.attempt) for record in served} == {("P0", "D1", 1)}
+
+
 def test_failures_reach_the_client_and_the_cluster_heals(model: Path, tmp_path: Path) -> None:
     with forked_router(tmp_path, model, ("model.served_name=tiny",)) as router:
         client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)

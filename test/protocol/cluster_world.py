@@ -13,7 +13,7 @@ from support.executors import expected_tokens
 from support.keyed_peer import KeyedPeer
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
-from chitu.errors import ChituError, NoInstance
+from chitu.errors import ChituError, NoInstance, TransferFailed
 from chitu.instance.requests import FailureReports
 from chitu.net.link import LinkReceivers
 from chitu.pd_request_router import PDRequestRouter
@@ -334,7 +334,7 @@ class RoutedWorld(Cluster):
     # ------------------------------------------------------------------------------------------- instances -> router
 
     def _beat(self, process: Process) -> None:
-        """Send heartbeats as `PDSchedulerService._heartbeat_loop` does. Loads do not matter here."""
+        """Send heartbeats as `PDSchedulerService._heartbeat_loop` does; of the load only what routing must know."""
         reading = self._reading(process)
         reading.reads += 1
         if self.clock.monotonic() >= reading.due_s:
@@ -346,7 +346,7 @@ class RoutedWorld(Cluster):
             process.role,
             process.rank,
             process.incarnation,
-            LoadReport(),
+            LoadReport(suspended=process.kv.side.suspended_ranks),
             acks,
             reading.reads,
             process.kv.side.silent_prefills,
@@ -364,6 +364,8 @@ class RoutedWorld(Cluster):
     def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
         failed = RequestFailed(process.role, process.rank, process.incarnation, room, error.code, error.message)
         self.failures.setdefault(process.incarnation, FailureReports(self._tell)).add(failed)
+        if isinstance(error, TransferFailed):
+            self._beat(process)
 
     def _tell(self, failed: RequestFailed) -> None:
         if self.muted.get(failed.incarnation, 0) > 0:

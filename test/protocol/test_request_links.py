@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from cluster_process import DEADLINES, Process
 from cluster_world import CONFIG, Client, RoutedWorld
+from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import TransferFailed
 from chitu.instance.requests import REPEATS
@@ -279,6 +280,68 @@ def test_the_only_pair_is_not_left_for_its_silence() -> None:
     world.silence.clear()
     world.settle_down(3.0)
     assert client.end == "finished" and attempts(client) == 1
+
+
+# ---------------------------------------------------------------------------- a P whose write to a D may still land
+
+
+def write_late(world: RoutedWorld, client: Client) -> tuple[Process, Process]:
+    """Let the next write to the client's D fail, with bytes that may land at any time. Return its P and D once the
+    router knows."""
+    prefill, decode = (serving(world, client, role) for role in (Role.PREFILL, Role.DECODE))
+    world.fabric.inject(Fault(FaultKind.LATE, to=decode.session))
+    assert world.router is not None
+    for _ in range(200):
+        if world.router._members.num_cut_off:
+            return prefill, decode
+        world.turns(1)
+    raise AssertionError("no pair is suspended")
+
+
+def test_the_only_pair_answers_at_once_while_a_write_may_land_and_serves_when_it_cannot() -> None:
+    world = RoutedWorld(1, 1)
+    client = ask(world)
+    _, decode = write_late(world, client)
+    world.turns(20)
+    assert client.end == "transfer_failed" and attempts(client) <= 2, "one may be sent before the heartbeat"
+    router = world.router
+    assert router is not None and router.why_unusable().startswith("no pair can serve: P0 does not write to D0")
+    before = router.counters.attempts, world.fabric.num_writes
+    for _ in range(8):
+        assert world.request(9, 5) is None
+        world.turns(10)
+    assert (router.counters.attempts, world.fabric.num_writes) == before
+    assert router.counters.breaker_openings == {}
+    assert decode.cache.allocator.num_quarantined, "a late write may still reach these pages"
+    assert world.fabric.release_late_writes() == 1
+    world.settle_down(3.0)
+    world.turns(60)  # the next heartbeat arrives
+    assert router.why_unusable() == "" and not decode.cache.allocator.num_quarantined
+    again = ask(world)
+    world.settle_down(3.0)
+    assert again.end == "finished" and attempts(again) == 1
+
+
+def test_a_pair_without_writes_costs_no_request_an_attempt_while_others_serve() -> None:
+    world = RoutedWorld(2, 2)
+    client = ask(world)
+    suspended = write_late(world, client)
+    assert world.router is not None and world.router.why_unusable() == ""
+    for _ in range(12):
+        other = ask(world)
+        assert (serving(world, other, Role.PREFILL), serving(world, other, Role.DECODE)) != suspended
+        world.turns(30)
+        assert (other.end, attempts(other)) == ("finished", 1)
+    assert client.end == "finished" and attempts(client) <= 3
+    world.fabric.release_late_writes()
+    world.settle_down(3.0)
+    world.turns(60)  # the next heartbeat arrives
+    pairs = set()
+    for _ in range(4):  # every pair gets requests
+        clients = [ask(world) for _ in range(4)]
+        pairs |= {(serving(world, c, Role.PREFILL), serving(world, c, Role.DECODE)) for c in clients}
+        world.settle_down(3.0)
+    assert suspended in pairs
 
 
 def test_a_p_that_computes_for_long_is_not_silent() -> None:

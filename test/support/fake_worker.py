@@ -94,6 +94,8 @@ class FakeOptions:
     """Code with which P fails every request; empty: none."""
     fail_decode: str = ""
     """Code with which D ends every request after its first token; empty: none."""
+    suspended: bool = False
+    """Whether a P does not write to D0."""
     stop_token: int = -1
     """Token that ends a request with reason `stop` when emitted; -1: none."""
     instants: bool = False
@@ -229,7 +231,10 @@ class FakeWorker:
             info = instance.info
             if not instance.joined:
                 instance.coordination.send(encode(Join(self._options.protocol_version, info)), zmq.NOBLOCK)
-            load = LoadReport(running=len(instance.running), steps=instance.steps, tokens=instance.tokens)
+            suspended = (0,) if self._options.suspended and info.role is Role.PREFILL else ()
+            load = LoadReport(
+                running=len(instance.running), steps=instance.steps, tokens=instance.tokens, suspended=suspended
+            )
             self._drain_requests(instance)
             instance.stream.flush(now_s)
             beat = Heartbeat(

@@ -32,6 +32,7 @@ from chitu.router.policies import Candidates
 from chitu.router.request import GenerateRequest
 
 NOW_S = 1_000_000_000.0
+SERVING = Candidates(unified=(cast(InstanceInfo, None),))
 
 
 def record(**changes: Any) -> KeptRequest:
@@ -239,7 +240,7 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     model = SimpleNamespace(
         layout=KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100), limits=lambda candidates: limits.pop(0)
     )
-    router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
+    router = SimpleNamespace(candidates=SERVING, why_unusable=lambda: "")
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
     async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:
@@ -294,7 +295,7 @@ async def test_a_request_goes_on_with_the_content_of_its_adapter_alone(tmp_path:
         sent.append(request)
         raise Capacity("full")  # it is tried again later
 
-    router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)), resume=resume)
+    router = SimpleNamespace(candidates=SERVING, why_unusable=lambda: "", resume=resume)
     decoder = SimpleNamespace(feed=lambda *given: None, finish_reason=None)
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None), decoder_of=lambda *given: decoder)
 
@@ -316,7 +317,7 @@ async def test_a_clock_that_jumps_forward_removes_no_request(tmp_path: Path, mon
     monkeypatch.setattr(time, "time", lambda: NOW_S)
     layout = KVLayout.uniform("h", 2, 2, 16, 16, "float32", 100)
     model = SimpleNamespace(layout=layout, limits=lambda candidates: ModelLimits(2, 100))
-    router = SimpleNamespace(candidates=Candidates(unified=(cast(InstanceInfo, None),)))
+    router = SimpleNamespace(candidates=SERVING, why_unusable=lambda: "")
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
     async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:

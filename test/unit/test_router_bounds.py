@@ -7,7 +7,7 @@ import pytest
 from router_world import ONE_TRY, Client, World, pair, two_pairs
 
 from chitu.config.schema import BreakerConfig, RetryConfig
-from chitu.errors import RequestLost, TokensLost
+from chitu.errors import NoInstance, RequestLost, TokensLost
 from chitu.net.http import error_headers
 from chitu.protocol import Heartbeat, LoadReport, SamplingParams, TokenBatch
 from chitu.router.retry import MAX_CUTS, MAX_DEATHS, Failure
@@ -275,15 +275,50 @@ def test_a_pair_without_writes_is_left_out_until_they_are_fenced() -> None:
     assert "P0-D0" in {world.pair(world.add_client().generation) for _ in range(12)}
 
 
-def test_the_only_pair_without_writes_costs_one_attempt_and_is_named() -> None:
-    world = World(Role.PREFILL, Role.DECODE)
-    suspend(world, "P0", 0)
-    assert "no KV gets from P0 to D0" in world.router.why_unusable()
+def test_the_only_pair_without_writes_costs_no_attempt_and_is_named() -> None:
+    world = pair()
     client = world.add_client()
+    suspend(world, "P0", 0)
+    reason = "no pair can serve: P0 does not write to D0 until a write that failed can no longer land"
+    assert world.router.why_unusable() == reason
+    with pytest.raises(NoInstance, match=reason) as refusal:
+        world.add_client()
+    assert error_headers(refusal.value) == [(b"retry-after", b"1")] and refusal.value.http_status == 503
     world.decode_fails(world.room(client.generation), "transfer_failed")
-    assert code(client) == "transfer_failed" and world.router.counters.retries == {}
+    assert code(client) == "transfer_failed"
+    counters = world.router.counters
+    assert (counters.attempts, counters.retries, counters.rejected) == (1, {}, {"no_instance": 1})
     suspend(world, "P0")
-    assert world.router.why_unusable() == ""
+    assert world.router.why_unusable() == "" and world.pair(world.add_client().generation) == "P0-D0"
+
+
+def test_of_pairs_that_are_all_cut_off_a_silent_one_is_tried_and_none_without_writes() -> None:
+    world = two_pairs(max_in_flight=99)
+    suspend(world, "P0", 0, 1)
+    suspend(world, "P1", 1)
+    beat(world, "D0", "P1")
+    assert world.router.why_unusable() == (
+        "no pair can serve: P0 does not write to D0 until a write that failed can no longer land; "
+        "P0 does not write to D1 until a write that failed can no longer land; D0 receives nothing from P1; "
+        "P1 does not write to D1 until a write that failed can no longer land"
+    )
+    assert {world.pair(world.add_client().generation) for _ in range(8)} == {"P1-D0"}
+    suspend(world, "P1", 0, 1)
+    with pytest.raises(NoInstance):
+        world.add_client()
+    world.lose(Role.PREFILL, 1)
+    world.join(Role.PREFILL, 1)
+    assert {world.pair(world.add_client().generation) for _ in range(8)} == {"P1-D0", "P1-D1"}
+
+
+def test_a_retry_goes_back_to_an_instance_that_failed_rather_than_to_a_pair_without_writes() -> None:
+    world = two_pairs(max_in_flight=99)
+    client = world.add_client()
+    assert world.pair(client.generation) == "P0-D0"
+    suspend(world, "P0", 0)
+    suspend(world, "P1", 1)
+    world.decode_fails(world.room(client.generation), "transfer_failed")
+    assert world.pair(client.generation) in ("P0-D1", "P1-D0")
 
 
 def test_a_unified_instance_serves_what_no_pair_can() -> None:

@@ -135,6 +135,29 @@ def test_the_page_finds_a_restarted_router_again_by_itself(chat: ChatPage, clust
     assert [answer.get_attribute("data-error") for answer in chat.answers.all()] == [None, "network", None]
 
 
+SUSPENDED_TWICE = """async () => {
+    const { Card } = await import("/web/card.js");
+    const { layoutOf } = await import("/web/layout.js");
+    const instance = { name: "P0", role: "prefill", status: "up", host: "h", pid: 1, load: { suspended: [0, 2] } };
+    const { form, cards } = layoutOf(600, [instance]);
+    const card = new Card(instance);
+    const seen = [];
+    const look = () => seen.push(card.element.querySelector(".status").textContent, card.element.ariaLabel);
+    card.place(cards.get("P0"), form, false);
+    card.update(instance, 0, false);
+    look();
+    card.update({ ...instance, load: {} }, 0, false);
+    look();
+    return seen;
+}"""
+
+
+def test_a_p_that_does_not_write_to_a_d_says_so(chat: ChatPage) -> None:
+    word, label, later_word, later_label = chat.page.evaluate(SUSPENDED_TWICE)
+    assert (word, later_word) == ("suspended", "up")
+    assert "no writes to D0, D2" in label and "no writes" not in later_label
+
+
 FIVE_IN_FLIGHT = """async () => {
     // A flight (many frames) never ends, and everything else ends at once.
     const [never, now] = [new Promise(() => {}), Promise.resolve()];

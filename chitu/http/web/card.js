@@ -86,9 +86,10 @@ export class Card {
     }
     if (dataset.active !== String(isActive)) dataset.active = String(isActive);
     // A narrow card has no room for both; a rate only matters while the instance is up.
-    const wordInRate = this.isNarrow && status !== "up";
-    setText(this.status, this.isNarrow ? "" : status);
-    setText(this.rateNumber, wordInRate ? status : shortCount(rate, this.isNarrow ? 3 : 4));
+    const word = load?.suspended?.length && status === "up" ? "suspended" : status;
+    const wordInRate = this.isNarrow && word !== "up";
+    setText(this.status, this.isNarrow ? "" : word);
+    setText(this.rateNumber, wordInRate ? word : shortCount(rate, this.isNarrow ? 3 : 4));
     setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
     this.rate.classList.toggle("word", wordInRate);
     this.#showQueue(load);
@@ -159,6 +160,7 @@ export function describe(instance, rate) {
     `pages ${count(usedPages(load))} of ${count(load.pages_total ?? 0)}, quarantined ${load.pages_quarantined ?? 0}`,
     `${count(load.steps ?? 0)} steps`,
   ];
+  if (load.suspended?.length) parts.push(`no writes to ${load.suspended.map((rank) => `D${rank}`).join(", ")}`);
   if (role !== "unified") parts.push(`${bytes(load.bytes_moved ?? 0)} KV ${role === "prefill" ? "sent" : "received"}`);
   return parts.join(" · ");
 }
