@@ -298,7 +298,7 @@ class PDRequestRouter:
                     receiver.last = number  # as `take` does, whose call costs as much as a token
                 elif not self._is_next(member, batch):
                     continue
-            if logprobs or batch.cached or batch.prompt_logprobs:
+            if logprobs or batch.cached or batch.prompt_logprobs or batch.weights:
                 self._apply_extras(batch)
             num_tokens += len(rooms)
             for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
@@ -330,6 +330,10 @@ class PDRequestRouter:
     def _apply_extras(self, batch: TokenBatch) -> None:
         """Apply what few messages have beside tokens, ahead of these."""
         attempt_of = self._attempts.rooms.get
+        if batch.weights and (member := self._members.by_link.get(batch.link)) is not None:
+            for running in self._attempts.rooms.values():
+                if running.decode == member.key:
+                    running.generation.note_weights(batch.weights)
         for room, cached_tokens in batch.cached:
             if (attempt := attempt_of(room)) is not None:
                 attempt.cached_tokens = max(0, min(cached_tokens, attempt.num_tokens))

@@ -148,6 +148,9 @@ class PDScheduler:
         fingerprint = self.weights.change(weights)
         self._arrivals.flush_cache()
         self._cache.use_fingerprint(fingerprint)
+        if not self.is_done:
+            self._tokens.flush(self._clock.monotonic())  # those of the step above are still of the old ones
+            self._tokens.note_weights(weights.model_hash)
 
     def _stay_frozen(self) -> bool:
         """Read the step in flight and start none."""

@@ -208,6 +208,9 @@ class MessagesBody(CountTokensBody, kw_only=True):
     cache_salt: Annotated[Annotated[str, msgspec.Meta(max_length=MAX_SALT_CHARS)] | None, note("as of a chat")] = None
     return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last but one event")] = None
     return_receipt: Annotated[bool | None, note("as of a chat")] = None
+    return_token_ids: Annotated[
+        bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
+    ] = None
 
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

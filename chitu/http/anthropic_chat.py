@@ -88,7 +88,8 @@ def chat_of_messages(
         chat.stop, chat.stream = body.stop_sequences or None, body.stream
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
         chat.cache_salt = body.cache_salt
-        chat.return_proof, chat.return_receipt = body.return_proof, body.return_receipt
+        chat.return_proof, chat.return_receipt = body.return_proof or body.return_token_ids, body.return_receipt
+        chat.return_token_ids = body.return_token_ids
     return Translation(chat, FieldNames(_NAMES, places, _TOOL_FIELDS, too_long=TOO_LONG))
 
 

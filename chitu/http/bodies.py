@@ -276,7 +276,10 @@ class GenerationBody(Body, kw_only=True):
             "-1: as many as leave room for `max_tokens`"
         ),
     ] = None
-    return_token_ids: Annotated[bool | None, note("`token_ids` in every choice")] = None
+    return_token_ids: Annotated[
+        bool | None,
+        note("`token_ids` in every choice; with `return_proof` in its choices, too, with `prompt_token_ids`"),
+    ] = None
     return_proof: Annotated[
         bool | None,
         note(
@@ -695,6 +698,9 @@ class ResponsesBody(Body, kw_only=True):
     chat_template_kwargs: TemplateKwargs = None
     return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last event")] = None
     return_receipt: Annotated[bool | None, note("as of a chat")] = None
+    return_token_ids: Annotated[
+        bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
+    ] = None
 
 
 # --------------------------------------------------------------------------------------------------------- other routes

@@ -35,7 +35,7 @@ from chitu.http.exchange import JSON, Exchange
 from chitu.http.messages.call_parser import joined
 from chitu.http.parse import ParsedRequest, Prompt, client_timeout_s
 from chitu.http.pooled_answers import PooledFormat
-from chitu.http.proof import ChoiceSums, Proof, headers_of, proof_of, receipt_of
+from chitu.http.proof import ChoiceSums, ChoiceTokens, Proof, headers_of, proof_of, receipt_of
 from chitu.http.sampling_fields import OutputOptions, with_seed
 from chitu.http.served_model import ServedModel
 from chitu.http.spans import RequestSpan, request_span
@@ -316,7 +316,16 @@ class GenerationRoutes:
             receipt = receipt_of(self._model.name, self._model.layout, choice.generation, choice.decoder.num_tokens)
         wants_sums = parsed.samplings[0].page_sums
         sums = [ChoiceSums.of(choice.generation.finish) for choice in running.choices] if wants_sums else ()
-        return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt, sums)
+        has_tokens = parsed.options.return_token_ids and kept is not None
+        tokens = [
+            ChoiceTokens.of(
+                *(choice.generation, choice.decoder.num_tokens),
+                has_tokens=has_tokens,
+                has_prompt=i % parsed.options.n == 0,
+            )
+            for i, choice in enumerate(running.choices)
+        ]
+        return proof_of(self._moments(running), records, kept or (), cached_tokens, receipt, sums, tokens)
 
     # ------------------------------------------------------------------------------------------------------- answering
 

@@ -66,12 +66,24 @@ class ProofAttempt(msgspec.Struct, frozen=True):
     one prompt share them; they are with the first."""
 
 
+class ProofWeights(msgspec.Struct, frozen=True):
+    first_token: int
+    """Index of the first token that is of this model."""
+    model_hash: str
+
+
 class ProofChoice(msgspec.Struct, frozen=True):
     index: int | None
     """Index in the answer; null if `best_of` left the choice out."""
     stages: Stages
     attempts: list[ProofAttempt]
     """All attempts; the last one finished the choice."""
+    weights: list[ProofWeights] = []
+    """Models that its tokens are of: one, unless weights changed under it (weights.md)."""
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """With `return_token_ids`, at the first choice of each prompt."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """With `return_token_ids`: its tokens, up to the one that ended it."""
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -89,6 +101,21 @@ class Proof(msgspec.Struct, frozen=True):
     choices: list[ProofChoice]
     receipt: Receipt | msgspec.UnsetType = msgspec.UNSET
     """With `return_receipt`: what `chitu replay` needs to generate the tokens again."""
+
+
+class ChoiceTokens(NamedTuple):
+    """What a choice's tokens are of, and those that its client wants to have."""
+
+    weights: list[ProofWeights]
+    prompt: list[int] | msgspec.UnsetType = msgspec.UNSET
+    output: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+    @classmethod
+    def of(cls, generation: Generation, num_tokens: int, *, has_tokens: bool, has_prompt: bool) -> ChoiceTokens:
+        """`num_tokens`: as in `receipt_of`."""
+        weights = [ProofWeights(*each) for each in generation.weights]
+        prompt = unpack_i32(generation.request.token_ids).tolist() if has_tokens and has_prompt else msgspec.UNSET
+        return cls(weights, prompt, generation.output[:num_tokens].tolist() if has_tokens else msgspec.UNSET)
 
 
 class ChoiceSums(NamedTuple):
@@ -113,12 +140,16 @@ def proof_of(
     cached_tokens: int,
     receipt: Receipt | None = None,
     page_sums: Sequence[ChoiceSums] = (),
+    tokens: Sequence[ChoiceTokens] = (),
 ) -> Proof:
     """Return the proof. `records`: attempts of each choice, at least one. `indices`: the choices that are returned.
-    `page_sums`: those of each choice; empty if none are known."""
+    `page_sums`, `tokens`: those of each choice; empty if none are known."""
     places: dict[int, int] = {choice: index for index, choice in enumerate(indices)}
     choices = [
-        ProofChoice(places.get(i), request_stages(moments, attempts), [_attempt(record) for record in attempts])
+        ProofChoice(
+            *(places.get(i), request_stages(moments, attempts), [_attempt(record) for record in attempts]),
+            *(tokens[i] if tokens else ()),
+        )
         for i, attempts in enumerate(records)
     ]
     for choice, sums in zip(choices, page_sums, strict=False):
@@ -186,7 +217,8 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
             chitu=__version__,
             request_id=request.request_id,
             model=request.adapter or model,
-            model_hash=generation.model_hash or layout.model_hash,
+            model_hash=generation.weights[-1][1] if generation.weights else layout.model_hash,
+            weights=[*generation.weights] if len(generation.weights) > 1 else [],
             adapter_hash=layout.adapter_hash(request.adapter),
             dtype=cast(Any, layout.dtype),
             served=pairs,

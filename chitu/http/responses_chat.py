@@ -98,8 +98,9 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=served_effort(effort, variables, "reasoning.effort", warnings),
         chat_template_kwargs=body.chat_template_kwargs,
-        return_proof=body.return_proof,
+        return_proof=body.return_proof or body.return_token_ids,
         return_receipt=body.return_receipt,
+        return_token_ids=body.return_token_ids,
     )
     return Translation(chat, FieldNames(_NAMES, tools.places, (), tools.custom_places), tools.patterns)
 

@@ -50,6 +50,7 @@ class _Batch:
     """Packed logprobs, each with the index of its token in `tokens`."""
     cached: list[tuple[bytes, int]] = field(default_factory=list)
     prompt_logprobs: list[tuple[bytes, bytes]] = field(default_factory=list)
+    weights: str = ""
     sender: LinkSender[int] | None = None
     """Sender of the link; it keeps the number of tokens of each message. None until a request with a link came."""
     former: deque[int] = field(default_factory=lambda: deque(maxlen=FORMER_LINKS))
@@ -142,6 +143,11 @@ class TokenManager:
         if batch is not None:
             batch.prompt_logprobs.append((room, logprobs))
 
+    def note_weights(self, model_hash: str) -> None:
+        """Report with the next tokens that these and all later ones are of another model."""
+        for batch in self._batches.values():
+            batch.weights = model_hash
+
     def finish(self, finish: Finish, worker: int = 0) -> None:
         """Add the end of a room. It travels behind the room's last token."""
         batch = self._batches.get(worker)
@@ -185,6 +191,7 @@ class TokenManager:
             batch.logprobs,
             batch.cached,
             batch.prompt_logprobs,
+            batch.weights,
         )
         frame = encode(message)
         is_queued = batch.send(frame)
@@ -194,7 +201,7 @@ class TokenManager:
             self.tokens_dropped += count
         self.tokens_sent += count
         batch.rooms, batch.tokens, batch.finished, batch.logprobs, batch.cached = [], [], [], [], []
-        batch.prompt_logprobs = []
+        batch.prompt_logprobs, batch.weights = [], ""
 
     def _drop(self, messages: list[Sent[int]]) -> None:
         count = sum(sent.about for sent in messages)

@@ -36,6 +36,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Served name of the model, or name of the LoRA adapter."""
     model_hash: str
     """Hash of config.json and of the headers of the weight files, not of each weight."""
+    weights: list[tuple[int, str]] = []
+    """Hashes of the models that its tokens are of, each with the index of its first token, if weights changed under it;
+    then nobody can generate it again. Has a digest only then."""
     adapter_hash: str = ""
     """Hash of all bytes of the LoRA adapter; empty without one. Has a digest only with one."""
     dtype: Literal["float32", "bfloat16", "float16", "fp8_e4m3"]
@@ -68,7 +71,7 @@ def _digests(receipt: Receipt) -> Iterator[tuple[str, str]]:
         if name == "sampling":
             for key, part in msgspec.structs.asdict(value).items():
                 yield f"sampling.{key}", _digest(part)
-        elif name != "digests" and (value or name != "adapter_hash"):
+        elif name != "digests" and (value or name not in ("adapter_hash", "weights")):
             yield name, _digest(value)
 
 

@@ -279,6 +279,8 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     prompt_logprobs: list[tuple[bytes, bytes]] = []
     """Logprobs of prompts whose first token is in this message: one line after the other, without the prompt's first
     token. Sent once for all forks of a prompt, by the prompt's room, with the first token of any of them."""
+    weights: str = ""
+    """Hash of the model, if it is another one from the tokens of this message on (a mixed change of weights)."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

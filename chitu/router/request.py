@@ -277,8 +277,9 @@ class Generation:
     """Tokens that the reader has taken: another D may have to continue after them."""
     cached_tokens: int = 0
     """Prompt tokens that the newest attempt with a token did not have to compute."""
-    model_hash: str = ""
-    """Of the model that computes the newest attempt."""
+    weights: list[tuple[int, str]] = field(default_factory=list)
+    """Hashes of the models that its tokens are of, each with the index of its first token: one, unless weights changed
+    under it (a mixed change)."""
     finish: Finish | None = None
     error: ChituError | None = None
     attempt: Attempt | None = None
@@ -332,6 +333,14 @@ class Generation:
         if self.kept_logprobs is not None:
             self.kept_logprobs += taken
         return taken
+
+    def note_weights(self, model_hash: str) -> None:
+        """Note the hash of the model that the tokens from now on are of."""
+        first = self.num_emitted
+        if self.weights and self.weights[-1][0] == first:
+            self.weights.pop()
+        if not self.weights or self.weights[-1][1] != model_hash:
+            self.weights.append((first, model_hash))
 
     def end_reason(self) -> str:
         """Return why the newest token is the last one, as D would report it; empty if more are to come."""
@@ -546,7 +555,7 @@ class GenerationMachine:
                 return
         if not self._enter(generation, _E.CHOSEN):
             return
-        generation.model_hash = target.decode.model_hash
+        generation.note_weights(target.decode.model_hash)
         if before is not None and failure is not None:
             generation.record.add(failure, before.has_progressed)
             before.error = failure.error

@@ -174,6 +174,9 @@ def replay(saved: Saved, prober: Prober, layout: KVLayout) -> Replayed:
         return Replayed(receipt.request_id, "different", says)
     if saved.damage is not None:
         return Replayed(receipt.request_id, "different", f"over {receipt.served[-1]}, {saved.damage.says}")
+    if receipt.weights:
+        says = f"its weights changed while it was generated, at token {receipt.weights[1][0]} first"
+        return Replayed(receipt.request_id, "unjudged", says)
     if model_hash != receipt.model_hash:
         says = f"the engine has another model than the receipt: model_hash {model_hash}, not {receipt.model_hash}"
         return Replayed(receipt.request_id, "unjudged", says)

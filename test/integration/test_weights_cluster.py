@@ -111,6 +111,15 @@ class Reference:
         assert (found - expected).abs().max() < LOGPROB_NATS
         return True
 
+    def goes_on(self, earlier: Reference, prompt: list[int], output: list[int], first: int) -> bool:
+        """Return whether this model made the output from token `first` on, over what the earlier one had computed."""
+        tokens, split = torch.tensor([prompt + output]), len(prompt) + first - 1
+        with torch.inference_mode():
+            before = earlier._model(tokens[:, :split], use_cache=True)
+            after = self._model(tokens[:, split:-1], past_key_values=before.past_key_values)
+        is_earlier = torch.equal(before.logits[0, len(prompt) - 1 :].argmax(-1), tokens[0, len(prompt) : split + 1])
+        return is_earlier and torch.equal(after.logits[0].argmax(-1), tokens[0, split + 1 :])
+
 
 @pytest.fixture(scope="module")
 def references(folders: dict[str, Path]) -> dict[str, Reference]:
@@ -159,6 +168,81 @@ def test_an_rl_loop_changes_the_weights_between_roll_outs_and_under_running_requ
     assert references["first"].made(prompts, complete(cluster, prompts))
     (other,) = replay_receipts(ReplayOptions(cluster.url), saved, print)
     assert other.verdict == "unjudged" and "the engine has another model than the receipt" in other.says
+
+
+def test_a_mixed_change_keeps_what_runs_and_says_of_each_token_whose_it_is(
+    cluster: LocalCluster, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    (prompt,) = prompts_of(7, 1)
+    body = {"prompt": prompt, "max_tokens": 250, "temperature": 0, "ignore_eos": True, "stream": True}
+    body |= {"return_token_ids": True, "return_proof": True}
+    output: list[int] = []
+    proof: dict[str, Any] = {}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, trust_env=False, timeout=60) as reply:
+        for line in reply.iter_lines():
+            event = json.loads(line[6:]) if line.startswith("data: {") else {}
+            output += [token for choice in event.get("choices", ()) for token in choice.get("token_ids", ())]
+            proof = event.get("chitu", proof)
+            if output and not proof and len(output) < 8:
+                assert operator(cluster, "/admin/pause", mode="keep").json()["paused"] == "keep"
+                refused = operator(cluster, "/admin/weights", path=str(folders["second"])).json()["error"]
+                assert "running requests are stopped" in refused["message"]
+                change(cluster, folders["second"], mixed=True)
+                assert operator(cluster, "/admin/resume").json()["paused"] == ""
+                output += [-1] * 8  # once
+    output = [token for token in output if token >= 0]
+    (choice,) = proof["choices"]
+    (_, later), names = choice["weights"], ("first", "second")
+    assert [each["model_hash"] for each in choice["weights"]] == [model_hash(folders[name]) for name in names]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, output) and 0 < later["first_token"] < 250
+    assert references["second"].goes_on(references["first"], prompt, output, later["first_token"])
+    assert not references["second"].goes_on(references["first"], prompt, output, later["first_token"] + 1)
+    # Pages that hold K and V of both are found by nobody.
+    assert references["second"].made([prompt], complete(cluster, [prompt]))
+    change(cluster, folders["first"])
+
+
+def test_requests_wait_while_the_cluster_is_paused(
+    cluster: LocalCluster, folders: dict[str, Path], references: dict[str, Reference]
+) -> None:
+    assert operator(cluster, "/admin/pause").json()["paused"] == "finish"
+    prompts, answers = prompts_of(8, 6), list[dict[str, Any]]()
+    asking = threading.Thread(target=lambda: answers.extend(complete(cluster, prompts)))
+    asking.start()
+    late = httpx.post(
+        f"{cluster.url}/v1/completions",
+        json={"prompt": "a", "max_tokens": 1},
+        headers={"X-Request-Timeout": "0.2"},
+        trust_env=False,
+    )
+    assert late.status_code == 504 and "the cluster is paused" in late.json()["error"]["message"]
+    change(cluster, folders["second"])  # a pause may be a change
+    assert not answers
+    operator(cluster, "/admin/resume")
+    asking.join()
+    assert references["second"].made(prompts, answers)
+    change(cluster, folders["first"])
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3, "return_proof": True},
+        ),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
+        ("/v1/messages", {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+    ],
+)
+def test_every_route_returns_the_tokens_of_prompt_and_answer(
+    cluster: LocalCluster, route: str, body: dict[str, Any]
+) -> None:
+    asked = {**body, "return_token_ids": True, "temperature": 0}
+    reply = httpx.post(f"{cluster.url}{route}", json=asked, trust_env=False, timeout=60).json()
+    (choice,) = reply["chitu"]["choices"]
+    again = complete(cluster, [choice["prompt_token_ids"]], max_tokens=3, ignore_eos=False)
+    assert choice["token_ids"] == again[0]["token_ids"] and choice["weights"][0]["first_token"] == 0
 
 
 def test_what_does_not_fit_is_refused_by_name_and_nothing_is_lost(

@@ -85,7 +85,8 @@ class World:
         self, vocab_size: int = 100_000, serving: bool = True, path: Path = TINY_MODEL_DIR, max_len: int = MAX_LEN
     ) -> None:
         self.model = ServedModel.load(ModelConfig(path=str(path), served_name="m"), 0)
-        instance = SimpleNamespace(max_model_len=max_len, layout=SimpleNamespace(vocab_size=vocab_size))
+        layout = SimpleNamespace(vocab_size=vocab_size)
+        instance = SimpleNamespace(max_model_len=max_len, layout=layout, served_layout=layout)
         candidates = SimpleNamespace(serving=[instance] if serving else [], why_unusable=lambda: "nobody is there")
         self.rejected: list[ChituError] = []
         router = SimpleNamespace(candidates=candidates, rejected=lambda e: self.rejected.append(e) or e)

@@ -360,12 +360,13 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [],
             [[ROOM, 16]],
             [],
+            "",
         ],
     ),
     (
         TokenBatch(7, [ROOM, ROOM], [42, 5], [], 9, 0, 0, [(1, pack_logprobs(-1.5, [(42, -0.5), (5, -1.5)]))]),
         token_codec,
-        "9bab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a0590090000919201c4140000c0bf2a000000000000bf050000000000c0bf9090",
+        "9cab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a0590090000919201c4140000c0bf2a000000000000bf050000000000c0bf9090a0",
         [
             "token_batch",
             7,
@@ -378,6 +379,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [[1, struct.pack("<fifif", -1.5, 42, -0.5, 5, -1.5)]],
             [],
             [],
+            "",
         ],
     ),
     (
