@@ -28,6 +28,7 @@ from chitu.models.families import Traits, traits_of
 from chitu.models.quantization import Quantization, logical_tensors
 
 HEAD = "lm_head.weight"
+DECODER, BARE_EMBEDDING = "model.", "embed_tokens.weight"
 UNUSED_SUFFIX = "rotary_emb.inv_freq"
 """End of the names of tensors that hold nothing the model needs."""
 
@@ -150,8 +151,9 @@ _header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """Return the tensors of these files by name. Raise ConfigError for a file that is no safetensors file or is not as
-    long as its header says, and for a tensor that is in two of them."""
+    """Return the tensors of these files by name. Those of a decoder that was saved without its head, as models for
+    embeddings are, get the names that they have beside a head. Raise ConfigError for a file that is no safetensors file
+    or is not as long as its header says, and for a tensor that is in two of them."""
     found: dict[str, TensorEntry] = {}
     for file in files:
         try:
@@ -165,6 +167,8 @@ def read_entries(files: Sequence[Path]) -> dict[str, TensorEntry]:
                     f"model.path: tensor {name!r} is in {file} and in {first}; move one of them elsewhere"
                 )
             found[name] = entry
+    if BARE_EMBEDDING in found and not any(name.startswith(DECODER) for name in found):
+        return {name if name == HEAD else DECODER + name: entry for name, entry in found.items()}
     return found
 
 
@@ -256,8 +260,6 @@ def check_checkpoint(path: str | Path, spec: ModelSpec) -> WeightCount:
 
 def _why_missing(name: str, wanted: Mapping[str, object], entries: Mapping[str, object]) -> str:
     """Return what the names of the tensors say about one that is missing, or ""."""
-    if name.startswith("model.") and name.removeprefix("model.") in entries:
-        return ": its tensors lack the prefix 'model.' (of a model without its head, or saved by another program)"
     before = Counter(found.removesuffix(name) for found in entries if found.endswith(f".{name}"))
     if before:
         prefix = before.most_common(1)[0][0]

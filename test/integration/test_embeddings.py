@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import openai
 import pytest
 import torch
 from nursery import FORKED
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chitu.config.load import load_topology
@@ -159,10 +161,18 @@ def test_last_token_of_p_and_d(folder: Path, tmp_path: Path) -> None:
         require_close([found[i] for i in range(len(TEXTS))], wanted)
 
 
-def test_mean_of_a_unified_instance(folder: Path) -> None:
+def without_prefix(source: Path, folder: Path) -> Path:
+    """Copy a model with the names that its tensors have if the decoder is saved alone."""
+    shutil.copytree(source, folder)
+    (file,) = folder.glob("*.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}, file)
+    return folder
+
+
+def test_mean_of_a_unified_instance_from_a_decoder_that_was_saved_alone(folder: Path, tmp_path: Path) -> None:
     declare(folder, POOLING, {"pooling_mode": "mean", "include_prompt": True})
     reference = Reference(folder)
-    with cluster(folder, "unified_local.yaml") as url:
+    with cluster(without_prefix(folder, tmp_path / "alone"), "unified_local.yaml") as url:
         wanted = [reference.states(text).mean(0) for text in TEXTS]
         for _ in range(2):
             require_close(embedded(url, TEXTS), wanted)

@@ -131,10 +131,6 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a template of bytes": (lambda f: (f / "chat_template.jinja").write_bytes(b"\xff\xfe"), "jinja is not UTF-8"),
     "no head": (lose("lm_head.weight"), "no tensor 'lm_head.weight': only the head is missing"),
     "one missing": (lose("model.layers.1.mlp.up_proj.weight"), r"no tensor 'model.layers.1.mlp.up_proj.weight'$"),
-    "no prefix": (
-        lambda f: rewrite(f, renamed(lambda name: name.removeprefix("model."))),
-        "no tensor 'model.embed_tokens.weight': its tensors lack the prefix 'model.'",
-    ),
     "another prefix": (
         lambda f: rewrite(f, renamed(lambda name: f"language_model.{name}")),
         "its tensors have 'language_model.' before their names",
