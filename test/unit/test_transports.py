@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from chitu.errors import ConfigError, MissingDependency, TransferFailed
 from chitu.kv_transfer.shard_writer import open_shards
 from chitu.kv_transfer.transports.local import open_transports
 from chitu.kv_transfer.transports.mapped import MappedPeer, MappedPeers
-from chitu.kv_transfer.transports.transport import WriteError
+from chitu.kv_transfer.transports.transport import WriteError, pinning_hint
 from chitu.protocol import PROTOCOL_VERSION, KVArgsRegisterInfo, KVLayout, RankMemory, TransportSession
 
 
@@ -130,3 +131,9 @@ def test_a_write_whose_reader_died_is_an_error(ledger: Ledger) -> None:
     with pytest.raises(WriteError, match="has ended"), ledger.peers.writing(ledger.peer):
         pass
     assert not ledger.unmapped
+
+
+def test_memory_that_cannot_be_pinned_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, shown in ((8 << 20, "8192 KiB"), (resource.RLIM_INFINITY, "unlimited")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert f"`ulimit -l` is {shown} here" in pinning_hint()
