@@ -107,14 +107,16 @@ def test_errors_are_bounded(tmp_path: Path) -> None:
 def test_every_line_is_answered_once_wherever_it_was_cut_off(tmp_path: Path) -> None:
     """A run whose machine fails after some bytes of the output, as often as the file has bytes."""
     source, target = written(tmp_path, [line(i) for i in range(6)]), tmp_path / "out.jsonl"
+    bodies = [b'{"text":"\xc3\xa9 and more of it"}']
     sent: Counter[str] = Counter()
 
     async def send(each: BatchLine) -> Reply:
         sent[each.custom_id] += 1
-        return Reply(200 if each.custom_id != "r3" else 400, b'{"text":"\xc3\xa9"}')
+        return Reply(200 if each.custom_id != "r3" else 400, bodies[0])
 
     asyncio.run(run(source, Answers(target, target), send))
     whole = target.read_bytes()
+    bodies[0] = b"1"  # the second answer is shorter than what is left of the first
     assert sorted(answered(target)) == [f"r{i}" for i in range(6)]
     for length in range(0, len(whole), 7):
         target.write_bytes(whole[:length])
