@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create .venv with what chitu needs to run; --dev also installs what its tests need (tools, a browser, Slurm,
+# Create .venv with what chitu needs to run; --dev also installs what its tests need (tools, a browser, Slurm, QEMU,
 # NIXL, promtool).
 # Idempotent; a second run takes a second. A .venv that has the tests' tools keeps them up to date.
 # Requires Python 3.11 to 3.14 (Mooncake: to 3.13, with CUDA 13 to 3.14) and pip's package index.
@@ -142,6 +142,49 @@ install_slurm() { # best effort: everything except test/slurm works without it
         "${missing% })"
 }
 
+# ------------------------------------------------------------------------------- QEMU and a kernel for the tests of RDMA
+missing_qemu() { # names of missing Debian packages that test/rdma needs
+    local tool
+    for tool in qemu-system-x86_64:qemu-system-x86 busybox:busybox-static cpio:cpio depmod:kmod rdma:iproute2 cc:gcc; do
+        PATH=$PATH:/usr/sbin:/sbin command -v "${tool%:*}" >/dev/null || echo "${tool#*:}"
+    done
+    [ -e /etc/libibverbs.d/rxe.driver ] || echo ibverbs-providers
+    [ -e /usr/include/infiniband/verbs.h ] || echo libibverbs-dev
+}
+
+install_qemu() { # best effort, on a PC processor: everything except test/rdma works without it
+    [ "$(uname -m)" = x86_64 ] || return 0
+    local missing
+    missing=$(missing_qemu | tr '\n' ' ')
+    if [ -n "$missing" ] && can_apt; then
+        say "installing ${missing}(for the tests of RDMA between virtual machines)"
+        # shellcheck disable=SC2086
+        apt_install $missing
+        missing=$(missing_qemu | tr '\n' ' ')
+    fi
+    [ -z "$missing" ] || leave_out "test/rdma is left out, it needs QEMU and tools (Debian: apt-get install ${missing% })"
+}
+
+install_vm_kernel() { # best effort; Debian's kernel is unpacked, and what the machines boot is kept: 10 MB
+    [ "$(uname -m)" = x86_64 ] && [ -z "$(missing_qemu)" ] || return 0
+    local hash folder
+    hash=$(cat test/rdma/vm_kernel.py test/rdma/vm_init.sh | sha256sum | cut -d' ' -f1)
+    [ "$(cat .venv/vm/stamp 2>/dev/null)" != "$hash" ] || return 0
+    say "fetching a kernel (70 MB, for the tests of RDMA between virtual machines)"
+    folder=$(mktemp -d)
+    fetch_kernel() { # the package of linux-image-amd64 that has the kernel
+        local name
+        name=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: \(linux-image-[^ ]*\)$/\1/p' | head -n 1)
+        [ -n "$name" ] && apt-get -o APT::Sandbox::User="$(id -un)" download "$name"
+    }
+    (cd "$folder" && { fetch_kernel || { apt update && fetch_kernel; }; } && dpkg-deb -x linux-image-*.deb .) \
+        >/dev/null 2>&1 </dev/null &&
+        PATH=$PATH:/usr/sbin:/sbin .venv/bin/python test/rdma/vm_kernel.py "$folder" .venv/vm &&
+        echo "$hash" >.venv/vm/stamp ||
+        leave_out "test/rdma is left out, there is no kernel package (Debian's linux-image-amd64) for its virtual machines"
+    rm -rf "$folder"
+}
+
 # ----------------------------------------------------------------------------------- Prometheus' tool for deploy/ of it
 install_promtool() { # best effort; the package is unpacked, not installed, so that its server does not start
     [ ! -x .venv/bin/promtool ] && ! command -v promtool >/dev/null && can_apt || return 0
@@ -194,6 +237,7 @@ if [ $level = dev ]; then
     install_providers "$python"
     install_browser
     install_slurm
+    install_qemu
 fi
 
 kind=cpu
@@ -204,7 +248,7 @@ read -r old_hash old_level old_kind 2>/dev/null <.venv/chitu-setup.stamp || old_
 if [ "$python" = .venv/bin/python ]; then
     [ "$old_level" != dev ] || level=dev # keep what is installed
     if [ "$old_hash $old_level $old_kind" = "$hash $level $kind" ]; then
-        [ $level != dev ] || { install_clients; install_promtool; }
+        [ $level != dev ] || { install_clients; install_promtool; install_vm_kernel; }
         compile_sources
         say ".venv is up to date"
         exit 0
@@ -219,7 +263,7 @@ else
     "$python" -m venv --clear "${options[@]}" .venv
 fi
 
-[ $level != dev ] || { install_clients; install_promtool; } & # in parallel, since they need nothing from the rest
+[ $level != dev ] || { install_clients; install_promtool; install_vm_kernel; } & # in parallel, since they need nothing from the rest
 clients=$!
 
 names_index() { .venv/bin/python -m pip config list 2>/dev/null | grep -E '(index-url|find-links|no-index)' >/dev/null; }
