@@ -88,6 +88,8 @@ class PDRequestRouter:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._released: asyncio.Event | None = None
         """Set when new requests need not wait any more; None while they need not."""
+        self._end_error: ChituError | None = None
+        """Error of those that wait, once the process ends."""
         self._weights = 0
         """Number of the weights that the newest view serves."""
         self.check_results = self._cross_checks.results if self._cross_checks is not None else []
@@ -215,7 +217,7 @@ class PDRequestRouter:
         attempts.num_held_tokens += num_tokens
         try:
             async with asyncio.timeout(limit_s):
-                while self._released is not None:
+                while self._released is not None and self._end_error is None:
                     await self._released.wait()
         except TimeoutError:
             raise RequestTimeout(
@@ -224,6 +226,13 @@ class PDRequestRouter:
         finally:
             attempts.num_held -= count
             attempts.num_held_tokens -= num_tokens
+        if self._end_error is not None:
+            raise self._end_error
+
+    @property
+    def num_held(self) -> int:
+        """Choices of requests that wait in `released`."""
+        return self._attempts.num_held
 
     def cancel(self, generation: Generation, *, is_complete: bool = False) -> None:
         """End a generation whose client is gone, or whose answer `is_complete` (a stop string was found).
@@ -233,7 +242,10 @@ class PDRequestRouter:
             self._end_idle_waits()
 
     def fail_all(self, error: ChituError) -> None:
-        """End every running request with this error (the process is about to end)."""
+        """End every request, running or held, with this error (the process is about to end)."""
+        self._end_error = error
+        if self._released is not None:
+            self._released.set()
         self._attempts.give_up_all(error)
         self.flush()
 

@@ -113,11 +113,12 @@ COMPARISON = (
         "with `router.batches.dir`; `chitu batch` for a file and any server ([batches](batches.md))",
     ),
     (
-        "weights that change while serving; pause, resume, sleep",
+        "weights that change while serving; pause, resume",
         "SGLang, vLLM",
-        "no",
-        "not yet",
+        "yes: `/admin/weights`, `/admin/pause`, `/admin/resume`",
+        "from a folder ([weights](weights.md)); not from a trainer's memory",
     ),
+    ("sleep (weights and KV given back)", "SGLang, vLLM", "no", "not yet; pause keeps both in memory"),
     (
         "LoRA adapters",
         "vLLM, SGLang, Dynamo",

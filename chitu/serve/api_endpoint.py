@@ -230,8 +230,8 @@ class ApiEndpoint:
         for task in (idle, again):
             task.cancel()
         self._routes.draining = True  # what has not begun by now would be cut off
-        if self.router.in_flight:
-            log.warning("%d requests did not finish in time", self.router.in_flight)
+        if self.router.in_flight or self.router.num_held:
+            log.warning("%d requests did not finish in time", self.router.in_flight + self.router.num_held)
             self.router.fail_all(NoInstance("the server is shutting down"))
 
     def _heal_soon(self, result: CheckResult) -> None:

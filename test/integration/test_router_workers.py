@@ -85,9 +85,9 @@ def connection_to(router: RouterUnderTest, worker: int) -> http.client.HTTPConne
     raise AssertionError(f"no connection got to process {worker}")
 
 
-def complete(router: RouterUnderTest, **options: Any) -> httpx.Response:
+def complete(router: RouterUnderTest, headers: dict[str, str] | None = None, **options: Any) -> httpx.Response:
     body = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 6, "return_token_ids": True, **options}
-    return httpx.post(f"{router.url}/v1/completions", json=body, timeout=60.0, trust_env=False)
+    return httpx.post(f"{router.url}/v1/completions", json=body, headers=headers, timeout=60.0, trust_env=False)
 
 
 def workers(router: RouterUnderTest | LocalCluster) -> tuple[WorkerSnapshot, ...]:
@@ -249,6 +249,19 @@ def test_an_instance_is_drained_through_any_of_them_and_all_know(router: RouterU
         assert left == {"P0", "D0"}
     wait_until(lambda: router.members() == {"P0", "D0"}, WAIT_S, router.members)
     assert [complete(router).status_code for _ in range(4)] == [200] * 4
+
+
+def test_a_pause_through_any_of_them_holds_the_requests_of_all(router: RouterUnderTest) -> None:
+    router.start_worker("P0,D0", "--vocab-size", "100000")
+    assert complete(router).status_code == 200
+    for body, reply in (({"mode": "finish"}, "finish"), ({"mode": "keep"}, "keep")):
+        paused = httpx.post(f"{router.url}/admin/pause", json=body, trust_env=False)
+        assert (paused.status_code, paused.json()["paused"]) == (200, reply)
+        late = [complete(router, headers={"X-Request-Timeout": "0.1"}) for _ in range(6)]
+        assert {answer.status_code for answer in late} == {504}
+        assert {"the cluster is paused" in answer.text for answer in late} == {True}
+    assert httpx.post(f"{router.url}/admin/resume", trust_env=False).json()["paused"] == ""
+    assert [complete(router).status_code for _ in range(6)] == [200] * 6
 
 
 async def test_a_killed_process_takes_only_its_own_connections_and_comes_back(router: RouterUnderTest) -> None:

@@ -170,8 +170,8 @@ def test_one_that_ends_alone_takes_new_requests_until_its_drain_is_over(refuses:
         refused.append(routes.draining)
 
     routes = SimpleNamespace(draining=False)
-    api: Any = SimpleNamespace(_routes=routes, _snapshots=SimpleNamespace(), _kept=None)
-    api.router = SimpleNamespace(in_flight=0, idle=idle)
+    api: Any = SimpleNamespace(_routes=routes, _snapshots=SimpleNamespace(), _kept=None, _batches=None)
+    api.router = SimpleNamespace(in_flight=0, num_held=0, idle=idle)
 
     async def scenario() -> None:
         await ApiEndpoint.drain(api, 60.0, Ending(), refuses=refuses)
