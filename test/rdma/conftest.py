@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from pairs import WAYS, Pair, Ride, compile_retry_limit
+from pairs import RIDES, WAYS, Nursery, Pair, compile_retry_limit
 from virtual_machines import Machine, VirtualMachines, missing
-
-RIDES = pytest.StashKey[list[tuple[str, list[Ride]]]]()
-"""Faults in the order of their tests, with the rides through them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,15 +32,15 @@ def machines(tmp_path_factory: pytest.TempPathFactory, is_possible: None) -> Ite
 
 
 @pytest.fixture(scope="module")
-def limit(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return compile_retry_limit(tmp_path_factory.mktemp("retry_limit"))
+def nurseries(machines: tuple[Machine, Machine], tmp_path_factory: pytest.TempPathFactory) -> list[Nursery]:
+    library = compile_retry_limit(tmp_path_factory.mktemp("retry_limit"))
+    return [Nursery(machine, library) for machine in machines]
 
 
 @pytest.fixture(scope="module")
-def pairs(machines: tuple[Machine, Machine], limit: Path) -> list[Pair]:
+def pairs(nurseries: list[Nursery]) -> list[Pair]:
     """Start and connect a pair for each way."""
-    target, writer = machines
-    pairs = [Pair(way, target, writer, limit) for way in WAYS]
+    pairs = [Pair(way, *nurseries) for way in WAYS]
     for pair in pairs:
         pair.connect()
     return pairs

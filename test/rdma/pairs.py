@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from rdma_peer import NUM_PAGES, PAGE_BYTES
 from virtual_machines import Command, Machine
 
@@ -32,6 +33,17 @@ HEAL_S = 60.0
 """Longest time from the end of a fault until the pair works again and no page is quarantined."""
 START_S = 240.0
 ANSWER_S = 60.0
+PEER = (sys.executable, str(HERE / "rdma_peer.py"))
+ENV = {"OMP_NUM_THREADS": "1"}
+SOCKET = "/run/nursery"
+LAUNCH = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as nursery:
+    nursery.connect(sys.argv[1])
+    socket.send_fds(nursery, ["\\0".join(sys.argv[2:]).encode()], [0, 1, 2])
+    sys.exit(int(nursery.recv(16) or 1))
+"""
+"""Give this process's streams to a new end, and end with it."""
 OWN_BYTE = 0xA5
 """What another owner writes into pages that were quarantined."""
 
@@ -56,15 +68,34 @@ class Refused(Exception):
     """A process of a pair did not start; the text is what it said."""
 
 
-class End:
-    """A process of `rdma_peer.py` in a machine. `before`: a command line in front of its own."""
+class Nursery:
+    """A process in a machine that forks ends, so that each starts at once."""
 
-    def __init__(self, machine: Machine, way: Way, retry_limit: Path, before: Sequence[str] = ()) -> None:
-        env = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(retry_limit) if way.gives_up else ""}
-        address = machine.tcp_address if way.protocol == "tcp" else machine.address
-        argv = [*before, sys.executable, str(HERE / "rdma_peer.py"), way.protocol, address]
+    def __init__(self, machine: Machine, retry_limit: Path) -> None:
         self.machine = machine
-        self._command: Command = machine.start(*argv, cwd=str(ROOT), env=env)
+        self._command = machine.start(
+            *PEER, "nursery", SOCKET, cwd=str(ROOT), env={**ENV, "LD_PRELOAD": str(retry_limit)}
+        )
+        self._is_ready = False
+
+    def start(self, *words: str) -> Command:
+        if not self._is_ready:
+            self._command.line(START_S)
+            self._is_ready = True
+        return self.machine.start(sys.executable, "-I", "-S", "-c", LAUNCH, SOCKET, *words)
+
+
+class End:
+    """A process of `rdma_peer.py` in a machine. `before`: a command line in front of its own, instead of a fork."""
+
+    def __init__(self, nursery: Nursery, way: Way, before: Sequence[str] = ()) -> None:
+        machine = nursery.machine
+        words = [way.protocol, machine.tcp_address if way.protocol == "tcp" else machine.address]
+        self._command: Command = (
+            machine.start(*before, *PEER, *words, cwd=str(ROOT), env=ENV)
+            if before
+            else nursery.start(*(["GIVES_UP=1"] if way.gives_up else []), *words)
+        )
         self._offer = ""
 
     def offer(self) -> str:
@@ -129,20 +160,24 @@ class Ride:
         return f"{said}; {healed}; quarantined {self.quarantined}, reached by late writes {self.reached}{errors}"
 
 
+RIDES = pytest.StashKey[list[tuple[str, list[Ride]]]]()
+"""Faults in the order of their tests, with the rides through them."""
+
+
 class Pair:
     """A writer on one machine and its target on the other. It starts when it is made; `connect` waits for that."""
 
-    def __init__(self, way: Way, target: Machine, writer: Machine, retry_limit: Path) -> None:
+    def __init__(self, way: Way, target: Nursery, writer: Nursery) -> None:
         self.way = way
-        self._retry_limit = retry_limit
-        self.target = End(target, way, retry_limit)
-        self.writer = End(writer, way, retry_limit)
+        self._writers = writer
+        self.target = End(target, way)
+        self.writer = End(writer, way)
         self._seeds = itertools.count(1)
         self._reused: list[int] = []
 
     def replace_writer(self) -> None:
         """Start another writer, whose predecessor is dead."""
-        self.writer = End(self.writer.machine, self.way, self._retry_limit)
+        self.writer = End(self._writers, self.way)
 
     def connect(self, patience_s: float = 0.0) -> None:
         """Connect the writer; for `patience_s` again and again, as D repeats its registration."""
@@ -204,6 +239,10 @@ class Pair:
         own = zlib.crc32(bytes([OWN_BYTE]) * PAGE_BYTES)
         pages, self._reused = self._reused, []
         return [page for page, found in zip(pages, self.target.sums(pages), strict=True) if found != own]
+
+    def end(self) -> None:
+        self.writer.kill()
+        self.target.kill()
 
     def story(self) -> str:
         return f"writer {self.writer.story()}\ntarget {self.target.story()}"

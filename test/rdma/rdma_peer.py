@@ -11,15 +11,26 @@ It registers an arena of NUM_PAGES pages, prints its `RankMemory` (hex), then an
 
 An error of chitu is `{"error": its sentence, "kind": its class, "is_fenced": BOOL}`. Page N of the writer goes to page
 N of its peer.
+
+`python rdma_peer.py nursery SOCKET` imports once what an end needs, which takes an emulated processor many seconds, and
+forks an end for each connection: its arguments (`NAME=VALUE` for its environment first) come with its standard streams.
+The connection's end kills it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
+import socket
 import sys
 import time
+import traceback
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -92,5 +103,53 @@ def main(protocol: str, address: str) -> None:
         print(json.dumps(answer), flush=True)
 
 
+def fork_ends(path: str) -> None:
+    """Serve as the nursery of ends; see the module's docstring."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    print("ready", flush=True)
+    children: dict[socket.socket, int] = {}
+    while True:
+        ready, _, _ = select.select([listener, *children], [], [], 0.05)
+        for connection in ready:
+            if connection is listener:
+                connection, _ = listener.accept()
+                words, streams, _, _ = socket.recv_fds(connection, 4096, 3)
+                if (pid := os.fork()) == 0:
+                    for number, stream in enumerate(streams):
+                        os.dup2(stream, number)
+                    run_end(words.decode().split("\0"))
+                for stream in streams:
+                    os.close(stream)
+                children[connection] = pid
+            elif not connection.recv(1):  # its launcher was killed
+                os.kill(children[connection], signal.SIGKILL)
+        for connection, pid in list(children.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                with contextlib.suppress(OSError):
+                    connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                connection.close()
+                del children[connection]
+
+
+def run_end(words: list[str]) -> NoReturn:
+    """Run an end in this process, which is new."""
+    try:
+        while "=" in words[0]:
+            name, _, os.environ[name] = words.pop(0).partition("=")
+        main(*words)
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    else:
+        os._exit(0)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "nursery":
+        fork_ends(sys.argv[2])
     main(*sys.argv[1:])

@@ -11,11 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from conftest import RIDES
-from pairs import ENDLESS, HEAL_S, NUM_PAGES, End, Pair, Refused, Ride, Way
+from pairs import ENDLESS, HEAL_S, NUM_PAGES, RIDES, End, Nursery, Pair, Refused, Ride, Way
 from support.router_process import wait_until
 from virtual_machines import Machine
 
@@ -34,14 +32,15 @@ def ride(
     end: Callable[[], None],
     lasts_s: float,
     limits_s: Mapping[Way, float] = {},
-    *,
-    fences: bool = True,
+    unfenced: Pair | None = None,
 ) -> list[Ride]:
-    """Take all pairs through a fault. `limits_s`: time to heal of some, in place of HEAL_S. `fences`: if False, they
-    take each page for free at once."""
+    """Take all pairs through a fault. `limits_s`: time to heal of some, in place of HEAL_S. `unfenced`: a pair that
+    gives pages to another owner without a fence."""
     is_over = threading.Event()
     with ThreadPoolExecutor(len(pairs)) as pool:
-        futures = [pool.submit(pair.ride, is_over, limits_s.get(pair.way, HEAL_S), fences) for pair in pairs]
+        futures = [
+            pool.submit(pair.ride, is_over, limits_s.get(pair.way, HEAL_S), pair is not unfenced) for pair in pairs
+        ]
         time.sleep(0.5)
         try:
             begin()
@@ -88,29 +87,27 @@ def test_bytes_arrive_over_a_long_way(machines: Machines, pairs: list[Pair], rou
 
 
 def test_lost_rdma_with_living_control_messages_heals(
-    request: pytest.FixtureRequest, machines: Machines, pairs: list[Pair]
+    request: pytest.FixtureRequest, machines: Machines, nurseries: list[Nursery], pairs: list[Pair]
 ) -> None:
-    """The first message is lost in the middle of writes, for longer than their timeout."""
+    """The loss lasts longer than the timeout of a write. A pair without a fence rides beside the others: it shows that
+    a late write is found."""
     _, p = machines
-    check(request, "RDMA lost for 15 s", ride(pairs, lambda: p.lose(100, roce_only=True), p.heal, 15.0))
-
-
-def test_pages_that_a_late_write_can_reach_are_found(machines: Machines, pairs: list[Pair]) -> None:
-    """With a fence that says yes at once, the page of a write that soft-RoCE retries gets another owner too early."""
-    _, p = machines
-    (pair,) = [pair for pair in pairs if pair.way == ENDLESS]
-    (one,) = ride([pair], lambda: p.lose(100, roce_only=True), p.heal, 8.0, fences=False)
-    assert one.reached, one
+    unfenced = Pair(ENDLESS, *nurseries)
+    unfenced.connect()
+    *rides, planted = ride([*pairs, unfenced], lambda: p.lose(100, roce_only=True), p.heal, 15.0, unfenced=unfenced)
+    unfenced.end()
+    check(request, "RDMA lost for 15 s", rides)
+    assert planted.reached, planted
 
 
 def test_a_flapping_link_heals(
-    request: pytest.FixtureRequest, machines: Machines, pairs: list[Pair], limit: Path
+    request: pytest.FixtureRequest, machines: Machines, nurseries: list[Nursery], pairs: list[Pair]
 ) -> None:
     """A writer that joins just then is not refused. Mooncake destroys D's queue pairs, which soft-RoCE retries for ever
     and no adapter would: that pair stays suspended, rightly, and its writer's successor works."""
-    d, p = machines
+    d, _ = machines
     endless, errors = pairs[1:]
-    newcomer = End(p, errors.way, limit)
+    newcomer = End(nurseries[1], errors.way)
     memory = errors.target.offer()
     newcomer.offer()
     answers: list[dict[str, object]] = []
@@ -147,17 +144,16 @@ def test_a_silent_host_heals(request: pytest.FixtureRequest, machines: Machines,
     check(request, "host of D stands still for 8 s", ride(pairs, d.pause, d.resume, 8.0))
 
 
-def test_a_host_that_may_pin_little_gets_a_sentence(machines: Machines, limit: Path) -> None:
-    _, p = machines
+def test_a_host_that_may_pin_little_gets_a_sentence(nurseries: list[Nursery]) -> None:
     before = ["prlimit", "--memlock=1048576", "setpriv", "--bounding-set=-ipc_lock"]
     with pytest.raises(Refused) as caught:
-        End(p, ENDLESS, limit, before).offer()
+        End(nurseries[1], ENDLESS, before).offer()
     assert "cannot register" in str(caught.value) and "ulimit -l" in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
 
 def test_a_removed_device_and_a_writer_killed_inside_a_write(
-    machines: Machines, limit: Path, pairs: list[Pair]
+    machines: Machines, nurseries: list[Nursery], pairs: list[Pair]
 ) -> None:
     """The device goes when its last process ends. Nothing of a dead writer lands after its lease."""
     _, p = machines
@@ -175,7 +171,7 @@ def test_a_removed_device_and_a_writer_killed_inside_a_write(
     for pair in pairs:
         pair.take_over(range(NUM_PAGES))
     with pytest.raises(Refused) as caught:
-        End(p, ENDLESS, limit).offer()
+        End(nurseries[1], ENDLESS).offer()
     assert "device" in str(caught.value) and "Traceback" not in str(caught.value)
     for pair in pairs:
         assert not pair.reached(), pair.way
