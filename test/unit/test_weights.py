@@ -340,6 +340,22 @@ def test_an_instance_that_cannot_read_what_the_cluster_serves_gets_no_request_an
     assert world.core.weights.missing() == [] and len(Candidates.in_view(world.core.view).decode) == 2
 
 
+def test_an_instance_never_goes_back_to_older_weights_and_takes_no_request_for_those_it_leaves() -> None:
+    """A new router may first hear of an instance that has older ones than this."""
+    keeper = WeightsKeeper(loader := FakeLoader(), FakeClock())
+    for number, (path, model_hash) in enumerate(FOLDERS.items(), 1):
+        serve = Weights(number, model_hash, path)
+        keeper.set_order(WeightsOrder(serve))
+        assert keeper.turn() is None and keeper.accepts == -1
+        assert keeper.turn() == serve
+        keeper.change(serve)
+        assert keeper.turn() is None and keeper.is_settled and (keeper.accepts, loader.serves) == (number, path)
+    loader.drop()
+    keeper.set_order(WeightsOrder(Weights(1, "hash of new", "/new")))
+    assert [keeper.turn() for _ in range(4)] == [None] * 4
+    assert (keeper.serves.number, keeper.accepts, keeper.is_settled, loader.path) == (2, 2, True, "")
+
+
 def test_a_paused_cluster_holds_requests_and_freezes_only_if_running_ones_are_kept() -> None:
     weights = ClusterWeights()
     assert weights.order == WeightsOrder()
