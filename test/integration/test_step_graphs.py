@@ -10,10 +10,12 @@ import pytest
 import torch
 from engine_checkpoints import Engine, chunks_of, expected_tokens, generate, make_prompt, write_checkpoint
 
+from chitu.engine.build import load_model
 from chitu.engine.executor import Offload, Restore, StepPlan
 from chitu.engine.step_graphs import PREFILL_SIZES, CudaRecorder, EagerRecorder, Recording
 from chitu.errors import Internal
 from chitu.kv_cache.pool import KVPool
+from chitu.models.tensors import tensors_of, why_unlike
 from chitu.ops.torch_ops import TorchOps
 from chitu.types import Role
 
@@ -84,6 +86,27 @@ def test_a_slot_that_was_away_goes_on_where_it_stopped(checkpoint):
     for _ in range(5):
         tokens += engine.runner.execute(StepPlan(decode=[0])).tokens
     assert tokens == expected
+
+
+def test_other_weights_come_to_where_the_old_ones_are_so_recorded_steps_compute_with_them(checkpoint, tmp_path):
+    folder, reference = checkpoint
+    other = write_checkpoint(tmp_path, "qwen3")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    other.save_pretrained(tmp_path)
+    engine = Engine(folder, ops=TorchOps(), recording=DECODES, max_model_len=256)
+    prompts = [make_prompt(length) for length in (3, 40)]
+    assert generate(engine, prompts, 10) == [expected_tokens(reference, prompt, 10) for prompt in prompts]
+    new = load_model(tmp_path, "float32", max_model_len=256, ops=TorchOps())
+    places = [tensor.data_ptr() for _, tensor in tensors_of(engine.runner.model)]
+    assert why_unlike(engine.runner.model, new) == "" and len(places) > 20
+    with torch.inference_mode():
+        engine.runner.change_model(new)
+    expected = [expected_tokens(other, prompt, 10) for prompt in prompts]
+    assert generate(engine, prompts, 10) == expected
+    assert expected != [expected_tokens(reference, prompt, 10) for prompt in prompts]
+    assert [tensor.data_ptr() for _, tensor in tensors_of(engine.runner.model)] == places
 
 
 def test_the_last_token_of_a_full_sequence_overwrites_nothing(checkpoint):
