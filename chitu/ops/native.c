@@ -44,15 +44,21 @@ static inline vf vmax(vf a, vf b) {
     v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));             \
     v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));             \
     v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 #elif LANES == 8
 #define HALVES(v, op)                                                      \
     v = op(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3));      \
     v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5));      \
     v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
 #else
 #define HALVES(v, op)                                      \
     v = op(v, __builtin_shufflevector(v, v, 2, 3, 0, 1));  \
     v = op(v, __builtin_shufflevector(v, v, 1, 0, 3, 2));
+#define ZIP_LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define ZIP_HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
 #endif
 #define PLUS(a, b) ((a) + (b))
 
@@ -428,21 +434,42 @@ void chitu_decode_attention(const float *q, float *out, const float *k_pages, co
     }
 }
 
+/* Transpose LANES x LANES numbers: each round interleaves the first half of the rows with the second. */
+static inline __attribute__((always_inline)) void transpose(vf rows[LANES]) {
+    for (int round = 1; round < LANES; round *= 2) {
+        vf next[LANES];
+        for (int r = 0; r < LANES / 2; r++) {
+            next[2 * r] = ZIP_LOW(rows[r], rows[r + LANES / 2]);
+            next[2 * r + 1] = ZIP_HIGH(rows[r], rows[r + LANES / 2]);
+        }
+        for (int r = 0; r < LANES; r++) rows[r] = next[r];
+    }
+}
+
 /* Gather `count` tokens of one head: K as panels `[KEY_BLOCK / 32][n][32]`, V as rows. Absent tokens are zero. */
 static void gather(const float *k_pages, const float *v_pages, const int64_t *table, int64_t start, int64_t count,
                    int64_t kv_heads, int64_t h, int64_t n, int64_t page_size, float *keys, float *values) {
     int64_t index = start / page_size, offset = start % page_size;
-    for (int64_t j = 0; j < KEY_BLOCK; j++) {
-        float *column = keys + j / PANEL * n * PANEL + j % PANEL;
-        if (j >= count) {
-            for (int64_t i = 0; i < n; i++) column[i * PANEL] = 0;
-            memset(values + j * n, 0, n * sizeof(float));
-            continue;
+    for (int64_t j = 0; j < KEY_BLOCK; j += LANES) {
+        const float *tokens[LANES];
+        for (int64_t r = 0; r < LANES; r++) {
+            tokens[r] = 0;
+            if (j + r >= count) {
+                memset(values + (j + r) * n, 0, n * sizeof(float));
+                continue;
+            }
+            int64_t at = ((table[index] * kv_heads + h) * page_size + offset) * n;
+            if (++offset == page_size) offset = 0, index++;
+            tokens[r] = k_pages + at;
+            memcpy(values + (j + r) * n, v_pages + at, n * sizeof(float));
         }
-        int64_t at = ((table[index] * kv_heads + h) * page_size + offset) * n;
-        if (++offset == page_size) offset = 0, index++;
-        for (int64_t i = 0; i < n; i++) column[i * PANEL] = k_pages[at + i];
-        memcpy(values + j * n, v_pages + at, n * sizeof(float));
+        float *columns = keys + j / PANEL * n * PANEL + j % PANEL;
+        for (int64_t i = 0; i < n; i += LANES) {
+            vf block[LANES];
+            for (int r = 0; r < LANES; r++) block[r] = tokens[r] ? load(tokens[r] + i) : (vf){};
+            transpose(block);
+            for (int r = 0; r < LANES; r++) store(columns + (i + r) * PANEL, block[r]);
+        }
     }
 }
 
