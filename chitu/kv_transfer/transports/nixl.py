@@ -1,8 +1,8 @@
 """Transport `nixl`: NIXL with its UCX backend, between hosts or processes of one host, over whatever UCX finds: TCP,
 shared memory, RDMA, NVLink.
 
-One agent per process. Measured with nixl-cu13 1.5.1 and host memory over TCP; GPU memory and RDMA were never run here.
-These properties shape the code below:
+One agent per process. Measured with nixl-cu13 1.5.1 and host memory, over TCP and over RDMA with soft-RoCE between two
+virtual machines; GPU memory was never run here. These properties shape the code below:
 
 * UCX listens on every interface unless UCX_NET_DEVICES limits it, and asks for no credential: any process that reaches
   it can read and write registered memory. A host on the loopback address gets UCX_NET_DEVICES=lo.
