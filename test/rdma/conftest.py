@@ -50,7 +50,7 @@ def pairs(nurseries: list[Nursery]) -> list[Pair]:
 def stories(request: pytest.FixtureRequest) -> Iterator[None]:
     """Print what the machines and the ends said if a test fails."""
     yield
-    if request.node.rep_failed:
+    if getattr(request.node, "rep_failed", False):
         for name in {"machines", "pairs"} & set(request.fixturenames):
             for one in request.getfixturevalue(name):
                 print(one.story())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import pytest
 from pairs import ROOT
+from support.router_process import wait_until
 from virtual_machines import Command, Machine, VirtualMachines
 
 from chitu.assets import TINY_MODEL_DIR
@@ -85,16 +86,21 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, is_possible: None) -> Iter
             ]
 
         started_s = time.monotonic()
-        for doctor in on_both("doctor"):
-            print(report := doctor.wait(READY_S))
+        report = ""
+        for doctor in on_both("doctor"):  # the first prints one report for both
+            report += doctor.wait(READY_S)
             assert doctor.status == 0, doctor.tail()
-            assert "rxe0" in report
+        print(report)
+        assert report.count("rxe0 ACTIVE") == 2
         print(f"doctor: {time.monotonic() - started_s:.0f} s")
         started_s = time.monotonic()
         nodes = on_both("node", "--log-dir", "/run/logs", "--ready-timeout", str(READY_S))
         try:
-            while "Ctrl-C ends it" not in (line := nodes[0].line(READY_S)):
-                print(line)
+            wait_until(
+                lambda: "Ctrl-C ends it" in nodes[0].errors or nodes[0].status is not None, READY_S, nodes[0].tail
+            )
+            print(nodes[0].tail())
+            assert nodes[0].status is None
             print(f"ready: {time.monotonic() - started_s:.0f} s")
             client = machines[0].start(sys.executable, "-I", f"{ROOT}/test/rdma/rdma_client.py", URL, API_KEY)
             yield Cluster(machines[0], machines[1], nodes, client)
