@@ -191,7 +191,7 @@ def test_what_is_wrong_is_said_before_anything_is_kept(tmp_path: Path, model: Pa
             assert (batch.status, batch.errors.data[0].code) == ("failed", code)
             client.files.delete(batch.input_file_id)
         with pytest.raises(openai.BadRequestError, match="endpoint"):
-            client.batches.create(input_file_id="file-1", endpoint="/v1/embeddings", completion_window="24h")
+            client.batches.create(input_file_id="file-1", endpoint="/v1/moderations", completion_window="24h")
         with pytest.raises(openai.NotFoundError):
             client.batches.create(input_file_id="../a", endpoint="/v1/completions", completion_window="24h")
         upload(client, [line(0)])
