@@ -121,7 +121,7 @@ def test_the_numbers_are_those_of_the_requests_that_were_sent(cluster: LocalClus
         assert scrape("chitu_instance_breaker", f'{labels},state="closed"') == 1
     path = 'prefill="P0",decode="D0",transport="shm"'
     assert scrape("chitu_path_bytes_total", path) == scrape("chitu_path_bytes_total") == moved - saved
-    assert scrape("chitu_path_writes_total", path) >= 2 * len(prompts), "pages and the logits row of each"
+    assert scrape("chitu_path_writes_total", path) > len(prompts), "the logits row of each, and pages that D has not"
     assert scrape("chitu_path_busy_seconds_total", path) > 0 == scrape("chitu_path_failed_writes_total", path)
     for name in ("failed", "cancelled", "rejected", "in_flight"):
         assert scrape(f"chitu_requests_{name}") == scrape(f"chitu_requests_{name}_total") == 0, name
