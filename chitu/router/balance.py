@@ -1,0 +1,264 @@
+"""Balances prefill against decode: which instance should change its role, and how many of each role are wanted.
+
+Pure: reports of the instances and the time in, a decision out. Its shell is `serve/balancing.py`, on the router's loop
+thread. The *demand* of a role is its work in instances: tokens a second over those that one instance can make within
+the SLO, summed up. The demands of both sides are measured at the same throughput of requests, also while one side holds
+the other up. So the split of the instances that lets the most through is the one whose larger *pressure* (demand by
+instance) is smallest. An instance changes its role if a pressure is high, or prompts queue for too long, and the other
+split has a lower one.
+
+Invariants: an instance never changes its role if its side would be empty, nor while the fleet is moving (`Fleet.busy`,
+an instance that leaves or has just come). A change has a reason in numbers. Hysteresis: the gain of a change is summed
+up over time (as in a CUSUM test: E. S. Page, "Continuous Inspection Schemes", 1954) and must reach `EVIDENCE_S`; what
+gains less than `MARGIN` counts against it. So a large change of the load is answered in seconds, noise never, and no
+change is taken back unless the load has changed. Unified instances are watched, but keep their role: the router
+already sends them the half that is short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from chitu.types import Role
+
+SIDES = (Role.PREFILL, Role.DECODE)
+FULL = {Role.PREFILL: 0.8, Role.DECODE: 0.9, Role.UNIFIED: 0.8}
+"""Share of its capacity that an instance should have to do: prompts come in bursts, and a queue of them is waiting
+time."""
+WINDOW_S = 15.0
+"""Time constant of the demands."""
+SETTLE_S = 4.0
+"""Age from which an instance is no newcomer, and shortest time between two changes."""
+NEED = 0.9
+"""Pressure from which an instance may change its role."""
+QUEUE_SHARE = 0.5
+"""Share of the TTFT that prompts may queue; beyond it, an instance may change its role, too."""
+MARGIN = 0.08
+"""Gain that is not worth a change, as a share of the larger pressure."""
+EVIDENCE_S = 1.5
+"""Gain beyond `MARGIN`, summed up over time, at which an instance changes its role: a half for 3.6 s, a tenth for
+75 s."""
+MOST_UNMET = 2.0
+"""Largest factor by which a wish goes beyond the work that is done: rejected requests are often sent again."""
+RETRY_S = 60.0
+"""Pause after a change that failed."""
+KEPT_S = 300.0
+"""Time for which a wish for more instances stays: loads come back, and an instance takes long to start."""
+KEPT_PARTS = 10
+"""Parts of that time, of each of which the largest wish is kept."""
+
+
+class Observed(NamedTuple):
+    """One instance, as its newest report shows it. Token counts are since its start."""
+
+    name: str
+    role: Role
+    incarnation: int
+    age_s: float
+    """Time since it joined."""
+    is_leaving: bool
+    """Whether it drains, or changes its role."""
+    prompt_tokens: int
+    """Prompt tokens that it has computed."""
+    prompt_token_s: float
+    """Seconds that it computes for one; 0: unknown."""
+    output_tokens: int
+    output_token_s: float
+    """Seconds of an instance that is as busy as the SLO allows, by output token; 0: unknown."""
+    backlog_s: float
+    """Time since its start in which work waited because it had no room."""
+    is_held: bool
+    """Whether it has no room only because of prompts that other instances compute."""
+    roles: tuple[Role, ...]
+    """Roles that it can change to."""
+    cost_pages: float
+    """Pages that are in use, or would be missed, if it changed its role."""
+
+
+class Fleet(NamedTuple):
+    """What the router knows at one moment."""
+
+    instances: Sequence[Observed]
+    offered: int
+    """Requests since the start, with those that were rejected for overload."""
+    begun: int
+    """Those of them that had a first token."""
+    waits_s: Mapping[Role, float]
+    """Predicted time that a request sent now waits for a role; 0 if unknown."""
+    busy: str = ""
+    """Why no instance may change its role now; empty if one may."""
+
+
+class Change(NamedTuple):
+    """A decision: `instance` becomes `role`."""
+
+    instance: str
+    role: Role
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.instance} should become {self.role.letter}: {self.reason}"
+
+
+class _Rate:
+    """Amount a second, over about the last `WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._seconds = self._amount = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        kept = math.exp(-seconds / WINDOW_S)
+        self._seconds = self._seconds * kept + seconds
+        self._amount = self._amount * kept + amount
+
+    @property
+    def value(self) -> float:
+        return self._amount / self._seconds if self._seconds else 0.0
+
+
+class _Wish:
+    """The largest number of instances that was needed in the last `KEPT_S`."""
+
+    def __init__(self) -> None:
+        self._parts: deque[tuple[int, int]] = deque(maxlen=KEPT_PARTS)
+        """Number of the part of time, and what was needed in it."""
+
+    def note(self, now_s: float, needed: int) -> int:
+        part = int(now_s * KEPT_PARTS / KEPT_S)
+        if self._parts and self._parts[-1][0] == part:
+            needed = max(needed, self._parts.pop()[1])
+        self._parts.append((part, needed))
+        return max(number for at, number in self._parts if at > part - KEPT_PARTS)
+
+
+class Balancer:
+    """Call `tick` about twice a second; longer pauses do no harm."""
+
+    def __init__(self, ttft_s: float, acts: bool = True) -> None:
+        """`ttft_s`: SLO of the time to first token. Unless it `acts`, it only advises."""
+        self._ttft_s = ttft_s
+        self._acts = acts
+        self.demand: dict[Role, float] = {}
+        """Work of each role that is there, in instances that are `FULL`."""
+        self.pressure: dict[Role, float] = {}
+        """The same by instance: above 1, the role is short of instances."""
+        self.wanted: dict[Role, int] = {}
+        """How many instances of each role the load asks for."""
+        self.advice: Change | None = None
+        """The change that is due, also while it cannot be made."""
+        self.obstacle = ""
+        """Why the change that is due is not made yet."""
+        self._work = {role: _Rate() for role in Role}
+        self._offered, self._begun = _Rate(), _Rate()
+        self._reported: dict[int, Observed] = {}
+        """The last reports, by incarnation."""
+        self._last: tuple[float, int, int] | None = None
+        """Time, `offered` and `begun` of the last call."""
+        self._evidence = dict.fromkeys(SIDES, 0.0)
+        self._rests_until_s = -math.inf
+        self._wishes: dict[Role, _Wish] = {}
+
+    def tick(self, now_s: float, fleet: Fleet) -> Change | None:
+        """Take in what the instances reported. Return the change that is to be made now, once."""
+        passed_s = self._measure(now_s, fleet)
+        if passed_s <= 0:
+            return None
+        counts = {role: sum(i.role is role for i in fleet.instances) for role in Role}
+        self._weigh(now_s, counts)
+        role, gain = self._gain(fleet, counts)
+        for side in SIDES:
+            step = (gain if side is role else 0.0) - MARGIN
+            self._evidence[side] = min(max(0.0, self._evidence[side] + step * passed_s), EVIDENCE_S)
+        if role is None or self._evidence[role] < EVIDENCE_S:
+            self.advice, self.obstacle = None, ""
+            return None
+        self.advice = self._change(fleet, counts, role, gain)
+        self.obstacle = self._why_not(now_s, fleet)
+        if self.advice is None or self.obstacle or not self._acts:
+            return None
+        self._rests_until_s = now_s + SETTLE_S
+        self._evidence = dict.fromkeys(SIDES, 0.0)
+        return self.advice
+
+    def on_failed(self, now_s: float) -> None:
+        """Pause after a change that could not be made."""
+        self._rests_until_s = now_s + RETRY_S
+
+    def _measure(self, now_s: float, fleet: Fleet) -> float:
+        """Return the seconds since the last call; 0 for the first one."""
+        work_s = dict.fromkeys(Role, 0.0)
+        for one in fleet.instances:
+            before = self._reported.get(one.incarnation, one)
+            prompt, output = one.prompt_tokens - before.prompt_tokens, one.output_tokens - before.output_tokens
+            computed_s = prompt * one.prompt_token_s + output * one.output_token_s
+            # While work waits an instance does all that it can, whatever its rates say.
+            full_s = 0.0 if one.is_held else one.backlog_s - before.backlog_s
+            work_s[one.role] += max(computed_s, full_s)
+        self._reported = {one.incarnation: one for one in fleet.instances}
+        last, self._last = self._last, (now_s, fleet.offered, fleet.begun)
+        if last is None or now_s <= last[0]:
+            return 0.0
+        passed_s = now_s - last[0]
+        for role, rate in self._work.items():
+            rate.add(work_s[role], passed_s)
+        self._offered.add(fleet.offered - last[1], passed_s)
+        self._begun.add(fleet.begun - last[2], passed_s)
+        return passed_s
+
+    def _weigh(self, now_s: float, counts: dict[Role, int]) -> None:
+        """Compute what is shown: demands and wishes."""
+        present = [role for role, count in counts.items() if count]
+        self.demand = {role: self._work[role].value / FULL[role] for role in present}
+        self.pressure = {role: self.demand[role] / counts[role] for role in present}
+        # What is offered and does not begin is demand, too: it queues, or was rejected.
+        begun = self._begun.value
+        unmet = min(max(1.0, self._offered.value / begun), MOST_UNMET) if begun else 1.0
+        for role in present:
+            wish = self._wishes.get(role)
+            if wish is None:  # what is there was wanted, until the load is known
+                wish = self._wishes[role] = _Wish()
+                wish.note(now_s, counts[role])
+            self.wanted[role] = wish.note(now_s, max(1, math.ceil(self.demand[role] * unmet - MARGIN)))
+
+    def _gain(self, fleet: Fleet, counts: dict[Role, int]) -> tuple[Role | None, float]:
+        """Return the side that is short, and by which share the larger pressure would fall if it got an instance of the
+        other one. None if no side is short, or the other has none to give."""
+        if not all(counts[side] for side in SIDES):
+            return None, 0.0
+        short, other = SIDES if self.pressure[SIDES[0]] >= self.pressure[SIDES[1]] else SIDES[::-1]
+        pressure = self.pressure[short]
+        queues = fleet.waits_s.get(short, 0.0) > QUEUE_SHARE * self._ttft_s
+        if counts[other] < 2 or not pressure or not (pressure >= NEED or queues):
+            return None, 0.0
+        after = max(self.demand[short] / (counts[short] + 1), self.demand[other] / (counts[other] - 1))
+        return short, 1 - after / pressure
+
+    def _change(self, fleet: Fleet, counts: dict[Role, int], role: Role, gain: float) -> Change | None:
+        """Return the change of the instance that costs least; None if none can take the role."""
+        other = SIDES[1] if role is SIDES[0] else SIDES[0]
+        able = [i for i in fleet.instances if i.role is other and role in i.roles]
+        if not able:
+            return None
+        chosen = min(able, key=lambda i: (i.is_leaving, i.cost_pages, i.name))
+        wait_s = fleet.waits_s.get(role, 0.0)
+        queue = f" with a wait of {wait_s:.1f} s" if wait_s else ""
+        reason = (
+            f"{counts[role]} {role.letter} are at {self.pressure[role]:.0%} of their aim{queue}, {counts[other]} "
+            f"{other.letter} at {self.pressure[other]:.0%}; the larger falls by {gain:.0%}, "
+            f"and {chosen.cost_pages:.0f} pages move or are missed"
+        )
+        return Change(chosen.name, role, reason)
+
+    def _why_not(self, now_s: float, fleet: Fleet) -> str:
+        """Return why no instance may change its role now; empty if one may."""
+        if fleet.busy:
+            return fleet.busy
+        for one in fleet.instances:
+            if one.is_leaving:
+                return f"{one.name} leaves, or changes its role"
+            if one.age_s < SETTLE_S:
+                return f"{one.name} has just joined"
+        return "the last change was a moment ago" if now_s < self._rests_until_s else ""
