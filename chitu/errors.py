@@ -9,7 +9,7 @@ ChituError
 |   |-- InvalidRequest  ContextLengthExceeded  ModelNotFound  PayloadTooLarge  Unauthorized
 |   |-- HeadersTooLarge  SlowRequest  UnsupportedEncoding
 |   |-- Forbidden  UnknownInstance  UnknownRequest  LastInstance  UnknownFile  InUse
-|   `-- WeightsRefused
+|   `-- WeightsRefused  RoleRefused
 |-- ServiceError                   ours (5xx); `retryable`: whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- RequestKept  WeightsChanged
@@ -155,6 +155,13 @@ class LastInstance(RequestError):
     """Without that instance no request could be served (admin route)."""
 
     code = "last_instance"
+    http_status = 409
+
+
+class RoleRefused(RequestError):
+    """That instance cannot take that role now (admin route). It keeps the one that it has."""
+
+    code = "role_refused"
     http_status = 409
 
 

@@ -8,22 +8,26 @@ replaces another one, unless it yields. A replaced one is refused from then on, 
 taken. All live P and D can exchange pages (`compatibility.py`). An instance is in the view exactly while its lease
 runs, or until its death is known sooner (by its pid on this machine, from its launcher on another). A lost instance is
 reported once through `on_lost`, after it left the view. The view calls an instance dead only if all its processes are
-known to have ended; silence and a Leave of its own prove nothing. Nothing here depends on requests, and the work of a
-join or a heartbeat does not depend on the number of members.
+known to have ended; silence and a Leave of its own prove nothing. An instance that changes its role drains as what it
+was, then joins as what it becomes, under a new incarnation. That join takes the old one out of the same view, and
+never takes a place that belongs to another process. Nothing here depends on requests, and the work of a join or a
+heartbeat does not depend on the number of members.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 
 import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout, RankTaken
+from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout, RankTaken, RoleRefused
 from chitu.net.sockets import check_address
 from chitu.net.view_feed import ViewSender
 from chitu.protocol import (
@@ -45,7 +49,7 @@ from chitu.protocol.weights import WeightsOrder, WeightsReport
 from chitu.router.compatibility import MemberKinds
 from chitu.router.metrics import CoordinationMetrics
 from chitu.router.weights import ClusterWeights
-from chitu.types import Role
+from chitu.types import Role, instance_name, place_of, place_text
 
 log = logging.getLogger(__name__)
 
@@ -87,14 +91,25 @@ class MembershipListener(Protocol):
 
 class PDCoordination:
     def __init__(
-        self, clock: Clock, deadlines: DeadlineConfig, router_incarnation: int, listener: MembershipListener
+        self,
+        clock: Clock,
+        deadlines: DeadlineConfig,
+        router_incarnation: int,
+        listener: MembershipListener,
+        places: Iterable[tuple[Role, int]] = (),
     ) -> None:
+        """`places`: those of the topology."""
         self._clock = clock
         self._deadlines = deadlines
         self._listener = listener
         self._members: dict[tuple[Role, int], _Member] = {}
         self._last: dict[tuple[Role, int], InstanceInfo] = {}
         """Incarnation that joined last as this instance, member or not."""
+        self._owned = set(places)
+        """Places (role and rank) of the topology, and of each process where it joined first. A change of role leads to
+        another one, or back to its own."""
+        self._reserved: dict[tuple[Role, int], int] = {}
+        """Places that draining members get, with their incarnations."""
         self._kinds = MemberKinds()
         self.weights = ClusterWeights()
         """Whoever calls its methods calls `publish_weights` then."""
@@ -232,19 +247,50 @@ class PDCoordination:
         self._drain(member)
         return member.identity, member.info
 
+    def change_role(self, role: Role, engine_rank: int, wanted: Role) -> InstanceInfo:
+        """Stop new requests to a member; the view asks it to finish, or give back, its requests and to join again as
+        another role, with the lowest rank that is free. Return its record. Raises RoleRefused."""
+        member = self._members[role, engine_rank]
+        info, name = member.info, member.info.name
+        if info.draining:
+            doing = f"becomes {instance_name(*place_of(info.becomes))}" if info.becomes else "drains"
+            raise RoleRefused(f"{name} {doing} already")
+        if wanted is role:
+            raise RoleRefused(f"{name} is a {role} instance already")
+        if wanted not in info.roles:
+            raise RoleRefused(
+                f"{name} cannot become a {wanted} instance, as its log says at its start: start one as `chitu join "
+                f"{wanted}`, then `chitu drain {name}`"
+            )
+        becomes = place_text(wanted, self._free_rank(wanted, info.home))
+        new = msgspec.structs.replace(info, role=wanted, engine_rank=place_of(becomes)[1])
+        if reason := self._kinds.why_incompatible(new):
+            raise RoleRefused(reason)
+        log.info("%s will become %s", name, new.name)
+        self._set_info(member, msgspec.structs.replace(info, draining=True, becomes=becomes))
+        return member.info
+
+    def _free_rank(self, role: Role, home: str) -> int:
+        """Return the rank that an instance gets which changes to `role`: that of its home, if it has this role, else
+        the lowest one that belongs to no process and that no other one gets."""
+        taken = self._members.keys() | self._reserved.keys()
+        if home and place_of(home)[0] is role and place_of(home) not in taken:
+            return place_of(home)[1]
+        return next(rank for rank in count() if (role, rank) not in taken | self._owned)
+
     def knows(self, role: Role, engine_rank: int, incarnation: int) -> bool:
         """Return whether this process is the one that joined as this instance last; it may have left since."""
         last = self._last.get((role, engine_rank))
-        return last is not None and last.incarnation == incarnation
+        return last is not None and incarnation in (last.incarnation, *last.former)
 
     def _live(self, role: Role, engine_rank: int, incarnation: int) -> _Member | None:
         member = self._members.get((role, engine_rank))
         return member if member is not None and member.info.incarnation == incarnation else None
 
     def _drain(self, member: _Member) -> None:
-        if not member.info.draining:
+        if not member.info.draining or member.info.becomes:
             log.info("%s drains", member.info.name)
-            self._set_info(member, msgspec.structs.replace(member.info, draining=True))
+            self._set_info(member, msgspec.structs.replace(member.info, draining=True, becomes=""))
 
     def _join(self, join: Join, identity: bytes) -> None:
         if join.protocol_version != PROTOCOL_VERSION:
@@ -256,6 +302,10 @@ class PDCoordination:
         check_address(info.host, info.port)
         if info.engine_rank < 0 or not 0 <= info.control_port <= 65535:
             raise BadFrame(f"engine_rank {info.engine_rank}, control_port {info.control_port}: out of range")
+        try:
+            home, becomes = [place_of(text) if text else None for text in (info.home, info.becomes)]
+        except ValueError as error:
+            raise BadFrame(f"home {info.home!r}, becomes {info.becomes!r}: not role and rank") from error
         key = (info.role, info.engine_rank)
         now_s = self._clock.monotonic()
         lease_end_s = now_s + self._deadlines.lease_s
@@ -266,11 +316,13 @@ class PDCoordination:
                 f"{info.name} is another process by now (incarnation {last.incarnation}, pid {last.pid}): "
                 "end one of the two, or give it another rank"
             )
-        if is_other and info.yields and present is not None:
+        if is_other and (info.yields or info.former) and present is not None:
             raise RankTaken(
                 f"{info.name} is in the cluster (pid {present.info.pid} on {present.info.host}): drain it first, or "
                 "give another --rank"
             )
+        if info.yields and self._reserved.get(key) not in (None, *info.former):
+            raise RankTaken(f"an instance that changes its role becomes {info.name}: give another --rank")
         if present is not None and not is_other:
             # Peers that see it for the first time must learn that it was new to this router.
             info = msgspec.structs.replace(info, first_view=present.info.first_view)
@@ -288,13 +340,22 @@ class PDCoordination:
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
         self._listener.on_joined(info)  # raises if it gets no socket: then it is no member
-        if is_other:
-            self._replaced[last.incarnation] = None
-            if len(self._replaced) > KEPT_REPLACED:
-                del self._replaced[next(iter(self._replaced))]
+        former = [m for m in self._members.values() if m.info.incarnation in info.former] if info.former else []
+        for member in former:
+            if member.info.draining and not member.info.becomes:  # it was asked to leave meanwhile
+                info = msgspec.structs.replace(info, draining=True)
+            self._remove(member, f"it became {info.name}")
+            self._last[member.info.role, member.info.engine_rank] = info
+        for incarnation in (*([last.incarnation] if is_other else []), *info.former):
+            self._replaced[incarnation] = None
+        while len(self._replaced) > KEPT_REPLACED:
+            del self._replaced[next(iter(self._replaced))]
         self._last[key] = info
+        self._owned.add(home or key)
         self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
         self._kinds.add(info)
+        if becomes is not None:
+            self._reserved[becomes] = info.incarnation
         log.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
         self._feed.put(info)
         self.weights.on_info(info)
@@ -304,9 +365,17 @@ class PDCoordination:
     def _set_info(self, member: _Member, info: InstanceInfo) -> None:
         self._kinds.remove(member.info)
         self._kinds.add(info)
+        self._release_place(member.info)
+        if info.becomes:
+            self._reserved[place_of(info.becomes)] = info.incarnation
         member.info = info
         self._feed.put(info)
         self._listener.on_change()
+
+    def _release_place(self, info: InstanceInfo) -> None:
+        """Free the place that this member was going to get."""
+        if info.becomes and self._reserved.get(place := place_of(info.becomes)) == info.incarnation:
+            del self._reserved[place]
 
     def _add_ended(self, info: InstanceInfo) -> None:
         self._ended.append((self._clock.monotonic() + LINGER_S, info.incarnation))
@@ -314,6 +383,7 @@ class PDCoordination:
     def _remove(self, member: _Member, reason: str, has_died: bool = False) -> None:
         del self._members[(member.info.role, member.info.engine_rank)]
         self._kinds.remove(member.info)
+        self._release_place(member.info)
         log.warning("%s is gone: %s", member.info.name, reason)
         self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
         self.weights.on_lost(member.info)

@@ -83,6 +83,17 @@ def instance_name(role: Role, engine_rank: int) -> str:
     return f"{role[0].upper()}{engine_rank}"
 
 
+def place_text(role: Role, engine_rank: int) -> str:
+    """Return role and rank as text, `prefill:2`; `place_of` reads it."""
+    return f"{role}:{engine_rank}"
+
+
+def place_of(text: str) -> tuple[Role, int]:
+    """Return the role and rank of a `place_text`. Raises ValueError if it is none."""
+    role, _, rank = text.partition(":")
+    return Role(role), int(rank)
+
+
 def waited_text(who: str, waited_s: float, state: Enum, what: str) -> str:
     """Return the text of a deadline's error: `P0 waited 10.0 s in REQUESTED for D1's announcement`."""
     return f"{who} waited {waited_s:.1f} s in {state.name} for {what}"

@@ -118,6 +118,12 @@ COMPARISON = (
         "yes: `/admin/weights`, `/admin/pause`, `/admin/resume`",
         "from a folder ([weights](weights.md)); not from a trainer's memory",
     ),
+    (
+        "roles that change at run time",
+        "SGLang",
+        "yes: `/admin/role`",
+        "P, D and unified ([routing](routing.md#roles-change)); weights, pool and prefix cache stay",
+    ),
     ("sleep (weights and KV given back)", "SGLang, vLLM", "no", "not yet; pause keeps both in memory"),
     (
         "LoRA adapters",
@@ -253,6 +259,7 @@ SHORT = {
     SCORE: "score",
     RERANK: "rerank",
     "/admin/drain": "drain",
+    "/admin/role": "role",
     "/admin/weights": "weights",
     "/admin/pause": "pause",
     "/admin/resume": "resume",

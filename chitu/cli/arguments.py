@@ -111,6 +111,13 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--force", action="store_true", help="even if nothing can be served without it")
     command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it has left")
 
+    command = commands.add_parser("role", help="change the role of an instance: its process, weights and cache stay")
+    command.add_argument("instance", metavar="NAME", help="P0, D1, U0")
+    command.add_argument("role", choices=["prefill", "decode", "unified"], help="the role that it gets")
+    _add_router(command)
+    command.add_argument("--force", action="store_true", help="even if nothing can be served meanwhile")
+    command.add_argument("--no-wait", action="store_true", help="return at once; do not wait until it serves")
+
     command = commands.add_parser(
         "verify", help="compare a running cluster with one engine and name the faulty instance"
     )

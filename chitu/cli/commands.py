@@ -1,4 +1,4 @@
-"""The commands of `chitu`: serve, node, chat, batch, explain, trace, verify, snapshot, replay, join, drain, plan,
+"""The commands of `chitu`: serve, node, chat, batch, explain, trace, verify, snapshot, replay, join, drain, role, plan,
 make-model, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
@@ -205,6 +205,17 @@ def _drain(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _role(arguments: argparse.Namespace) -> int:
+    from chitu.launch.router_calls import change_role, credential
+    from chitu.launch.router_client import RouterClient
+    from chitu.types import Role
+
+    client = RouterClient(arguments.url, credential(arguments.url))
+    how = {"force": arguments.force, "wait": not arguments.no_wait, "say": functools.partial(print, flush=True)}
+    change_role(client, arguments.instance, Role(arguments.role), **how)
+    return 0
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -367,6 +378,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "trace": _trace,
     "join": _join,
     "drain": _drain,
+    "role": _role,
     "verify": _verify,
     "snapshot": _snapshot,
     "replay": _replay,

@@ -154,6 +154,9 @@ class DeadlineConfig(Section, frozen=True):
     drain_s: Seconds = 4.0
     """Time that a process has to finish running requests after a signal to end. Set it to the longest answer: what is
     not finished by then fails."""
+    role_change_s: Seconds = 10.0
+    """Time that running requests have to end on an instance that changes its role (`chitu role`). Those that take
+    longer go on elsewhere, from the token that they have reached."""
     drain_delay_s: NotNegative = 0.0
     """Time after a signal in which the router still accepts and serves requests, while `/health` answers 503. Behind a
     load balancer: the time that it takes to notice. `drain_s` begins after it."""

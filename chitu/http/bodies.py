@@ -807,6 +807,12 @@ class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
     force: Annotated[bool | None, note("true: also if no request could be served afterwards")] = None
 
 
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
+    instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
+    role: Annotated[Literal["prefill", "decode", "unified"], note("the role that it gets")]
+    force: Annotated[bool | None, note("true: also if no request could be served meanwhile")] = None
+
+
 class WeightsBody(msgspec.Struct, forbid_unknown_fields=True):
     path: Annotated[str, note("folder of safetensors files, by the same absolute path on every instance")]
     mixed: Annotated[

@@ -52,6 +52,7 @@ from chitu.http.bodies import (
     RerankBody,
     ResponsesBody,
     ResumeBody,
+    RoleBody,
     ScoreBody,
     SnapshotBody,
     TokenizeBody,
@@ -74,6 +75,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     SCORE: ScoreBody,
     RERANK: RerankBody,
     "/admin/drain": DrainBody,
+    "/admin/role": RoleBody,
     "/admin/weights": WeightsBody,
     "/admin/pause": PauseBody,
     "/admin/resume": ResumeBody,
@@ -631,6 +633,7 @@ score_decoder = BodyDecoder(ScoreBody, SCORE)
 rerank_decoder = BodyDecoder(RerankBody, RERANK)
 batch_decoder = BodyDecoder(BatchBody, BATCHES)
 drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
+role_decoder = BodyDecoder(RoleBody, "/admin/role")
 weights_decoder = BodyDecoder(WeightsBody, "/admin/weights")
 pause_decoder = BodyDecoder(PauseBody, "/admin/pause")
 resume_decoder = BodyDecoder(ResumeBody, "/admin/resume")

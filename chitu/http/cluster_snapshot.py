@@ -33,7 +33,7 @@ from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus, WorkerSnapshot
 from chitu.router.attempts import KEPT_RECORDS
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
-from chitu.types import Role, instance_name
+from chitu.types import Role, instance_name, place_of
 
 Loads = Mapping[tuple[Role, int], LoadReport]
 
@@ -88,6 +88,16 @@ class Draining:
     incarnation: int
 
 
+@dataclass(slots=True, frozen=True)
+class RoleChange:
+    """An instance that was asked to change its role."""
+
+    name: str
+    incarnation: int
+    becomes: str
+    """Name under which it will join, with another incarnation."""
+
+
 class WeightsState(msgspec.Struct, frozen=True):
     """Which weights the cluster serves."""
 
@@ -122,6 +132,9 @@ class ClusterSource(Protocol):
 
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
+
+    async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
+        """See `serve/membership.py:change_role`."""
 
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         """See `serve/weights.py`, as for the next."""
@@ -267,10 +280,11 @@ class SnapshotSource:
 
     def _instances(self) -> Iterator[InstanceSnapshot]:
         members = {(info.role, info.engine_rank): info for info in self._cluster.view.instances}
+        moved = {place_of(info.home) for info in members.values() if info.home}
         loads = self._cluster.loads()
         hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
         order = {role: position for position, role in enumerate(Role)}
-        keys = sorted(hosts.keys() | members.keys(), key=lambda key: (order[key[0]], key[1]))
+        keys = sorted((hosts.keys() - moved) | members.keys(), key=lambda key: (order[key[0]], key[1]))
         return (_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
 
 
@@ -304,7 +318,10 @@ def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load:
     if info is None:
         return InstanceSnapshot(name, role, "down", host, 0, "", None)
     status: InstanceStatus = "draining" if info.draining else "up"
-    return InstanceSnapshot(name, role, status, info.host, info.pid, str(info.incarnation), load, info.served_layout)
+    becomes, home = (instance_name(*place_of(text)) if text else "" for text in (info.becomes, info.home))
+    return InstanceSnapshot(
+        name, role, status, info.host, info.pid, str(info.incarnation), load, info.served_layout, becomes, home
+    )
 
 
 MAX_WATCHERS = 256

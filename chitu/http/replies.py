@@ -398,6 +398,14 @@ class DrainReply(msgspec.Struct):
     status: Literal["draining"]
 
 
+class RoleReply(msgspec.Struct):
+    instance: str
+    incarnation: str
+    """Incarnation that drains, in decimal."""
+    becomes: str
+    """Name under which the instance will join."""
+
+
 class ExampleReply(msgspec.Struct):
     prompt: str
     answer: str

@@ -56,6 +56,7 @@ from chitu.http.body_decoder import (
     fields_of,
     pause_decoder,
     resume_decoder,
+    role_decoder,
     snapshot_decoder,
     warning_header,
     weights_decoder,
@@ -82,6 +83,7 @@ from chitu.http.replies import (
     ModelsReply,
     RerankReply,
     ResponsesReply,
+    RoleReply,
     ScoresReply,
     StatusReply,
     TokenizeReply,
@@ -425,6 +427,14 @@ def operator_routes(
         draining = await cluster.drain(body.instance, body.force is True)
         return json_response(DrainReply(draining.name, str(draining.incarnation), "draining"))
 
+    async def role(request: Request) -> Response:
+        """Have an instance become a P, a D or a unified instance. It gets no new requests, finishes its own (those that
+        take longer than `deadlines.role_change_s` go on elsewhere), and joins under another name and incarnation; its
+        process, weights and cached prefixes stay. `GET /cluster` shows it as `draining`, and what it becomes."""
+        body = await read_body(request, role_decoder)
+        change = await cluster.change_role(body.instance, Role(body.role), body.force is True)
+        return json_response(RoleReply(change.name, str(change.incarnation), change.becomes))
+
     async def flush_caches(request: Request) -> Response:
         """Make every instance forget its cached prefixes. Running requests keep the pages that they use, and no other
         request finds these. The command is part of the cluster view, which is repeated, so every instance receives it:
@@ -479,6 +489,7 @@ def operator_routes(
 
     return [
         Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
+        Route("POST", "/admin/role", role, RoleReply, (403, 404, 409)),
         Route("POST", "/admin/cache/flush", flush_caches, StatusReply, (403,)),
         Route("POST", "/admin/weights", change_weights, WeightsState, (403, 409)),
         Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),

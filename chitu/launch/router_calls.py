@@ -1,4 +1,5 @@
-"""What a launcher or an operator's command asks of the router: its health, a drain (`chitu drain`), a Leave.
+"""What a launcher or an operator's command asks of the router: its health, a drain (`chitu drain`), a change
+of role (`chitu role`), a Leave.
 
 Blocking; in the caller's thread. A launcher sends a Leave on behalf of an instance that died. It names the incarnation,
 so it never affects a restarted instance. Best effort within `LINGER_MS`: if it is lost, the lease expires later.
@@ -20,13 +21,14 @@ from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import api_key, cluster_key, router_host
 from chitu.config.schema import Topology
 from chitu.config.topology import is_loopback
-from chitu.errors import ConfigError
+from chitu.errors import ConfigError, Internal
 from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
 from chitu.process.run_dir import cluster_key_at, running_launchers
 from chitu.protocol import Leave, encode
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.types import Role
 
 POLL_S = 0.2
 
@@ -106,6 +108,31 @@ def drain_self(url: str | None, *, force: bool, wait: bool, say: Callable[[str],
     if not own.instances:
         say("the launcher runs the router alone, which a signal drains (deadlines.drain_delay_s, drain_s)")
     drain(client, names, force=force, wait=wait, say=say)
+
+
+def change_role(
+    client: RouterClient, name: str, role: Role, *, force: bool, wait: bool, say: Callable[[str], None]
+) -> None:
+    """Have an instance change its role. Return once it has joined as what it becomes (`wait`), or once the router sends
+    it nothing new.
+
+    The change continues if the wait is interrupted. Raise UnknownInstance, RoleRefused, LastInstance (without `force`),
+    Internal if the instance has left instead, and the errors of `RouterClient`.
+    """
+    name, started_s = name.upper(), time.monotonic()
+    change = client.change_role(name, role, force)
+    say(f"{name} becomes {change.becomes}: it gets no new requests, and finishes its own or gives them back")
+    while wait:
+        snapshot = client.cluster()
+        old, new = _find(snapshot, name), _find(snapshot, change.becomes)
+        if new is not None and new.status == "up":
+            say(f"{change.becomes} serves, {time.monotonic() - started_s:.1f} s after the call")
+            return
+        if old is None or old.incarnation != change.incarnation:
+            raise Internal(f"{name} has left the cluster and has not joined as {change.becomes}: see its log")
+        if old.becomes != change.becomes:
+            raise Internal(f"{name} does not become {change.becomes} any more: it was asked to leave")
+        time.sleep(POLL_S)
 
 
 def _find(snapshot: ClusterSnapshot, name: str) -> InstanceSnapshot | None:

@@ -27,6 +27,7 @@ from chitu.config.schema import Topology
 from chitu.errors import ChituError, ConfigError, Internal, ServiceError, Unauthorized, from_code
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tracing.timeline import TraceAnswer
+from chitu.types import Role
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -170,6 +171,13 @@ class _Draining(msgspec.Struct, frozen=True):
     incarnation: str
 
 
+class RoleChanging(msgspec.Struct, frozen=True):
+    """Answer to a change of role: the incarnation that drains, and the name under which the instance will join."""
+
+    incarnation: str
+    becomes: str
+
+
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
@@ -222,6 +230,11 @@ class RouterClient:
     def drain(self, instance: str, force: bool) -> str:
         """Drain an instance and return its incarnation. Raise UnknownInstance, or LastInstance without `force`."""
         return self._ask("POST", "/admin/drain", _Draining, {"instance": instance, "force": force}).incarnation
+
+    def change_role(self, instance: str, role: Role, force: bool) -> RoleChanging:
+        """Have an instance change its role. Raise UnknownInstance, RoleRefused, or LastInstance without `force`."""
+        body = {"instance": instance, "role": role, "force": force}
+        return self._ask("POST", "/admin/role", RoleChanging, body)
 
     def trace(self, request_id: str) -> TraceAnswer:
         """Return the trace of a request. Raise UnknownTrace if there are no records of it."""

@@ -419,6 +419,17 @@ class InstanceInfo(Wire, frozen=True):
     """It joins only for a free rank (`chitu join`), and replaces no other process."""
     weights: Weights = Weights()
     """Those that it computes with; `layout` describes those that it was started with."""
+    becomes: str = ""
+    """While it drains to change its role: the role and rank under which it will join, `prefill:2`. A router sets it
+    together with `draining`, and the instance repeats it in later joins."""
+    roles: tuple[Role, ...] = ()
+    """Roles that it can change to."""
+    former: tuple[int, ...] = ()
+    """Incarnations that this process had in other roles, latest last. They have ended: no request is left there, and
+    nothing writes for them. It may be older than others that had its rank."""
+    home: str = ""
+    """Role and rank, as in `becomes`, that it was started with, if it has changed its role since. No other instance
+    gets that place by a change of role: a process that is started again takes it."""
 
     @property
     def name(self) -> str:

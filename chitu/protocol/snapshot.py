@@ -33,6 +33,10 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     layout: KVLayout | None = None
     """Shape of its pages and logits rows, from which the bytes that a request moves can be computed beforehand
     (`test/verify_xpyd_topology.py`). `tp_size` is left out if it is 1. None while down."""
+    becomes: str = ""
+    """Name under which it will join, if it changes its role."""
+    home: str = ""
+    """Name with which its process was started, if it has changed its role since."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True):

@@ -25,8 +25,9 @@ import zmq
 
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
+from chitu.config.topology import SECTIONS
 from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
-from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WeightsState, WorkerReport, report_of
+from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState, WorkerReport, report_of
 from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.aio import FrameReader
@@ -55,7 +56,7 @@ from chitu.router.policies import Candidates
 from chitu.router.weights import Pause
 from chitu.serve.siblings import Siblings
 from chitu.serve.weights import WeightsDriver
-from chitu.types import Role, new_incarnation
+from chitu.types import Role, instance_name, new_incarnation, place_of
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,13 @@ class Membership:
         self._on_replica = on_replica
         self._on_trace = on_trace
         self._loop = asyncio.get_running_loop()
-        self.coordination = core = PDCoordination(clock, pd.deadlines, new_incarnation(), self)
+        self.coordination = core = PDCoordination(
+            clock,
+            pd.deadlines,
+            new_incarnation(),
+            self,
+            ((role, rank) for role, section in SECTIONS.items() for rank in range(len(getattr(config, section)))),
+        )
 
         def open_port(kind: int, port: int) -> tuple[zmq.Socket[bytes], int]:
             return bind(context, kind, config.host, port, MAX_SMALL_FRAME_BYTES)
@@ -155,6 +162,12 @@ class Membership:
             self._send(identity, Drain(role, engine_rank, info.incarnation))
             self._readers["coordination"].poke()
             self._publish()
+
+    def change_role(self, role: Role, engine_rank: int, wanted: Role) -> InstanceInfo:
+        """Have a member change its role, as `PDCoordination.change_role` does. The view alone tells it."""
+        info = self.coordination.change_role(role, engine_rank, wanted)
+        self._publish()
+        return info
 
     async def stop(self, timeout_s: float) -> None:
         await self._bootstrap_http.stop(timeout_s)
@@ -287,6 +300,9 @@ class OwnCluster:
     async def drain(self, instance: str, force: bool) -> Draining:
         return drain_instance(self._membership, instance, force)
 
+    async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
+        return change_role(self._membership, instance, role, force)
+
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         return await self._weights.change(path, is_mixed, timeout_s)
 
@@ -305,9 +321,22 @@ def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
     view = membership.coordination.view
     info = _find(view, name)
     if not force:
-        _require_others(view, info)
+        _require_others(view, info, f"chitu drain {info.name}")
     membership.request_drain(info.role, info.engine_rank)
     return Draining(info.name, info.incarnation)
+
+
+def change_role(membership: Membership, name: str, role: Role, force: bool) -> RoleChange:
+    """Have an instance finish its requests, or give them back to be continued elsewhere, and join as another role.
+
+    Raises UnknownInstance, RoleRefused; without `force` LastInstance if requests can be served now but not without it.
+    """
+    view = membership.coordination.view
+    info = _find(view, name)
+    if not force and role is not info.role:
+        _require_others(view, info, f"chitu role {info.name} {role}")
+    info = membership.change_role(info.role, info.engine_rank, role)
+    return RoleChange(info.name, info.incarnation, instance_name(*place_of(info.becomes)))
 
 
 def _find(view: ClusterView, name: str) -> InstanceInfo:
@@ -318,7 +347,7 @@ def _find(view: ClusterView, name: str) -> InstanceInfo:
     raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")
 
 
-def _require_others(view: ClusterView, info: InstanceInfo) -> None:
+def _require_others(view: ClusterView, info: InstanceInfo, command: str) -> None:
     if info.draining or not Candidates.in_view(view).usable:
         return
     others = tuple(other for other in view.instances if other is not info)
@@ -326,5 +355,5 @@ def _require_others(view: ClusterView, info: InstanceInfo) -> None:
     if not left.usable:
         raise LastInstance(
             f"without {info.name} nothing could be served ({left.why_unusable()}): start another one first, "
-            f"or force it (`chitu drain {info.name} --force`)"
+            f"or force it (`{command} --force`)"
         )

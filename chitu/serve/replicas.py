@@ -34,7 +34,7 @@ from chitu.config.load import dump_topology, load_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import router_ports, with_router_ports
 from chitu.errors import BadFrame, ChituError
-from chitu.http.cluster_snapshot import Draining, Loads, RouterRecord, WeightsState, WorkerReport, report_of
+from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState, WorkerReport, report_of
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
 from chitu.http.server import HTTPServer, Listener, listen
@@ -67,7 +67,7 @@ from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.weights import Pause
 from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking, with_share
 from chitu.serve.siblings import HOST, Siblings
-from chitu.types import new_incarnation
+from chitu.types import Role, new_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,11 @@ class ReplicaCluster:
         asked = msgspec.json.encode({"instance": instance, "force": force})
         reply = msgspec.json.decode(await self._siblings.ask_first("/admin/drain", asked))
         return Draining(reply["instance"], int(reply["incarnation"]))
+
+    async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
+        asked = msgspec.json.encode({"instance": instance, "role": role, "force": force})
+        reply = msgspec.json.decode(await self._siblings.ask_first("/admin/role", asked))
+        return RoleChange(reply["instance"], int(reply["incarnation"]), reply["becomes"])
 
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         asked = {"path": path, "mixed": is_mixed, "timeout_s": timeout_s}

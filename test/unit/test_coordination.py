@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -13,7 +13,7 @@ from support.clock import FakeClock
 
 from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity, Internal
+from chitu.errors import BadFrame, Capacity, Internal, RoleRefused
 from chitu.instance.comm import SilenceWatch
 from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.net.view_feed import KEPT_DEAD
@@ -32,7 +32,7 @@ from chitu.protocol import (
     LoadReport,
     RequestFailed,
 )
-from chitu.types import Role
+from chitu.types import Role, place_of, place_text
 
 LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
 
@@ -42,14 +42,14 @@ def info(role: Role = Role.PREFILL, rank: int = 0, incarnation: int = 1, layout:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, places: Sequence[tuple[Role, int]] = ()) -> None:
         self.clock = FakeClock()
         self.lost: list[tuple[int, str]] = []
         self.died: list[int] = []
         """Incarnations in `lost` that were reported as dead."""
         self.views: list[ClusterView] = []
         self.on_joined: Callable[[InstanceInfo], None] = lambda instance: None
-        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, self)
+        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, self, places)
 
     def on_change(self) -> None:
         self.core.next_change()
@@ -470,3 +470,121 @@ def test_a_flood_of_failures_is_told_once_and_takes_no_more_memory() -> None:
         reports.add(failed(number))
     assert len(told) == KEPT + 5
     assert reports.repeats() == [failed(number) for number in range(5, KEPT + 5)]
+
+
+BOTH = (Role.PREFILL, Role.DECODE)
+
+
+def pairs() -> World:
+    """Return a cluster of P0, P1, D0 and D1, which can change their roles; the topology lists P2, too."""
+    world = World([(Role.PREFILL, rank) for rank in range(3)])
+    for place, (role, rank) in enumerate([(role, rank) for role in BOTH for rank in range(2)], 1):
+        world.join(msgspec.structs.replace(info(role, rank, place), roles=BOTH, pid=100 + place))
+    world.pass_time(0.1)
+    return world
+
+
+def member(world: World, name: str) -> InstanceInfo:
+    return next(each for each in world.core.view.instances if each.name == name)
+
+
+def life_after(drained: InstanceInfo, incarnation: int) -> InstanceInfo:
+    """Return what an instance joins with once it has ended the incarnation that drains."""
+    role, rank = place_of(drained.becomes)
+    home = drained.home or place_text(drained.role, drained.engine_rank)
+    return msgspec.structs.replace(
+        drained,
+        role=role,
+        engine_rank=rank,
+        incarnation=incarnation,
+        draining=False,
+        becomes="",
+        former=(*drained.former, drained.incarnation),
+        home="" if home == drained.becomes else home,
+    )
+
+
+def test_an_instance_changes_its_role_in_one_change_of_the_view_and_back_again() -> None:
+    """It never gets the place of a process that may be started again, be it P2, which the topology lists."""
+    world = pairs()
+    asked = world.core.change_role(Role.DECODE, 1, Role.PREFILL)
+    assert (asked.draining, asked.becomes) == (True, "prefill:3") and member(world, "D1") == asked
+    world.views.clear()
+    new = life_after(asked, 9)
+    assert world.join(new).code == ""
+    assert [i.name for i in world.core.view.instances] == ["D0", "P0", "P1", "P3"] and member(world, "P3") == new
+    assert world.core.view.lost[-1].reason == "it became P3" and not world.died
+    assert not any({i.incarnation for i in view.instances} >= {4, 9} for view in world.views), "twice in a view"
+    assert world.join(asked).code == "rank_taken", "the old incarnation came back"
+    back = world.core.change_role(Role.PREFILL, 3, Role.DECODE)
+    assert back.becomes == "decode:1", "its home"
+    assert world.join(life_after(back, 11)).code == "" and member(world, "D1").home == ""
+    assert world.core.change_role(Role.DECODE, 0, Role.PREFILL).becomes == "prefill:3", "free again"
+
+
+def test_changes_of_role_that_are_refused_change_nothing() -> None:
+    world = pairs()
+    world.core.change_role(Role.DECODE, 1, Role.PREFILL)
+    world.core.drain(Role.PREFILL, 1)
+    version = world.core.view.version
+    for role, rank, wanted, why in [
+        (Role.DECODE, 1, Role.PREFILL, "D1 becomes P3 already"),
+        (Role.PREFILL, 1, Role.DECODE, "P1 drains already"),
+        (Role.PREFILL, 0, Role.PREFILL, "P0 is a prefill instance already"),
+        (Role.PREFILL, 0, Role.UNIFIED, "P0 cannot become a unified instance"),
+    ]:
+        with pytest.raises(RoleRefused, match=why):
+            world.core.change_role(role, rank, wanted)
+    other = msgspec.structs.replace(LAYOUT, page_size=32)
+    world.join(msgspec.structs.replace(info(Role.UNIFIED, 0, 20, other), roles=BOTH))
+    with pytest.raises(RoleRefused, match="page_size"):
+        world.core.change_role(Role.UNIFIED, 0, Role.DECODE)
+    assert world.core.view.version == version + 1
+
+
+def test_two_changes_at_once_get_two_places_and_a_death_gives_its_place_back() -> None:
+    world = pairs()
+    first = world.core.change_role(Role.DECODE, 0, Role.PREFILL)
+    second = world.core.change_role(Role.DECODE, 1, Role.PREFILL)
+    assert (first.becomes, second.becomes) == ("prefill:3", "prefill:4")
+    joining = msgspec.structs.replace(info(Role.PREFILL, 3, 30), yields=True)
+    assert world.join(joining).code == "rank_taken", "an added instance took the place"
+    world.core.on_death(Role.DECODE, 0, 3)
+    assert world.join(joining).code == ""
+    assert world.join(life_after(first, 31)).code == "rank_taken", "it would replace the added one"
+    assert world.join(life_after(second, 32)).code == "" and member(world, "P4").former == (4,)
+
+
+def test_a_drain_wins_over_a_change_of_role_at_every_moment() -> None:
+    world = pairs()
+    asked = world.core.change_role(Role.DECODE, 1, Role.PREFILL)
+    world.core.drain(Role.DECODE, 1)
+    assert member(world, "D1").draining and not member(world, "D1").becomes
+    assert world.join(asked).code == "" and not member(world, "D1").becomes, "a late repetition of its join"
+    assert world.join(life_after(asked, 9)).code == "" and member(world, "P3").draining, (
+        "the drain came too late for D1"
+    )
+    other = world.core.change_role(Role.DECODE, 0, Role.PREFILL)
+    assert other.becomes == "prefill:4"
+    world.core.on_message(Drain(Role.DECODE, 0, 3))  # it got a signal
+    assert world.core.change_role(Role.PREFILL, 0, Role.DECODE).becomes == "decode:2", "D1 belongs to a process"
+    assert member(world, "D0").becomes == ""
+
+
+def test_a_new_router_and_another_one_learn_of_a_change_of_role_from_the_instance() -> None:
+    asked = pairs().core.change_role(Role.DECODE, 1, Role.PREFILL)
+    new, other = World(), pairs()
+    assert new.join(msgspec.structs.replace(asked, first_view=(7, 1))).code == ""
+    assert other.join(asked).code == "" and member(other, "D1").becomes == "prefill:3"
+    for world in (new, other):
+        taken = msgspec.structs.replace(info(Role.PREFILL, 3, 30), yields=True)
+        assert world.join(taken).code == "rank_taken"
+        assert world.join(life_after(asked, 9)).code == ""
+        assert "D1" not in {i.name for i in world.core.view.instances}
+        assert world.core.change_role(Role.PREFILL, 3, Role.DECODE).becomes == "decode:1"
+
+
+def test_a_place_that_is_none_is_a_bad_frame() -> None:
+    world = World()
+    assert world.join(msgspec.structs.replace(info(), home="prefill")).code == BadFrame.code
+    assert world.join(msgspec.structs.replace(info(), becomes="none:1")).code == BadFrame.code and not world.views
