@@ -25,6 +25,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances, is_loopback
 from chitu.errors import TooManyRequests
 from chitu.http.answers import joined
+from chitu.http.cluster_changes import ChangeLog
 from chitu.http.served_model import ServedModel
 from chitu.net.fair_share import NoPlace, Places
 from chitu.pd_request_router import PDRequestRouter
@@ -166,15 +167,19 @@ Change = tuple[object, int]
 """Version of what a reader sees of the cluster. Between two equal values nothing happened except heartbeats."""
 
 
-class _Shared(NamedTuple):
-    record: RouterRecord
+class SnapshotEvent(NamedTuple):
+    """One event of a stream."""
+
     encoded: bytes
+    version: int
+    """Version of the `ChangeLog` that its reader has then."""
     change: Change
 
 
 class SnapshotSource:
-    """Builds the snapshot; for streams at most once per `MIN_AGE_S` and tenant, however many read it. `tenant`: the one
-    whose requests it shows; None: all (see `Access.trace_tenant`)."""
+    """Builds the snapshot, and for streams what changed in it: at most once per `MIN_AGE_S`, tenant and version that a
+    reader has, however many read it. `tenant`: the one whose requests it shows; None: all (see `Access.trace_tenant`).
+    """
 
     MIN_AGE_S = 0.1
 
@@ -193,13 +198,14 @@ class SnapshotSource:
         self._cluster = cluster
         self._clock = clock
         self._version = version
-        self._shared: dict[str | None, _Shared] = {}
-        """Newest snapshot of streams, by tenant; as many as there are API keys, at most."""
+        self._log = ChangeLog()
+        self._events: dict[tuple[str | None, int], SnapshotEvent] = {}
+        """Events of the newest record, by tenant and the version of their readers."""
         self._versions: dict[str, tuple[RouterRecord | None, object]] = {}
         """The same of what a tenant's `Change` is made of, for all of its streams."""
         self._recent = RouterRecord(())
         self._recent_at_s = -math.inf
-        self._asking, self._encoding = asyncio.Lock(), asyncio.Lock()
+        self._asking = asyncio.Lock()
         self.is_closed = False
         """Whether the process is ending, so that streams end too."""
 
@@ -211,16 +217,22 @@ class SnapshotSource:
         """Return JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
         return await self._encoded(await self._cluster.record(), tenant)
 
-    async def shared(self, tenant: str | None) -> tuple[bytes, Change]:
-        """Return JSON of a snapshot that is at most `MIN_AGE_S` old, and the `Change` that it includes."""
+    async def event(self, tenant: str | None, version: int) -> SnapshotEvent:
+        """Return what is new to a reader of this version, in a record that is at most `MIN_AGE_S` old."""
         record = await self._recent_record()
-        async with self._encoding:  # one reader encodes for all
-            shared = self._shared.get(tenant)
-            if shared is None or shared.record is not record:
-                change = self._change(record, tenant)
-                encoded = await self._encoded(record, tenant)
-                shared = self._shared[tenant] = _Shared(record, encoded, change)
-        return shared.encoded, shared.change
+        event = self._events.get((tenant, version))
+        if event is None:
+            encoded = self._event(record, tenant, version)
+            event = SnapshotEvent(encoded, self._log.version, self._change(record, tenant))
+            self._events[tenant, version] = event
+        return event
+
+    def _event(self, record: RouterRecord, tenant: str | None, version: int) -> bytes:
+        snapshot = self._snapshot(record, tenant)
+        news = tuple(request for request in snapshot.requests if self._log.is_news(request, version))
+        head, _, tail = msgspec.json.encode(msgspec.structs.replace(snapshot, requests=news)).partition(NO_INSTANCES)
+        is_whole = b"true" if self._log.is_whole_after(version) else b"false"
+        return b'%b"is_whole":%b,"instances":%b%b' % (head, is_whole, self._log.instances_after(version), tail)
 
     async def change(self, tenant: str | None) -> Change:
         """Return the `Change` of the cluster as of a moment ago."""
@@ -231,6 +243,8 @@ class SnapshotSource:
             now_s = self._clock.monotonic()
             if now_s - self._recent_at_s >= self.MIN_AGE_S:
                 self._recent, self._recent_at_s = await self._cluster.record(), now_s
+                self._log.observe(self._instances(), (r for worker in self._recent.workers for r in worker.ended))
+                self._events.clear()
             return self._recent
 
     def _change(self, record: RouterRecord, tenant: str | None) -> Change:
@@ -350,9 +364,10 @@ class Watchers:
             raise TooManyRequests(f"too many event streams of one client: {free} are reserved for others") from None
 
     async def events(self, client: bytes, tenant: str | None) -> AsyncIterator[bytes]:
+        version = 0
         with suppress(NoPlace), self._places.place(client):
             while not self._source.is_closed:
-                encoded, shown = await self._source.shared(tenant)
+                encoded, version, shown = await self._source.event(tenant, version)
                 yield b"data: %b\n\n" % encoded
                 for _ in range(HEARTBEAT_TURNS):
                     await asyncio.sleep(PAUSE_S)

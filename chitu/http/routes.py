@@ -358,7 +358,10 @@ def cluster_routes(
         return Response(encoded, media_type=JSON, headers=NOT_STORED)
 
     async def cluster_events(request: Request) -> Response:
-        """Stream the same as server-sent events: one at every change, at most ten and at least two a second."""
+        """Stream the same as server-sent events, one at every change, at most ten and at least two a second. After the
+        first one, which has everything (`is_whole`), an event has the instances that changed since (their name and
+        load alone, if nothing else did), the requests that run, and those that ended since. A load has what the page
+        shows, without zeros. One with `is_whole` begins anew: an instance is gone."""
         client = access.client(request.scope)
         watchers.require_room(client)
         events = watchers.events(client, access.trace_tenant(request.scope))

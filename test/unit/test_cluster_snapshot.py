@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from support.clock import FakeClock
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import TooManyRequests
+from chitu.http.cluster_changes import LOAD_FIELDS
 from chitu.http.cluster_snapshot import (
     MAX_WATCHERS,
     PIECE_INSTANCES,
@@ -24,7 +26,7 @@ from chitu.http.cluster_snapshot import (
     report_of,
     transport_in_use,
 )
-from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, TransferSums, encode
+from chitu.protocol import ClusterView, Finish, InstanceInfo, KVLayout, LoadReport, PathLoad, TransferSums, encode
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.types import Role
 
@@ -65,6 +67,7 @@ class Cluster:
         self.worlds = [pair(), two_pairs()]
         self.view = view(P0="localhost", D0="localhost")
         self.num_asked = 0
+        self.reports: dict[Any, Any] = {}
         for world in self.worlds:
             for tenant in tenants:
                 room = world.add(tenant=tenant)[1]
@@ -82,7 +85,7 @@ class Cluster:
                 world.add(tenant=tenant)
 
     def loads(self) -> dict[Any, Any]:
-        return {}
+        return self.reports
 
     async def record(self) -> RouterRecord:
         self.num_asked += 1
@@ -98,9 +101,9 @@ def source_of(cluster: Cluster, clock: FakeClock) -> SnapshotSource:
 def test_a_tenant_sees_its_own_requests_in_all_api_processes_and_the_operator_all() -> None:
     source = source_of(Cluster("a", "b", "b"), FakeClock())
     for tenant, expected in (("a", ["a"] * 4), ("b", ["b"] * 8), (None, ["a", "b", "b"] * 4), ("c", []), ("", [])):
-        for encoded in (asyncio.run(source.fresh(tenant)), asyncio.run(source.shared(tenant))[0]):
-            shown = msgspec.json.decode(encoded, type=ClusterSnapshot)
-            assert sorted(str(request.tenant) for request in shown.requests) == sorted(expected)
+        for encoded in (asyncio.run(source.fresh(tenant)), asyncio.run(source.event(tenant, 0)).encoded):
+            shown = msgspec.json.decode(encoded)
+            assert sorted(str(request["tenant"]) for request in shown["requests"]) == sorted(expected)
             assert b"_sums" not in encoded and b"12345678".hex().encode() not in encoded
 
 
@@ -114,7 +117,7 @@ def test_streams_of_a_tenant_cost_one_encoding_and_all_streams_one_record_in_eac
     source = source_of(cluster, clock)
 
     async def read() -> list[bytes]:
-        return [(await source.shared(tenant))[0] for tenant in ("a", "b", "a", None, "b")]
+        return [(await source.event(tenant, 0)).encoded for tenant in ("a", "b", "a", None, "b")]
 
     first = asyncio.run(read())
     assert first[0] is first[2] and first[1] is first[4] and cluster.num_asked == 1
@@ -179,3 +182,83 @@ def test_the_snapshot_of_a_large_cluster_leaves_the_loop_free_and_has_every_inst
     shown = msgspec.json.decode(asyncio.run(read()), type=ClusterSnapshot)
     assert [instance.name for instance in shown.instances] == list(names)
     assert (len(shown.requests), turns >= len(names) / PIECE_INSTANCES) == (4, True)
+
+
+class Reader:
+    """A reader of events, who merges them as `web/cluster.js` does."""
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self.source, self.version = source, 0
+        self.instances: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
+
+    def read(self) -> int:
+        """Take one event and return its size."""
+        event = asyncio.run(self.source.event(None, self.version))
+        self.version, shown = event.version, msgspec.json.decode(event.encoded)
+        if shown["is_whole"]:
+            self.instances, self.requests = {}, {}
+        for change in shown["instances"]:
+            self.instances[change["name"]] = self.instances.get(change["name"], {}) | change
+        ended = {room: request for room, request in self.requests.items() if request["ended_at_s"] is not None}
+        self.requests = ended | {request["room"]: request for request in shown["requests"]}
+        return len(event.encoded)
+
+    def expect_all(self) -> None:
+        """Check that it knows what the snapshot says."""
+        fresh = msgspec.json.decode(asyncio.run(self.source.fresh(None)))
+        for instance in fresh["instances"]:
+            del instance["layout"]
+            if (load := instance["load"]) is not None:
+                instance["load"] = {name: load[name] for name in LOAD_FIELDS if load[name]}
+        assert self.instances == {instance["name"]: instance for instance in fresh["instances"]}
+        assert self.requests == {request["room"]: request for request in fresh["requests"]}
+
+
+def test_who_follows_the_events_knows_what_the_snapshot_says_however_seldom_it_reads() -> None:
+    cluster, clock, rng = Cluster(), FakeClock(), random.Random(1)
+    source, world = source_of(cluster, clock), cluster.worlds[0]
+    names = {f"{letter}{rank}" for letter in "PD" for rank in range(6)}
+    hosts = dict.fromkeys(sorted(names), "localhost")
+    readers = {Reader(source): chance for chance in (1.0, 0.5, 0.1)}
+    rooms: list[bytes] = []
+    for _ in range(150):
+        present = {name: host for name, host in hosts.items() if rng.random() < 0.95}
+        cluster.view = view(**present) if rng.random() < 0.3 else cluster.view
+        for info in cluster.view.instances:
+            if rng.random() < 0.2:
+                running, paths = rng.randrange(3), (PathLoad(1, "shm", rng.randrange(9)),)
+                cluster.reports[info.role, info.engine_rank] = LoadReport(running=running, paths=paths)
+        if rng.random() < 0.5 and len(rooms) < 8:
+            rooms.append(world.add()[1])
+        elif rooms and rng.random() < 0.5:
+            room = rooms.pop(rng.randrange(len(rooms)))
+            world.tokens([room], [Finish(room, "stop")])
+        for reader, chance in readers.items():
+            clock.advance(2 * SnapshotSource.MIN_AGE_S)
+            if rng.random() < chance:
+                reader.read()
+                reader.expect_all()
+
+
+def test_an_event_of_five_hundred_instances_has_what_changed() -> None:
+    cluster, clock = Cluster(), FakeClock()
+    cluster.view = view(**{f"{letter}{rank}": "10.0.0.1" for letter in "PD" for rank in range(250)})
+
+    def work(share: float) -> None:
+        for info in cluster.view.instances[: int(500 * share)]:
+            before = cluster.reports.get((info.role, info.engine_rank), LoadReport())
+            paths = tuple(PathLoad(rank, "shm", 1) for rank in range(250))
+            more = dict(tokens=before.tokens + 10_000, steps=before.steps + 500, running=8, pages_total=4096)
+            cluster.reports[info.role, info.engine_rank] = LoadReport(**more, paths=paths)
+
+    reader = Reader(source_of(cluster, clock))
+
+    def size(share: float) -> int:
+        work(share)
+        clock.advance(2 * SnapshotSource.MIN_AGE_S)
+        return reader.read()
+
+    sizes = {share: size(share) for share in (1.0, 0.0, 0.02, 1.001)}
+    assert sizes[1.0] < 500 * 220 and sizes[0.0] < 700 and sizes[0.02] < 2000 and sizes[1.001] < 500 * 100, sizes
+    reader.expect_all()

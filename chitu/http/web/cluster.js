@@ -2,6 +2,7 @@
  * One reader per page, started by main.js. A router that restarts is found again without a reload. A page that nobody
  * sees has no stream: browsers allow few connections to one server, over all tabs. */
 
+import { Changes } from "./changes.js";
 import { readEvents } from "./sse.js";
 
 const FIRST_RETRY_MS = 250;
@@ -57,10 +58,11 @@ export class ClusterFeed {
     let watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
     try {
       const response = await this.#api.fetch("cluster/events", { signal: abort.signal });
+      const changes = new Changes();
       for await (const data of readEvents(response.body)) {
         clearTimeout(watchdog);
         watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
-        this.#show(JSON.parse(data));
+        this.#show(changes.merge(JSON.parse(data)));
         onFirst();
       }
       return null;
