@@ -75,9 +75,9 @@ class PDScheduler:
         """Queue a message of the router for the next step."""
         self._inbox.put(message)
 
-    def cancel_all(self) -> None:
-        """Cancel every request: a new router has replaced the one that sent them, so their tokens have no reader."""
-        self._inbox.put(self._arrivals.cancel_all)
+    def cancel_all(self, router: int = 0) -> None:
+        """Cancel every request of a router: a new one has replaced it, so their tokens have no reader."""
+        self._inbox.put(partial(self._arrivals.cancel_all, router))
 
     def cancel_worker(self, incarnation: int) -> None:
         """Cancel the requests of an API process (`router.workers`) that is gone: their tokens have no reader."""
@@ -87,9 +87,9 @@ class PDScheduler:
         """Forget the cached prefixes."""
         self._inbox.put(self._arrivals.flush_cache)
 
-    def end_all(self, silence_s: float) -> None:
-        """End every request with an error, because the router was silent beyond its limit."""
-        self._inbox.put(partial(self._ends.end_without_router, silence_s))
+    def end_all(self, silence_s: float, router: int = 0) -> None:
+        """End every request of a router with an error, because it was silent beyond its limit."""
+        self._inbox.put(partial(self._ends.end_without_router, router, silence_s))
 
     @property
     def load(self) -> LoadReport:

@@ -20,17 +20,17 @@ import msgspec
 from chitu.clock import RealClock
 from chitu.errors import ChituError, ConfigError, RankTaken, TransferFailed
 from chitu.instance.build import Build
-from chitu.instance.comm import CommLoop, SilenceWatch
+from chitu.instance.comm import CommLoop, HeartbeatSocket, SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.requests import FailureReports
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
+from chitu.instance.weights import join_orders
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     ClusterView,
-    Drain,
     Heartbeat,
     InstanceInfo,
     Leave,
@@ -38,6 +38,7 @@ from chitu.protocol import (
     RequestFailed,
     encode,
 )
+from chitu.protocol.weights import WeightsOrder
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,15 @@ class PDSchedulerService:
         self._failures = FailureReports(comm.send_stats)
         self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
-        router = comm.router
-        self._token_socket = PushSocket(comm.context, router.host, router.token_port) if router.token_port else None
+        self._token_sockets = [
+            PushSocket(comm.context, router.address.host, router.address.token_port)
+            for router in comm.routers
+            if router.address.token_port
+        ]
         self._tokens = TokenManager(
             info.incarnation,
-            self._send_tokens,
-            self._open_token_port,
+            *(socket.send for socket in self._token_sockets),
+            open_port=self._open_token_port,
             repeat_s=self._deadlines.heartbeat_interval_s,
             patience_s=self._deadlines.lease_s,
         )
@@ -105,8 +109,10 @@ class PDSchedulerService:
         self._scheduler = PDScheduler(core, composition.role)
         self._scheduler.weights.on_news = self._on_weights
         self.on_request = self._scheduler.submit
-        self._cache_flush = 0
-        """Number of the last cache flush that a view requested."""
+        self._cache_flush = [0 for _ in comm.routers]
+        """Number of the last cache flush that a view of each router requested."""
+        self._orders = [WeightsOrder() for _ in comm.routers]
+        """What the newest view of each router wants of the weights."""
         self._info = msgspec.structs.replace(info, control_port=self._transfer.control_port, ways=self._transfer.ways)
 
     # ----------------------------------------------------------------------------------------------------- main thread
@@ -169,8 +175,7 @@ class PDSchedulerService:
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
         logger.info("draining %s", "after a signal" if self._signalled.is_set() else "at an operator's request")
-        info = self._info
-        self._comm.send_coordination(Drain(info.role, info.engine_rank, info.incarnation))
+        self._comm.drain()
         clock = RealClock()
         now_s = busy_s = clock.monotonic()
         end_s = math.inf
@@ -192,8 +197,7 @@ class PDSchedulerService:
     def _leave(self) -> None:
         info = self._info
         reason = "stopped" if self._signalled.is_set() else "drained"
-        self._comm.send_coordination(Leave(info.role, info.engine_rank, info.incarnation, reason))
-        self._comm.stop()
+        self._comm.leave(Leave(info.role, info.engine_rank, info.incarnation, reason))
 
     # ----------------------------------------------------------------------------------------------------- step thread
 
@@ -210,14 +214,11 @@ class PDSchedulerService:
             if not self._scheduler.step():
                 self._waker.wait(IDLE_WAIT_S)
         self._scheduler.close()
-        if self._token_socket is not None:
-            self._token_socket.close()
-
-    def _send_tokens(self, frame: bytes) -> bool:
-        return self._token_socket is not None and self._token_socket.send(frame)
+        for socket in self._token_sockets:
+            socket.close()
 
     def _open_token_port(self, port: int) -> PushSocket:
-        return PushSocket(self._comm.context, self._comm.router.host, port)
+        return PushSocket(self._comm.context, self._comm.routers[0].address.host, port)
 
     def _on_weights(self) -> None:
         """Report the weights that are read or serve here at once."""
@@ -241,16 +242,17 @@ class PDSchedulerService:
         self._tokens.take_ack(ack)
         self._waker.wake()
 
-    def on_view(self, view: ClusterView) -> None:
-        if view.cache_flush not in (0, self._cache_flush):
-            self._cache_flush = view.cache_flush
+    def on_view(self, view: ClusterView, router: int) -> None:
+        if view.cache_flush not in (0, self._cache_flush[router]):
+            self._cache_flush[router] = view.cache_flush
             self._scheduler.flush_cache()
-        self._scheduler.weights.set_order(view.weights)
+        self._orders[router] = view.weights
+        self._scheduler.weights.set_order(join_orders(self._orders))
         self._waker.wake()
 
-    def on_new_router(self) -> None:
-        """Cancel all requests (`CommOwner`)."""
-        self._scheduler.cancel_all()
+    def on_new_router(self, router: int) -> None:
+        """Cancel all requests of the one that it replaced (`CommOwner`)."""
+        self._scheduler.cancel_all(router)
 
     def on_worker_gone(self, incarnation: int) -> None:
         """Cancel the requests of an API process (`CommOwner`)."""
@@ -274,12 +276,10 @@ class PDSchedulerService:
 
     def _heartbeat_loop(self, on_member: Callable[[bool], None]) -> None:
         info = self._info
-        # Only the newest state is worth sending: a router that was away needs no history.
-        address = self._comm.router.host, self._comm.router.stats_port
-        socket = PushSocket(self._comm.context, *address, most_queued=10, queues_unconnected=False)
-        watch = SilenceWatch(self._deadlines)
         clock = RealClock()
-        sent_s, is_away, was_member = clock.monotonic(), False, False
+        sockets = [HeartbeatSocket(self._comm.context, router.address, clock) for router in self._comm.routers]
+        watch = SilenceWatch(self._deadlines, len(sockets))
+        was_member = False
         due_s = clock.monotonic() + self._deadlines.heartbeat_interval_s
         while not self._stop_step.wait(SHORTEST_BEAT_S):
             self._heartbeat_wake.wait(max(0.0, due_s - clock.monotonic()))
@@ -309,24 +309,18 @@ class PDSchedulerService:
                 acks=self._comm.received.acks(),
                 silent=self._transfer.side.silent_prefills,
                 weights=self._scheduler.weights.report,
+                routers=self._comm.joined_routers,
             )
-            if socket.send(encode(message)):
-                if is_away:
-                    logger.info("heartbeats reach the router again")
-                sent_s, is_away = clock.monotonic(), False
-            elif not is_away and clock.monotonic() >= sent_s + self._deadlines.lease_s:
-                is_away = True
-                logger.warning(
-                    "no heartbeat reaches the router at %s:%d: it is down, it hangs, or the address is wrong",
-                    *address,
-                )
-        socket.close(linger_ms=0)
+            frame = encode(message)
+            for socket in sockets:
+                socket.send(frame, self._deadlines.lease_s)
+        for socket in sockets:
+            socket.close()
 
     def _look(self, watch: SilenceWatch) -> None:
-        silence_s = watch.look(self._comm.num_views, self._scheduler.turns)
-        if silence_s:
+        for router, silence_s in watch.look(self._comm.num_views, self._scheduler.turns):
             logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
-            self._scheduler.end_all(silence_s)
+            self._scheduler.end_all(silence_s, router)
         if self._info.yields and watch.is_abandoned and not self._stop.is_set():
             logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
             self._exit_code = 1

@@ -42,7 +42,7 @@ from chitu.config.key_paths import (
     with_switches,
 )
 from chitu.config.schema import Topology
-from chitu.config.topology import SECTIONS
+from chitu.config.topology import SECTIONS, router_hosts, with_router
 from chitu.errors import ConfigError
 
 
@@ -241,7 +241,20 @@ def parse_topology(data: dict[str, Any]) -> Topology:
         topology = msgspec.convert(data, Topology)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), data)) from error
-    return with_step_sizes(topology, data.get("scheduler") or {})
+    return with_step_sizes(_with_first_router(topology, data), data.get("scheduler") or {})
+
+
+def _with_first_router(topology: Topology, data: dict[str, Any]) -> Topology:
+    """Return the topology with the address of the first of several routers as `host`."""
+    router = topology.dp_config.router
+    if not router.hosts:
+        return topology
+    if "host" in data["dp_config"]["router"] and router.host != router.hosts[0]:
+        raise ConfigError(
+            f"dp_config.router.host is {router.host} and dp_config.router.hosts begins with {router.hosts[0]}: leave "
+            "dp_config.router.host out"
+        )
+    return with_router(topology, host=router.hosts[0])
 
 
 def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:
@@ -324,8 +337,14 @@ def pd_master_addr() -> str | None:
 
 
 def router_host(topology: Topology) -> str:
-    """Return the router's address for P and D: `PD_MASTER_ADDR`, else `MASTER_ADDR`, else `dp_config.router.host`."""
+    """Return the first router's address for P and D: `PD_MASTER_ADDR`, else `MASTER_ADDR`, else
+    `dp_config.router.host`."""
     return pd_master_addr() or topology.dp_config.router.host
+
+
+def reached_hosts(topology: Topology) -> tuple[str, ...]:
+    """Return the address of each router for P and D."""
+    return router_host(topology), *router_hosts(topology.dp_config.router)[1:]
 
 
 def progress_file() -> Path | None:

@@ -305,6 +305,10 @@ class BatchesConfig(Section, frozen=True):
 class RouterConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address at which P and D reach the router, and at which it listens."""
+    hosts: tuple[str, ...] = ()
+    """Addresses of several complete routers, each of which P and D join; the first replaces `host`. A host that is
+    there k times has k routers: they share `port`, each has the API at `port` + 1 (+ 2, ...) alone, too, and to the
+    other ports of the second one 2 is added, to those of the third 4, and so on. Empty: one router."""
     http_host: str | None = None
     """Address at which only the HTTP API listens: `0.0.0.0` for all of the machine's. Unset: `host`."""
     port: Port = 21003

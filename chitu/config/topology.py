@@ -168,6 +168,49 @@ def probe_address(topology: Topology, host: str) -> tuple[str, int] | None:
     return None if port is None else ("127.0.0.1" if is_inside else inside_address(host), port)
 
 
+PORT_STEP = 2
+"""Distance of the ports of two routers on one host."""
+
+
+def router_hosts(router: RouterConfig) -> tuple[str, ...]:
+    """Return the address of each router."""
+    return router.hosts or (router.host,)
+
+
+def place_on_host(router: RouterConfig, index: int) -> int:
+    """Return how many routers before this one are on its host."""
+    hosts = [same_host(host) for host in router_hosts(router)]
+    return hosts[:index].count(hosts[index])
+
+
+def router_at(router: RouterConfig, index: int) -> RouterConfig:
+    """Return the configuration of one of the routers, with its own address and ports. They share `port` on a host."""
+    distance = PORT_STEP * place_on_host(router, index)
+
+    def there(port: int) -> int:
+        return port + distance if port else 0
+
+    pd = router.pd_disaggregation
+    return msgspec.structs.replace(
+        router,
+        host=router_hosts(router)[index],
+        stats_port=there(router.stats_port),
+        token_port=there(router.token_port),
+        pd_disaggregation=msgspec.structs.replace(
+            pd,
+            coordination_port=there(pd.coordination_port),
+            metadata_sync_port=there(pd.metadata_sync_port),
+            bootstrap_port=there(pd.bootstrap_port),
+        ),
+    )
+
+
+def routers(topology: Topology) -> list[RouterConfig]:
+    """Return the configuration of each router."""
+    router = topology.dp_config.router
+    return [router_at(router, index) for index in range(len(router_hosts(router)))]
+
+
 def router_ports(router: RouterConfig) -> dict[str, int]:
     """Return the ports that the router listens on, by key path."""
     pd = router.pd_disaggregation

@@ -1,9 +1,11 @@
 """The comm thread of a P, D or unified process: every socket except the token and heartbeat ones, and no policy.
 
-It owns the request port (PULL), the P<->D control port (PULL), the coordination DEALER, the view SUB, the stats PUSH
-and one PUSH per peer. Other threads pass it frames through queues and an eventfd. It gives messages to its owner and to
-the transfer, whose methods return at once. A bad frame is counted and has no other effect. `SilenceWatch` is the
-heartbeat thread's.
+It owns the request port (PULL), the P<->D control port (PULL), one PUSH per peer and, for each router that the instance
+joins (`RouterContact`), a coordination DEALER, a view SUB and a stats PUSH. Other threads pass it frames through queues
+and an eventfd. It gives messages to its owner and to the transfer, whose methods return at once. A bad frame is counted
+and has no other effect. `SilenceWatch` is the heartbeat thread's.
+
+Invariant: routers know nothing of each other, and nothing here that one of them does touches another one's requests.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +28,7 @@ from chitu.errors import BadFrame, Capacity, Internal, UnknownKind
 from chitu.kv_transfer.kv_manager import TransferSide
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.link import LinkReceivers
-from chitu.net.sockets import bind, connect
+from chitu.net.sockets import PushSocket, bind, connect
 from chitu.net.view_feed import ViewReceiver, ask_for_whole
 from chitu.protocol import (
     PROTOCOL_VERSION,
@@ -53,23 +56,33 @@ ABANDONED = 20
 
 
 class SilenceWatch:
-    """Detector of a router that is gone for good, and of a step thread that hangs while heartbeats continue."""
+    """Detector of routers that are gone for good, and of a step thread that hangs while heartbeats continue."""
 
-    def __init__(self, deadlines: DeadlineConfig) -> None:
+    def __init__(self, deadlines: DeadlineConfig, num_routers: int = 1) -> None:
         self._deadlines = deadlines
-        self._router = Silence(deadlines.heartbeat_interval_s)
+        self._routers = [Silence(deadlines.heartbeat_interval_s) for _ in range(num_routers)]
         self._step = Silence(deadlines.heartbeat_interval_s)
-        self.silence_s = 0.0
-        """How long the router has been silent."""
+        self._silences_s = [0.0] * num_routers
 
-    def look(self, num_views: int, step_turns: int) -> float:
-        """Return the seconds without a view once per silence, when they reach `router_s`; else 0. Raise Internal for a
-        step of `step_s`, which ends the process. Called every `heartbeat_interval_s`."""
+    def look(self, num_views: Sequence[int], step_turns: int) -> list[tuple[int, float]]:
+        """Return the routers (by index) whose silence has reached `router_s`, once per silence, with the seconds
+        without a view. Raise Internal for a step of `step_s`, which ends the process. Called every
+        `heartbeat_interval_s`."""
         step_s = self._step.seconds(step_turns)
         if step_s >= self._deadlines.step_s:
             raise Internal(f"the step thread has made no progress for {step_s:.1f} s (deadlines.step_s)")
-        was_s, self.silence_s = self.silence_s, self._router.seconds(num_views)
-        return self.silence_s if was_s < self._deadlines.router_s <= self.silence_s else 0.0
+        before_s = self._silences_s
+        self._silences_s = [silence.seconds(n) for silence, n in zip(self._routers, num_views, strict=True)]
+        return [
+            (index, now_s)
+            for index, (was_s, now_s) in enumerate(zip(before_s, self._silences_s, strict=True))
+            if was_s < self._deadlines.router_s <= now_s
+        ]
+
+    @property
+    def silence_s(self) -> float:
+        """For how long all routers have been silent."""
+        return min(self._silences_s)
 
     @property
     def is_abandoned(self) -> bool:
@@ -97,17 +110,103 @@ class RouterAddress:
     """0 on P, which sends no tokens, and if the router is several processes: each names its port in its requests."""
 
 
+class RouterContact:
+    """One router of the list, as the comm thread knows it: its sockets, its newest view, and when to join it. Other
+    threads only read `joined`, `is_silent` and `num_views`."""
+
+    def __init__(
+        self, index: int, address: RouterAddress, context: zmq.Context[zmq.Socket[bytes]], now_s: float
+    ) -> None:
+        self.index = index
+        self.address = address
+        self._context = context
+        self.coordination = connect(
+            context, zmq.DEALER, address.host, address.coordination_port, queues_unconnected=False
+        )
+        self.stats = connect(context, zmq.PUSH, address.host, address.stats_port)
+        self.feed = ViewReceiver(now_s)
+        self.view = self._open_view()
+        self.incarnation = 0
+        self.version = -1
+        self.first_view = (0, 0)
+        """First view of this router, or of one that it replaced, that listed this instance."""
+        self.known_at_birth = 0
+        """Incarnation whose views came before any router listed this instance."""
+        self.workers: set[int] = set()
+        """Incarnations of the API processes in the newest view."""
+        self.joined = False
+        """Whether the newest view lists this instance."""
+        self.knows_drain = False
+        """Whether it lists this instance as draining."""
+        self.num_views = 0
+        """How often the router has shown that the view here is its newest."""
+        self.is_silent = False
+        """Whether no view came for a lease: what its newest one says of other instances may be long past."""
+        self.silence: Silence | None = None
+        self.next_join_s = 0.0
+
+    def _open_view(self) -> zmq.Socket[bytes]:
+        socket = connect(self._context, zmq.SUB, self.address.host, self.address.metadata_sync_port)
+        for topic in (VIEW_TOPIC, self.feed.topic):
+            socket.setsockopt(zmq.SUBSCRIBE, topic)
+        return socket
+
+    def renew_view(self, poller: zmq.Poller) -> None:
+        try:
+            socket = self._open_view()
+        except Capacity as error:  # no file descriptor is left; the old socket may still recover
+            logger.warning("no cluster view from the router, and cannot reconnect: %s", error.message)
+            return
+        poller.unregister(self.view)
+        self.view.close(0)
+        self.view = socket
+        poller.register(socket, zmq.POLLIN)
+
+    def close(self) -> None:
+        self.view.close(0)
+        for socket in (self.stats, self.coordination):
+            socket.close(200)  # the Leave queued last should reach the router
+
+
+class HeartbeatSocket:
+    """What heartbeats to one router leave through. Heartbeat thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: RouterAddress, clock: Clock) -> None:
+        self._address = address.host, address.stats_port
+        # Only the newest state is worth sending: a router that was away needs no history.
+        self._socket = PushSocket(context, *self._address, most_queued=10, queues_unconnected=False)
+        self._clock = clock
+        self._sent_s = clock.monotonic()
+        self._is_away = False
+
+    def send(self, frame: bytes, lease_s: float) -> None:
+        """Send a heartbeat, if the router is there. Log once that none has reached it for a lease."""
+        now_s = self._clock.monotonic()
+        if self._socket.send(frame):
+            if self._is_away:
+                logger.info("heartbeats reach the router again")
+            self._sent_s, self._is_away = now_s, False
+        elif not self._is_away and now_s >= self._sent_s + lease_s:
+            self._is_away = True
+            text = "no heartbeat reaches the router at %s:%d: it is down, it hangs, or the address is wrong"
+            logger.warning(text, *self._address)
+
+    def close(self) -> None:
+        self._socket.close(linger_ms=0)
+
+
 class CommOwner(Protocol):
-    """The owner of a `CommLoop`, which calls these methods on the comm thread. Each returns at once."""
+    """The owner of a `CommLoop`, which calls these methods on the comm thread. Each returns at once. `router` is the
+    index of a router in the list."""
 
     def on_request(self, message: SchedulerMessage, /) -> None: ...
 
     def on_link_ack(self, ack: LinkAck) -> None:
         """Take the router's acknowledgement of tokens."""
 
-    def on_view(self, view: ClusterView) -> None: ...
+    def on_view(self, view: ClusterView, router: int) -> None: ...
 
-    def on_new_router(self) -> None:
+    def on_new_router(self, router: int) -> None:
         """Drop all requests: a router with another incarnation appeared, and nothing reads tokens of the old one's."""
 
     def on_worker_gone(self, incarnation: int) -> None:
@@ -130,38 +229,28 @@ class CommLoop:
         self,
         bind_host: str,
         port: int,
-        router: RouterAddress,
+        routers: Sequence[RouterAddress],
         clock: Clock,
         secrets: ClusterSecrets | None = None,
     ) -> None:
-        self.router = router
+        """`routers`: all that the instance joins, in the order of the configuration."""
         self._clock = clock
         self.context = make_context(secrets)
         self._requests, self.port = bind(self.context, zmq.PULL, bind_host, port)
         self._control, self.control_port = bind(self.context, zmq.PULL, bind_host, 0)
-        self._coordination = connect(
-            self.context, zmq.DEALER, router.host, router.coordination_port, queues_unconnected=False
-        )
-        self._feed = ViewReceiver(clock.monotonic())
-        self._view = self._open_view()
-        self._stats = connect(self.context, zmq.PUSH, router.host, router.stats_port)
+        now_s = clock.monotonic()
+        self.routers = [RouterContact(i, address, self.context, now_s) for i, address in enumerate(routers)]
         self._peers: dict[tuple[str, int], zmq.Socket[bytes]] = {}
         self._to_peers: deque[tuple[str, int, bytes, bytes]] = deque()
         """Frames for peers: host, port, room, message."""
         self._to_stats: deque[bytes] = deque()
-        self._to_coordination: deque[bytes] = deque()
+        self._leave: bytes | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write later
         self._stopping = False
-        self._router_incarnation = 0
-        self._view_version = -1
-        self._workers: set[int] = set()
-        """Incarnations of the API processes in the newest view."""
-        self.joined = False
-        """Whether the router's newest view lists this instance."""
-        self._next_join_s = 0.0
-        self.num_views = 0
-        """How often the router has shown that the view here is its newest; any thread may read it."""
+        self._is_draining = False
+        self._first_view = (0, 0)
+        """First view of any router that listed this instance."""
         self.weights = Weights()
         """Weights that serve here; the step thread sets them."""
         self.tracer: Tracer | None = None
@@ -181,19 +270,42 @@ class CommLoop:
         os.eventfd_write(self._wake_fd, 1)
 
     def send_stats(self, message: Wire) -> None:
-        """Queue a message to the router's stats port."""
+        """Queue a message to the stats ports of all routers."""
         self._to_stats.append(encode(message))
         os.eventfd_write(self._wake_fd, 1)
 
-    def send_coordination(self, message: Drain | Leave) -> None:
-        """Queue a message to the router's coordination port."""
-        self._to_coordination.append(encode(message))
+    def drain(self) -> None:
+        """Tell all routers, until they know it, that this instance takes no new requests."""
+        self._is_draining = True
+        for router in self.routers:
+            router.next_join_s = 0.0
         os.eventfd_write(self._wake_fd, 1)
+
+    def leave(self, message: Leave) -> None:
+        """Send all routers what ends the membership, and end `run` once every queued message is handed to its
+        socket."""
+        self._leave = encode(message)
+        self.stop()
 
     def stop(self) -> None:
         """End `run` once every queued message is handed to its socket."""
         self._stopping = True
         os.eventfd_write(self._wake_fd, 1)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the newest view of a router lists this instance."""
+        return any(router.joined for router in self.routers)
+
+    @property
+    def joined_routers(self) -> tuple[int, ...]:
+        """Indices of the routers that list this instance and are heard."""
+        return tuple(router.index for router in self.routers if router.joined and not router.is_silent)
+
+    @property
+    def num_views(self) -> tuple[int, ...]:
+        """For each router, how often it has shown that the view here is its newest."""
+        return tuple(router.num_views for router in self.routers)
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
@@ -204,26 +316,21 @@ class CommLoop:
         owner: CommOwner,
         deadlines: DeadlineConfig,
     ) -> None:
-        """Serve the sockets until `stop`; send Join while the newest view lacks this instance.
+        """Serve the sockets until `stop`; send Join to each router whose newest view lacks this instance.
 
-        After `lease_s` without a view the router may have removed this instance, and the view without it may be lost on
-        a half-open connection, so the view socket is replaced. Join waits for a new view even then. If it came before a
+        After `lease_s` without a view a router may have removed this instance, and the view without it may be lost on a
+        half-open connection, so the view socket is replaced. Join waits for a new view even then. If it came before a
         new router's first view, requests sent ahead of that view would be dropped as its predecessor's."""
-        join_interval_s = deadlines.retry_interval_s
-        silence = Silence(join_interval_s)
         poller = zmq.Poller()
-        for socket in (self._requests, self._control, self._coordination, self._view):
+        views = [router.view for router in self.routers]
+        for socket in (self._requests, self._control, *(router.coordination for router in self.routers), *views):
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
-        while not self._stopping or self._to_peers or self._to_stats or self._to_coordination:
+        while not self._stopping or self._to_peers or self._to_stats:
             now_s = self._clock.monotonic()
-            if now_s >= self._next_join_s and not self._stopping:
-                self._next_join_s = now_s + join_interval_s
-                if silence.seconds(self.num_views) >= deadlines.lease_s:
-                    silence = Silence(join_interval_s)
-                    self._renew_view(poller)
-                if not self.joined:
-                    self._join(instance)
+            for router in self.routers:
+                if now_s >= router.next_join_s and not self._stopping:
+                    self._keep_in_touch(router, instance, transfer, deadlines, poller)
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -232,35 +339,63 @@ class CommLoop:
                 self.num_reads += 1
             if self._control in ready:
                 self._drain_control(transfer)
-            if self._coordination in ready:
-                instance = self._drain_coordination(instance, owner)
-            if self._view in ready:
-                instance = self._drain_views(instance, transfer, owner)
+            for router in self.routers:
+                if router.coordination in ready:
+                    self._drain_coordination(router, instance, owner)
+                if router.view in ready:
+                    self._drain_views(router, instance, transfer, owner)
             transfer.tick(self._clock.monotonic())
             self._flush()
         self._close()
 
-    def _open_view(self) -> zmq.Socket[bytes]:
-        socket = connect(self.context, zmq.SUB, self.router.host, self.router.metadata_sync_port)
-        for topic in (VIEW_TOPIC, self._feed.topic):
-            socket.setsockopt(zmq.SUBSCRIBE, topic)
-        return socket
+    def _keep_in_touch(
+        self,
+        router: RouterContact,
+        instance: InstanceInfo,
+        transfer: TransferSide,
+        deadlines: DeadlineConfig,
+        poller: zmq.Poller,
+    ) -> None:
+        """Repeat what a router does not know yet, and notice its silence. Called every `retry_interval_s`."""
+        router.next_join_s = self._clock.monotonic() + deadlines.retry_interval_s
+        if router.silence is None:
+            router.silence = Silence(deadlines.retry_interval_s)
+        if router.silence.seconds(router.num_views) >= deadlines.lease_s:
+            router.silence = Silence(deadlines.retry_interval_s)
+            router.renew_view(poller)
+            if not router.is_silent:
+                router.is_silent = True
+                transfer.on_silence(router.index)
+        if router.joined:
+            if self._is_draining and not router.knows_drain:
+                self._send_drain(router, instance)
+        elif self._may_join(router, instance):
+            self._join(router, instance)
 
-    def _renew_view(self, poller: zmq.Poller) -> None:
-        try:
-            socket = self._open_view()
-        except Capacity as error:  # no file descriptor is left; the old socket may still recover
-            logger.warning("no cluster view from the router, and cannot reconnect: %s", error.message)
-            return
-        poller.unregister(self._view)
-        self._view.close(0)
-        self._view = socket
-        poller.register(socket, zmq.POLLIN)
+    def _may_join(self, router: RouterContact, instance: InstanceInfo) -> bool:
+        """Return whether it is this router's turn. All that are up have to be heard before the first membership, which
+        tells the routers that this process is newer than what they list from those that came later. Of two added
+        instances with one rank the first router takes one, and the other routers then the same."""
+        is_new = len(self.routers) > 1 and self._first_view == (0, 0)
+        if is_new and not all(other.num_views or other.is_silent for other in self.routers):
+            return False
+        before = self.routers[: router.index] if instance.yields else ()
+        return all(other.joined or other.is_silent for other in before)
 
-    def _join(self, instance: InstanceInfo) -> None:
-        instance = msgspec.structs.replace(instance, weights=self.weights)
+    def _join(self, router: RouterContact, instance: InstanceInfo) -> None:
+        first_view = router.first_view
+        if first_view == (0, 0) and router.feed.view.router_incarnation != router.known_at_birth:
+            first_view = self._first_view  # it started later than this process, which may be older than others there
+        instance = msgspec.structs.replace(
+            instance, weights=self.weights, first_view=first_view, draining=self._is_draining
+        )
         with contextlib.suppress(zmq.Again):  # not connected; Join is sent again
-            self._coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
+            router.coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
+
+    def _send_drain(self, router: RouterContact, instance: InstanceInfo) -> None:
+        message = Drain(instance.role, instance.engine_rank, instance.incarnation)
+        with contextlib.suppress(zmq.Again):  # it is sent again
+            router.coordination.send(encode(message), zmq.NOBLOCK)
 
     def _flush(self) -> None:
         """Hand what is queued to its sockets. A full one drops a message: protocol messages are retransmitted until
@@ -279,15 +414,12 @@ class CommLoop:
             except zmq.Again:
                 logger.warning("dropped a message to %s:%d: the socket is full", host, port)
         while self._to_stats:
-            try:
-                self._stats.send(self._to_stats.popleft(), zmq.NOBLOCK)
-            except zmq.Again:
-                logger.warning("dropped a message to the router's stats port: the socket is full")
-        while self._to_coordination:
-            try:
-                self._coordination.send(self._to_coordination.popleft(), zmq.NOBLOCK)
-            except zmq.Again:  # such messages are of no use to a router that is down
-                logger.info("not connected to the router's coordination port: dropped a message")
+            frame = self._to_stats.popleft()
+            for router in self.routers:
+                try:
+                    router.stats.send(frame, zmq.NOBLOCK)
+                except zmq.Again:
+                    logger.warning("dropped a message to the router's stats port: the socket is full")
 
     def _peer(self, host: str, port: int) -> zmq.Socket[bytes]:
         socket = self._peers.get((host, port))
@@ -339,9 +471,9 @@ class CommLoop:
                 self.tracer.frame(frame[0], "received", "control", frame[1])
             transfer.on_frame(frame[0], frame[1])
 
-    def _drain_coordination(self, instance: InstanceInfo, owner: CommOwner) -> InstanceInfo:
-        """Take Drain and refusals; return this instance's info from now on, as `_drain_views` does."""
-        for frame in _received(self._coordination):
+    def _drain_coordination(self, router: RouterContact, instance: InstanceInfo, owner: CommOwner) -> None:
+        """Take Drain and refusals."""
+        for frame in _received(router.coordination):
             try:
                 reply = coordination_reply_codec.decode(frame[-1])
             except (BadFrame, UnknownKind) as error:
@@ -351,68 +483,75 @@ class CommLoop:
             if isinstance(reply, JoinReply) and reply.code and reply.incarnation == instance.incarnation:
                 owner.on_refused(reply.code, reply.message)
             elif isinstance(reply, Drain) and reply.incarnation == instance.incarnation:
-                instance = _draining(instance, owner)
-        return instance
+                self._take_drain(owner)
 
-    def _drain_views(self, instance: InstanceInfo, transfer: TransferSide, owner: CommOwner) -> InstanceInfo:
+    def _drain_views(
+        self, router: RouterContact, instance: InstanceInfo, transfer: TransferSide, owner: CommOwner
+    ) -> None:
         is_sign = False
-        for frame in _received(self._view):
+        for frame in _received(router.view):
             try:
-                is_sign |= self._feed.take(view_codec.decode(frame[-1]))
+                is_sign |= router.feed.take(view_codec.decode(frame[-1]))
             except (BadFrame, UnknownKind) as error:
                 self.bad_frames += 1
                 logger.warning("view: bad frame: %s", error)
-        if self._feed.should_ask(self._clock.monotonic()):
-            ask_for_whole(self._view, self._feed.topic)
+        if router.feed.should_ask(self._clock.monotonic()):
+            ask_for_whole(router.view, router.feed.topic)
         if not is_sign:
-            return instance
-        self.num_views += 1
-        view = self._feed.view
-        if (view.router_incarnation, view.version) == (self._router_incarnation, self._view_version):
-            return instance
+            return
+        router.num_views += 1
+        view, was_silent, router.is_silent = router.feed.view, router.is_silent, False
+        if (view.router_incarnation, view.version) == (router.incarnation, router.version) and not was_silent:
+            return
         own = next((member for member in view.instances if member.incarnation == instance.incarnation), None)
-        if self.joined and own is None:
-            self._next_join_s = 0.0
-        self.joined = own is not None
-        if own is not None and not instance.returns:
-            instance = msgspec.structs.replace(instance, first_view=(view.router_incarnation, view.version))
-        if own is not None and own.draining:
-            instance = _draining(instance, owner)
-        if view.router_incarnation != self._router_incarnation:
-            if self._router_incarnation:
+        if router.joined and own is None:
+            router.next_join_s = 0.0
+        router.joined = own is not None
+        router.knows_drain = own is not None and own.draining
+        if own is not None and router.first_view == (0, 0):
+            router.first_view = view.router_incarnation, view.version
+            if self._first_view == (0, 0):
+                self._first_view = router.first_view
+                for each in self.routers:
+                    each.known_at_birth = each.feed.view.router_incarnation
+        if router.knows_drain:
+            self._take_drain(owner)
+        if view.router_incarnation != router.incarnation:
+            if router.incarnation:
                 logger.warning("a new router took over")
-                owner.on_new_router()
-            self._router_incarnation = view.router_incarnation
-        self._view_version = view.version
+                owner.on_new_router(router.index)
+            router.incarnation = view.router_incarnation
+        router.version = view.version
         workers = {process.incarnation for process in view.workers}
-        for worker in self._workers - workers:
+        for worker in router.workers - workers:
             logger.warning("an API process of the router is gone")
             owner.on_worker_gone(worker)
-        self._workers = workers
-        self._forget_peers(view)
-        transfer.on_view(view)
-        owner.on_view(view)
-        return instance
+        router.workers = workers
+        self._forget_peers()
+        transfer.on_view(view, router.index)
+        owner.on_view(view, router.index)
 
-    def _forget_peers(self, view: ClusterView) -> None:
+    def _take_drain(self, owner: CommOwner) -> None:
+        """Note that this instance drains; call `on_drain` once. The other routers learn it from the instance, and one
+        that restarts meanwhile by Join."""
+        if not self._is_draining:
+            self.drain()
+            owner.on_drain()
+
+    def _forget_peers(self) -> None:
         """Close sockets to control ports that no member has any longer."""
-        present = {(member.host, member.control_port) for member in view.instances}
-        for address in self._peers.keys() - present:
+        members = [member for router in self.routers for member in router.feed.view.instances]
+        for address in self._peers.keys() - {(member.host, member.control_port) for member in members}:
             self._peers.pop(address).close()
 
     def _close(self) -> None:
-        # A short linger: the Leave queued last should reach the router.
-        for socket in (*self._peers.values(), self._requests, self._control, self._view):
+        for socket in (*self._peers.values(), self._requests, self._control):
             socket.close(0)
-        for socket in (self._stats, self._coordination):
-            socket.close(200)
-
-
-def _draining(instance: InstanceInfo, owner: CommOwner) -> InstanceInfo:
-    """Return the info marked as draining; call `on_drain` once. A router that restarts meanwhile learns it by Join."""
-    if not instance.draining:
-        owner.on_drain()
-    return msgspec.structs.replace(instance, draining=True)
+        for router in self.routers:
+            if self._leave is not None:
+                with contextlib.suppress(zmq.Again):  # it is of no use to a router that is down
+                    router.coordination.send(self._leave, zmq.NOBLOCK)
+            router.close()
 
 
 def _received(socket: zmq.Socket[bytes]) -> list[list[bytes]]:

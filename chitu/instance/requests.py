@@ -151,10 +151,11 @@ class RequestEnds:
             self._note_end(each, "cancelled", None)
             self._drop(each, gone)
 
-    def cancel_all(self) -> None:
+    def cancel_all(self, router: int) -> None:
         for sequence in self._sequences.open:
-            self.cancel(sequence.room)
-        self._tokens.restart()
+            if sequence.router == router:
+                self.cancel(sequence.room)
+        self._tokens.restart(router)
 
     def cancel_worker(self, incarnation: int) -> None:
         for sequence in self._sequences.open:
@@ -162,10 +163,10 @@ class RequestEnds:
                 self.cancel(sequence.room)
         self._tokens.forget(incarnation)
 
-    def end_without_router(self, silence_s: float) -> None:
-        """End every request with an error. The router may come back (a suspended process, a broken connection), and
+    def end_without_router(self, router: int, silence_s: float) -> None:
+        """End the requests of a router with an error. It may come back (a suspended process, a broken connection), and
         then receives these errors."""
-        for sequence in self._sequences.open:
+        for sequence in [each for each in self._sequences.open if each.router == router]:
             self.fail(sequence, self._role.lost(self._waited(sequence, silence_s, "a message of the router")))
 
     # ----------------------------------------------------------------------------------------------- ends by the clock
@@ -235,11 +236,11 @@ class RequestArrivals:
         elif not self._cancel_uncompiled(command.room):
             self._ends.cancel(command.room)
 
-    def cancel_all(self) -> None:
-        uncompiled, self._uncompiled = self._uncompiled, {}
-        for message in uncompiled.values():
+    def cancel_all(self, router: int) -> None:
+        for message in [message for message in self._uncompiled.values() if message.router == router]:
+            del self._uncompiled[message.room]
             self._end_trace(message)
-        self._ends.cancel_all()
+        self._ends.cancel_all(router)
 
     def cancel_worker(self, incarnation: int) -> None:
         self._gone_workers.append(incarnation)
@@ -284,7 +285,7 @@ class RequestArrivals:
         """Return whether tokens can be sent to the API process that asks. If its port fails, report the failure."""
         about = log.about(message.request_id)
         try:
-            if self._core.tokens.expect(message.router_worker, message.reply_port, message.link):
+            if self._core.tokens.expect(message.router_worker or message.router, message.reply_port, message.link):
                 return True
             logger.warning("ignored request %s: its link was replaced", message.request_id, extra=about)
         except ChituError as error:
@@ -373,7 +374,8 @@ class RequestArrivals:
             message.token_ids,
             sampling,
             num_emitted,
-            message.router_worker,
+            message.router,
+            message.router_worker or message.router,
             adapter=adapter,
             prompt_logprobs=prompt_logprobs,
             pooling="" if num_emitted else asks.pooling,
@@ -393,6 +395,7 @@ class RequestArrivals:
             source.arrival_s,
             source.prompt,
             msgspec.structs.replace(sampling, seed=fork.seed),
+            router=source.router,
             router_worker=source.router_worker,
             adapter=source.adapter,
             stop_ids=source.stop_ids,

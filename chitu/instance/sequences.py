@@ -170,8 +170,10 @@ class Sequence:
     sampling: SamplingParams | None = None
     num_continued: int = 0
     """Output tokens that another D emitted before it was lost; this one continues as if it had emitted them."""
+    router: int = 0
+    """Index of the router that sent the request."""
     router_worker: int = 0
-    """Incarnation of the router's API process that sent the request; 0: the router is one process."""
+    """Incarnation of its API process that sent it; `router` if that router is one process."""
     adapter: int = 0
     """As in `Admit`. Its pages hold K and V of this adapter alone."""
     prefill_rank: int = -1

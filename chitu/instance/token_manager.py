@@ -1,4 +1,4 @@
-"""D (or a unified instance) -> router: one token message per step and API process for all requests. Step thread only.
+"""D (or a unified instance) -> routers: one token message per step and router for all its requests. Step thread only.
 
 A router is one process with one token port, or several (`router.workers`) with one port each. A request names the
 process that sent it and that process's port. The socket to such a port is opened at the first request from there
@@ -63,20 +63,20 @@ class TokenManager:
     def __init__(
         self,
         incarnation: int,
-        send: Send,
+        *sends: Send,
         open_port: OpenPort | None = None,
         repeat_s: float = 0.5,
         patience_s: float = math.inf,
     ) -> None:
-        """Send by `send` to the router's own `token_port`, and by sockets of `open_port` to API processes. `repeat_s`
-        and `patience_s` are those of `LinkSender`."""
+        """Send by `sends` to the `token_port` of each router, and by sockets of `open_port` to API processes.
+        `repeat_s` and `patience_s` are those of `LinkSender`."""
         self._incarnation = incarnation
         self._open_port = open_port
         self._repeat_s = repeat_s
         self._patience_s = patience_s
         self._acks: deque[LinkAck] = deque(maxlen=MAX_ACKS)
-        self._batches: dict[int, _Batch] = {0: _Batch(send, None)}
-        """Batches by incarnation of the API process; 0 is a router of one process."""
+        self._batches: dict[int, _Batch] = {index: _Batch(send, None) for index, send in enumerate(sends)}
+        """Batches by index of the router, or by incarnation of its API process."""
         self.tokens_sent = 0
         """Tokens sent since the start, including dropped ones."""
         self.tokens_dropped = 0
@@ -111,11 +111,12 @@ class TokenManager:
             del self._batches[worker]
             batch.close()
 
-    def restart(self) -> None:
-        """Drop what is collected for the router's own `token_port`, where a new router listens now."""
-        old = self._batches[0]
-        _end_link(old)
-        self._batches[0] = _Batch(old.send, None, former=old.former)
+    def restart(self, router: int = 0) -> None:
+        """Drop what is collected for a router's own `token_port`, where a new router listens now."""
+        old = self._batches.get(router)
+        if old is not None:
+            _end_link(old)
+            self._batches[router] = _Batch(old.send, None, former=old.former)
 
     def close(self) -> None:
         """Close the sockets to API processes; queued messages may still leave."""

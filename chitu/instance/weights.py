@@ -9,7 +9,7 @@ here. An arrival for other weights than `serves` is refused, so no request is co
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -18,6 +18,21 @@ from chitu.engine.weights_loader import ReadWeights, WeightsLoader
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 
 logger = logging.getLogger(__name__)
+
+
+def join_orders(orders: Sequence[WeightsOrder]) -> WeightsOrder:
+    """Return what several routers want together: each serves the newest weights that it has seen any instance serve, so
+    an older order is one that has not been renewed yet."""
+    if len(orders) == 1:
+        return orders[0]
+    prepares = [order.prepare for order in orders if order.prepare is not None]
+    return WeightsOrder(
+        max((order.serve for order in orders), key=lambda weights: weights.age),
+        max(prepares, key=lambda weights: (weights.number, weights.path)) if prepares else None,
+        holds=any(order.holds for order in orders),
+        freezes=any(order.freezes for order in orders),
+    )
+
 
 RETRY_S = 10.0
 """Pause before a folder that could not be read is tried again, if the cluster serves it."""

@@ -10,6 +10,10 @@ dead if its rank was given to a process that was just started, since a launcher 
 next one (`_is_next_life`). A process that returns reports in which view it was new, so this holds even if that view was
 missed.
 
+All of this is so for the views of one router and of those that replaced it (`_RouterView`), whose numbers have an
+order. Those of several routers have none, so `PeerView` only joins what they show: a peer is present if one of them
+lists it, and dead if one of them proves it. What a silent router lists is not counted while another one is heard.
+
 **`DecodePeers`** (P, comm thread) is the table of registered D: checked addresses, and an open connection for writes.
 `answer` and `reconnect` may open connections and are called without the sender's lock (they only read the view, which
 on P no other thread changes), `add` and `detach_idle` under it. Invariants: a registration is used only after all of it
@@ -29,6 +33,7 @@ from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Final
 
 from chitu import log
@@ -80,7 +85,7 @@ class _Peer:
     is_called_dead: bool = False
 
 
-class PeerView:
+class _RouterView:
     def __init__(self, role: Role, host: str, is_pid_alive: PidAlive = pid_alive) -> None:
         self._role = role
         self._host = host
@@ -96,12 +101,15 @@ class PeerView:
         """Rank -> the incarnation that had it in the last view that contained the rank."""
         self._dead: frozenset[int] = frozenset()
         """Incarnations that the last view reports dead."""
+        self.is_silent = False
 
     def update(self, view: ClusterView) -> bool:
-        """Take a view. Return False if the same router sent it or a newer one before. Views come in the order of their
-        routers: no connection delivers a view of an earlier router after one of a later router."""
+        """Take a view. Return False if the same router sent it or a newer one before, and was heard since. Views come
+        in the order of their routers: no connection delivers a view of an earlier router after one of a later
+        router."""
+        was_silent, self.is_silent = self.is_silent, False
         if view.router_incarnation == self._router_incarnation and view.version <= self._version:
-            return False
+            return was_silent
         self._router_incarnation, self._version = view.router_incarnation, view.version
         self._routers.setdefault(view.router_incarnation, max(self._routers.values(), default=0) + 1)
         if len(self._routers) > KEPT_ROUTERS:
@@ -191,14 +199,19 @@ class PeerView:
         peer = self._peer(rank, incarnation)
         return peer is not None and peer.is_replaced
 
-    def is_lost(self, rank: int, incarnation: int) -> bool:
-        """Return whether it left this router's view, lost its rank to another one, has ended, or is reported dead."""
+    def has_left(self, rank: int, incarnation: int) -> bool:
+        """Return whether this router's view had it, and has it no more."""
+        peer = self._peer(rank, incarnation)
+        if peer is None or peer.instance is None or peer.is_present:
+            return False
+        return peer.last_view[0] == self._routers.get(self._router_incarnation)
+
+    def is_over(self, rank: int, incarnation: int) -> bool:
+        """Return whether it lost its rank to another one, has ended, or is reported dead."""
         peer = self._peer(rank, incarnation)
         if peer is None:
             return incarnation in self._dead
-        has_joined = peer.instance is not None and peer.last_view[0] == self._routers.get(self._router_incarnation)
-        gone = has_joined and not peer.is_present
-        return gone or peer.is_displaced or peer.has_ended or peer.is_called_dead
+        return peer.is_displaced or peer.has_ended or peer.is_called_dead
 
     def is_dead(self, rank: int, incarnation: int) -> bool:
         """Return whether none of its processes can write any more."""
@@ -214,6 +227,70 @@ class PeerView:
     def _peer(self, rank: int, incarnation: int) -> _Peer | None:
         peer = self._peers.get(incarnation)
         return peer if peer is not None and peer.rank == rank else None
+
+
+class PeerView:
+    """The peers of the other role in the views of all routers."""
+
+    def __init__(self, role: Role, host: str, is_pid_alive: PidAlive = pid_alive) -> None:
+        self._make = partial(_RouterView, role, host, is_pid_alive)
+        self._views: dict[int, _RouterView] = {0: self._make()}
+        """By index of the router in the list."""
+
+    def update(self, view: ClusterView, router: int = 0) -> bool:
+        """Take a view of a router. Return False if it is no news."""
+        if router not in self._views:
+            self._views[router] = self._make()
+        return self._views[router].update(view)
+
+    def note_silence(self, router: int) -> None:
+        """Note that nothing is heard of a router."""
+        if router in self._views:
+            self._views[router].is_silent = True
+
+    @property
+    def _heard(self) -> list[_RouterView]:
+        """The views that count for who is present: all of them while no router is heard."""
+        return [view for view in self._views.values() if not view.is_silent] or list(self._views.values())
+
+    def find_ended(self) -> bool:
+        """Find members whose main process has ended: they are lost at once, even before a router reports it. Return
+        whether there is a new one. Only covers instances that report a pid namespace and share ours."""
+        return any([view.find_ended() for view in self._views.values()])
+
+    def note(self, rank: int, incarnation: int) -> None:
+        """Record an incarnation that sent us a message, perhaps before a view contains it. Other incarnations of its
+        rank that no view has contained are lost: what we opened for a process that fails before it joins must not
+        stay."""
+        for view in self._views.values():
+            view.note(rank, incarnation)
+
+    def present(self) -> list[InstanceInfo]:
+        """Return the peers that a view contains and that were not seen to end."""
+        views = self._heard
+        if len(views) == 1:
+            return views[0].present()
+        return list({info.incarnation: info for view in views for info in view.present()}.values())
+
+    def is_present(self, rank: int, incarnation: int) -> bool:
+        """Return whether a newest view contains it and it was not seen to end."""
+        return any(view.is_present(rank, incarnation) for view in self._heard)
+
+    def is_replaced(self, rank: int, incarnation: int) -> bool:
+        """Return whether a process that was started after it has its rank."""
+        return any(view.is_replaced(rank, incarnation) for view in self._views.values())
+
+    def is_lost(self, rank: int, incarnation: int) -> bool:
+        """Return whether it left the views of all routers that had it, lost its rank to another one, has ended, or is
+        reported dead."""
+        if any(view.is_over(rank, incarnation) for view in self._views.values()):
+            return True
+        heard = self._heard
+        return any(view.has_left(rank, incarnation) for view in heard) and not self.is_present(rank, incarnation)
+
+    def is_dead(self, rank: int, incarnation: int) -> bool:
+        """Return whether none of its processes can write any more: one router's views, or its pids, prove it."""
+        return any(view.is_dead(rank, incarnation) for view in self._views.values())
 
 
 def _pids(instance: InstanceInfo) -> tuple[int, ...]:

@@ -209,11 +209,18 @@ class DecodeReceiver:
             self.unknown_frames += 1
             logger.warning("D%d: ignored a frame: %s", self._config.engine_rank, error.message)
 
-    def on_view(self, view: ClusterView) -> None:
+    def on_view(self, view: ClusterView, router: int = 0) -> None:
         """Take a new cluster view: fail the rooms of incarnations that are gone, and register with new P."""
         with self._lock:
-            if not self._view.update(view):
+            if not self._view.update(view, router):
                 return
+        self._handle(ViewChanged())
+        self._release_dead_writers()
+
+    def on_silence(self, router: int) -> None:
+        """Note that nothing is heard of a router: what it showed of the other instances counts no more."""
+        with self._lock:
+            self._view.note_silence(router)
         self._handle(ViewChanged())
         self._release_dead_writers()
 

@@ -423,11 +423,17 @@ class PrefillSender:
         peer = self._peers.table.get(incarnation)
         return (peer.info.endpoint, peer.info.dst_port) if peer is not None else None
 
-    def on_view(self, view: ClusterView) -> None:
+    def on_view(self, view: ClusterView, router: int = 0) -> None:
         """Take a new cluster view: fail the rooms of incarnations that are gone."""
         with self._lock:
-            if not self._view.update(view):
+            if not self._view.update(view, router):
                 return
+        self._handle(ViewChanged())
+
+    def on_silence(self, router: int) -> None:
+        """Note that nothing is heard of a router: what it showed of the other instances counts no more."""
+        with self._lock:
+            self._view.note_silence(router)
         self._handle(ViewChanged())
 
     def tick(self, now_s: float) -> None:

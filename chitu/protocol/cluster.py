@@ -128,6 +128,9 @@ class Heartbeat(Wire, frozen=True, tag="heartbeat"):
     """D: incarnations of the P that do not answer it, though they are in the view: no message passes between the
     two."""
     weights: WeightsReport = WeightsReport()
+    routers: tuple[int, ...] = (0,)
+    """Indices of the routers whose newest views list it and that it hears: what one router does for all of them, the
+    first of these does."""
 
 
 class RequestFailed(Wire, frozen=True, tag="request_failed"):

@@ -102,6 +102,8 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """Prompt, int32 LE."""
     decode_rank: int
     decode_incarnation: int
+    router: int = 0
+    """Index of the router that asks, in `router.hosts`: its tokens go there, and it ends with that router."""
     router_worker: int = 0
     """Incarnation of the API process that asks (`router.workers`); 0 if the router is one process."""
     link: int = 0
@@ -151,6 +153,8 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     num_emitted: int = 0
     """Number of last tokens of `token_ids` that another D emitted before it was lost. This D continues after them as if
     it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
+    router: int = 0
+    """As in PrefillRequest."""
     router_worker: int = 0
     """As in PrefillRequest."""
     reply_port: int = 0
@@ -179,6 +183,7 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     token_ids: bytes
     sampling: SamplingParams
     num_emitted: int = 0
+    router: int = 0
     router_worker: int = 0
     reply_port: int = 0
     link: int = 0

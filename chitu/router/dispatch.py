@@ -44,6 +44,8 @@ class ReplyAddress(NamedTuple):
     """Incarnation of the API process (`router.workers`); 0 if the router is one process."""
     token_port: int = 0
     """Token port of that process; 0: the router's `token_port`."""
+    router: int = 0
+    """Index of the router in `router.hosts`."""
 
 
 THE_ROUTER = ReplyAddress()
@@ -85,7 +87,7 @@ class Dispatcher:
         group = attempt.group
         room, forks = (attempt.room, ()) if group is None else (group.room, group.forks)
         request, prefill = attempt.generation.request, attempt.target.prefill
-        decode, (worker, token_port) = attempt.target.decode, self._reply
+        decode, (worker, token_port, router) = attempt.target.decode, self._reply
         to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
@@ -96,6 +98,7 @@ class Dispatcher:
                 token_ids=attempt.token_ids,
                 sampling=request.sampling,
                 num_emitted=attempt.num_continued,
+                router=router,
                 router_worker=worker,
                 reply_port=token_port,
                 link=to_decode.sender.link,
@@ -120,6 +123,7 @@ class Dispatcher:
             prefill_rank=prefill.engine_rank,
             prefill_incarnation=prefill.incarnation,
             num_emitted=attempt.num_continued,
+            router=router,
             router_worker=worker,
             reply_port=token_port,
             link=to_decode.sender.link,
@@ -138,6 +142,7 @@ class Dispatcher:
             token_ids=attempt.token_ids,
             decode_rank=decode.engine_rank,
             decode_incarnation=decode.incarnation,
+            router=router,
             router_worker=worker,
             link=to_prefill.sender.link,
             number=to_prefill.sender.number,

@@ -26,10 +26,10 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.devices import is_auto, on_visible_devices, overlaps_steps
-from chitu.config.load import load_topology, pd_master_addr, router_host, shown_devices, torchrun_rank
+from chitu.config.load import load_topology, pd_master_addr, reached_hosts, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, inside_address
+from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, inside_address, routers
 from chitu.config.topology_checks import check, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
@@ -126,7 +126,6 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
         return follow(topology, instance, ranks.rank, factories.open_transports)
     progress = ProgressWriter()
     incarnation = new_incarnation()
-    router = topology.dp_config.router
     secrets = derive(cluster_key_of(topology))
     base_port = topology.dp_config.scheduler_base_port
     port = instance.config.port if base_port is None else base_port
@@ -134,13 +133,16 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
         comm = CommLoop(
             inside_address(instance.config.host),  # several hosts: see docs/security.md
             port,
-            RouterAddress(
-                router_host(topology),
-                router.stats_port,
-                router.pd_disaggregation.coordination_port,
-                router.pd_disaggregation.metadata_sync_port,
-                0 if instance.role is Role.PREFILL else router.token_port,
-            ),
+            [
+                RouterAddress(
+                    host,
+                    router.stats_port,
+                    router.pd_disaggregation.coordination_port,
+                    router.pd_disaggregation.metadata_sync_port,
+                    0 if instance.role is Role.PREFILL else router.token_port,
+                )
+                for host, router in zip(reached_hosts(topology), routers(topology), strict=True)
+            ],
             RealClock(),
             secrets,
         )
@@ -315,7 +317,7 @@ def _tracer(instance: Instance, incarnation: Incarnation, comm: CommLoop, pool: 
         incarnation,
         pool.layout,
         _device_kind(instance),
-        lambda: PushSocket(comm.context, comm.router.host, comm.router.stats_port, MAX_MESSAGES),
+        lambda: [PushSocket(comm.context, r.address.host, r.address.stats_port, MAX_MESSAGES) for r in comm.routers],
         RealClock(),
     )
 

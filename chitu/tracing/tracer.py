@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,8 @@ class TracedRoom:
     num_pages: int = 0
     """Number of pages that records have named."""
     hashes: TracedSums | None = None
+    router: int = 0
+    """Index of the router that sent the request; its records go there."""
     ended_s: float | None = None
 
 
@@ -82,22 +84,23 @@ class Tracer:
         incarnation: int,
         layout: KVLayout,
         device: str,
-        open_socket: Callable[[], PushPort],
+        open_sockets: Callable[[], Sequence[PushPort]],
         clock: Clock,
         pause_s: float = PAUSE_S,
     ) -> None:
-        """`open_socket` opens the socket to the router, which only the thread `trace` uses."""
+        """`open_sockets` opens the sockets to the routers, which only the thread `trace` uses."""
         self._identity = role, engine_rank, incarnation
         self.name = instance_name(role, engine_rank)
         self.device = device
         self.kv_layout = layout
         self.layout = TracedLayout(layout.num_layers, layout.page_size, layout.dtype, layout.tp_size, layout.groups)
-        self._open_socket = open_socket
+        self._open_sockets = open_sockets
         self._clock = clock
         self._pause_s = pause_s
         self.rooms: dict[bytes, TracedRoom] = {}
         """Traced rooms, oldest first. Other threads only read it."""
-        self._queue: deque[AnyTraceRecord] = deque()
+        self._queue: deque[tuple[int, AnyTraceRecord]] = deque()
+        """Records that wait, each with the index of its router."""
         self._frame_bytes = 0
         self._num_dropped = 0
         self._lock = threading.Lock()
@@ -115,7 +118,7 @@ class Tracer:
             pairs += [(fork.room, fork.request_id) for fork in message.forks]
         with self._lock:
             for room, request_id in pairs:
-                self.rooms.setdefault(room, TracedRoom(request_id, room_text(room), has_frames))
+                self.rooms.setdefault(room, TracedRoom(request_id, room_text(room), has_frames, router=message.router))
             while len(self.rooms) > MAX_ROOMS:
                 del self.rooms[next(iter(self.rooms))]
         if self._thread is None:
@@ -143,15 +146,10 @@ class Tracer:
         if len(self._queue) >= MAX_QUEUED:
             self._drop(1)
             return
-        self._queue.append(
-            kind(
-                request_id=traced.request_id,
-                room=traced.room,
-                instance=self.name,
-                at_s=self._clock.monotonic(),
-                **fields,
-            )
+        record = kind(
+            request_id=traced.request_id, room=traced.room, instance=self.name, at_s=self._clock.monotonic(), **fields
         )
+        self._queue.append((traced.router, record))
 
     def frame(self, room: bytes, direction: str, port: str, frame: bytes) -> None:
         """Add a message of this room, if its frames are wanted."""
@@ -181,34 +179,36 @@ class Tracer:
     # ---------------------------------------------------------------------------------------------------- trace thread
 
     def _loop(self) -> None:
-        socket: PushPort = _NoSocket()
+        sockets: Sequence[PushPort] = ()
         try:
-            socket = self._open_socket()
+            sockets = self._open_sockets()
         except ChituError as error:
             logger.warning("trace records cannot be sent: %s", error.message)
         while not self._closing.is_set():
             self._is_wanted.wait()
             self._is_wanted.clear()
             while (self.rooms or self._queue) and not self._closing.wait(self._pause_s):
-                self.send_waiting(socket)
+                self.send_waiting(sockets)
                 self._forget_ended()
-        self.send_waiting(socket)
-        socket.close()
+        self.send_waiting(sockets)
+        for socket in sockets:
+            socket.close()
 
-    def send_waiting(self, socket: PushPort) -> None:
-        """Send the records in messages of about `BATCH_BYTES`. What the router does not take is dropped, and the next
+    def send_waiting(self, sockets: Sequence[PushPort]) -> None:
+        """Send the records in messages of about `BATCH_BYTES`. What a router does not take is dropped, and the next
         message reports how much."""
         encoder, lines, num_lines = msgspec.json.Encoder(), bytearray(), 0
         while self._queue:
-            record = self._queue.popleft()
+            router, record = self._queue.popleft()
             if isinstance(record, TraceFrame):
                 self._frame_bytes -= len(record.data)
             lines += encoder.encode(record) + b"\n"
             num_lines += 1
-            if len(lines) >= BATCH_BYTES or not self._queue:
+            if len(lines) >= BATCH_BYTES or not self._queue or self._queue[0][0] != router:
                 dropped = self._num_dropped
                 message = TraceLines(*self._identity, bytes(lines), dropped)
-                self._drop(-dropped if socket.send(encode(message)) else num_lines)
+                is_sent = router < len(sockets) and sockets[router].send(encode(message))
+                self._drop(-dropped if is_sent else num_lines)
                 lines, num_lines = bytearray(), 0
 
     def _forget_ended(self) -> None:
@@ -222,10 +222,3 @@ class Tracer:
     def _drop(self, num_records: int) -> None:
         with self._lock:
             self._num_dropped += num_records
-
-
-class _NoSocket:
-    def send(self, frame: bytes) -> bool:
-        return False
-
-    def close(self) -> None: ...

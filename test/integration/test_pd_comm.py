@@ -55,7 +55,7 @@ class Router:
         self.coordination, self.coordination_port = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
         self.view, view = bind(self.context, zmq.XPUB, "127.0.0.1", 0)
         self.loop = CommLoop(
-            "127.0.0.1", 0, RouterAddress("127.0.0.1", stats, self.coordination_port, view), RealClock()
+            "127.0.0.1", 0, [RouterAddress("127.0.0.1", stats, self.coordination_port, view)], RealClock()
         )
         self.requests: list[SchedulerMessage] = []
         self.acks: list[LinkAck] = []
@@ -89,11 +89,11 @@ class Router:
         self.acks.append(word)
         self.happened.wake()
 
-    def on_view(self, view: ClusterView) -> None:
+    def on_view(self, view: ClusterView, router: int) -> None:
         self.views.append(view)
         self.happened.wake()
 
-    def on_new_router(self) -> None:
+    def on_new_router(self, router: int) -> None:
         self.new_routers += 1
         self.happened.wake()
 

@@ -220,7 +220,9 @@ class FakeWorker:
             start_ticks=start_ticks(os.getpid()),
         )
         coordination = connect(self._context, zmq.DEALER, options.host, options.coordination_port)
-        stream = TokenManager(self._incarnation, self._send_tokens, lambda port: _FakeTokenSocket(self._connect(port)))
+        stream = TokenManager(
+            self._incarnation, self._send_tokens, open_port=lambda port: _FakeTokenSocket(self._connect(port))
+        )
         return _Instance(info, requests, coordination, stream)
 
     def _beat(self, now_s: float) -> None:

@@ -137,7 +137,7 @@ class Instance:
         self.executor = executor(info, num_pages, page_size, *rows)
         self.late = late(self.executor)
         layout = KVLayout.uniform("m", 1, 1, 2, PAGE_SIZE, "float32", INFO.vocab_size)
-        self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: Silence(), self.clock)
+        self.tracer = Tracer(Role.UNIFIED, 0, 1, layout, "cpu", lambda: [Silence()], self.clock)
         self.tracer._thread = ServiceThread("trace", lambda: None)  # never started: nothing forgets a room
         config = config or SchedulerConfig(
             max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
@@ -152,7 +152,7 @@ class Instance:
                 self.states,
                 grammars=grammars,
             ),
-            TokenManager(1, self._take, self._open_port),
+            TokenManager(1, self._take, open_port=self._open_port),
             self.failures.__setitem__,
             self.clock,
             self.tracer,

@@ -263,7 +263,7 @@ def ask(instance: Instance, index: int, grammar: Grammar | None = GRAMMAR, worke
     sampling = SamplingParams(4, temperature=0.0, grammar=grammar, ignore_eos=True)
     prompt = pack_i32(prompt_of(index, 6))
     instance.scheduler.submit(
-        UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, 0, worker, 5000 if worker else 0)
+        UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, 0, 0, worker, 5000 if worker else 0)
     )
 
 

@@ -191,3 +191,48 @@ def test_who_the_router_calls_dead_is_dead_wherever_it_ran_and_whatever_router_f
     view.update(ClusterView(2, 1, ()))
     assert view.is_lost(0, 5) and view.is_dead(0, 5), "nobody comes back from the dead"
     assert not view.is_dead(1, 99), "what nobody here knows is not kept"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several routers, each with views of its own.
+
+
+def test_a_peer_is_present_while_one_router_lists_it_and_lost_once_none_does() -> None:
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)))
+    assert peers.update(ClusterView(9, 1, (elsewhere(5),)), router=1)
+    assert peers.update(ClusterView(1, 2, ()))
+    assert not peers.is_lost(0, 5) and [info.incarnation for info in peers.present()] == [5]
+    assert peers.update(ClusterView(9, 2, ()), router=1)
+    assert peers.is_lost(0, 5) and not peers.present() and not peers.is_dead(0, 5), "it may only be cut off from both"
+    assert peers.update(ClusterView(9, 3, (), dead=(5,)), router=1)
+    assert peers.is_dead(0, 5), "one router's proof is enough"
+
+
+def test_a_process_that_restarts_joins_one_router_before_the_other_and_is_not_taken_for_the_dead_one() -> None:
+    views = [
+        (0, ClusterView(1, 1, (elsewhere(5),))),
+        (1, ClusterView(9, 1, (elsewhere(5),))),
+        (0, ClusterView(1, 2, (elsewhere(6),))),
+        (1, ClusterView(9, 2, (elsewhere(5),))),  # has not seen the new one yet
+    ]
+    peers, mixed = view_of(), view_of()
+    for router, view in views:
+        peers.update(view, router)
+        mixed.update(view)  # as if the views of both had one order
+    assert peers.is_dead(0, 5) and peers.is_lost(0, 5), "a page that waits for it may be freed"
+    assert not peers.is_dead(0, 6) and not peers.is_lost(0, 6)
+    assert mixed.is_dead(0, 6), "the fault that this would be: pages are freed while it writes"
+    peers.update(ClusterView(9, 3, (elsewhere(6),)), 1)
+    assert not peers.is_dead(0, 6) and not peers.is_lost(0, 6) and peers.is_dead(0, 5)
+
+
+def test_what_a_silent_router_lists_counts_no_more_while_another_one_is_heard() -> None:
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)))
+    peers.update(ClusterView(9, 1, (elsewhere(5),)), 1)
+    peers.update(ClusterView(9, 2, ()), 1)
+    peers.note_silence(0)
+    assert peers.is_lost(0, 5) and not peers.present()
+    peers.note_silence(1)
+    assert not peers.is_lost(0, 5), "nobody is heard: the newest views count, as with one router"
+    assert peers.update(ClusterView(1, 1, (elsewhere(5),))), "the same view of a router that is heard again is news"
+    assert not peers.is_lost(0, 5) and peers.present()

@@ -48,7 +48,7 @@ ROOM = b"r" * 16
 
 def test_each_link_of_d_counts_from_1_and_a_request_of_a_former_one_is_refused() -> None:
     router, worker = Port(), Port()
-    manager = TokenManager(1, router.send, lambda _: worker)
+    manager = TokenManager(1, router.send, open_port=lambda _: worker)
     assert manager.expect(71, 5001, 9)
     assert manager.expect(0, 0, LINK)
     for now_s in (0.0, 0.1):

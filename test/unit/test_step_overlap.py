@@ -336,7 +336,7 @@ class HangingDevice(FakeExecutor):
     def execute(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> StepResult:
         while self.steps == 2:
             self.views += 1
-            self.watch.look(self.views, self.scheduler.turns)
+            self.watch.look([self.views], self.scheduler.turns)
         return super().execute(plan, on_layer)
 
     views = 0

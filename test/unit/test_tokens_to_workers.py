@@ -46,7 +46,7 @@ class _Port:
 
 
 def manager(ports: Ports) -> TokenManager:
-    return TokenManager(9, lambda frame: ports.take(0, frame), ports.open)
+    return TokenManager(9, lambda frame: ports.take(0, frame), open_port=ports.open)
 
 
 pushes = st.lists(st.tuples(st.sampled_from([0, *PORT_OF]), st.integers(0, 1000)), max_size=40)

@@ -171,7 +171,7 @@ class Socket:
 def started() -> tuple[Tracer, Socket, FakeClock]:
     """Return a tracer without its thread: the test sends what waits."""
     socket, clock = Socket(), FakeClock()
-    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, clock)
+    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: [socket], clock)
     made._thread = ServiceThread("trace", lambda: None)
     return made, socket, clock
 
@@ -180,7 +180,7 @@ def test_rooms_that_are_not_traced_leave_nothing() -> None:
     made, socket, _ = started()
     made.add(ROOM, TraceEnd, reason="stop", code="", message="", output_tokens=1)
     made.frame(ROOM, "sent", "control", b"x")
-    made.send_waiting(socket)
+    made.send_waiting([socket])
     assert not made.rooms and not socket.sent
 
 
@@ -190,7 +190,7 @@ def test_each_choice_arrives_and_is_forgotten_after_its_end() -> None:
     message = DecodeRequest(ROOM, "r-0", pack_i32([5, 6]), SamplingParams(3), 0, 1, forks=forks, trace="records")
     made.begin(message, encode(message))
     made.frame(ROOM, "sent", "control", b"not wanted")
-    made.send_waiting(socket)
+    made.send_waiting([socket])
     arrivals = socket.records()
     assert [(type(a), a.request_id) for a in arrivals] == [(TraceArrival, "r-0"), (TraceArrival, "r-1")]
     assert isinstance(arrivals[0], TraceArrival) and arrivals[0].prompt_head == (5, 6)
@@ -210,7 +210,7 @@ def test_the_thread_sleeps_between_two_looks_and_sends_what_waits_at_its_end() -
             looks += threading.current_thread().name == "trace"
             return super().monotonic()
 
-    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: socket, Watched(), pause_s=30.0)
+    made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: [socket], Watched(), pause_s=30.0)
     for room in (ROOM, OTHER):
         made.begin(PrefillRequest(room, "r", pack_i32([5]), 0, 1, trace="records"), b"")
     made.close()
@@ -227,13 +227,13 @@ def test_records_beyond_the_bounds_are_dropped_counted_and_said() -> None:
     for _ in range(MAX_QUEUED - 2 - num_frames + 13):
         made.add(ROOM, TraceEnd, reason="sent", code="", message="", output_tokens=0)
     socket.is_full = True
-    made.send_waiting(socket)
+    made.send_waiting([socket])
     socket.is_full = False
     made.add(ROOM, TraceEnd, reason="sent", code="", message="", output_tokens=0)
-    made.send_waiting(socket)
+    made.send_waiting([socket])
     assert [message.num_dropped for message in socket.sent] == [2 + 13 + MAX_QUEUED]
     made.frame(ROOM, "sent", "control", b"x" * (MAX_FRAME_BYTES + 1))
-    made.send_waiting(socket)
+    made.send_waiting([socket])
     large = socket.records()[-1]
     assert isinstance(large, TraceFrame) and large.data == b"" and large.num_bytes == MAX_FRAME_BYTES + 1
     assert socket.sent[-1].num_dropped == 0
