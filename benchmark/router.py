@@ -1,5 +1,8 @@
 """CPU cost of a request and of a streamed token on the router: `python -m benchmark.router [--json-dir DIR]`.
 
+`--beside CHECKOUT` measures this router's cost over that of another checkout: both run, and slices of load alternate
+between them, since a machine drifts by more than the difference between two whole runs.
+
 Starts the real router (one process, or more with `--workers`) and one fake worker process (P0 and D0), sends
 completions over kept-alive connections from this process, and reads the CPU time of all threads of the router from the
 kernel. The prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine
@@ -21,12 +24,15 @@ import asyncio
 import itertools
 import json
 import random
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median, quantiles
 from typing import cast
 
 import uvloop
@@ -193,6 +199,31 @@ async def measure(router: RouterUnderTest, model: str, args: argparse.Namespace)
     return results
 
 
+async def compare(routers: Sequence[RouterUnderTest], model: str, args: argparse.Namespace) -> list[tuple[object, ...]]:
+    """Return a row for each load: CPU of the first router over that of the second, as quartiles of the rounds."""
+    rows: list[tuple[object, ...]] = []
+    for stream, concurrency in [(stream, count) for stream in (False, True) for count in args.concurrency]:
+        requests = make_requests(model, args.tokens, stream)
+        costs: list[list[Result]] = []
+        for _ in range(args.rounds + 1):
+            turn = [
+                await load(router.ports["port"], router.pids, requests, stream, concurrency, args.seconds)
+                for router in routers
+            ]
+            costs.append(turn)
+        del costs[0]  # caches were cold
+        ratios = [one.cpu_us_per_request / other.cpu_us_per_request for one, other in costs]
+        low, middle, high = quantiles(ratios, n=4)
+        ours, theirs = (median(turn[i].cpu_us_per_request for turn in costs) for i in (0, 1))
+        late, late_theirs = (median(turn[i].latency_p99_ms for turn in costs) for i in (0, 1))
+        ratio = [round(x, 3) for x in (middle, low, high)]
+        rows.append(
+            ("stream" if stream else "whole", concurrency, *ratio, round(ours), round(theirs), late, late_theirs)
+        )
+        print(*rows[-1], flush=True)
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmark.router", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", help="checkpoint folder (config.json and tokenizer); default: a small one is made")
@@ -202,15 +233,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the fake decode instance; 0: no pause")
     parser.add_argument("--policy", default="round_robin")
     parser.add_argument("--workers", type=int, default=1, help="API processes of the router (router.workers)")
+    parser.add_argument("--beside", type=Path, help="checkout whose router is measured beside this one, in slices")
+    parser.add_argument("--rounds", type=int, default=10, help="slices of --seconds of each router, with --beside")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(args.model) if args.model else _small_model(Path(folder))
         router_keys = (f"policy={args.policy}", f"workers={args.workers}")
         overrides = (*(f"dp_config.router.{key}" for key in router_keys), "model.served_name=bench")
+        any_model = ("--step-s", str(args.step_ms / 1e3), "--vocab-size", str(1 << 20))
+        if args.beside is not None:
+            (Path(folder) / "beside").mkdir()
+            path = f"{args.beside}:{args.beside / 'test'}"
+            popen = cast(Callable[..., "subprocess.Popen[bytes]"], partial(subprocess.Popen, cwd=args.beside))
+            other = RouterUnderTest(Path(folder) / "beside", model, overrides, {"PYTHONPATH": path}, popen)
+            with RouterUnderTest(Path(folder), model, overrides) as router, other:
+                for each in (router, other):
+                    each.start_worker("P0,D0", *any_model)
+                rows = uvloop.run(compare((router, other), "bench", args))
+            names = ("mode", "clients", "ratio", "q1", "q3", "CPU us/req", "other us/req", "p99 ms", "other p99 ms")
+            publish("router_beside", names, rows, args.json_dir)
+            return 0
         with RouterUnderTest(Path(folder), model, overrides) as router:
-            any_model = ("--vocab-size", str(1 << 20))
-            router.start_worker("P0,D0", "--step-s", str(args.step_ms / 1e3), *any_model)
+            router.start_worker("P0,D0", *any_model)
             results = uvloop.run(measure(router, "bench", args))
     columns = ("mode", "clients", "req/s", "tok/s", "CPU us/req", "CPU us/tok", "tok/CPU-s", "p50 ms", "p99 ms")
     rows = [

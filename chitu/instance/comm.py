@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import msgspec
@@ -430,17 +431,15 @@ class CommLoop:
     def _drain_requests(self, owner: CommOwner) -> bool:
         """Take the requests that are ready; return False if more may wait. A frame that cannot be decoded has no
         sequence number, so it counts as lost."""
-        frames = _received(self._requests)
-        for frame in frames:
+        messages = _received(self._requests)
+        for frame in chain.from_iterable(messages):
             try:
-                if len(frame) != 1:
-                    raise BadFrame(f"{len(frame)} frames instead of 1")
-                message = scheduler_codec.decode(frame[0])
+                message = scheduler_codec.decode(frame)
                 if isinstance(message, LinkAck):
                     owner.on_link_ack(message)
                 elif self.received.take(message.link, message.number, message.num_kept):
                     if self.tracer is not None:
-                        self._trace_request(self.tracer, message, frame[0])
+                        self._trace_request(self.tracer, message, frame)
                     owner.on_request(message)
             except UnknownKind as error:
                 self.unknown_frames += 1
@@ -448,7 +447,7 @@ class CommLoop:
             except BadFrame as error:
                 self.bad_frames += 1
                 logger.warning("request port: bad frame: %s", error)
-        if len(frames) == MAX_MESSAGES_PER_TURN:
+        if len(messages) == MAX_MESSAGES_PER_TURN:
             return False
         if self.received.take_alarm():
             owner.on_missing()

@@ -1,13 +1,15 @@
 """ZMQ sockets on an asyncio loop, without a task or a future per message.
 
 Owned and called by the loop thread alone (the router). `FrameReader` and `BulkReader` drain a socket when its
-descriptor wakes the loop; `Outbox` opens one PUSH socket per live peer. The descriptor of a ZMQ socket is
-edge-triggered: after it fires, the socket must be read until EAGAIN, and checked again after a send on it (`poke`).
+descriptor wakes the loop; `Outbox` opens one PUSH socket per live peer, which sends once a turn. The descriptor of a
+ZMQ socket is edge-triggered: after it fires, the socket must be read until EAGAIN, and checked again after a send on it
+(`poke`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -27,7 +29,10 @@ MAX_TURN_S = 0.002
 FEW_MESSAGES = 2
 """Usual number of messages at a time. Up to this number the reader checks after each whether there are more, which
 costs a third of the exception that reports none. With more messages the one exception is cheaper."""
-_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+MAX_MESSAGE_BYTES = 256 << 10
+"""Bytes of frames after which a message to a peer does not wait for the end of the turn: prompts may be long."""
+_EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
 
 class FrameReader:
@@ -133,31 +138,61 @@ LINGER_MS = 200
 
 
 class PeerSocket:
-    """PUSH socket to one incarnation of a peer."""
+    """PUSH socket to one incarnation of a peer. What is sent in one turn of the loop leaves at its end as one message,
+    a frame each: handing a message to ZMQ's thread costs as much as a fifth of a request."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], flush_soon: Callable[[PeerSocket], None]) -> None:
         self._socket = socket
+        self._flush_soon = flush_soon
+        self._frames: list[bytes] = []
+        self._num_bytes = 0
 
     def send(self, frame: bytes) -> bool:
         """Queue a frame. Return False if the queue is full."""
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
+        frames = self._frames
+        if not frames:
+            if not int(self._socket.getsockopt(_EVENTS)) & _POLLOUT:
+                return False
+            self._flush_soon(self)
+        frames.append(frame)
+        self._num_bytes += len(frame)
+        if self._num_bytes >= MAX_MESSAGE_BYTES:
+            self.flush()
         return True
+
+    def flush(self) -> None:
+        """Send what is queued. There is room for it: the queue was not full before its first frame."""
+        if frames := self._frames:
+            self._frames, self._num_bytes, last = [], 0, frames.pop()
+            with contextlib.suppress(zmq.Again):
+                for frame in frames:
+                    self._socket.send(frame, _NOBLOCK | _SNDMORE)
+                self._socket.send(last, _NOBLOCK)
 
     def close(self, linger_ms: int = 0) -> None:
         """Close it. Queued messages are dropped after `linger_ms`, so that a successor on the same port never receives
         them."""
+        self.flush()
         self._socket.close(linger=linger_ms)
 
 
 class Outbox:
-    """Opens the sockets to instances."""
+    """Opens the sockets to instances, and sends at the end of a turn what was queued in it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
+        self._queued: list[PeerSocket] = []
 
     def open(self, instance: InstanceInfo) -> PeerSocket:
         """Return a socket that connects to it. Raises Capacity if this process has no socket left."""
-        return PeerSocket(connect(self._context, zmq.PUSH, instance.host, instance.port))
+        return PeerSocket(connect(self._context, zmq.PUSH, instance.host, instance.port), self._flush_soon)
+
+    def _flush_soon(self, peer: PeerSocket) -> None:
+        if not self._queued:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._queued.append(peer)
+
+    def _flush(self) -> None:
+        queued, self._queued = self._queued, []
+        for peer in queued:
+            peer.flush()
