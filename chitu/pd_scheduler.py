@@ -65,6 +65,9 @@ class PDScheduler:
         """Any thread may give it an order, and read its report."""
         self._frozen_since_s: float | None = None
         self._pending: _LaunchedStep | None = None
+        self._launched: _LaunchedStep | None = None
+        """The step of the present turn, between `begin` and `end`."""
+        self._steps_before = 0
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
         self._is_checked = True
@@ -107,15 +110,45 @@ class PDScheduler:
 
     def step(self) -> bool:
         """Run one turn. Return False if nothing was computed or read, so the caller may wait for the next event."""
+        self.begin()
+        return self.end()
+
+    def begin(self) -> StepHandle | None:
+        """Begin a turn: take what has come, and launch the next step. Return the step that `end` waits for, if any."""
         self.turns += 1
-        steps_before = self._load.steps
+        self._steps_before = self._load.steps
         for command in self._inbox.take():
             self._arrivals.take(command)
         self._take_transfer_events()
         if not self.weights.is_settled:
             self._turn_weights()
+        self._launched = None
         if self.weights.freezes:
-            return self._stay_frozen()
+            if self._frozen_since_s is None:
+                self._frozen_since_s = self._clock.monotonic()
+        else:
+            self._begin_step()
+        waited = self._pending if self._launched is None or self._core.settings.overlap else self._launched
+        return waited.handle if waited is not None else None
+
+    def end(self) -> bool:
+        """End a turn: read a step, and send what it sampled. Return as `step` does."""
+        launched, self._launched = self._launched, None
+        self._sync_step()
+        if launched is not None:
+            self._pending = launched
+            if not self._core.settings.overlap:
+                self._sync_step()
+        self._tokens.flush(self._clock.monotonic())
+        worked = launched is not None or (self._load.steps > self._steps_before and self._frozen_since_s is None)
+        if worked:
+            self._is_checked = False
+        elif not self._is_checked and self._frozen_since_s is None and self.is_idle:
+            self._check_idle()
+        self._load.report()
+        return worked
+
+    def _begin_step(self) -> None:
         if self._frozen_since_s is not None:
             self._ends.note_frozen(self._clock.monotonic() - self._frozen_since_s)
             self._frozen_since_s = None
@@ -124,19 +157,8 @@ class PDScheduler:
             self._sync_step()
             self._faults.check_device()
         step = self._schedule()
-        is_launching = step.has_work
-        if is_launching:
-            self._launch(step)
-        if not (is_launching and self._core.settings.overlap):
-            self._sync_step()
-        self._tokens.flush(self._clock.monotonic())
-        worked = is_launching or self._load.steps > steps_before
-        if worked:
-            self._is_checked = False
-        elif not self._is_checked and self.is_idle:
-            self._check_idle()
-        self._load.report()
-        return worked
+        if step.has_work:
+            self._launched = self._launch(step)
 
     def _turn_weights(self) -> None:
         """Read the weights that the cluster wants, and change to them once no request runs here, or at once if the
@@ -151,15 +173,6 @@ class PDScheduler:
         if not self.is_done:
             self._tokens.flush(self._clock.monotonic())  # those of the step above are still of the old ones
             self._tokens.note_weights(weights.model_hash)
-
-    def _stay_frozen(self) -> bool:
-        """Read the step in flight and start none."""
-        if self._frozen_since_s is None:
-            self._frozen_since_s = self._clock.monotonic()
-        self._sync_step()
-        self._tokens.flush(self._clock.monotonic())
-        self._load.report()
-        return False
 
     def close(self) -> None:
         """Read the step in flight, so that nothing computes any longer, and close the token ports. After all turns."""
@@ -201,9 +214,9 @@ class PDScheduler:
 
     # ------------------------------------------------------------------------------------------------- launch and read
 
-    def _launch(self, step: Step) -> None:
-        """Launch a step, account for it as if it were done, and read the one before. If the launch raises, the
-        sequences at fault fail and the step goes on with the rest."""
+    def _launch(self, step: Step) -> _LaunchedStep:
+        """Launch a step, and account for it as if it were done. If the launch raises, the sequences at fault fail and
+        the step goes on with the rest."""
         self._resources.launched()
         handle: StepHandle
         try:
@@ -230,8 +243,7 @@ class PDScheduler:
                 self._cache.allocator.num_free,
                 self._cache.num_pages,
             )
-        self._sync_step()
-        self._pending = launched
+        return launched
 
     def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback | None:
         """Return the role's layer callback. As launching a long step takes time, it also reads the step before once

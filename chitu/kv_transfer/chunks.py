@@ -148,11 +148,21 @@ class TransferQueue:
 
     def run_one(self) -> bool:
         """Do one batch in this thread. Return False if nothing waits."""
-        batch = self._dequeue(wait=False)
+        batch = self.begin()
         if batch is None:
             return False
         self._do(batch)
         return True
+
+    def begin(self) -> TransferJob | None:
+        """Return the batch that leaves next, or None. Nothing else of its room leaves before `end`."""
+        return self._dequeue(wait=False)
+
+    def end(self, batch: TransferJob) -> None:
+        """Let other batches of its room leave."""
+        with self._changed:
+            self._busy.discard(batch.room)
+            self._changed.notify()
 
     def start(self, num_threads: int, spawn: Callable[[str, Callable[[], None]], threading.Thread]) -> None:
         """Start `transfer-N` threads; `spawn(name, target)` makes a thread whose death must end the process."""
@@ -185,9 +195,7 @@ class TransferQueue:
         try:
             self._work(batch)
         finally:
-            with self._changed:
-                self._busy.discard(batch.room)
-                self._changed.notify()
+            self.end(batch)
 
     def _dequeue(self, wait: bool) -> TransferJob | None:
         with self._changed:
