@@ -1,0 +1,124 @@
+"""An engine without torch in virtual time: an executor whose steps take the seconds of a profile and compute nothing.
+
+Each token is 0. The executor knows of a slot only how many tokens it holds, which with the plan gives the cost of a
+step. Steps run one after the other; `TimedStep.end_s` is known at the launch, so whoever drives the virtual clock waits
+for it. Only the simulation's one thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
+from chitu.tools.size.profile import StepCost
+
+
+class WorldClock:
+    """The virtual clock."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class InstanceClock:
+    """The virtual clock as an instance reads it: ahead of the world's while it waits for a step within a turn."""
+
+    def __init__(self, world: WorldClock) -> None:
+        self._world = world
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return max(self._world.now_s, self.ahead_s)
+
+
+@dataclass(slots=True, eq=False)
+class Moment:
+    """When a layer of a step is computed (`Ready`)."""
+
+    clock: InstanceClock
+    end_s: float
+
+    def is_done(self) -> bool:
+        return self.clock.monotonic() >= self.end_s
+
+    def synchronize(self) -> None:
+        self.clock.ahead_s = max(self.clock.ahead_s, self.end_s)
+
+    def wait(self, stream: Any = None) -> None:
+        self.synchronize()
+
+
+@dataclass(slots=True, eq=False)
+class TimedStep(Moment):
+    """A launched step (`StepHandle`) and its end."""
+
+    tokens: StepResult
+
+    def result(self) -> StepResult:
+        self.synchronize()
+        return self.tokens
+
+
+class TimedExecutor:
+    """`Executor` whose steps take the seconds of `cost`."""
+
+    def __init__(self, info: ExecutorInfo, cost: StepCost, clock: InstanceClock) -> None:
+        self.info = info
+        self._cost = cost
+        self._clock = clock
+        self._kv_len = [0] * info.num_slots
+        self._saved: dict[int, int] = {}
+        self._free_s = 0.0
+        self.steps = 0
+        self.busy_s = 0.0
+        """Seconds that all steps took."""
+
+    @property
+    def saved_keys(self) -> frozenset[int]:
+        return frozenset(self._saved)
+
+    def launch(self, plan: StepPlan, on_layer: LayerCallback | None = None) -> TimedStep:
+        kv_len = self._kv_len
+        for offload in plan.offload:
+            self._saved[offload.key] = kv_len[offload.slot]
+        for key in plan.drop:
+            self._saved.pop(key, None)
+        for admit in plan.admit:
+            kv_len[admit.slot] = admit.kv_len
+        for restore in plan.restore:
+            kv_len[restore.slot] = self._saved.pop(restore.key)
+        prompt_tokens, pairs, context_tokens = 0, 0.0, 0
+        slots = [first.slot for first in plan.first_tokens]
+        for chunk in plan.prefill:
+            prompt_tokens += chunk.length
+            pairs += chunk.length * (chunk.start + (chunk.length + 1) / 2)
+            kv_len[chunk.slot] = chunk.start + chunk.length
+            if chunk.sample:
+                slots.append(chunk.slot)
+        for slot in plan.decode:
+            kv_len[slot] += 1
+            context_tokens += kv_len[slot]
+        slots += plan.decode
+        seconds = self._cost.seconds(prompt_tokens, pairs, len(plan.decode), context_tokens)
+        start_s = max(self._clock.monotonic() + self._cost.turn_s, self._free_s)
+        self._free_s = end_s = start_s + seconds
+        self.steps += 1
+        self.busy_s += seconds
+        if on_layer is not None:
+            count = self.info.num_layers
+            for layer in range(count):
+                on_layer(layer, Moment(self._clock, start_s + seconds * (layer + 1) / count))
+        return TimedStep(self._clock, end_s, StepResult(slots, [0] * len(slots)))
+
+    def forget(self, slots: Collection[int]) -> None:
+        """Do nothing: an admission sets all that is known of a slot."""
+
+    def warmup(self) -> None:
+        """Do nothing: no step is slower than another of its kind."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""

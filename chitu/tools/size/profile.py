@@ -1,0 +1,115 @@
+"""How fast an engine is: seconds of a step as a function of what is in it, and what it has room for.
+
+Measured by `chitu bench profile`, kept as one JSON file, read by `chitu size`. Units are in the names. The model of a
+step is linear: what it costs at all, each prompt token, each pair of a prompt token and one that it attends to, each
+sequence that decodes, and each token of their contexts.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from chitu.errors import ConfigError
+
+VERSION = 1
+
+
+class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of a step. A step with both chunks and decodes costs the larger of the two bases, and all the rest."""
+
+    prefill_s: float = 0.0
+    """Any step that computes prompts."""
+    prompt_token_s: float = 0.0
+    """Each prompt token in it."""
+    prompt_pair_s: float = 0.0
+    """Each pair of such a token and one that it attends to."""
+    decode_s: float = 0.0
+    """Any step in which sequences decode."""
+    sequence_s: float = 0.0
+    """Each of them."""
+    context_s: float = 0.0
+    """Each token that is in their KV cache."""
+    first_token_s: float = 0.0
+    """A step that only samples first tokens from logits rows."""
+    turn_s: float = 0.0
+    """What the scheduler's thread needs between two steps. With overlapping steps it is hidden behind the device."""
+
+    def seconds(self, prompt_tokens: int, pairs: float, sequences: int, context_tokens: int) -> float:
+        """Return the seconds of a step with these prompt tokens and pairs, decoding sequences and their contexts."""
+        if not prompt_tokens:
+            if not sequences:
+                return self.first_token_s
+            return self.decode_s + sequences * self.sequence_s + context_tokens * self.context_s
+        seconds = self.prefill_s + prompt_tokens * self.prompt_token_s + pairs * self.prompt_pair_s
+        if sequences:
+            seconds += max(0.0, self.decode_s - self.prefill_s)
+            seconds += sequences * self.sequence_s + context_tokens * self.context_s
+        return seconds
+
+
+class LinkCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds of what passes between processes."""
+
+    bytes_per_s: float = 1e9
+    """Of KV from a P, and into a D."""
+    write_s: float = 0.0
+    """Each write of KV or of a logits row, beside its bytes."""
+    message_s: float = 0.0002
+    """A message between router and instance, or between P and D."""
+
+
+class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An instance of `tp_size` devices."""
+
+    cost: StepCost
+    link: LinkCost = LinkCost()
+    name: str = "unnamed"
+    """Model and device, for people."""
+    version: int = VERSION
+    tp_size: int = 1
+    """Devices of an instance."""
+    num_pages: int = 4096
+    """Pages of an instance."""
+    page_size: int = 16
+    kv_bytes_per_token: int = 1024
+    """Over all layers and ranks."""
+    num_layers: int = 4
+    """Layers; KV leaves by layers while the next ones are computed."""
+    vocab_size: int = 32000
+    """Numbers of 4 bytes in a logits row."""
+    max_model_len: int = 1 << 20
+    overlap: bool = False
+    """Whether a step is launched before the one before is read (`scheduler.overlap`)."""
+    measured: dict[str, Any] = {}
+    """Where the numbers come from: machine, commit, error of the fit."""
+
+
+def read_profile(path: str | Path) -> EngineProfile:
+    """Read a profile. Raises ConfigError, with the file and the key, if it is none."""
+    try:
+        profile = msgspec.json.decode(Path(path).read_bytes(), type=EngineProfile)
+    except OSError as error:
+        raise ConfigError(f"the profile {path} cannot be read: {error.strerror or error}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is no engine profile (`chitu bench profile` makes one): {error}") from error
+    if profile.version != VERSION:
+        raise ConfigError(f"{path}: version is {profile.version}; this release reads {VERSION}: measure it again")
+    for part in (profile.cost, profile.link):
+        for key, value in msgspec.structs.asdict(part).items():
+            if not 0 <= value < math.inf or (key == "bytes_per_s" and not value):
+                raise ConfigError(f"{path}: {key} is {value}; a number of at least 0 is expected")
+    for key in ("tp_size", "num_pages", "page_size", "kv_bytes_per_token", "num_layers", "vocab_size", "max_model_len"):
+        if getattr(profile, key) < 1:
+            raise ConfigError(f"{path}: {key} is {getattr(profile, key)}; at least 1 is expected")
+    if not any(msgspec.structs.astuple(profile.cost)):
+        raise ConfigError(f"{path}: all step costs are 0; such an engine has no limit")
+    return profile
+
+
+def write_profile(profile: EngineProfile, path: str | Path) -> None:
+    """Write a profile for `read_profile`."""
+    Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
