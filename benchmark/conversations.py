@@ -36,7 +36,7 @@ from chitu.config.load import load_topology
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.errors import ChituError, Internal
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import UnifiedRole
+from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.launch.local import LocalCluster
 from chitu.pd_scheduler import PDScheduler
@@ -164,7 +164,7 @@ class StepLoop:
             _refuse,
             RealClock(),
         )
-        self._scheduler = PDScheduler(core, UnifiedRole(core))
+        self._scheduler = PDScheduler(core, DecodeRole(core))
 
     def cpu_s(self, prompts: list[bytes]) -> float:
         """Return the CPU seconds of one prompt, including its one output token."""

@@ -25,7 +25,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import DoneStep, ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.errors import ChituError, Internal
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import UnifiedRole
+from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.net.sockets import bind, connect
 from chitu.pd_scheduler import PDScheduler
@@ -87,7 +87,7 @@ def measure(running: int, overlap: bool) -> tuple[float, float, float, int]:
         refuse,
         RealClock(),
     )
-    scheduler = PDScheduler(core, UnifiedRole(core))
+    scheduler = PDScheduler(core, DecodeRole(core))
     prompt = pack_i32(array("i", range(PROMPT_TOKENS)))
     for index in range(running):
         request = UnifiedRequest(new_room(), f"r{index}", prompt, SamplingParams(OUTPUT_TOKENS, ignore_eos=True))

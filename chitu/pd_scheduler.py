@@ -19,6 +19,7 @@ import msgspec
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
 from chitu.errors import Internal, InvalidRequest
 from chitu.instance.core import InstanceCore
+from chitu.instance.pace import StepWork
 from chitu.instance.prefill import Chunk
 from chitu.instance.requests import RequestArrivals, RequestEnds
 from chitu.instance.roles import InstanceRole, Step
@@ -41,6 +42,9 @@ class _LaunchedStep:
     """Slots that sample, in the order of the result."""
     sequences: list[Sequence]
     """Sequences in `slots` when the step was launched."""
+    planned_s: float
+    work: StepWork | None
+    """What it has to do, if it is measured."""
 
 
 class PDScheduler:
@@ -68,6 +72,8 @@ class PDScheduler:
         self._launched: _LaunchedStep | None = None
         """The step of the present turn, between `begin` and `end`."""
         self._steps_before = 0
+        self._planned_s = self._read_s = 0.0
+        """When the newest step was planned, and when the newest one that is done was read."""
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
         self._is_checked = True
@@ -207,8 +213,9 @@ class PDScheduler:
         while step is None:
             self._sync_step()
             step = self._role.schedule(plan)
-        is_full = sum(chunk.length for chunk in step.chunks) >= self._core.settings.config.max_batched_tokens
-        self._load.note_backlog(self._clock.monotonic(), is_full)
+        is_full = sum(chunk.length for chunk in step.chunks) >= step.most_tokens
+        self._planned_s = self._clock.monotonic()
+        self._load.note_backlog(self._planned_s, is_full)
         plan.release.extend(self._resources.slots.take_releases())
         return step
 
@@ -226,10 +233,11 @@ class PDScheduler:
         except Exception as error:
             self._sync_step()  # the step before was launched without an error
             step, handle = self._faults.repeat(step, error)
-        chunks = step.chunks
+        chunks, work = step.chunks, self._load.pace.work_of(step.chunks, step.decoding)
         sequences = self._role.after_launch(step)
         slots = [sequence.slot for sequence in sequences]
-        launched = _LaunchedStep(handle, chunks, [chunk.sequence.slot for chunk in chunks], slots, sequences)
+        chunk_slots = [chunk.sequence.slot for chunk in chunks]
+        launched = _LaunchedStep(handle, chunks, chunk_slots, slots, sequences, self._planned_s, work)
         num_prompt_tokens = sum(chunk.length for chunk in chunks)
         self._load.prompt_tokens += num_prompt_tokens
         if logger.isEnabledFor(logging.DEBUG):
@@ -267,6 +275,9 @@ class PDScheduler:
         result = step.handle.result()
         if result.slots != step.slots:
             raise Internal(f"a step sampled slots {result.slots}, its plan says {step.slots}")
+        before_s, self._read_s = self._read_s, self._clock.monotonic()
+        if step.work is not None:
+            self._load.pace.note(step.work, self._read_s - max(step.planned_s, before_s))
         self._resources.read()
         self._load.steps += 1
         if not is_sound(result):

@@ -198,6 +198,18 @@ class AdmissionConfig(Section, frozen=True):
     """Requests that may arrive at once within `requests_per_s`."""
 
 
+class SLOConfig(Section, frozen=True):
+    """Targets of requests that give none of their own (`slo` in the body). The router serves each request in the way
+    that costs least of those that keep them."""
+
+    ttft_s: Seconds | None = None
+    """Longest time to the first token. Unset: no target."""
+    tpot_s: Seconds | None = None
+    """Longest time from token to token. With it D may compute prompts, too: short ones, and those of which it has most
+    in its cache. A step of D or of a unified instance then has no more prompt tokens than fit into this time, beside
+    the requests that decode. Unset: D computes no prompt, and `scheduler` alone bounds steps."""
+
+
 class PDDisaggregationConfig(Section, frozen=True):
     coordination_port: Port = 29800
     """ZMQ: join, leave and drain of P and D."""
@@ -261,6 +273,9 @@ class InstanceConfig(Section, frozen=True):
     memory_fraction: Fraction | None = None
     """Share of each GPU that it uses for its weights, steps and pages; unset: an equal part of
     `cache.memory_fraction`."""
+    rack: str = ""
+    """Name of its rack, or of any part of the network that is faster within: until the router has measured a link, it
+    takes one within a rack to be faster than others, and one within a host to be faster still."""
 
 
 PolicyName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_affinity"]
@@ -372,6 +387,7 @@ class RouterConfig(Section, frozen=True):
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    slo: SLOConfig = field(default_factory=SLOConfig)
     pd_disaggregation: PDDisaggregationConfig = field(default_factory=PDDisaggregationConfig)
     prefill_schedulers: tuple[InstanceConfig, ...] = ()
     decode_schedulers: tuple[InstanceConfig, ...] = ()

@@ -254,6 +254,11 @@ def threads_of(topology: Topology, instance: Instance, cores: int) -> int:
     return max(1, of_instance // instance.config.tp_size)
 
 
+def computes_prompts(topology: Topology, role: Role) -> bool:
+    """Return whether instances of this role compute prompts: D only if `router.slo.tpot_s` bounds its steps."""
+    return role is not Role.DECODE or topology.dp_config.router.slo.tpot_s is not None
+
+
 def has_tiers(topology: Topology, instance: Instance) -> bool:
     """Return whether its prefix cache has a tier in host memory: on P and unified instances, and on a D that can share
     the pages of its answers."""

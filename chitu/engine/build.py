@@ -21,7 +21,7 @@ from chitu.config.devices import dtype_on
 from chitu.config.schema import Topology
 from chitu.config.staging import pool_bytes_of
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import Instance, find_instance, instances_on, threads_of
+from chitu.config.topology import Instance, computes_prompts, find_instance, instances_on, threads_of
 from chitu.engine.memory_budget import (
     DeviceMemory,
     available_cpu_bytes,
@@ -76,7 +76,7 @@ def prefill_ops(
     `model_dtype`, `kv_dtype`: names of the dtypes of the model and of its pages.
     """
     wanted, tp_size = topology.model.prefill_attention, instance.config.tp_size
-    if instance.role is Role.DECODE:
+    if not computes_prompts(topology, instance.role):
         return None
     if spec.code == "transformers":
         if wanted == "flashinfer":
@@ -105,7 +105,7 @@ def warmup_prompts(
     """Return prompt lengths for the warm-up of a GPU, a tuple for each step: every length that prompts are padded to
     for torch's library, else one too long for a recording. `longest_recorded`: tokens of a step; 0 without recordings.
     """
-    if device.type != "cuda" or instance.role is Role.DECODE or spec.code == "transformers":
+    if device.type != "cuda" or not computes_prompts(topology, instance.role) or spec.code == "transformers":
         return []
     from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, padded_lengths  # Triton: only with a GPU
 
@@ -295,7 +295,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     is_sparse = spec.latent is not None and spec.latent.index is not None
     is_own = spec.code == "own" and not is_sparse
     is_recorded = device.type == "cuda" and group is None and not layout.state and is_own
-    recording = Recording.of(CudaRecorder(device), role) if is_recorded else None
+    recording = Recording.of(CudaRecorder(device), computes_prompts(topology, role)) if is_recorded else None
     pool = KVPool(
         layout,
         num_pages,

@@ -22,7 +22,6 @@ from chitu.engine.sampling_ops import is_sound, marked
 from chitu.models.model import KVViews, Model
 from chitu.ops.cuda_device import on_stream
 from chitu.ops.interface import TILE_ROWS, Batch, Span, tiles_of
-from chitu.types import Role
 
 Replay = Callable[[], None]
 
@@ -78,9 +77,9 @@ class Recording:
     """Buckets of prefills; empty if prefills are not recorded."""
 
     @classmethod
-    def of(cls, recorder: Recorder, role: Role) -> Recording:
-        """Return what an instance of this role records. D computes prompts only after a step that raised."""
-        return cls(recorder, prefill_sizes=() if role is Role.DECODE else PREFILL_SIZES)
+    def of(cls, recorder: Recorder, computes: bool) -> Recording:
+        """Return what an instance records. One that does not compute prompts has some only after a step that raised."""
+        return cls(recorder, prefill_sizes=PREFILL_SIZES if computes else ())
 
 
 @dataclass(slots=True)

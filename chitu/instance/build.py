@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chitu.instance.core import InstanceCore
-from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole, UnifiedRole
+from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole
 from chitu.kv_transfer.kv_manager import KVManager, NoPeers, TransferSide
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
@@ -31,10 +31,10 @@ def build_prefill(core: InstanceCore, transfer: KVManager[PrefillSender]) -> Com
 
 
 def build_decode(core: InstanceCore, transfer: KVManager[DecodeReceiver]) -> Composition:
-    """Compose D, which receives prompts and decodes them."""
+    """Compose D, which receives prompts and decodes them. If it may, it computes some itself."""
     return Composition(DecodeRole(core, transfer.side), transfer)
 
 
 def build_unified(core: InstanceCore, transfer: KVManager[NoPeers]) -> Composition:
     """Compose a unified instance, which has no peers."""
-    return Composition(UnifiedRole(core), transfer)
+    return Composition(DecodeRole(core), transfer)

@@ -67,6 +67,14 @@ class SchedulerSettings:
     request_timeout_s: float = math.inf
     overlap: bool = False
     """Whether to launch a step before the tokens of the previous one are read."""
+    tpot_s: float = math.inf
+    """Longest step with prompt tokens beside requests that decode (`router.slo.tpot_s`); infinite: there is no bound,
+    and D computes no prompts."""
+
+    @property
+    def computes(self) -> bool:
+        """Whether D may compute prompts."""
+        return self.tpot_s < math.inf
 
 
 @dataclass(slots=True)

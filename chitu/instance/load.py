@@ -8,6 +8,7 @@ over all time would not measure capacity, because an instance without a queue wo
 from __future__ import annotations
 
 from chitu.instance.core import InstanceCore
+from chitu.instance.pace import StepPace
 from chitu.instance.sequences import Sequence
 from chitu.instance.sequences import SequenceState as S
 from chitu.protocol import LoadReport
@@ -45,6 +46,7 @@ class InstanceLoad:
         self._engine = core.engine
         self._tokens = core.tokens
         self._sequences = core.sequences
+        self.pace = StepPace(core.settings.tpot_s, core.settings.config.max_batched_tokens)
         now_s = core.clock.monotonic()
         self._backlog = BacklogMeter(now_s)
         self._decode_backlog = BacklogMeter(now_s)
@@ -102,7 +104,7 @@ class InstanceLoad:
 
     def _to_compute(self) -> list[Sequence]:
         """Return the prompts that are to be computed here."""
-        return self._sequences.queue(S.WAITING, S.COMPUTING)
+        return [s for s in self._sequences.queue(S.WAITING, S.COMPUTING) if not s.from_peer]
 
     def report(self) -> None:
         """Replace `snapshot` with the current load."""
@@ -110,14 +112,15 @@ class InstanceLoad:
         cache, tiers = engine.cache, engine.tiers
         to_compute, hits = self._to_compute(), tiers.hit_tokens
         waiting_tokens = sum([s.tokens_to_compute for s in to_compute])
-        waiting = sequences.num_choices(S.WAITING)
+        waiting, computing = sequences.num_choices(S.WAITING), sequences.num_choices(S.COMPUTING)
         self.snapshot = LoadReport(
             waiting=waiting,
             held_by_prefill=waiting if self._is_held_by_prefill else 0,
             unannounced=sum(s.state is S.WAITING and not s.announced for s in to_compute),
             transferring=sequences.num_choices(S.INFLIGHT, S.TRANSFER, S.LOGITS, S.STARTED, S.LANDED),
             landed=sequences.num_choices(S.LANDED),
-            running=sequences.num_choices(S.COMPUTING) + len(sequences.of(S.RUNNING)),
+            running=computing + len(sequences.of(S.RUNNING)),
+            computing=computing,
             retracted=len(sequences.of(S.RETRACTED)),
             closing=len(sequences.of(S.CLOSING)) + len(sequences.of(S.LEAVING)),
             waiting_tokens=waiting_tokens,
@@ -140,6 +143,7 @@ class InstanceLoad:
             states_free=engine.states.num_free,
             steps=self.steps,
             tokens=self._num_tokens,
+            prompt_tokens=self.prompt_tokens,
             tokens_dropped=tokens.tokens_dropped,
             bytes_moved=self.bytes_moved,
             bytes_saved=self.bytes_saved,
@@ -150,6 +154,7 @@ class InstanceLoad:
             decode_backlog_s=self._decode_backlog.seconds,
             decode_backlog_work=self._decode_backlog.work,
             cached_share=self.cached_share,
+            rates=self.pace.rates,
         )
 
     @property
@@ -174,6 +179,3 @@ class PrefillLoad(InstanceLoad):
 class DecodeLoad(InstanceLoad):
     def _update(self, now_s: float, is_full: bool, is_waiting: bool, for_decode: bool) -> None:
         self._backlog.update(now_s, self.admissions, is_waiting)
-
-    def _to_compute(self) -> list[Sequence]:
-        return []

@@ -1,14 +1,14 @@
 """Chunked prefill: which prompts get pages, and which of their tokens are computed in the next step.
 
-`by_urgency` and `select_chunks` are pure policy. `PrefillManager` applies it, in the roles of P and of unified
-instances, which take the computed prompts (`PromptOwner`). Step thread only.
+`by_urgency` and `select_chunks` are pure policy. `PrefillManager` applies it, in the roles of all instances, which
+admit prompts and take them when they are computed (`PromptOwner`). Step thread only.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from chitu.engine.executor import CopyState, KeepState, PrefillChunk, StepPlan
@@ -58,9 +58,6 @@ ESTIMATE_S = 0.25
 class PromptOwner(Protocol):
     """The role that has prompts computed."""
 
-    def open_admission(self) -> Callable[[Sequence], bool]:
-        """Return the admission check of one turn: may a sequence start now? One that passes must start."""
-
     def leaves_row(self, sequence: Sequence) -> bool:
         """Return whether a prompt's logits go to an aux slot, and no token is sampled with its last chunk."""
 
@@ -95,14 +92,16 @@ class PrefillManager:
 
     # -------------------------------------------------------------------------------------------------------- estimates
 
-    def _estimate_again(self) -> None:
+    def estimate_again(self) -> None:
         """Estimate what is cached of the prompts that wait, from time to time: those before them add pages and evict
         others."""
-        if self._planned_s - self._estimated_s < ESTIMATE_S:
+        now_s = self._clock.monotonic()
+        if now_s - self._estimated_s < ESTIMATE_S:
             return
-        self._estimated_s = self._planned_s
+        self._estimated_s = now_s
         for sequence in self._sequences.of(SequenceState.WAITING).values():
-            self._estimate(sequence)
+            if not sequence.from_peer:
+                self._estimate(sequence)
 
     def _estimate(self, sequence: Sequence) -> None:
         """Set `known_tokens`. Takes constant time if the former value is still right: if a page is cached, so are all
@@ -126,13 +125,12 @@ class PrefillManager:
 
     # ------------------------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, plan: StepPlan) -> list[Chunk]:
-        """Put the chunks of the admitted prompts into the plan, and return them."""
+    def schedule(self, plan: StepPlan, most_tokens: int) -> list[Chunk]:
+        """Put the chunks of the admitted prompts into the plan, `most_tokens` at most, and return them."""
         computing = self._sequences.queue(SequenceState.COMPUTING)
         self._take_loaded(computing, plan)
-        chunks = select_chunks(computing, self._config.max_batched_tokens, self._config.chunk_size)
+        chunks = select_chunks(computing, most_tokens, self._config.chunk_size)
         self._planned_s = self._clock.monotonic()
-        self._estimate_again()
         for sequence, start, length in chunks:
             if start == sequence.cached_tokens:
                 sequence.computing_since_s = self._planned_s
@@ -192,32 +190,26 @@ class PrefillManager:
             if chunk.is_last and sequence.state is SequenceState.INFLIGHT:
                 self._owner.on_computed(sequence)
 
-    def admit(self, plan: StepPlan) -> None:
-        """Admit what fits. Called before `schedule`: a sequence that gives way to another one must be in no plan."""
-        waiting = self._sequences.queue(SequenceState.WAITING)
-        if not waiting:
-            return
-        may_start = self._owner.open_admission()
-        for sequence in by_urgency(waiting):
-            if not may_start(sequence):
-                return  # strictly in order, so small requests cannot starve a large one
-            self._slots.take(sequence)
-            if self._trace.rooms:
-                self._trace.note_slot(sequence)
-            if self._owner.leaves_row(sequence):
-                sequence.aux_slot = self._resources.take_aux()
-            sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
-            self._take_state(sequence, plan)
-            self._cache.reserve(sequence.room, sequence.prompt_len)
-            self._sequences.hold_forks(sequence)
-            pages = self._cache.get_page_indices(sequence.room)
-            sequence.capacity_tokens = len(pages) * self._cache.page_size
-            self._sequences.take(sequence, SequenceEvent.ADMIT)
-            self._load.admissions += len(sequence.choices)
-            sequence.load = self._load_pages(sequence)
-            if sequence.load is None:
-                sequence.known_tokens = 0  # it was an estimate, and `kv_len` is exact
-                admit(sequence, self._cache, plan)
+    def start(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Give a waiting prompt its slot and pages, for which the caller has just found room. Called before `schedule`:
+        a sequence that gives way to another one must be in no plan."""
+        self._slots.take(sequence)
+        if self._trace.rooms:
+            self._trace.note_slot(sequence)
+        if self._owner.leaves_row(sequence):
+            sequence.aux_slot = self._resources.take_aux()
+        sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
+        self._take_state(sequence, plan)
+        self._cache.reserve(sequence.room, sequence.prompt_len)
+        self._sequences.hold_forks(sequence)
+        pages = self._cache.get_page_indices(sequence.room)
+        sequence.capacity_tokens = len(pages) * self._cache.page_size
+        self._sequences.take(sequence, SequenceEvent.ADMIT)
+        self._load.admissions += len(sequence.choices)
+        sequence.load = self._load_pages(sequence)
+        if sequence.load is None:
+            sequence.known_tokens = 0  # it was an estimate, and `kv_len` is exact
+            admit(sequence, self._cache, plan)
 
     # ------------------------------------------------------------------------------------------------ recurrent states
 

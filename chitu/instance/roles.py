@@ -1,5 +1,5 @@
-"""The roles of an instance: P, D and unified. Each is a composition of the managers of prompts and of decoding and of
-one side of the transfer, and has all that the step loop does differently in it.
+"""The roles of an instance: P, and D, which without a peer is a unified instance. Each is a composition of the managers
+of prompts and of decoding and of one side of the transfer, and has all that the step loop does differently in it.
 
 A role is made over an `InstanceCore`, which does not depend on it. Step thread only.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from chitu import log
@@ -18,7 +17,7 @@ from chitu.instance.core import InstanceCore
 from chitu.instance.decode import DecodeManager
 from chitu.instance.early import EarlyAdmission
 from chitu.instance.load import DecodeLoad, InstanceLoad, PrefillLoad
-from chitu.instance.prefill import Chunk, PrefillManager
+from chitu.instance.prefill import Chunk, PrefillManager, by_urgency
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
 from chitu.kv_cache.state_row import digest_of
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
@@ -41,6 +40,8 @@ class Step:
     first_tokens: list[Sequence]
     chunks: list[Chunk]
     decoding: list[Sequence]
+    most_tokens: int
+    """Most prompt tokens that it might have had."""
 
     @property
     def has_work(self) -> bool:
@@ -48,14 +49,12 @@ class Step:
 
 
 class InstanceRole(ABC):
-    takes: type[Request]
-    """Kind of request that the instance takes."""
+    takes: tuple[type[Request], ...]
+    """Kinds of requests that the instance takes."""
     lost: type[ChituError] = DecodeLost
     """Error of the requests that end because the router is gone."""
     samples = True
     """Whether the instance samples tokens. If not, the logits rows of its prompts go to aux slots."""
-    draws_peer_rows = False
-    """Whether first tokens are sampled from logits rows that a peer has computed."""
     layer_done: LayerCallback | None = None
     """Called after each layer of a step with chunks."""
     load: InstanceLoad
@@ -64,7 +63,7 @@ class InstanceRole(ABC):
 
     @abstractmethod
     def arrive(self, sequence: Sequence, message: Request) -> None:
-        """Take a request of the kind `takes` that may run here."""
+        """Take a request of a kind in `takes` that may run here."""
 
     @abstractmethod
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
@@ -107,7 +106,7 @@ class InstanceRole(ABC):
 class PrefillRole(InstanceRole):
     """P computes prompts for D. A sequence ends here: its pages and aux slot come back with SUCCESS or RELEASED."""
 
-    takes = PrefillRequest
+    takes = (PrefillRequest,)
     lost = PrefillLost
     samples = False
 
@@ -136,16 +135,23 @@ class PrefillRole(InstanceRole):
 
     def schedule(self, plan: StepPlan) -> Step | None:
         self._early.needs_read = False
-        self._prefill.admit(plan)
+        waiting = self._sequences.queue(SequenceState.WAITING)
+        if waiting:
+            self._prefill.estimate_again()
+        for sequence in by_urgency(waiting):
+            if not self._early.may_start(sequence):
+                break  # strictly in order, so small requests cannot starve a large one
+            self._prefill.start(sequence, plan)
         if self._early.needs_read:
             return None
-        chunks = self._prefill.schedule(plan)
+        most_tokens = self._core.settings.config.max_batched_tokens
+        chunks = self._prefill.schedule(plan, most_tokens)
         if chunks:
             pages_of = self._core.engine.cache.get_page_indices
             self._sender.feed.begin_step(
                 [KVChunk(c.sequence.room, pages_of(c.sequence.room), c.start, c.start + c.length) for c in chunks]
             )
-        return Step(plan, [], chunks, [])
+        return Step(plan, [], chunks, [], most_tokens)
 
     def after_launch(self, step: Step) -> list[Sequence]:
         self._prefill.after_launch(step.chunks)
@@ -172,10 +178,6 @@ class PrefillRole(InstanceRole):
         if event.kind is not TransferEventKind.FAILED:
             self._sequences.free(sequence)
 
-    def open_admission(self) -> Callable[[Sequence], bool]:
-        """Return the admission check (`PromptOwner`)."""
-        return self._early.may_start
-
     def leaves_row(self, sequence: Sequence) -> bool:
         """Return True: D samples the first token (`PromptOwner`)."""
         return True
@@ -186,30 +188,35 @@ class PrefillRole(InstanceRole):
 
 
 class DecodeRole(InstanceRole):
-    """D announces pages to P, and decodes the prompts that P has written there."""
+    """D decodes the prompts that P writes to the pages which it announced. If it may, it also computes prompts itself,
+    in the steps that decode: a unified instance, which has no receiver, all of them."""
 
-    takes = DecodeRequest
-    draws_peer_rows = True
-
-    def __init__(self, core: InstanceCore, receiver: DecodeReceiver) -> None:
+    def __init__(self, core: InstanceCore, receiver: DecodeReceiver | None = None) -> None:
         self._core = core
         self._sequences = core.sequences
         self._resources = core.sequences.resources
         self._cache = core.engine.cache
         self._receiver = receiver
-        self.load = DecodeLoad(core)
+        self.takes = (UnifiedRequest,)
+        if receiver is not None:
+            self.takes = (DecodeRequest, UnifiedRequest) if core.settings.computes else (DecodeRequest,)
+        self.load = InstanceLoad(core) if receiver is None else DecodeLoad(core)
         self._decode = DecodeManager(core, self.load)
+        self._prefill = PrefillManager(core, self.load, self)
 
     def arrive(self, sequence: Sequence, message: Request) -> None:
-        assert isinstance(message, DecodeRequest)
-        logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
-        sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
-        self._sequences.add(sequence)
+        if isinstance(message, DecodeRequest):
+            logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
+            sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
+            self._sequences.add(sequence)
+        else:
+            sequence.announced = True
+            self._prefill.add(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        if sequence.state in AT_PEER_STATES:  # its pages are quarantined until P has stopped
+        if self._receiver is not None and sequence.state in AT_PEER_STATES:
             self._sequences.close(sequence)
-            self._cache.quarantine(sequence.room)
+            self._cache.quarantine(sequence.room)  # until P has stopped
             self._receiver.abort(sequence.room, error)
         else:
             self._decode.cancel(sequence)
@@ -217,19 +224,38 @@ class DecodeRole(InstanceRole):
     def finish(self, sequence: Sequence) -> None:
         self._decode.finish(sequence)
 
+    def note_first_token(self, sequence: Sequence) -> None:
+        if sequence.from_peer:
+            return
+        since_s = sequence.computing_since_s
+        sequence.prefill_times = PrefillTimes.of(sequence.arrival_s, since_s, sequence.first_token_s)
+        if self._core.trace.rooms:
+            self._core.trace.note_computed(sequence)
+
     def schedule(self, plan: StepPlan) -> Step | None:
         if not self._decode.make_room(plan):
             return None
-        self._announce()
+        self._admit(plan)
         first_tokens, decoding = self._decode.schedule(plan)
-        return Step(plan, first_tokens, [], decoding)
+        computing = self._sequences.of(SequenceState.COMPUTING)
+        if not computing:
+            return Step(plan, first_tokens, [], decoding, 1)
+        most_tokens = self.load.pace.most_prompt_tokens(decoding, next(iter(computing.values())).kv_len)
+        return Step(plan, first_tokens, self._prefill.schedule(plan, most_tokens), decoding, most_tokens)
 
     def after_launch(self, step: Step) -> list[Sequence]:
         self._decode.after_launch(step.first_tokens, step.decoding)
-        return [*step.first_tokens, *step.decoding]
+        computed = self._prefill.after_launch(step.chunks)
+        for sequence in computed:
+            sequence.launched += 1
+            self._sequences.take(sequence, SequenceEvent.START)
+        return [*step.first_tokens, *computed, *step.decoding]
+
+    def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
+        self._prefill.after_read(chunks, slots, prompt_logprobs)
 
     def poll(self) -> list[TransferEvent]:
-        return self._receiver.poll()
+        return [] if self._receiver is None else self._receiver.poll()
 
     def on_event(self, event: TransferEvent) -> None:
         sequence = self._sequences.get(event.room)
@@ -249,46 +275,71 @@ class DecodeRole(InstanceRole):
             self._sequences.close(sequence)
             self._sequences.free(sequence)
 
-    def _announce(self) -> None:
-        """Reserve pages and announce them to P, strictly in order; nothing while a retracted request waits."""
+    def leaves_row(self, sequence: Sequence) -> bool:
+        """Return whether forks sample their first tokens from the row (`PromptOwner`)."""
+        return bool(sequence.forks)
+
+    def on_computed(self, sequence: Sequence) -> None:
+        """Start the forks of a prompt (`PromptOwner`)."""
+        self._decode.fork(sequence)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Reserve pages for the requests that wait, and announce them to P, or begin to compute the prompt; strictly in
+        order, whoever computes it, and nothing while a retracted request waits."""
         waiting = self._sequences.queue(SequenceState.WAITING)
-        slots = self._resources.slots
-        if not waiting or self._sequences.of(SequenceState.RETRACTED) or not slots.num_free:
+        if not waiting:
             return
-        may_start = self._decode.open_admission()
+        self._prefill.estimate_again()
+        if self._sequences.of(SequenceState.RETRACTED) or not self._resources.slots.num_free:
+            return
+        computing = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
+        may_start = self._decode.open_admission(computing)
         for sequence in sorted(waiting, key=lambda s: s.order):
-            if not sequence.needs_kv:
+            if not sequence.needs_kv and sequence.from_peer:
                 sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
+            to_compute = 0 if sequence.from_peer else 1
             num_pages = self._cache.pages_for(sequence.prompt_len)
-            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute=0)
-            num_states = self._resources.states_wanted(sequence) if sequence.needs_kv else 0
-            if not self._resources.aux.num_free or not may_start(sequence, num_pages, num_shared, num_states):
+            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute)
+            takes_kv = sequence.needs_kv or not sequence.from_peer
+            num_states = self._resources.states_wanted(sequence) if takes_kv else 0
+            takes_row = sequence.from_peer or sequence.forks
+            if takes_row and not self._resources.aux.num_free:
                 return
-            if not sequence.forks:
-                slots.take(sequence)
-            sequence.aux_slot = self._resources.take_aux()
-            if num_states:
-                self._resources.take_state(sequence)
-            known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
-            self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
-            self._sequences.hold_forks(sequence)
-            sequence.capacity_tokens = num_pages * self._cache.page_size
-            self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
-            sequence.announced_s = self._core.clock.monotonic()
-            self.load.admissions += len(sequence.choices)
-            self._receiver.announce(
-                sequence.room,
-                sequence.request_id,
-                self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
-                sequence.aux_slot,
-                sequence.prompt_len,
-                sequence.prefill_rank,
-                sequence.prefill_incarnation,
-                known // self._cache.page_size,
-                sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
-                sequence.state_slot,
-                digest_of(sequence.prompt) if num_states else 0,
-            )
+            if not may_start(sequence, num_pages, num_shared, num_states):
+                return
+            if sequence.from_peer:
+                self._announce(sequence, num_pages, num_states)
+            else:
+                self._prefill.start(sequence, plan)
+
+    def _announce(self, sequence: Sequence, num_pages: int, num_states: int) -> None:
+        """Reserve pages and announce them to P."""
+        assert self._receiver is not None
+        if not sequence.forks:
+            self._resources.slots.take(sequence)
+        sequence.aux_slot = self._resources.take_aux()
+        if num_states:
+            self._resources.take_state(sequence)
+        known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
+        self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
+        self._sequences.hold_forks(sequence)
+        sequence.capacity_tokens = num_pages * self._cache.page_size
+        self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
+        sequence.announced_s = self._core.clock.monotonic()
+        self.load.admissions += len(sequence.choices)
+        self._receiver.announce(
+            sequence.room,
+            sequence.request_id,
+            self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
+            sequence.aux_slot,
+            sequence.prompt_len,
+            sequence.prefill_rank,
+            sequence.prefill_incarnation,
+            known // self._cache.page_size,
+            sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
+            sequence.state_slot,
+            digest_of(sequence.prompt) if num_states else 0,
+        )
 
     def _take_kv(self, sequence: Sequence, event: TransferEvent) -> None:
         now_s = self._core.clock.monotonic()
@@ -305,76 +356,3 @@ class DecodeRole(InstanceRole):
             self._decode.fork(sequence)
         else:
             self._decode.go_on(sequence, SequenceEvent.KV_HERE)
-
-
-class UnifiedRole(InstanceRole):
-    """A unified instance computes prompts, then decodes them, and has no peers."""
-
-    takes = UnifiedRequest
-
-    def __init__(self, core: InstanceCore) -> None:
-        self._core = core
-        self._sequences = core.sequences
-        self._cache = core.engine.cache
-        self.load = InstanceLoad(core)
-        self._decode = DecodeManager(core, self.load)
-        self._prefill = PrefillManager(core, self.load, self)
-
-    def arrive(self, sequence: Sequence, message: Request) -> None:
-        sequence.announced = True
-        self._prefill.add(sequence)
-
-    def cancel(self, sequence: Sequence, error: ChituError) -> None:
-        self._decode.cancel(sequence)
-
-    def finish(self, sequence: Sequence) -> None:
-        self._decode.finish(sequence)
-
-    def note_first_token(self, sequence: Sequence) -> None:
-        since_s = sequence.computing_since_s
-        sequence.prefill_times = PrefillTimes.of(sequence.arrival_s, since_s, sequence.first_token_s)
-        if self._core.trace.rooms:
-            self._core.trace.note_computed(sequence)
-
-    def schedule(self, plan: StepPlan) -> Step | None:
-        if not self._decode.make_room(plan):
-            return None
-        first_tokens, decoding = self._decode.schedule(plan)
-        self._prefill.admit(plan)
-        return Step(plan, first_tokens, self._prefill.schedule(plan), decoding)
-
-    def after_launch(self, step: Step) -> list[Sequence]:
-        self._decode.after_launch(step.first_tokens, step.decoding)
-        computed = self._prefill.after_launch(step.chunks)
-        for sequence in computed:
-            sequence.launched += 1
-            self._sequences.take(sequence, SequenceEvent.START)
-        return [*step.first_tokens, *computed, *step.decoding]
-
-    def after_read(self, chunks: list[Chunk], slots: list[int], prompt_logprobs: dict[int, bytes]) -> None:
-        self._prefill.after_read(chunks, slots, prompt_logprobs)
-
-    def open_admission(self) -> Callable[[Sequence], bool]:
-        """Return an admission check like D's, with the prompts being computed counted in (`PromptOwner`)."""
-        if self._sequences.of(SequenceState.RETRACTED):
-            return lambda sequence: False
-        computing = self._sequences.queue(SequenceState.COMPUTING, SequenceState.INFLIGHT)
-        may_start = self._decode.open_admission(computing)
-        aux, resources = self._core.engine.aux, self._core.sequences.resources
-
-        def may_start_here(sequence: Sequence) -> bool:
-            if sequence.forks and not aux.num_free:
-                return False
-            pages = self._cache.pages_for(sequence.prompt_len)
-            num_shared = pages - self._cache.pages_wanted(sequence.keys, sequence.prompt)
-            return may_start(sequence, pages, num_shared, resources.states_wanted(sequence))
-
-        return may_start_here
-
-    def leaves_row(self, sequence: Sequence) -> bool:
-        """Return whether forks sample their first tokens from the row (`PromptOwner`)."""
-        return bool(sequence.forks)
-
-    def on_computed(self, sequence: Sequence) -> None:
-        """Start the forks of a prompt (`PromptOwner`)."""
-        self._decode.fork(sequence)

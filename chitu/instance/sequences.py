@@ -40,8 +40,8 @@ from chitu.protocol.account import NO_TIMES, PrefillTimes, StageTimes
 
 
 class SequenceState(Enum):
-    """State of a request on an instance. P: WAITING to INFLIGHT. D: WAITING, TRANSFER and later. Unified: WAITING,
-    COMPUTING, RUNNING and later; with forks INFLIGHT, too."""
+    """State of a request on an instance. P: WAITING to INFLIGHT. D: WAITING, TRANSFER and later. D and unified, if they
+    compute the prompt: WAITING, COMPUTING, RUNNING and later; with forks INFLIGHT, too."""
 
     __hash__ = object.__hash__  # each is the key of its queue; Enum's own is a Python function
 
@@ -50,7 +50,7 @@ class SequenceState(Enum):
     COMPUTING = auto()
     """Its prompt is computed here, or its pages come from the cache tiers, so that less has to be computed."""
     INFLIGHT = auto()
-    """P: the last chunk is launched, and its KV is being sent. Unified: the last chunk of a prompt with forks is
+    """P: the last chunk is launched, and its KV is being sent. D, unified: the last chunk of a prompt with forks is
     launched."""
     TRANSFER = auto()
     """D: its pages were announced to P."""
@@ -177,6 +177,7 @@ class Sequence:
     adapter: int = 0
     """As in `Admit`. Its pages hold K and V of this adapter alone."""
     prefill_rank: int = -1
+    """D: engine rank of the P that computes the prompt; -1 if it is computed here."""
     prefill_incarnation: int = 0
     state: SequenceState = SequenceState.WAITING
     announced: bool = False
@@ -255,6 +256,11 @@ class Sequence:
     def client_prompt_len(self) -> int:
         """Number of tokens in the client's prompt; the rest of `prompt` counts as output."""
         return self.prompt_len - self.num_continued
+
+    @property
+    def from_peer(self) -> bool:
+        """Whether a P computes the prompt, and its KV comes from there."""
+        return (self.source or self).prefill_rank >= 0
 
     @property
     def needs_kv(self) -> bool:

@@ -91,7 +91,7 @@ class StepFaults:
                 continue
             self._is_in_doubt = True
             self.num_unsound += len(sequence.choices)
-            if not self._role.draws_peer_rows or sequence.emitted:
+            if not sequence.from_peer or sequence.emitted:
                 self._in_a_row.add((sequence.source or sequence).room)
             for each in (sequence, *sequence.choices):
                 each.keys = None
@@ -312,4 +312,4 @@ class StepFaults:
         tokens = [outcome.tokens[slot] for slot in slots]
         result = StepResult(slots, tokens, logprobs, outcome.prompt_logprobs, outcome.failures, outcome.unsound)
         done = DoneStep(result)
-        return Step(step.plan, first_tokens, chunks, decoding), done
+        return Step(step.plan, first_tokens, chunks, decoding, step.most_tokens), done

@@ -34,6 +34,33 @@ class PathLoad(Wire, frozen=True):
     """Writes that failed, by an error of the transport or because they did not end in time."""
 
 
+class StepRates(Wire, frozen=True):
+    """What steps of an instance take, as it measures them (`instance/pace.py`): a line, whose coefficients are 0 until
+    they are known. A step takes `decode_step_s` if requests decode, plus `row_s` for each, plus `context_token_s` for
+    each token of their KV. Prompt tokens add `prompt_step_s` once, `prompt_token_s` each, and `prompt_pair_s` for each
+    token that each of them attends to."""
+
+    decode_step_s: float = 0.0
+    row_s: float = 0.0
+    context_token_s: float = 0.0
+    prompt_step_s: float = 0.0
+    prompt_token_s: float = 0.0
+    prompt_pair_s: float = 0.0
+    decode_steps: int = 0
+    """Steps without prompt tokens that were measured; 0: the first three coefficients are not known."""
+    prompt_steps: int = 0
+    """The same of steps with prompt tokens and the other three."""
+
+    def step_s(self, rows: float, context_tokens: float) -> float:
+        """Return the seconds of a step in which so many requests decode, with so many tokens of KV together."""
+        return self.decode_step_s + self.row_s * rows + self.context_token_s * context_tokens if rows else 0.0
+
+    def prompt_s(self, tokens: float, start: float = 0.0) -> float:
+        """Return the seconds that so many prompt tokens behind `start` others add to a step."""
+        pairs = tokens * (start + tokens / 2)
+        return self.prompt_step_s + self.prompt_token_s * tokens + self.prompt_pair_s * pairs if tokens else 0.0
+
+
 class LoadReport(Wire, frozen=True, omit_defaults=False):
     """Load of an instance as routing and metrics see it. Pages: free + used + quarantined + cached == total."""
 
@@ -51,12 +78,14 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     landed: int = 0
     """D: those of `transferring` whose KV has landed and that wait only for token 1."""
     running: int = 0
-    """Requests in the batch: prompts (P), outputs (D), both (unified)."""
+    """Requests in the batch: prompts (P), outputs and the prompts that are computed here (D, unified)."""
+    computing: int = 0
+    """Those of `running` whose prompts are computed."""
     retracted: int = 0
     closing: int = 0
     """Requests that are over, but whose pages a peer may still touch."""
     waiting_tokens: int = 0
-    """Prompt tokens still to compute on P, without those that are known to be cached, in the pool or in host memory."""
+    """Prompt tokens still to compute here, without those that are known to be cached, in the pool or in host memory."""
     joinable_tokens: int = 0
     """Those of `waiting_tokens` that a new prompt does not wait behind: of prompts in steps that have room for more."""
     pages_total: int = 0
@@ -73,6 +102,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     steps: int = 0
     tokens: int = 0
     """Tokens since start: prompt tokens computed (P), tokens emitted (D)."""
+    prompt_tokens: int = 0
+    """Prompt tokens computed since start; on P the same as `tokens`."""
     tokens_dropped: int = 0
     """Those of `tokens` that the router did not take."""
     bytes_moved: int = 0
@@ -109,7 +140,8 @@ class LoadReport(Wire, frozen=True, omit_defaults=False):
     decode_backlog_work: int = 0
     """Unified: requests admitted in these seconds."""
     cached_share: float = 0.0
-    """Share of the tokens of the newest prompts that were cached here (P, unified)."""
+    """Share of the tokens of the newest prompts computed here that were cached."""
+    rates: StepRates = StepRates()
 
 
 class Heartbeat(Wire, frozen=True, tag="heartbeat"):
@@ -418,6 +450,10 @@ class InstanceInfo(Wire, frozen=True):
     """Requests that run here at once; with `num_pages` it bounds how many choices of a prompt one message may ask for.
     0 in either: not reported, and each choice gets its own message."""
     num_pages: int = 0
+    computes: bool = False
+    """Whether it computes prompts. A D that does not (`router.slo.tpot_s` is unset) takes no whole requests."""
+    rack: str = ""
+    """Its `rack` in the topology: links within one are taken to be faster until they are measured."""
     yields: bool = False
     """It joins only for a free rank (`chitu join`), and replaces no other process."""
     weights: Weights = Weights()

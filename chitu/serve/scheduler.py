@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -29,7 +30,15 @@ from chitu.config.devices import is_auto, on_visible_devices, overlaps_steps
 from chitu.config.load import load_topology, pd_master_addr, reached_hosts, shown_devices, torchrun_rank
 from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import Instance, find_instance, has_lasting_tiers, has_tiers, inside_address, routers
+from chitu.config.topology import (
+    Instance,
+    computes_prompts,
+    find_instance,
+    has_lasting_tiers,
+    has_tiers,
+    inside_address,
+    routers,
+)
 from chitu.config.topology_checks import check, warn_without_key
 from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
@@ -181,7 +190,8 @@ def _build(
 ) -> PDSchedulerService:
     """Load the model and build everything that accesses its memory. From here on the pool never moves."""
     rank = factories.build_rank(topology, instance, MAIN_RANK, progress)
-    waker, pool, pd = Waker(), rank.pool, topology.dp_config.router.pd_disaggregation
+    waker, pool, router = Waker(), rank.pool, topology.dp_config.router
+    pd = router.pd_disaggregation
     cache = PagedKVCacheManager(pool.num_pages, pool.layout.page_size, _fingerprint(topology, instance, rank))
     fan_out = _fan_out(topology, instance) if rank.group is not None else None
     tiers: PrefixTiers | NoTiers = NoTiers()
@@ -226,8 +236,9 @@ def _build(
         topology.scheduler,
         pd.deadlines,
         instance.name,
-        topology.dp_config.router.request_timeout_s,
+        router.request_timeout_s,
         overlaps_steps(topology.scheduler, instance.config),
+        math.inf if router.slo.tpot_s is None else router.slo.tpot_s,
     )
     info = InstanceInfo(
         role=instance.role,
@@ -245,6 +256,8 @@ def _build(
         pid_namespace=pid_namespace(),
         start_ticks=start_ticks(os.getpid()),
         device=_device_kind(instance),
+        computes=computes_prompts(topology, instance.role),
+        rack=instance.config.rack,
         yields=yields,
     )
     build: Build = partial(build_unified, transfer=KVManager(NoPeers(), fan_out))

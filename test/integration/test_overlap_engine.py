@@ -19,7 +19,7 @@ from chitu.engine.step_tokens import StepTokens
 from chitu.errors import Internal
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import UnifiedRole
+from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.ops.torch_ops import TorchOps
 from chitu.pd_scheduler import PDScheduler
@@ -84,7 +84,7 @@ def serve(
         lambda room, error: None,
         FakeClock(),
     )
-    scheduler = PDScheduler(core, UnifiedRole(core))
+    scheduler = PDScheduler(core, DecodeRole(core))
     for index, (prompt, sampling) in enumerate(requests):
         scheduler.submit(UnifiedRequest(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))
         scheduler.step()

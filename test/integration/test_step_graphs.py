@@ -17,7 +17,6 @@ from chitu.errors import Internal
 from chitu.kv_cache.pool import KVPool
 from chitu.models.tensors import tensors_of, why_unlike
 from chitu.ops.torch_ops import TorchOps
-from chitu.types import Role
 
 DECODES = Recording(EagerRecorder(), decode_sizes=(1, 2, 4), prefill_sizes=())
 """Records decodes only: torch's operations read a batch's host side for spans, so prefill cannot be recorded with
@@ -167,8 +166,8 @@ def test_all_recordings_share_one_stream(monkeypatch):
 
 
 def test_an_instance_records_what_it_runs():
-    for role, sizes in ((Role.PREFILL, PREFILL_SIZES), (Role.UNIFIED, PREFILL_SIZES), (Role.DECODE, ())):
-        assert Recording.of(EagerRecorder(), role).prefill_sizes == sizes
+    for computes, sizes in ((True, PREFILL_SIZES), (False, ())):
+        assert Recording.of(EagerRecorder(), computes).prefill_sizes == sizes
 
 
 def test_without_a_scratch_page_nothing_is_recorded(checkpoint):

@@ -31,7 +31,7 @@ from chitu.engine.executor import ExecutorInfo
 from chitu.errors import BadFrame, ChituError, TransferFailed
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import DecodeRole, PrefillRole, UnifiedRole
+from chitu.instance.roles import DecodeRole, PrefillRole
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.state_row import StateSlots, StateStamp, read_stamp
 from chitu.kv_cache.tiers.host_pages import HostPages
@@ -112,9 +112,10 @@ class Instance:
         info: ExecutorInfo = INFO,
         page_size: int = PAGE_SIZE,
         state_slots: int = 0,
+        tpot_s: float = math.inf,
     ) -> None:
         """Make the instance. With `overlap` its device returns results late. With `state_slots` its model has a
-        recurrent state."""
+        recurrent state. With `tpot_s` D computes prompts, too."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
         self.has_logprobs: dict[bytes, bool] = {}
@@ -142,8 +143,9 @@ class Instance:
         config = config or SchedulerConfig(
             max_running_requests=8, max_batched_tokens=16, chunk_size=chunk, reserved_decode_tokens=4
         )
+        limits = {"request_timeout_s": request_timeout_s, "tpot_s": tpot_s}
         core = InstanceCore(
-            SchedulerSettings(config, DeadlineConfig(), request_timeout_s=request_timeout_s, overlap=overlap),
+            SchedulerSettings(config, DeadlineConfig(), overlap=overlap, **limits),
             LoadedEngine(
                 self.late if overlap else self.executor,
                 self.cache,
@@ -160,7 +162,7 @@ class Instance:
         if sender is not None:
             self.role = PrefillRole(core, sender)
         else:
-            self.role = UnifiedRole(core) if receiver is None else DecodeRole(core, receiver)
+            self.role = DecodeRole(core, receiver)
         self.scheduler = TracedScheduler(core, self.role)
 
     def make_tiers(self) -> PrefixTiers | NoTiers:

@@ -170,7 +170,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(override: str, key: 
 
 
 def test_an_unknown_key_is_compared_with_names_and_not_with_where_they_are() -> None:
-    assert "rank'; known here: host, port" in message_of("dp_config.router.prefill_schedulers.0.rank=1")
+    assert "order'; known here: host, port" in message_of("dp_config.router.prefill_schedulers.0.order=1")
 
 
 @pytest.mark.parametrize(

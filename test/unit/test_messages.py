@@ -62,6 +62,7 @@ ROOM = bytes(range(16))
 PROTOCOL_MD = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 LAYOUT = KVLayout.uniform("m", 1, 1, 2, 1, "float32", 8)
+NO_LOAD = {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "rates": {}}
 GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
     (
         TraceLines(Role.DECODE, 1, 7, b"{}\n", 2),
@@ -391,7 +392,10 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "role": "decode",
             "engine_rank": 1,
             "incarnation": 7,
-            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": [], "running": 2},
+            "load": {
+                **NO_LOAD,
+                "running": 2,
+            },
         },
     ),
     (
@@ -403,7 +407,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "role": "decode",
             "engine_rank": 1,
             "incarnation": 7,
-            "load": {**dict.fromkeys(LoadReport.__struct_fields__, 0), "suspended": [], "paths": []},
+            "load": NO_LOAD,
             "acks": [{"type": "link_ack", "link": 5, "last": 9}],
             "reads": 3,
             "silent": [8, 6],

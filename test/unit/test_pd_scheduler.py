@@ -18,7 +18,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.load import BacklogMeter
 from chitu.instance.requests import wrong_sampling
-from chitu.instance.roles import PrefillRole, UnifiedRole
+from chitu.instance.roles import DecodeRole, PrefillRole
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.pd_scheduler import PDScheduler
@@ -64,13 +64,16 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
 ) -> None:
     wire = Wire()
     prefill = wire.prefill = Instance(pages_p, sender=PSide(wire), aux_slots=aux_slots)
-    decode = wire.decode = Instance(pages_d, receiver=DSide(wire), aux_slots=aux_slots)
+    decode = wire.decode = Instance(pages_d, receiver=DSide(wire), aux_slots=aux_slots, tpot_s=1.0)
     cancelled: set[bytes] = set()
     pending = list(enumerate(load))
     for _ in range(4000):
         if pending and rng.random() < 0.7:
             index, one = pending.pop(0)
             prompt, sampling, num_emitted, _ = continued(index, *one)
+            if rng.random() < 0.4:
+                decode.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, num_emitted))
+                continue
             decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1, num_emitted))
             asked = None if num_emitted else sampling.prompt_logprobs
             half = PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1, prompt_logprobs=asked)
@@ -495,7 +498,8 @@ def check(load: LoadReport) -> None:
     assert 0 <= load.unannounced <= load.waiting
     assert 0 <= load.landed <= load.transferring
     assert 0 <= load.aux_free <= load.aux_total
-    assert min(getattr(load, name) for name in load.__struct_fields__ if name not in ("suspended", "paths")) >= 0
+    numbers = set(load.__struct_fields__) - {"suspended", "paths", "rates"}
+    assert min(getattr(load, name) for name in numbers) >= 0
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -591,7 +595,7 @@ def test_tokens_that_the_router_does_not_take_are_counted() -> None:
         lambda room, error: None,
         FakeClock(),
     )
-    scheduler = PDScheduler(core, UnifiedRole(core))
+    scheduler = PDScheduler(core, DecodeRole(core))
     for index in (1, 2):
         prompt = pack_i32(prompt_of(index, 5))
         scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(5, temperature=0.0)))

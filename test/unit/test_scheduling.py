@@ -269,7 +269,9 @@ def test_the_admissions_of_a_turn_look_at_each_request_a_few_times_however_many_
     sequences, role = core.sequences, DecodeRole(core, Announced())  # type: ignore[arg-type]
     for turn in range(2):
         for index in range(count):
-            sequences.add(sequence(turn * count + index, 10, 2))
+            waiting = sequence(turn * count + index, 10, 2)
+            waiting.prefill_rank = 0
+            sequences.add(waiting)
         cache.looks = 0
         role.schedule(StepPlan())
         assert len(sequences.of(SequenceState.TRANSFER)) == (turn + 1) * count

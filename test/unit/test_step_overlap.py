@@ -19,7 +19,7 @@ from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal
 from chitu.instance.comm import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import UnifiedRole
+from chitu.instance.roles import DecodeRole
 from chitu.instance.sequences import SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler
@@ -318,7 +318,7 @@ def scheduler_on(device: FakeExecutor) -> PDScheduler:
         lambda room, error: None,
         FakeClock(),
     )
-    return PDScheduler(core, UnifiedRole(core))
+    return PDScheduler(core, DecodeRole(core))
 
 
 def test_an_error_of_the_device_ends_the_step_loop_when_the_step_is_read() -> None:

@@ -12,7 +12,7 @@ from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.model_runner import ModelRunner
 from chitu.errors import ChituError, Internal
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import UnifiedRole
+from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
@@ -41,7 +41,7 @@ class _Requests:
             self._refuse,
             RealClock(),
         )
-        self.scheduler = PDScheduler(core, UnifiedRole(core))
+        self.scheduler = PDScheduler(core, DecodeRole(core))
 
     def _take(self, frame: bytes) -> bool:
         self.num_messages += 1

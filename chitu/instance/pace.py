@@ -1,0 +1,133 @@
+"""How long the steps of an instance take: measured, fitted to a line, and used to bound the prompt tokens of a step.
+
+Owned by `InstanceLoad`, step thread only. Each step with prompt tokens is measured, and one in `DECODE_SAMPLES` of
+those without. The two kinds have fits of their own, so that none forgets while only the other kind is computed. A step
+counts from its planning, or from the end of the step before if that was later: with overlap, what a stream waits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from chitu.instance.sequences import Sequence as Request
+from chitu.protocol import StepRates
+
+DECODE_SAMPLES = 8
+"""One in so many steps without prompt tokens is measured."""
+MEMORY_STEPS = 64
+"""A step that was measured so many measured steps ago counts by 1/e."""
+FIRST_TOKENS = 64
+"""Prompt tokens of the first step with streams beside them, while nothing is known of their cost."""
+GROWTH = 2
+"""A step has at most so many times the prompt tokens of the largest measured one: no line holds far beyond that."""
+LEAST_TOKENS = 16
+"""Prompt tokens that a step has in any case: streams that are slow already do not starve a prompt."""
+_SCALE = np.array((1.0, 1 / 256, 1 / (1 << 18)))
+_RIDGE = np.array((1e-3, 1e-6, 1e-6))
+"""Doubt in each coefficient; most in the constant, if all steps had the same size."""
+
+
+class StepWork(NamedTuple):
+    """What a measured step has to do."""
+
+    prompt_tokens: int
+    prompt_pairs: int
+    """Pairs of a prompt token and one before it: what attention of the chunks reads."""
+    rows: int
+    """Requests that decode."""
+    context_tokens: int
+    """Tokens of their KV."""
+
+
+class _Fit:
+    """A line through the measured steps, with coefficients of at least 0: the relative errors are least."""
+
+    def __init__(self, scale: Sequence[float]) -> None:
+        self._scale = np.array(scale)
+        self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
+        self.count = 0
+        self.coefficients = (0.0, 0.0, 0.0)
+
+    def add(self, features: Sequence[float], seconds: float, weight_s: float) -> None:
+        x, kept = np.array(features) * self._scale / weight_s, math.exp(-1 / MEMORY_STEPS)
+        self._squares *= kept
+        self._squares += np.outer(x, x)
+        self._products *= kept
+        self._products += x * (seconds / weight_s)
+        self.count += 1
+        if self.count <= DECODE_SAMPLES or self.count % 4 == 0:
+            self._solve()
+
+    def _solve(self) -> None:
+        used = [0, 1, 2]
+        solution = np.zeros(3)
+        while used:
+            squares = self._squares[np.ix_(used, used)]
+            doubt = np.diag(_RIDGE[used] * max(float(np.trace(squares)), 1e-30))
+            found = np.linalg.solve(squares + doubt, self._products[used])
+            if found.min() >= 0:
+                solution[used] = found
+                break
+            del used[int(found.argmin())]
+        self.coefficients = tuple((solution * self._scale).tolist())
+
+
+class StepPace:
+    def __init__(self, tpot_s: float = math.inf, max_tokens: int = 1 << 30) -> None:
+        """`tpot_s` is the longest time of a step with prompt tokens beside streams, `max_tokens` the bound of prompt
+        tokens without one."""
+        self._tpot_s, self._max_tokens = tpot_s, max_tokens
+        self._decode = _Fit((1.0, 1 / 16, 1 / 4096))
+        self._prompt = _Fit(_SCALE.tolist())
+        self._largest = FIRST_TOKENS // GROWTH
+        self._skipped = DECODE_SAMPLES
+        self.rates = StepRates()
+
+    def work_of(self, chunks: Sequence[tuple[Request, int, int]], decoding: Collection[Request]) -> StepWork | None:
+        """Return what a step has to do that is to be measured, with its chunks (sequence, start, length); None for any
+        other."""
+        if not chunks:
+            self._skipped += 1
+            if self._skipped <= DECODE_SAMPLES or not decoding:
+                return None
+            self._skipped = 0
+        tokens = sum([length for _, _, length in chunks])
+        pairs = sum([length * start + length * (length + 1) // 2 for _, start, length in chunks])
+        return StepWork(tokens, pairs, len(decoding), _context(decoding))
+
+    def note(self, work: StepWork, seconds: float) -> None:
+        """Take the time of a step."""
+        if seconds <= 0:
+            return
+        if not work.prompt_tokens:
+            self._decode.add((1, work.rows, work.context_tokens), seconds, seconds)
+        else:
+            beside_s = self.rates.step_s(work.rows, work.context_tokens)
+            features = (1, work.prompt_tokens, work.prompt_pairs)
+            self._prompt.add(features, max(0.0, seconds - beside_s), seconds)
+            self._largest = max(self._largest, work.prompt_tokens)
+        self.rates = StepRates(
+            *self._decode.coefficients, *self._prompt.coefficients, self._decode.count, self._prompt.count
+        )
+
+    def most_prompt_tokens(self, decoding: Collection[Request], start: int) -> int:
+        """Return how many prompt tokens the next step may have, the first of them behind `start` others, so that it
+        takes `tpot_s` at most; never less than `LEAST_TOKENS`. Without streams beside it, or without `tpot_s`, only the
+        bound of all steps counts."""
+        if not decoding or self._tpot_s == math.inf:
+            return self._max_tokens
+        rates = self.rates
+        token_s = rates.prompt_token_s + rates.prompt_pair_s * start
+        most = GROWTH * self._largest
+        if token_s > 0:
+            left_s = self._tpot_s - rates.step_s(len(decoding), _context(decoding)) - rates.prompt_step_s
+            most = min(most, int(max(left_s, 0.0) / token_s))
+        return min(max(most, LEAST_TOKENS), self._max_tokens)
+
+
+def _context(decoding: Collection[Request]) -> int:
+    return sum([sequence.kv_len for sequence in decoding])
