@@ -123,8 +123,8 @@ def with_port(host: str, port: int | str) -> str:
 
 
 def host_names(topology: Topology) -> list[str]:
-    """Return every host once, the router's first; all loopback names count as one."""
-    named = [topology.dp_config.router.host, *(instance.config.host for instance in instances(topology))]
+    """Return every host once, the routers' first; all loopback names count as one."""
+    named = [*router_hosts(topology.dp_config.router), *(instance.config.host for instance in instances(topology))]
     return list(dict.fromkeys(same_host(host) for host in named))
 
 
@@ -141,7 +141,7 @@ def on_one_host(topology: Topology, host: str = "127.0.0.1") -> Topology:
         return old if is_loopback(old) or old in ALL_ADDRESSES else host
 
     moved = with_instances(topology, lambda item: msgspec.structs.replace(item.config, host=there(item.config.host)))
-    return with_router(moved, host=there(router.host))
+    return with_router(moved, host=there(router.host), hosts=tuple(map(there, router.hosts)))
 
 
 def listening_host(router: RouterConfig) -> str:
@@ -168,6 +168,7 @@ def probe_address(topology: Topology, host: str) -> tuple[str, int] | None:
     return None if port is None else ("127.0.0.1" if is_inside else inside_address(host), port)
 
 
+API_PORT = "dp_config.router.port"
 PORT_STEP = 2
 """Distance of the ports of two routers on one host."""
 
@@ -205,6 +206,21 @@ def router_at(router: RouterConfig, index: int) -> RouterConfig:
     )
 
 
+def num_on_host(router: RouterConfig, index: int) -> int:
+    """Return how many routers the host of this one has."""
+    hosts = [same_host(host) for host in router_hosts(router)]
+    return hosts.count(hosts[index])
+
+
+def own_api_port(router: RouterConfig, index: int) -> int:
+    """Return the port at which this router alone has the API: `port`, if it is the only one on its host."""
+    return router.port + 1 + place_on_host(router, index) if num_on_host(router, index) > 1 else router.port
+
+
+def own_api_url(router: RouterConfig, index: int) -> str:
+    return api_url(api_host(router_at(router, index)), own_api_port(router, index))
+
+
 def routers(topology: Topology) -> list[RouterConfig]:
     """Return the configuration of each router."""
     router = topology.dp_config.router
@@ -215,7 +231,7 @@ def router_ports(router: RouterConfig) -> dict[str, int]:
     """Return the ports that the router listens on, by key path."""
     pd = router.pd_disaggregation
     return {
-        "dp_config.router.port": router.port,
+        API_PORT: router.port,
         "dp_config.router.stats_port": router.stats_port,
         "dp_config.router.token_port": router.token_port,
         "dp_config.router.pd_disaggregation.coordination_port": pd.coordination_port,
@@ -227,8 +243,13 @@ def router_ports(router: RouterConfig) -> dict[str, int]:
 def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
     """Yield key, host and number of every port that the topology has its processes listen on; 0 is any free one."""
     router = topology.dp_config.router
-    for key, port in router_ports(router).items():
-        yield key, router.host, port
+    for index, each in enumerate(routers(topology)):
+        place, distance = place_on_host(router, index), PORT_STEP * place_on_host(router, index)
+        for key, port in router_ports(each).items():
+            if key != API_PORT or not place:  # those of a host share it
+                yield f"{key} (+{distance})" if place else key, each.host, port
+        if router.port and num_on_host(router, index) > 1:
+            yield f"{API_PORT} (+{place + 1}, of one router alone)", each.host, own_api_port(router, index)
     if router.token_port:
         for worker in range(1, router.workers):
             yield f"dp_config.router.token_port (+{worker}, of an API process)", router.host, router.token_port + worker

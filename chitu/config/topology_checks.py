@@ -104,6 +104,8 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     router = topology.dp_config.router
     if router.kept_requests.dir is not None and router.workers > 1:
         yield f"dp_config.router.kept_requests.dir needs dp_config.router.workers 1, not {router.workers}"
+    if router.workers > 1 and len(router.hosts) > 1:
+        yield "dp_config.router.workers: several routers (dp_config.router.hosts) are one process each; leave it out"
     if need_model:
         yield from _model_problems(topology.model.path)
         yield from _adapter_problems(topology.model)
@@ -197,6 +199,7 @@ def _host_problems(topology: Topology, master_addr: str | None) -> Iterator[str]
     router = topology.dp_config.router
     hosts = host_names(topology)
     by_key = {"dp_config.router.host": router.host}
+    by_key |= {f"dp_config.router.hosts.{index}": host for index, host in enumerate(router.hosts) if index}
     by_key |= {f"{instance.key}.host": instance.config.host for instance in instances(topology)}
     placeholders = {key: host for key, host in by_key.items() if host.endswith(PLACEHOLDER_SUFFIX)}
     if placeholders:

@@ -479,7 +479,9 @@ def operator_routes(
         """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
         of it."""
         without_keys = with_api_keys(with_cluster_key(topology, ""), ())
-        return json_response(with_router_ports(without_keys, {"token_port": token_port, **cluster.ports()}))
+        # Several routers have fixed ports, which differ: an instance computes those of each.
+        ports = {} if topology.dp_config.router.hosts[1:] else {"token_port": token_port, **cluster.ports()}
+        return json_response(with_router_ports(without_keys, ports))
 
     async def abort_here(request: Request) -> Response:
         """End requests of this API process on behalf of `/abort_request` of another one."""

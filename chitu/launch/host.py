@@ -17,6 +17,7 @@ import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -31,14 +32,22 @@ from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of, with_clust
 from chitu.config.load import dump_topology, pd_master_addr, read_topology
 from chitu.config.schema import Topology
 from chitu.config.topology import (
+    API_PORT,
+    PORT_STEP,
     Instance,
     api_host,
     api_url,
+    family_of,
     host_names,
     instances,
     instances_on,
     on_one_host,
+    own_api_url,
+    place_on_host,
     probe_address,
+    router_at,
+    router_hosts,
+    router_ports,
     same_host,
     with_router,
     with_router_ports,
@@ -67,10 +76,20 @@ from chitu.launch.plan import (
     with_threads,
 )
 from chitu.launch.preflight import require_preflight
-from chitu.launch.router_calls import ask_health, send_leaves
+from chitu.launch.router_calls import Health, ask_health, send_leaves
 from chitu.net.control_groups import usable_cores
 from chitu.net.process_deaths import pid_namespace
-from chitu.process.child import ROUTER, STDOUT, LogTaken, ProcessSpec, StdoutLog, make_log_dir, open_private
+from chitu.process.child import (
+    ROUTER,
+    STDOUT,
+    LogTaken,
+    ProcessSpec,
+    StdoutLog,
+    is_router,
+    make_log_dir,
+    open_private,
+    router_name,
+)
 from chitu.process.placement import Placement, describe, on_cpus, placed
 from chitu.process.progress import Progress
 from chitu.process.run_dir import Launched
@@ -149,10 +168,17 @@ class HostProcesses:
             logs = make_log_dir(log_dir or topology.log.dir) if stdout is None else None
         if stdout is not None:
             topology = msgspec.structs.replace(topology, log=msgspec.structs.replace(topology.log, format="json"))
-        router = [ROUTER] if same_host(topology.dp_config.router.host) == same_host(host) else []
-        own = [name for name in (*router, *(i.name for i in instances_on(topology, host))) if only in ("", name)]
+        router = topology.dp_config.router
+        self._routers = {
+            router_name(index): index
+            for index, each in enumerate(router_hosts(router))
+            if same_host(each) == same_host(host) and not only
+        }
+        own = [name for name in (*self._routers, *(i.name for i in instances_on(topology, host))) if only in ("", name)]
         if len(host_names(topology)) == 1 and ROUTER in own:
             topology = with_own_key(topology)
+        if len(self._routers) > 1:
+            topology = with_free_ports(topology)
         self.topology = topology
         self.host = host
         self.label = label
@@ -198,16 +224,24 @@ class HostProcesses:
 
     @property
     def has_router(self) -> bool:
-        return ROUTER in self.members
+        return bool(self._routers)
 
     @property
     def url(self) -> str:
-        """URL of the API. Raise StartFailed if it is not known yet."""
+        """URL of the API, of one of the routers that run here or of the first one. Raise StartFailed if it is not known
+        yet."""
         router = self.topology.dp_config.router
         port = self.ports.get("port", router.port)
         if not port:
             raise StartFailed("the router does not listen yet: call wait_ready first")
-        return self._url or api_url(api_host(router), port)
+        own = next(iter(self._routers.values()), 0)
+        return self._url or api_url(api_host(router_at(router, own)), port)
+
+    @property
+    def router_urls(self) -> dict[str, str]:
+        """For each router that runs here, by name, the URL at which it alone has the API."""
+        router = with_router_ports(self.topology, self.ports).dp_config.router
+        return {name: own_api_url(router, index) for name, index in self._routers.items()}
 
     def introduction(self) -> list[str]:
         """Return what runs here, on which devices, a line each."""
@@ -230,7 +264,7 @@ class HostProcesses:
         """Start the processes. On one host, `poll` starts the instances as soon as the router's ports are known."""
         if not self._is_router_first:
             self._tell_commands()
-        for name in [ROUTER] if self._is_router_first else self.members:
+        for name in self._routers if self._is_router_first else self.members:
             self.supervisor.start(name)
 
     def poll(self) -> None:
@@ -239,13 +273,14 @@ class HostProcesses:
         Raise StartFailed if a process ended before it was ever ready.
         """
         self.supervisor.poll()
-        if self.has_router and not self.ports and (ports := self.members[ROUTER].progress.ports):
-            self.ports = dict(ports)
+        if self.has_router and not self.ports and all(self.members[name].progress.ports for name in self._routers):
+            # Several routers got theirs with the topology.
+            self.ports = dict(self.members[ROUTER].progress.ports) if len(self._routers) == 1 else self._own_ports()
             if self._is_router_first:
                 self._write_config()
                 self._tell_commands()
                 for name in self.members:
-                    if name != ROUTER:
+                    if not is_router(name):
                         self.supervisor.start(name)
 
     def missing(self) -> list[str]:
@@ -259,9 +294,14 @@ class HostProcesses:
         words = [f"{name} is {member.progress.state}" for name, member in live.items() if not _is_ready(member)]
         if words and not self.awaits_others:
             return words
-        health = ask_health(self.url)
-        if health is None:
-            return [*words, f"the router at {self.url} does not answer"]
+        urls = [self.url] if self._url or len(self._routers) < 2 else list(self.router_urls.values())
+        answers = [ask_health(url) for url in urls]
+        for url, answer in zip(urls, answers, strict=True):
+            if answer is None:
+                return [*words, f"the router at {url} does not answer"]
+        joined, *others = [answer.joined for answer in answers if answer is not None]
+        joined = {name: number for name, number in joined.items() if all(each.get(name) == number for each in others)}
+        health = Health(all(answer.is_usable for answer in answers if answer is not None), joined)
         mine = live.get(self._only)
         if mine is not None and mine.name in health.joined and not _is_ready(mine):
             self.poll()  # again: it may have become ready, and joined, while the router was asked
@@ -351,7 +391,7 @@ class HostProcesses:
         key, port = cluster_key_of(self.topology), self.ports.get("port", self.topology.dp_config.router.port)
         if self.has_router and key:
             self.supervisor.run_dir.keep_key(port, key)
-        own = tuple(name for name in self.members if name != ROUTER)
+        own = tuple(name for name in self.members if not is_router(name))
         self.supervisor.run_dir.keep_launched(Launched(self.url, own, key))
 
     def _write_config(self) -> None:
@@ -363,13 +403,47 @@ class HostProcesses:
             self.log_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write_config()
         topology, config = self.topology, str(self._config)
-        if name == ROUTER:
-            return router_spec(topology, config, [], self._entries)
+        if name in self._routers:
+            return router_spec(topology, config, [], self._entries, self._routers[name])
         spec = instance_spec(topology, self._instance(name), config, [], self._cores, self._entries, self.node)
         return replace(spec, argv=(*spec.argv, "--if-free")) if self._only else spec
 
+    def _own_ports(self) -> dict[str, int]:
+        ports = router_ports(self.topology.dp_config.router)
+        return {key.rpartition(".")[2]: port for key, port in ports.items()}
+
     def _instance(self, name: str) -> Instance:
         return next(instance for instance in instances(self.topology) if instance.name == name)
+
+
+PORT_TRIES = 100
+
+
+def with_free_ports(topology: Topology) -> Topology:
+    """Return the topology with ports in place of those that are 0, which are free for each of several routers of this
+    machine: they have to know each other's before they start."""
+    router = topology.dp_config.router
+    picked = {}
+    for key, port in router_ports(router).items():
+        if not port:
+            distances = [PORT_STEP * place_on_host(router, index) for index in range(len(router_hosts(router)))]
+            if key == API_PORT:
+                distances = list(range(len(distances) + 1))
+            picked[key.rpartition(".")[2]] = _free_port(router.host, distances)
+    return with_router_ports(topology, picked)
+
+
+def _free_port(host: str, distances: Sequence[int]) -> int:
+    """Return a port that is free, as are those at these distances."""
+    for _ in range(PORT_TRIES):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError, OverflowError):
+            first = sockets.enter_context(socket.socket(family_of(host)))
+            first.bind((host, 0))
+            port = int(first.getsockname()[1])
+            for distance in {*distances} - {0}:
+                sockets.enter_context(socket.socket(family_of(host))).bind((host, port + distance))
+            return port
+    raise ConfigError(f"no free ports for {len(distances)} routers on {host}: give the ports of dp_config.router")
 
 
 def _has_ended(member: Member) -> bool:
@@ -418,7 +492,7 @@ def _run(
         if host.label and dead:
             host.report_deaths()
             host.require_alive()
-        if not host.label and ROUTER in dead:
+        if not host.label and host.has_router and dead.issuperset(host.router_urls):
             return 1
         if host.has_left:
             return 0

@@ -28,7 +28,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances, on_one_host, with_router
 from chitu.launch.host import HostProcesses
 from chitu.launch.plan import Entries
-from chitu.process.child import ROUTER, STDOUT, StdoutLog
+from chitu.process.child import STDOUT, StdoutLog, is_router
 from chitu.process.placement import Placement, assign_devices, look_for, with_shares
 from chitu.process.supervisor import POLL_S, StartFailed
 
@@ -97,7 +97,7 @@ class LocalCluster(HostProcesses):
     def pid(self, name: str) -> int:
         """Return the pid of the process that does the work: the scheduler under torchrun, or the router itself."""
         child = self.supervisor.child(name)
-        if name == ROUTER or not self._entries.has_torchrun(self._instance(name)):
+        if is_router(name) or not self._entries.has_torchrun(self._instance(name)):
             return child.pid
         workers = child.worker_pids()
         if not workers:

@@ -20,18 +20,21 @@ import msgspec
 
 from chitu.config.schema import Topology
 from chitu.config.topology import (
+    API_PORT,
     Instance,
+    bound_ports,
     host_names,
     instances,
-    listening_host,
+    router_hosts,
     router_ports,
+    routers,
     same_host,
     threads_of,
     with_instances,
     with_router,
 )
 from chitu.errors import ConfigError
-from chitu.process.child import ROUTER, ProcessSpec
+from chitu.process.child import ProcessSpec, is_router, router_name
 from chitu.process.node_devices import NodeDevices
 from chitu.process.placement import environment_of
 
@@ -57,12 +60,16 @@ class Entries:
         return self.torchrun or instance.config.tp_size > 1
 
 
-def router_spec(topology: Topology, config: str, overrides: Sequence[str], entries: Entries) -> ProcessSpec:
-    """Return the router process."""
+def router_spec(
+    topology: Topology, config: str, overrides: Sequence[str], entries: Entries, index: int = 0
+) -> ProcessSpec:
+    """Return the process of a router."""
+    hosts = router_hosts(topology.dp_config.router)
+    which = ("--index", str(index)) if len(hosts) > 1 else ()
     return ProcessSpec(
-        name=ROUTER,
-        host=topology.dp_config.router.host,
-        argv=(entries.python, "-m", entries.router, "--config", config, *overrides),
+        name=router_name(index),
+        host=hosts[index],
+        argv=(entries.python, "-m", entries.router, "--config", config, *which, *overrides),
         env={"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )
 
@@ -118,7 +125,7 @@ def plan(
     entries = entries or Entries()
     members = instances(topology)
     return (
-        router_spec(topology, config, overrides, entries),
+        *(router_spec(topology, config, overrides, entries, i) for i in range(len(routers(topology)))),
         *(instance_spec(topology, member, config, overrides, cores, entries, node) for member in members),
     )
 
@@ -147,13 +154,16 @@ def with_hosts(topology: Topology, hosts: Sequence[str]) -> Topology:
         return hosts[names.index(same_host(host))]
 
     moved = with_instances(topology, lambda item: msgspec.structs.replace(item.config, host=there(item.config.host)))
-    return with_router(moved, host=there(topology.dp_config.router.host))
+    router = topology.dp_config.router
+    return with_router(moved, host=there(router.host), hosts=tuple(map(there, router.hosts)))
 
 
 def host_overrides(topology: Topology, hosts: Sequence[str]) -> list[str]:
     """Return what `with_hosts` does as overrides, for a command line."""
     moved = with_hosts(topology, hosts)
     keys = {"dp_config.router.host": moved.dp_config.router.host}
+    if moved.dp_config.router.hosts:
+        keys["dp_config.router.hosts"] = f"[{','.join(moved.dp_config.router.hosts)}]"
     keys |= {f"{instance.key}.host": instance.config.host for instance in instances(moved)}
     return [f"{key}={host}" for key, host in keys.items()]
 
@@ -228,18 +238,16 @@ def _hosts(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:
 def _ports(topology: Topology) -> Iterator[str]:
     yield "ports (0: picked by the OS at start)"
     router = topology.dp_config.router
-    for key, port in router_ports(router).items():
-        host = listening_host(router) if key == "dp_config.router.port" else router.host
-        yield f"  {host:20} {port:6}  {key}"
-    for instance in instances(topology):
-        yield f"  {instance.config.host:20} {instance.config.port:6}  {instance.key}.port"
+    for key, host, port in bound_ports(topology):
+        where = (router.http_host or host) if key.startswith(f"{API_PORT} ") or key == API_PORT else host
+        yield f"  {where:20} {port:6}  {key}"
 
 
 def _processes(topology: Topology, specs: Sequence[ProcessSpec]) -> Iterator[str]:
     configs = {instance.name: instance.config for instance in instances(topology)}
     for spec in specs:
         yield ""
-        if spec.name == ROUTER:
+        if is_router(spec.name):
             yield f"{spec.name} on {spec.host}"
         else:
             config = configs[spec.name]

@@ -34,7 +34,7 @@ from chitu.models.adapters import read_adapters
 from chitu.models.checkpoint import check_checkpoint
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.models.window_state import with_window_state
-from chitu.process.child import ROUTER
+from chitu.process.child import is_router
 from chitu.process.placement import KEY, PD, needed_library, why_not_sent
 from chitu.tokenizer.core import require_tokenizer
 from chitu.types import Role
@@ -261,7 +261,7 @@ def preflight(
     its GPUs, if known. `names` limits the checks to these processes."""
     here = [item for item in instances_on(topology, host) if names is None or item.name in names]
     others = {f"{item.key}.port" for item in instances_on(topology, host) if item not in here}
-    has_router = names is None or ROUTER in names
+    has_router = names is None or any(map(is_router, names))
     binds = look_at_ports(topology, host)
     yield from port_findings(b for b in binds if b.key not in others and (has_router or "_schedulers." in b.key))
     if not reads_model:

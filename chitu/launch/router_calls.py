@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import zmq
 
 from chitu.config.cluster_key import cluster_key_of
-from chitu.config.load import api_key, cluster_key, router_host
+from chitu.config.load import api_key, cluster_key, reached_hosts
 from chitu.config.schema import Topology
-from chitu.config.topology import is_loopback
+from chitu.config.topology import is_loopback, routers
 from chitu.errors import ConfigError, Internal
 from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive, make_context
@@ -143,13 +143,13 @@ LINGER_MS = 500
 
 
 def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:
-    """Send the leaves. Return once they are handed to the network, or after `LINGER_MS`."""
+    """Send the leaves to all routers. Return once they are handed to the network, or after `LINGER_MS`."""
     context = make_context(derive(cluster_key_of(topology)))
-    port = topology.dp_config.router.pd_disaggregation.coordination_port
-    socket = connect(context, zmq.DEALER, router_host(topology), port)
-    for leave in leaves:
-        socket.send(encode(leave), zmq.NOBLOCK)
-    socket.close(LINGER_MS)
+    for host, router in zip(reached_hosts(topology), routers(topology), strict=True):
+        socket = connect(context, zmq.DEALER, host, router.pd_disaggregation.coordination_port)
+        for leave in leaves:
+            socket.send(encode(leave), zmq.NOBLOCK)
+        socket.close(LINGER_MS)
     context.term()
 
 

@@ -178,6 +178,17 @@ def _as_json(formatter: JsonFormatter, text: str) -> str:
 
 
 ROUTER = "router"
+
+
+def router_name(index: int) -> str:
+    """Return the name of the process of a router."""
+    return f"{ROUTER}.{index}" if index else ROUTER
+
+
+def is_router(name: str) -> bool:
+    return name.partition(".")[0] == ROUTER
+
+
 PR_SET_PDEATHSIG = 1
 MARK = "CHITU_PROCESS"
 KILL_S = 2.0

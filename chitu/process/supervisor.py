@@ -26,7 +26,7 @@ import msgspec
 
 from chitu.config.topology import family_of
 from chitu.errors import ConfigError, Internal
-from chitu.process.child import ROUTER, ChildProcess, ProcessSpec, StdoutLog, claim_log
+from chitu.process.child import ChildProcess, ProcessSpec, StdoutLog, claim_log, is_router
 from chitu.process.progress import DRAINED, TAKEN, Progress, read_progress, write_progress
 from chitu.process.run_dir import RunDir
 
@@ -251,7 +251,7 @@ class Supervisor:
             found = read_progress(self._progress_path(member.name)) if member.child is not None else Progress("dead")
             if found.state != "ready":
                 return f"{member.name} is {found.state}"
-            if member.name != ROUTER and not found.is_member:
+            if not is_router(member.name) and not found.is_member:
                 return f"{member.name} is not in the cluster, or drains"
         return ""
 
@@ -261,8 +261,8 @@ class Supervisor:
         The router serves for `delay_s` before it drains. Processes left `delay_s` + `drain_s` + 0.5 s after the start
         of the stop (`drain_s` + 0.5 s without a router) are killed. Idempotent.
         """
-        router = [m.child for m in self.members.values() if m.child and m.name == ROUTER]
-        workers = [m.child for m in self.members.values() if m.child and m.name != ROUTER]
+        router = [m.child for m in self.members.values() if m.child and is_router(m.name)]
+        workers = [m.child for m in self.members.values() if m.child and not is_router(m.name)]
         end_s = time.monotonic() + (delay_s if router else 0.0) + drain_s + GRACE_OVER_DRAIN_S
         # The router finishes running requests before it exits, and needs the workers for that; they get the remaining
         # time, in which it tells its clients what became of the rest.
@@ -385,7 +385,7 @@ class Supervisor:
             return
         self._was_clean = False
         reason = child.describe_end(code)
-        if code == 0 and member.was_ready and member.name != ROUTER:
+        if code == 0 and member.was_ready and not is_router(member.name):
             reason = f"exit code 0 after a signal; `chitu drain {member.name}` keeps it out"
         life_s = now_s - child.started_s
         report = f"{member.name} ended ({reason}) after {life_s:.1f} s"

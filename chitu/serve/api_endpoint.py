@@ -20,7 +20,7 @@ import zmq
 import chitu
 from chitu.clock import RealClock
 from chitu.config.schema import Topology
-from chitu.config.topology import with_router
+from chitu.config.topology import router_at, with_router
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
@@ -46,6 +46,7 @@ from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
+from chitu.process.child import router_name
 from chitu.protocol import TraceLines
 from chitu.router.cross_checks import CheckResult
 from chitu.router.dispatch import ReplyAddress
@@ -121,9 +122,13 @@ class ApiEndpoint:
         make_cluster: Callable[[PDRequestRouter, Siblings], ClusterSource],
         worker: tuple[int, int] | None = None,
         secrets: ClusterSecrets | None = None,
+        index: int = 0,
     ) -> None:
-        """`worker`: index and incarnation of this process; None if it keeps the membership."""
-        config = topology.dp_config.router
+        """`worker`: index and incarnation of this process; None if it keeps the membership. `index`: that of the router
+        in `router.hosts`."""
+        config = router_at(topology.dp_config.router, index)
+        self._name = router_name(index)
+        self._suffix = f".{index}" if index else ""
         self._clock = clock = RealClock()
         port = config.token_port
         try:
@@ -131,14 +136,14 @@ class ApiEndpoint:
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         self._token_socket = socket
-        index, reply = 0, ReplyAddress()
+        process, reply = 0, ReplyAddress(router=index)
         if worker is not None:
-            index, reply = worker[0], ReplyAddress(worker[1], self.token_port)
+            process, reply = worker[0], ReplyAddress(worker[1], self.token_port)
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
-        trace = RouterTrace(topology.trace, files, f"router.{index}" if index else "router", clock)
+        trace = RouterTrace(topology.trace, files, f"router.{process}" if process else self._name, clock)
         self._traces = files
-        self.router = PDRequestRouter(Outbox(context), clock, config, trace, reply, index)
-        self.siblings = Siblings(config, secrets, index)
+        self.router = PDRequestRouter(Outbox(context), clock, config, trace, reply, process)
+        self.siblings = Siblings(config, secrets, process)
         self._cluster = cluster = make_cluster(self.router, self.siblings)
         self._healing: set[asyncio.Task[None]] = set()
         takes_unknown = config.unknown_fields == "warn"
@@ -191,7 +196,8 @@ class ApiEndpoint:
 
     def on_trace(self, message: TraceLines) -> None:
         """Write an instance's records to the trace files."""
-        self._traces.write(instance_name(message.role, message.engine_rank), message.lines, message.num_dropped)
+        name = instance_name(message.role, message.engine_rank) + self._suffix  # several routers may share the folder
+        self._traces.write(name, message.lines, message.num_dropped)
 
     def tick(self) -> None:
         """Time out requests and keep silent streams alive. Call every `TICK_S`; how late the call comes is how long a

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,17 +25,28 @@ import uvloop
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
-from chitu.config.topology import listening_host, with_router, with_router_ports
+from chitu.config.topology import (
+    API_PORT,
+    listening_host,
+    num_on_host,
+    own_api_port,
+    place_on_host,
+    router_at,
+    router_hosts,
+    with_router,
+    with_router_ports,
+)
 from chitu.config.topology_checks import warn_of_open_api, warn_without_key
-from chitu.errors import ChituError
+from chitu.errors import ChituError, ConfigError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
-from chitu.http.server import HTTPServer, listen_together
+from chitu.http.server import HTTPServer, Listener, listen, listen_together
 from chitu.log import setup_logging
 from chitu.net.aio import LINGER_MS
 from chitu.net.curve import derive, make_context
 from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
+from chitu.process.child import router_name
 from chitu.process.progress import ProgressWriter
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
 from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking, with_share
@@ -49,16 +61,24 @@ log = logging.getLogger(__name__)
 class RouterProcess:
     """The router and its first API process. Construct it, then call `start` and `run_until_signal`, all on the loop."""
 
-    def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None]) -> None:
-        """`flush_log` is called with every tick, which bounds how long log lines wait."""
+    def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None], index: int = 0) -> None:
+        """`flush_log` is called with every tick, which bounds how long log lines wait. `index`: that of this router in
+        `router.hosts`."""
         self._flush_log = flush_log
         folder = str(trace_folder(topology.trace))  # the same in all API processes
         topology = msgspec.structs.replace(topology, trace=msgspec.structs.replace(topology.trace, dir=folder))
         whole, topology = topology, with_share(topology, 0)
-        config = topology.dp_config.router
+        routers = topology.dp_config.router
+        config = router_at(routers, index)
         self._deadlines = config.pd_disaggregation.deadlines
         host = listening_host(config)
-        mine, *self._theirs = listen_together(host, config.port, "dp_config.router.port", config.workers)
+        alone: socket.socket | None = None
+        if num_on_host(routers, index) > 1:
+            mine, self._theirs = listen(host, config.port, API_PORT, is_shared=True), []
+            place = place_on_host(routers, index) + 1
+            alone = listen(host, own_api_port(routers, index), f"{API_PORT} (+{place}, of one router alone)")
+        else:
+            mine, *self._theirs = listen_together(host, config.port, API_PORT, config.workers)
         topology = with_router(topology, port=mine.getsockname()[1])
         secrets = derive(cluster_key_of(topology))
         self._context = context = make_context(secrets)
@@ -73,10 +93,12 @@ class RouterProcess:
             self._cluster = OwnCluster(router, self._membership, siblings)
             return self._cluster
 
-        self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets)
+        self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets, index=index)
         limits = HTTPLimits.of(config)
         headers = [("x-chitu-worker", "0")] if is_several else []
         self._http = HTTPServer(self._api.app, mine, headers, limits)
+        loop = asyncio.get_running_loop()
+        self._alone = Listener(loop, alone, self._http.adopt) if alone is not None else None
         whole = with_router_ports(whole, self.port_table())
         incarnation = self._membership.coordination.view.router_incarnation
         self._replicas = ReplicaSet(
@@ -90,6 +112,8 @@ class RouterProcess:
         keep_ticking(self._membership.tick, self._api.tick, self._replicas.tick, self._flush_log)
         await self._membership.start()
         await self._http.start()
+        if self._alone is not None:
+            self._alone.resume()
         if self._theirs:
             await self._replicas.start(self._theirs, self._http.adopt)
 
@@ -104,6 +128,8 @@ class RouterProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ending.is_hurried.wait(), delay_s)
         self._http.stop_accepting()
+        if self._alone is not None:
+            self._alone.close()
         drain_s = self._deadlines.drain_s
         api = self._api.drain(drain_s, self.ending, refuses=True)
         await asyncio.gather(api, self._replicas.end(drain_s, self.ending))
@@ -119,15 +145,15 @@ class RouterProcess:
         self._membership.coordination.set_workers(processes)
 
 
-async def _serve(topology: Topology, flush_log: Callable[[], None]) -> None:
-    router = RouterProcess(topology, ServedModel.load(topology.model, int(time.time())), flush_log)
+async def _serve(topology: Topology, index: int, flush_log: Callable[[], None]) -> None:
+    router = RouterProcess(topology, ServedModel.load(topology.model, int(time.time())), flush_log, index)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, router.ending.ask)
     await router.start()
     freeze_gc()
     ports = router.port_table()
-    facts = {"pid": os.getpid(), "host": topology.dp_config.router.host, **ports}
+    facts = {"pid": os.getpid(), "host": router_hosts(topology.dp_config.router)[index], **ports}
     log.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
     flush_log()
     ProgressWriter().ready(ports=ports)
@@ -139,13 +165,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chitu.serve.api_server", description="The router process.")
     parser.add_argument("--config", help="topology file (YAML)")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="keys of the topology to set")
+    parser.add_argument("--index", type=int, default=0, help="which of dp_config.router.hosts this is, from 0")
     args = parser.parse_intermixed_args(argv)
     try:
         topology = load_topology(args.config, args.overrides)
-        handler = setup_logging("router", topology.log.level, topology.log.modules, topology.log.format, deferred=True)
+        if not 0 <= args.index < len(router_hosts(topology.dp_config.router)):
+            raise ConfigError(f"--index {args.index}: dp_config.router.hosts has no such router")
+        handler = setup_logging(
+            router_name(args.index), topology.log.level, topology.log.modules, topology.log.format, deferred=True
+        )
         warn_without_key(topology)
         warn_of_open_api(topology)
-        uvloop.run(_serve(topology, handler.flush))
+        uvloop.run(_serve(topology, args.index, handler.flush))
     except ChituError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
