@@ -17,6 +17,7 @@ import logging
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,8 +27,10 @@ from chitu.errors import (
     ChituError,
     InvalidRequest,
     NoInstance,
+    Overloaded,
     ProtocolError,
     RequestTimeout,
+    TooManyRequests,
     from_code,
 )
 from chitu.net.aio import Outbox
@@ -51,11 +54,28 @@ from chitu.router.policies import Candidates, InstanceKey, instance_key
 from chitu.router.request import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.selector import make_selector
 from chitu.tracing.trace_files import RouterTrace
+from chitu.types import Role
 
 log = logging.getLogger(__name__)
 
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Decodes without `token_codec`'s size check (the socket has that bound) and error names: it runs for every frame."""
+
+
+class RequestFlow(NamedTuple):
+    """What the balancer needs to know of requests. Counts are since the start."""
+
+    requests: int
+    """Accepted requests, with `prompt_tokens` in all."""
+    prompt_tokens: int
+    offered: int
+    """Requests that were accepted, or rejected for overload."""
+    begun: int
+    """Accepted requests that have their first token, or are over."""
+    waits_s: dict[Role, float]
+    """Predicted time that a request sent now waits for a P, and for a D; 0 if unknown."""
+    is_cut_off: bool
+    """Whether some P and D cannot reach each other."""
 
 
 class PDRequestRouter:
@@ -103,6 +123,20 @@ class PDRequestRouter:
         waiting = sum(attempt.generation.state is prefill for attempt in rooms)
         in_flight = {"prefill": waiting, "decode": self.in_flight - waiting}
         return msgspec.structs.replace(self.counters, in_flight=in_flight, breakers=self._attempts.breaker_states())
+
+    def flow(self) -> RequestFlow:
+        """Return the requests so far."""
+        counters, attempts = self.counters, self._attempts
+        rejected = sum(counters.rejected.get(error.code, 0) for error in (Overloaded, TooManyRequests))
+        of_prefill, of_decode = attempts.predicted_waits_s()
+        return RequestFlow(
+            counters.requests,
+            counters.prompt_tokens,
+            counters.requests + rejected,
+            counters.requests - attempts.num_waiting,
+            {Role.PREFILL: of_prefill, Role.DECODE: of_decode},
+            self._members.num_cut_off > 0,
+        )
 
     # ---------------------------------------------------------------------------------------------------- HTTP layer
 

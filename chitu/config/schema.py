@@ -384,6 +384,13 @@ class RouterConfig(Section, frozen=True):
     request. Needs the extra `otel`, whose `OTEL_*` variables set the rest (sampling, headers, batches). Empty: none."""
     kept_requests: KeptRequestsConfig = field(default_factory=KeptRequestsConfig)
     batches: BatchesConfig = field(default_factory=BatchesConfig)
+    balance: Literal["off", "advise", "act"] = "off"
+    """Balancer of P and D. `advise`: it says which instance should change its role, and how many instances of each role
+    the load asks for, in the log, `GET /cluster` and `/metrics`. `act`: it also changes their roles. It aims at `slo`,
+    which should be set."""
+    balance_command: str = ""
+    """Command that the router runs on its machine when the load asks for another number of instances, with the role,
+    the number that is wanted and the number that is there as arguments. No shell reads it. Empty: none."""
     retry: RetryConfig = field(default_factory=RetryConfig)
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)

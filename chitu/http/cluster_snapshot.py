@@ -274,6 +274,7 @@ class SnapshotSource:
     def _snapshot(self, record: RouterRecord, tenant: str | None) -> ClusterSnapshot:
         """Return the snapshot without its instances."""
         limits = self._model.limits(self._router.candidates)
+        balance = record.coordination.balance
         return ClusterSnapshot(
             model=self._model.name,
             version=self._version,
@@ -286,6 +287,7 @@ class SnapshotSource:
             instances=(),
             requests=_requests(record, tenant),
             workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers),
+            advice=balance.advice if balance is not None else "",
         )
 
     def instances(self) -> tuple[InstanceSnapshot, ...]:

@@ -25,7 +25,15 @@ from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.router.cross_checks import OUTCOMES
 from chitu.router.members import BreakerState
-from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, Histograms, RouterMetrics, TimeHistogram, add_up
+from chitu.router.metrics import (
+    TIME_BOUNDS_S,
+    BalanceMetrics,
+    CoordinationMetrics,
+    Histograms,
+    RouterMetrics,
+    TimeHistogram,
+    add_up,
+)
 from chitu.types import Role, instance_name
 
 PART_SAMPLES = 400
@@ -155,6 +163,8 @@ def _families(report: MetricsReport) -> Iterator[Metric]:
     yield from _stages(total)
     yield from _membership(total, report.coordination, report.instances)
     yield from _loads(report.instances)
+    if (balance := report.coordination.balance) is not None:
+        yield from _balance(balance)
 
 
 def _service_codes(cls: type[ServiceError] = ServiceError) -> set[str]:
@@ -332,6 +342,16 @@ def _loads(instances: tuple[InstanceSnapshot, ...]) -> Iterator[Metric]:
         ),
     ):
         yield from counter(name, text, ((labels, getattr(load, field)) for labels, load in loads), PER_INSTANCE)
+
+
+def _balance(balance: BalanceMetrics) -> Iterator[Metric]:
+    """Yield what the balancer says."""
+    text = "Instances that the load asks for"
+    yield from gauge("chitu_wanted_instances", text, by_key(balance.wanted), ("role",))
+    text = "Work over what the present instances should have to do; above 1 they are too few"
+    yield from gauge("chitu_balance_pressure_ratio", text, by_key(balance.pressure), ("role",))
+    text = "Instances that the balancer had take the role"
+    yield from counter("chitu_balance_role_changes", text, by_key(balance.role_changes, balance.wanted), ("role",))
 
 
 def _tier_tokens(load: LoadReport) -> dict[str, int]:

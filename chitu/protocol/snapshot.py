@@ -67,3 +67,5 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     and those that run. All other numbers are of the whole cluster."""
     workers: tuple[WorkerSnapshot, ...] = ()
     """API processes that serve; one is the router itself."""
+    advice: str = ""
+    """What the balancer would change, and why (`router.balance`); empty if nothing is due."""

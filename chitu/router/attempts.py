@@ -191,6 +191,10 @@ class Attempts:
         """Raise Overloaded if a request would wait for too long."""
         self._admission.require(self.num_waiting, self.num_new_tokens)
 
+    def predicted_waits_s(self) -> tuple[float, float]:
+        """Return how long a request sent now would wait for a P, and for a D; 0 if unknown."""
+        return self._admission.predicted_waits_s(self.num_waiting, self.num_new_tokens)
+
     def start_alone(self, request: GenerateRequest, timeout_s: float, avoid: Set[InstanceKey]) -> Generation:
         """Start a request without a reader, whose owner polls it. Raises TooManyRequests, Overloaded, NoInstance."""
         self.require_room(1, request.num_tokens)

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from chitu.protocol import InstanceInfo, LoadReport
 from chitu.types import Role
 
 SIDES = (Role.PREFILL, Role.DECODE)
@@ -262,3 +263,36 @@ class Balancer:
             if one.age_s < SETTLE_S:
                 return f"{one.name} has just joined"
         return "the last change was a moment ago" if now_s < self._rests_until_s else ""
+
+
+def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: float, tpot_s: float | None) -> Observed:
+    """Return what the balancer needs of an instance. `prompt_tokens`: mean length of a prompt; `tpot_s`: the SLO, if
+    there is one."""
+    rates, is_prefill = load.rates, info.role is Role.PREFILL
+    num_held = max(1, load.running + load.transferring)
+    context = info.layout.page_size * load.pages_used / num_held
+    row_s = rates.row_s + rates.context_token_s * context
+    room = float(info.num_slots) or math.inf
+    if load.pages_used:
+        room = min(room, num_held * load.pages_total / load.pages_used)
+    if tpot_s is not None and row_s > 0:
+        room = min(room, (tpot_s - rates.decode_step_s) / row_s)
+    room = max(1.0, room) if room < math.inf else num_held
+    # Cached pages are missed as far as requests find theirs among them.
+    seen = load.bytes_moved + load.bytes_saved
+    hits = load.cached_share if info.role is not Role.DECODE else load.bytes_saved / seen if seen else 0.0
+    return Observed(
+        name=info.name,
+        role=info.role,
+        incarnation=info.incarnation,
+        age_s=age_s,
+        is_leaving=info.draining,
+        prompt_tokens=load.prompt_tokens,
+        prompt_token_s=rates.prompt_s(prompt_tokens) / prompt_tokens,
+        output_tokens=0 if is_prefill else load.tokens,
+        output_token_s=rates.step_s(room, room * context) / room,
+        backlog_s=load.backlog_s,
+        is_held=load.held_by_prefill > 0,
+        roles=info.roles,
+        cost_pages=load.pages_used + hits * load.pages_cached,
+    )

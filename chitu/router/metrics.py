@@ -113,6 +113,19 @@ class RouterMetrics(msgspec.Struct):
     """Present breaker states by name of the instance, each with count 1; summed, how many API processes see it so."""
 
 
+class BalanceMetrics(msgspec.Struct):
+    """What the balancer says (`router.balance`), by role."""
+
+    wanted: dict[str, int] = {}
+    """Instances that the load asks for."""
+    pressure: dict[str, float] = {}
+    """Work over what the present instances should have to do."""
+    role_changes: Counts = _counts()
+    """Instances that it had take the role."""
+    advice: str = ""
+    """The change that is due; empty if none is."""
+
+
 class CoordinationMetrics(msgspec.Struct):
     """What the process that keeps the membership counts beyond the cluster view. Keys are names of instances."""
 
@@ -128,6 +141,8 @@ class CoordinationMetrics(msgspec.Struct):
     """Seconds since the member joined."""
     heartbeat_ages_s: dict[str, float] = {}
     """Seconds since the member's last heartbeat."""
+    balance: BalanceMetrics | None = None
+    """None with `balance: off`."""
 
 
 def add_up(parts: Iterable[T]) -> T:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import uvloop
 
+from chitu.clock import RealClock
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
@@ -50,6 +51,7 @@ from chitu.process.child import router_name
 from chitu.process.progress import ProgressWriter
 from chitu.protocol import ApiProcess, ReplicaHeartbeat
 from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking, with_share
+from chitu.serve.balancing import Balancing
 from chitu.serve.membership import Membership, OwnCluster
 from chitu.serve.replicas import ReplicaSet
 from chitu.serve.siblings import Siblings
@@ -96,6 +98,11 @@ class RouterProcess:
         self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets, index=index)
         limits = HTTPLimits.of(config)
         headers = [("x-chitu-worker", "0")] if is_several else []
+        self._balancing: Balancing | None = None
+        if config.balance != "off":
+            cluster, core = self._cluster, self._membership.coordination
+            self._balancing = Balancing(config, self._api.router, core, cluster.change_role, RealClock())
+            cluster.balance = self._balancing.metrics
         self._http = HTTPServer(self._api.app, mine, headers, limits)
         loop = asyncio.get_running_loop()
         self._alone = Listener(loop, alone, self._http.adopt) if alone is not None else None
@@ -109,7 +116,8 @@ class RouterProcess:
     async def start(self) -> None:
         self._api.start()
         # Leases and republishing the view; request timeouts.
-        keep_ticking(self._membership.tick, self._api.tick, self._replicas.tick, self._flush_log)
+        ticks = [self._membership.tick, self._api.tick, self._replicas.tick, self._flush_log]
+        keep_ticking(*ticks, *([] if self._balancing is None else [self._balancing.tick]))
         await self._membership.start()
         await self._http.start()
         if self._alone is not None:

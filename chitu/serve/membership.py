@@ -51,7 +51,7 @@ from chitu.protocol import (
     encode,
     stats_codec,
 )
-from chitu.router.metrics import CoordinationMetrics, RouterMetrics, add_up
+from chitu.router.metrics import BalanceMetrics, CoordinationMetrics, RouterMetrics, add_up
 from chitu.router.policies import Candidates
 from chitu.router.weights import Pause
 from chitu.serve.siblings import Siblings
@@ -271,6 +271,8 @@ class OwnCluster:
         """Sum of the metrics of API processes that have ended, if any."""
         self.is_ending = False
         self._weights = WeightsDriver(membership.coordination, self.record)
+        self.balance: Callable[[], BalanceMetrics | None] = lambda: None
+        """Return what the balancer says; None if there is none."""
 
     @property
     def view(self) -> ClusterView:
@@ -290,7 +292,7 @@ class OwnCluster:
     def own_report(self) -> WorkerReport:
         own = report_of(self._router, 0, self.view)
         metrics = own.metrics if self._ended is None else add_up([own.metrics, self._ended])
-        coordination = self._membership.metrics()
+        coordination = msgspec.structs.replace(self._membership.metrics(), balance=self.balance())
         return msgspec.structs.replace(own, metrics=metrics, coordination=coordination, is_ending=self.is_ending)
 
     async def record(self) -> RouterRecord:

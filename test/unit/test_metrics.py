@@ -20,7 +20,14 @@ from chitu.kv_transfer.sending import PathMeter
 from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, pack_i32
 from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.protocol.snapshot import InstanceSnapshot
-from chitu.router.metrics import TIME_BOUNDS_S, CoordinationMetrics, RouterMetrics, TimeHistogram, add_up
+from chitu.router.metrics import (
+    TIME_BOUNDS_S,
+    BalanceMetrics,
+    CoordinationMetrics,
+    RouterMetrics,
+    TimeHistogram,
+    add_up,
+)
 from chitu.router.request import GenerateRequest
 from chitu.types import Role
 
@@ -78,7 +85,8 @@ def full_report() -> MetricsReport:
     """Return a report with a value in every family."""
     stages = {"admission": {"D0": TimeHistogram()}, "queue": {"P0": TimeHistogram()}}
     metrics = RouterMetrics(stages=stages, breakers={"P0": {"open": 1}})
-    coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1})
+    balance = BalanceMetrics(wanted={"prefill": 2}, pressure={"prefill": 1.2}, role_changes={"prefill": 1})
+    coordination = CoordinationMetrics(ages_s={"P0": 5.0}, heartbeat_ages_s={"P0": 0.1}, balance=balance)
     load = LoadReport(pages_total=1, pages_free=1, paths=(PathLoad(0, "shm", 1, 8, 0.5),))
     instances = (instance("P0", Role.PREFILL, load), instance("D0", Role.DECODE, load))
     return MetricsReport("1.2.3", 1, [metrics], coordination, instances)
