@@ -12,7 +12,7 @@ ChituError
 |   `-- WeightsRefused  RoleRefused
 |-- ServiceError                   ours (5xx); `retryable`: whether a new attempt can help
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
-|   |-- RequestKept  WeightsChanged
+|   |-- RequestKept  WeightsChanged  RoleChanged
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
 |   |-- TransferFailed (PeerUnreachable)  TransferTimeout  IncompatibleLayout  Integrity
 |   `-- Internal  StepFailed  PoisonRequest  DiskFull
@@ -236,6 +236,12 @@ class WeightsChanged(ServiceError):
     request cannot go on: it would have tokens of two models."""
 
     code = "weights_changed"
+
+
+class RoleChanged(ServiceError):
+    """An instance changes its role, and gives the request back: another one continues it."""
+
+    code = "role_changed"
 
 
 class PrefillLost(ServiceError):

@@ -46,7 +46,7 @@ class _Formatter(logging.Formatter):
 
     def __init__(self, process: str) -> None:
         super().__init__()
-        self._process = process
+        self.process = process
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         """Format the time as RFC 3339 does, in the machine's own zone."""
@@ -59,7 +59,7 @@ class _Formatter(logging.Formatter):
         return f"{self._date}.{int(record.msecs):03d}{self._zone}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        return f"{self.formatTime(record)} {self._process} {record.levelname[:1]} {record.name}: {record.message}"
+        return f"{self.formatTime(record)} {self.process} {record.levelname[:1]} {record.name}: {record.message}"
 
     def format(self, record: logging.LogRecord) -> str:
         if record.exc_info or record.exc_text or record.stack_info:
@@ -78,7 +78,7 @@ class JsonFormatter(_Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": self.formatTime(record).replace(" ", "T"),
-            "process": self._process,
+            "process": self.process,
             "level": record.levelname,
             "module": record.name,
             "message": record.getMessage(),
@@ -211,6 +211,13 @@ def _is_part(name: str) -> bool:
             return False
         path /= part
     return True
+
+
+def rename_process(process: str) -> None:
+    """Name the process differently in the lines from now on."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, _Formatter):
+            handler.formatter.process = process
 
 
 def setup_logging(

@@ -108,6 +108,8 @@ class PDCoordination:
         self._owned = set(places)
         """Places (role and rank) of the topology, and of each process where it joined first. A change of role leads to
         another one, or back to its own."""
+        self._moved: dict[tuple[Role, int], _Member] = {}
+        """Members that changed their role, by the place in which they were started."""
         self._reserved: dict[tuple[Role, int], int] = {}
         """Places that draining members get, with their incarnations."""
         self._kinds = MemberKinds()
@@ -323,6 +325,9 @@ class PDCoordination:
             )
         if info.yields and self._reserved.get(key) not in (None, *info.former):
             raise RankTaken(f"an instance that changes its role becomes {info.name}: give another --rank")
+        moved = self._moved.get(key)
+        if info.yields and moved is not None and moved.info.incarnation not in info.former:
+            raise RankTaken(f"{moved.info.name} was started as {info.name}: give another --rank")
         if present is not None and not is_other:
             # Peers that see it for the first time must learn that it was new to this router.
             info = msgspec.structs.replace(info, first_view=present.info.first_view)
@@ -339,6 +344,8 @@ class PDCoordination:
             return
         if present is not None:
             self._remove(present, "a newer process took its place", has_died=True)
+        if moved is not None and not info.former:
+            self._remove(moved, f"its process was started again as {info.name}", has_died=True)
         self._listener.on_joined(info)  # raises if it gets no socket: then it is no member
         former = [m for m in self._members.values() if m.info.incarnation in info.former] if info.former else []
         for member in former:
@@ -352,7 +359,9 @@ class PDCoordination:
             del self._replaced[next(iter(self._replaced))]
         self._last[key] = info
         self._owned.add(home or key)
-        self._members[key] = _Member(info, lease_end_s, identity, now_s, now_s)
+        self._members[key] = member = _Member(info, lease_end_s, identity, now_s, now_s)
+        if home is not None:
+            self._moved[home] = member
         self._kinds.add(info)
         if becomes is not None:
             self._reserved[becomes] = info.incarnation
@@ -384,6 +393,8 @@ class PDCoordination:
         del self._members[(member.info.role, member.info.engine_rank)]
         self._kinds.remove(member.info)
         self._release_place(member.info)
+        if member.info.home:
+            self._moved.pop(place_of(member.info.home), None)
         log.warning("%s is gone: %s", member.info.name, reason)
         self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
         self.weights.on_lost(member.info)

@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 
 from chitu.engine.executor import LayerCallback, StepHandle, StepPlan, StepResult, is_sound
-from chitu.errors import Internal, InvalidRequest
+from chitu.errors import Internal, InvalidRequest, RoleChanged
 from chitu.instance.core import InstanceCore
 from chitu.instance.pace import StepWork
 from chitu.instance.prefill import Chunk
@@ -99,6 +99,10 @@ class PDScheduler:
     def end_all(self, silence_s: float, router: int = 0) -> None:
         """End every request of a router with an error, because it was silent beyond its limit."""
         self._inbox.put(partial(self._ends.end_without_router, router, silence_s))
+
+    def give_back(self, error: RoleChanged) -> None:
+        """End every request with an error after which another instance continues it."""
+        self._inbox.put(partial(self._arrivals.end_all, error))
 
     @property
     def load(self) -> LoadReport:

@@ -4,6 +4,11 @@ Threads: `step` (the scheduler and all computing), `comm` (sockets, protocol), `
 (copies between pool and host memory, if `cache.host_bytes` is set) and `heartbeat` (lease and load). The main thread
 builds everything, then waits for a signal. Ports are bound before the model loads, so a clash is found within a second.
 The instance joins the router after the warm-up, so no request arrives before it can be served.
+
+What the process is to others is a `_Life`: role, rank and incarnation, with the composition that serves them. It ends
+with the process, or when the instance changes its role. Then the next one begins over the same engine, sockets and
+registered memory: the step thread builds it between two turns, once nothing of the old one is left, here or at a peer;
+then the comm thread takes it and joins with it. Every thread reads `_life` anew each time.
 """
 
 from __future__ import annotations
@@ -14,11 +19,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from chitu.clock import RealClock
-from chitu.errors import ChituError, ConfigError, RankTaken, TransferFailed
+from chitu.errors import ChituError, ConfigError, Internal, RankTaken, RoleChanged, TransferFailed
 from chitu.instance.build import Build
 from chitu.instance.comm import CommLoop, HeartbeatSocket, SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
@@ -26,19 +32,24 @@ from chitu.instance.requests import FailureReports
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
 from chitu.instance.weights import join_orders
+from chitu.kv_transfer.kv_manager import KVManager, TransferSide
+from chitu.log import rename_process
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import ServiceThread, Waker
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     ClusterView,
+    DecodeRequest,
     Heartbeat,
     InstanceInfo,
     Leave,
     LinkAck,
     RequestFailed,
+    SchedulerMessage,
     encode,
 )
 from chitu.protocol.weights import WeightsOrder
+from chitu.types import Role, instance_name, new_incarnation, place_of, place_text
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +62,21 @@ QUIET_S = 1.0
 SIGNAL_QUIET_S = 0.5
 """Time without work after which an instance leaves on a signal: by then the router has read the last tokens. Leave
 takes another connection; if it arrived before these tokens, it would fail a request that has just finished."""
+
+
+OnMember = Callable[[InstanceInfo, bool], None]
+KEPT_FORMER = 64
+"""Incarnations that an instance remembers of itself: no peer has pages in quarantine for as many changes of role."""
+CHANGE_TIMEOUT_S = 30.0
+"""Time for a thread to take the next life. It is idle, so this takes milliseconds."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Life:
+    info: InstanceInfo
+    tokens: TokenManager
+    scheduler: PDScheduler
+    transfer: KVManager[TransferSide]
 
 
 class PDSchedulerService:
@@ -68,7 +94,6 @@ class PDSchedulerService:
         """`info` describes the process, without what depends on its composition, which `build` makes. `waker` wakes the
         step thread."""
         self._deadlines = settings.deadlines
-        self._name = settings.name
         self._comm = comm
         self._engine = engine
         self._waker = waker
@@ -89,31 +114,53 @@ class PDSchedulerService:
         self._failures = FailureReports(comm.send_stats)
         self._heartbeat_wake = Waker()
         """Sends the next heartbeat at once."""
-        self._token_sockets = [
-            PushSocket(comm.context, router.address.host, router.address.token_port)
-            for router in comm.routers
-            if router.address.token_port
-        ]
-        self._tokens = TokenManager(
+        self._token_sockets: list[PushSocket] = []
+        """To the token ports of the routers; none as long as it was only P, which sends no tokens."""
+        self._build = build
+        tokens = self._make_tokens(info)
+        self._core = core = InstanceCore(
+            settings, engine, tokens, self._report_failure, RealClock(), comm.tracer, Inbox(waker)
+        )
+        core.weights.on_news = self._on_weights
+        self._life = self._make_life(info)
+        self._becomes = ""
+        """What a router has asked this instance to become (`InstanceInfo.becomes`), until it has."""
+        self._next: InstanceInfo | None = None
+        """Life that the step thread is to begin."""
+        self._has_begun = threading.Event()
+        self._cache_flush = [0 for _ in comm.routers]
+        """Number of the last cache flush that a view of each router requested."""
+        self._orders = [WeightsOrder() for _ in comm.routers]
+        """What the newest view of each router wants of the weights."""
+
+    def _make_tokens(self, info: InstanceInfo) -> TokenManager:
+        if info.role is not Role.PREFILL and not self._token_sockets:
+            addresses = [router.address for router in self._comm.routers]
+            self._token_sockets = [
+                PushSocket(self._comm.context, a.host, a.token_port) for a in addresses if a.token_port
+            ]
+        return TokenManager(
             info.incarnation,
             *(socket.send for socket in self._token_sockets),
             open_port=self._open_token_port,
             repeat_s=self._deadlines.heartbeat_interval_s,
             patience_s=self._deadlines.lease_s,
         )
-        core = InstanceCore(
-            settings, engine, self._tokens, self._report_failure, RealClock(), comm.tracer, Inbox(waker)
+
+    def _make_life(self, info: InstanceInfo) -> _Life:
+        composition = self._build(self._core, info)
+        transfer = composition.transfer
+        info = msgspec.structs.replace(
+            info,
+            control_port=transfer.control_port,
+            ways=transfer.ways,
+            computes=composition.role.takes != (DecodeRequest,),
         )
-        composition = build(core)
-        self._transfer = composition.transfer
-        self._scheduler = PDScheduler(core, composition.role)
-        self._scheduler.weights.on_news = self._on_weights
-        self.on_request = self._scheduler.submit
-        self._cache_flush = [0 for _ in comm.routers]
-        """Number of the last cache flush that a view of each router requested."""
-        self._orders = [WeightsOrder() for _ in comm.routers]
-        """What the newest view of each router wants of the weights."""
-        self._info = msgspec.structs.replace(info, control_port=self._transfer.control_port, ways=self._transfer.ways)
+        return _Life(info, self._core.tokens, PDScheduler(self._core, composition.role), transfer)
+
+    @property
+    def _scheduler(self) -> PDScheduler:
+        return self._life.scheduler
 
     # ----------------------------------------------------------------------------------------------------- main thread
 
@@ -125,22 +172,24 @@ class PDSchedulerService:
         if self._problem is not None:
             raise self._problem
 
-    def run(self, on_member: Callable[[bool], None] = lambda is_member: None) -> int:
+    def run(self, on_member: OnMember = lambda info, is_member: None) -> int:
         """Serve until `stop`, a refusal or a drain, and return the exit code. By then no thread computes, writes or
         owns an open socket of the protocol.
 
         `on_member` is called, on the heartbeat thread, when this instance has become a member that takes requests, and
-        when it is none any more."""
+        when it is none any more, with its record."""
         step = self._step
         threads = [
             ServiceThread("comm", self._comm_loop),
             ServiceThread("heartbeat", lambda: self._heartbeat_loop(on_member)),
         ]
         self._engine.tiers.start(ServiceThread)
-        self._transfer.start()
+        self._life.transfer.start()
         for thread in threads:
             thread.start()
         self._stop.wait()
+        while self._becomes and self._change_role():
+            self._stop.wait()
         self._finish_running()
         self._stop_step.set()
         self._waker.wake()
@@ -152,7 +201,7 @@ class PDSchedulerService:
         for thread in threads:
             thread.join(timeout=2.0)
         self._engine.tiers.close()  # its copies may need the lanes to other ranks
-        self._transfer.close()
+        self._life.transfer.close()
         if step.is_alive():
             # A forward pass that exceeds its grace period still uses the model: do not finalize the interpreter.
             logger.warning("shutting down without waiting for the running step")
@@ -194,8 +243,64 @@ class PDSchedulerService:
                 logger.warning("leaving without an answer from a peer that may still access pages of this instance")
                 return
 
+    @property
+    def _must_end(self) -> bool:
+        return self._signalled.is_set() or self.was_drained or bool(self._exit_code)
+
+    def _change_role(self) -> bool:
+        """Finish the running requests, or give them back after `role_change_s`; then begin the life that a router has
+        asked for. Return False if the process is to end instead: it is asked to, or a peer does not answer that may
+        write to pages of this instance, or to whose pages this one may still write."""
+        info = self._life.info
+        role, rank = place_of(self._becomes)
+        name = instance_name(role, rank)
+        logger.info("%s will become %s", info.name, name)
+        clock = RealClock()
+        began_s = now_s = busy_s = clock.monotonic()
+        give_back_s = began_s + self._deadlines.role_change_s
+        while now_s - busy_s < QUIET_S or not self._scheduler.is_idle:
+            if self._must_end:
+                return False
+            time.sleep(0.02)
+            now_s = clock.monotonic()
+            if not self._scheduler.is_done:
+                busy_s = now_s
+            elif not self._scheduler.is_idle and now_s - busy_s >= self._deadlines.transfer_s:
+                logger.error("a peer that may still access pages, or is still written to, does not answer: ending")
+                self._exit_code = 1
+                return False
+            if now_s >= give_back_s and not self._scheduler.is_done:
+                give_back_s = now_s + QUIET_S  # some may have been on their way
+                self._scheduler.give_back(RoleChanged(f"{info.name} becomes {name}"))
+        old, home = self._life, info.home or place_text(info.role, info.engine_rank)
+        self._next = msgspec.structs.replace(
+            info,
+            role=role,
+            engine_rank=rank,
+            incarnation=new_incarnation(),
+            former=(*info.former, info.incarnation)[-KEPT_FORMER:],
+            home="" if home == self._becomes else home,
+        )
+        self._becomes = ""
+        self._waker.wake()
+        while not self._has_begun.wait(QUIET_S):  # a request came after all
+            self._scheduler.give_back(RoleChanged(f"{info.name} becomes {name}"))
+            if clock.monotonic() - now_s > CHANGE_TIMEOUT_S:
+                raise Internal(f"the step thread did not begin as {name} within {CHANGE_TIMEOUT_S:g} s")
+        self._has_begun.clear()
+        life = self._life
+        life.transfer.start()
+        if not self._comm.change(life.info, life.transfer.side, CHANGE_TIMEOUT_S):
+            raise Internal(f"the comm thread did not become {name} within {CHANGE_TIMEOUT_S:g} s")
+        old.transfer.retire()
+        self._stop.clear()
+        if self._becomes or self._must_end:  # meanwhile
+            self._stop.set()
+        logger.info("%s became %s in %.2f s", info.name, name, clock.monotonic() - began_s)
+        return True
+
     def _leave(self) -> None:
-        info = self._info
+        info = self._life.info
         reason = "stopped" if self._signalled.is_set() else "drained"
         self._comm.leave(Leave(info.role, info.engine_rank, info.incarnation, reason))
 
@@ -211,11 +316,27 @@ class PDSchedulerService:
             return
         self._is_warm.set()  # not behind any other error, which ends the process
         while not self._stop_step.is_set():
-            if not self._scheduler.step():
+            is_busy = self._scheduler.step()
+            if self._next is not None and self._scheduler.is_idle:
+                self._begin(self._next)
+            elif not is_busy:
                 self._waker.wait(IDLE_WAIT_S)
         self._scheduler.close()
         for socket in self._token_sockets:
             socket.close()
+
+    def _begin(self, info: InstanceInfo) -> None:
+        """End the present life, of which nothing is left, and begin another one. What came for the old one meanwhile is
+        lost: the router takes it for lost with the old incarnation."""
+        self._scheduler.close()
+        core = self._core
+        core.tokens, core.inbox = self._make_tokens(info), Inbox(self._waker)
+        core.settings = replace(core.settings, name=info.name)
+        if core.tracer is not None:
+            core.tracer.rename(info.role, info.engine_rank, info.incarnation)
+        rename_process(info.name)
+        self._life, self._next = self._make_life(info), None
+        self._has_begun.set()
 
     def _open_token_port(self, port: int) -> PushSocket:
         return PushSocket(self._comm.context, self._comm.routers[0].address.host, port)
@@ -226,7 +347,7 @@ class PDSchedulerService:
         self._heartbeat_wake.wake()
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
-        info = self._info
+        info = self._life.info
         self._failures.add(
             RequestFailed(info.role, info.engine_rank, info.incarnation, room, error.code, error.message)
         )
@@ -236,10 +357,13 @@ class PDSchedulerService:
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def _comm_loop(self) -> None:
-        self._comm.run(self._info, self._transfer.side, self, self._deadlines)
+        self._comm.run(self._life.info, self._life.transfer.side, self, self._deadlines)
+
+    def on_request(self, message: SchedulerMessage, /) -> None:
+        self._life.scheduler.submit(message)
 
     def on_link_ack(self, ack: LinkAck) -> None:
-        self._tokens.take_ack(ack)
+        self._life.tokens.take_ack(ack)
         self._waker.wake()
 
     def on_view(self, view: ClusterView, router: int) -> None:
@@ -262,20 +386,22 @@ class PDSchedulerService:
         """Report a lost request at once (`CommOwner`)."""
         self._heartbeat_wake.wake()
 
-    def on_drain(self) -> None:
-        self.was_drained = not self._signalled.is_set()  # else the view reflects our own Drain
+    def on_drain(self, becomes: str) -> None:
+        self._becomes = becomes
+        if not becomes:
+            self.was_drained = not self._signalled.is_set()  # else the view reflects our own Drain
         self._stop.set()
 
     def on_refused(self, code: str, message: str) -> None:
-        logger.error("the router refused %s: %s (%s)", self._name, message, code)
-        self.rank_was_taken = code == RankTaken.code
+        info = self._life.info
+        logger.error("the router refused %s: %s (%s)", info.name, message, code)
+        self.rank_was_taken = code == RankTaken.code and not info.former  # it was started for another one
         self._exit_code = 1
         self._stop.set()
 
     # ---------------------------------------------------------------------------------------------------- other threads
 
-    def _heartbeat_loop(self, on_member: Callable[[bool], None]) -> None:
-        info = self._info
+    def _heartbeat_loop(self, on_member: OnMember) -> None:
         clock = RealClock()
         sockets = [HeartbeatSocket(self._comm.context, router.address, clock) for router in self._comm.routers]
         watch = SilenceWatch(self._deadlines, len(sockets))
@@ -290,14 +416,16 @@ class PDSchedulerService:
                 self._look(watch)
                 for failed in self._failures.repeats():
                     self._comm.send_stats(failed)
-            if (is_member := self._comm.joined and not self._stop.is_set()) != was_member:
+            life, comm = self._life, self._comm
+            info, side = life.info, life.transfer.side
+            if (is_member := comm.joined and not self._stop.is_set()) != was_member:
                 was_member = is_member
-                on_member(is_member)
+                on_member(info, is_member)
             load = msgspec.structs.replace(
-                self._scheduler.load,
-                unknown_frames=self._comm.bad_frames + self._comm.unknown_frames + self._transfer.unknown_frames,
-                suspended=self._transfer.side.suspended_ranks,
-                paths=self._transfer.side.path_loads,
+                life.scheduler.load,
+                unknown_frames=comm.bad_frames + comm.unknown_frames + life.transfer.unknown_frames,
+                suspended=side.suspended_ranks,
+                paths=side.path_loads,
             )
             message = Heartbeat(
                 info.role,
@@ -305,11 +433,11 @@ class PDSchedulerService:
                 info.incarnation,
                 load,
                 # Evaluated in this order: `acks` covers all messages that those reads took.
-                reads=self._comm.num_reads,
-                acks=self._comm.received.acks(),
-                silent=self._transfer.side.silent_prefills,
-                weights=self._scheduler.weights.report,
-                routers=self._comm.joined_routers,
+                reads=comm.num_reads,
+                acks=comm.received.acks(),
+                silent=side.silent_prefills,
+                weights=life.scheduler.weights.report,
+                routers=comm.joined_routers,
             )
             frame = encode(message)
             for socket in sockets:
@@ -321,7 +449,7 @@ class PDSchedulerService:
         for router, silence_s in watch.look(self._comm.num_views, self._scheduler.turns):
             logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
             self._scheduler.end_all(silence_s, router)
-        if self._info.yields and watch.is_abandoned and not self._stop.is_set():
+        if self._life.info.yields and watch.is_abandoned and not self._stop.is_set():
             logger.error("nothing received from the router for %.0f s: this added instance ends", watch.silence_s)
             self._exit_code = 1
             self._stop.set()

@@ -188,6 +188,15 @@ class RankEngine:
     """Compiled grammars; None on a rank that does not sample."""
     weights: RankWeights
     """Changes the model's weights while it serves."""
+    make_sampler: Callable[[], tuple[Sampler, GrammarStore]]
+
+    def begin_sampling(self) -> GrammarStore:
+        """Have the rank sample, which on P it does not, and return the compiled grammars. Step thread, with no step in
+        flight. Steps that sample are recorded when the first of their size comes."""
+        if self.grammars is None:
+            sampler, self.grammars = self.make_sampler()
+            self.runner.use_sampler(sampler)
+        return self.grammars
 
     def weights_digest(self) -> bytes:
         """Return the digest of the checkpoint's weights. Reads all of them. Raises Internal if others may have been
@@ -315,9 +324,13 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     )
     if num_states:
         logger.info("%d state rows of %d bytes", num_states, row_bytes)
+
+    def make_sampler() -> tuple[Sampler, GrammarStore]:
+        store = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size))
+        return Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=store), store
+
     samples = is_main and role is not Role.PREFILL
-    grammars = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size)) if samples else None
-    sampler = Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=grammars) if samples else None
+    sampler, grammars = make_sampler() if samples else (None, None)
     # The router refuses what can never fit the pool: it takes the smallest limit of all instances.
     longest = min(spec.max_model_len, num_pages * layout.page_size)
     if topology.model.max_model_len is not None and longest < topology.model.max_model_len:
@@ -345,7 +358,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
         )
 
     source = WeightsSource(path, spec, load_into_host_memory, bool(adapters), topology.cache.window_state)
-    return RankEngine(group, pool, runner, threads, path, stamp, grammars, RankWeights(source, runner))
+    return RankEngine(group, pool, runner, threads, path, stamp, grammars, RankWeights(source, runner), make_sampler)
 
 
 def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:

@@ -129,6 +129,10 @@ class ModelRunner:
         else:
             copy_numbers(self._model, model)
 
+    def use_sampler(self, sampler: Sampler) -> None:
+        """Sample from now on, as an instance that was P. No step is in flight."""
+        self._sampler = sampler
+
     @property
     def num_pages(self) -> int:
         return self._pool.num_pages

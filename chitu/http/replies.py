@@ -375,6 +375,8 @@ class HealthInstance(msgspec.Struct):
     role: Literal["prefill", "decode", "unified"]
     incarnation: int
     draining: bool
+    home: str = ""
+    """Name with which its process was started, if it has changed its role since."""
 
 
 class HealthReply(msgspec.Struct):

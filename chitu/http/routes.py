@@ -91,13 +91,13 @@ from chitu.http.replies import (
 from chitu.http.served_model import ServedModel
 from chitu.net.http import AnthropicErrorReply, ErrorReply, error_body, error_headers, query_value
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import encode
+from chitu.protocol import InstanceInfo, encode
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.protocol.trace import AnyTraceRecord, TraceFrame, TraceLoss, TraceRequest
 from chitu.tracing.timeline import answer_of, rooms_of, with_running
 from chitu.tracing.trace_files import FoundRecords, find_records
-from chitu.types import Role
+from chitu.types import Role, instance_name, place_of
 
 JSON = "application/json"
 STREAM = "text/event-stream"
@@ -339,7 +339,7 @@ def cluster_routes(
             "ending" if record.is_ending else "unavailable" if reason else "ok",
             reason,
             record.in_flight,
-            [HealthInstance(i.name, i.role.value, i.incarnation, i.draining) for i in cluster.view.instances],
+            [_health_of(info) for info in cluster.view.instances],
             {str(role): any(i.role is role for i in candidates.serving) for role in Role},
         )
         return json_response(answer, 503 if reason else 200)
@@ -407,6 +407,11 @@ def page_routes(model_name: str) -> list[Route]:
         query = {"name": "tokens", "in": "query", "required": False, "schema": bounds}
         routes.append(Route("GET", "/demo/example", demo_example, ExampleReply, more={"parameters": [query]}))
     return routes
+
+
+def _health_of(info: InstanceInfo) -> HealthInstance:
+    home = instance_name(*place_of(info.home)) if info.home else ""
+    return HealthInstance(info.name, info.role.value, info.incarnation, info.draining, home)
 
 
 # --------------------------------------------------------------------------------------------------------- of operators

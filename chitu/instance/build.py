@@ -1,7 +1,7 @@
-"""The three compositions of an instance: its role and its transfer layer, made for each other.
+"""The compositions of an instance: its role and its transfer layer, made for each other.
 
-`serve/scheduler.py` picks one. It is built over an `InstanceCore`, which does not know it. So the core could get
-another one once no request is left.
+`serve/scheduler.py` picks one. It is built over an `InstanceCore`, which does not know it. So the core gets another one
+when the instance changes its role, once no request is left (`pd_service.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole
 from chitu.kv_transfer.kv_manager import KVManager, NoPeers, TransferSide
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
+from chitu.protocol import InstanceInfo
 
 
 @dataclass(slots=True, frozen=True)
@@ -22,7 +23,9 @@ class Composition:
     transfer: KVManager[TransferSide]
 
 
-Build = Callable[[InstanceCore], Composition]
+Build = Callable[[InstanceCore, InstanceInfo], Composition]
+"""Makes the composition of the role and incarnation that the info has: on the main thread at the start, on the step
+thread when the instance changes its role. The engine of the core then samples if that role does."""
 
 
 def build_prefill(core: InstanceCore, transfer: KVManager[PrefillSender]) -> Composition:

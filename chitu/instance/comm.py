@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ class RouterAddress:
     coordination_port: int
     metadata_sync_port: int
     token_port: int = 0
-    """0 on P, which sends no tokens, and if the router is several processes: each names its port in its requests."""
+    """0 if the router is several processes: each names its port in its requests."""
 
 
 class RouterContact:
@@ -216,8 +217,9 @@ class CommOwner(Protocol):
     def on_refused(self, code: str, message: str) -> None:
         """End: the router refuses this instance for good."""
 
-    def on_drain(self) -> None:
-        """Finish the running requests and leave: the router sends no more. Called once."""
+    def on_drain(self, becomes: str) -> None:
+        """Finish the running requests and leave, or change the role (`InstanceInfo.becomes`): the routers send no more.
+        Called once, and again with "" if it is to leave after all."""
 
     def on_missing(self) -> None:
         """Send the next heartbeat, which reports that a request was lost in transit, without delay."""
@@ -250,6 +252,10 @@ class CommLoop:
         weakref.finalize(self, os.close, self._wake_fd)  # not when `run` ends: other threads may write later
         self._stopping = False
         self._is_draining = False
+        self._becomes = ""
+        """What a router has asked this instance to become, while it drains for that."""
+        self._next: tuple[InstanceInfo, TransferSide] | None = None
+        self._has_changed = threading.Event()
         self._first_view = (0, 0)
         """First view of any router that listed this instance."""
         self.weights = Weights()
@@ -277,10 +283,16 @@ class CommLoop:
 
     def drain(self) -> None:
         """Tell all routers, until they know it, that this instance takes no new requests."""
-        self._is_draining = True
-        for router in self.routers:
-            router.next_join_s = 0.0
+        self._is_draining, self._becomes = True, ""
+        self._tell()
+
+    def change(self, instance: InstanceInfo, transfer: TransferSide, timeout_s: float) -> bool:
+        """Go on as another incarnation, with another side, and join with it. Return once the comm thread uses neither
+        of the old ones; False if it does not within `timeout_s`. The old incarnation has nothing left to do."""
+        self._has_changed.clear()
+        self._next = instance, transfer
         os.eventfd_write(self._wake_fd, 1)
+        return self._has_changed.wait(timeout_s)
 
     def leave(self, message: Leave) -> None:
         """Send all routers what ends the membership, and end `run` once every queued message is handed to its
@@ -328,6 +340,9 @@ class CommLoop:
             poller.register(socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping or self._to_peers or self._to_stats:
+            if self._next is not None:
+                (instance, transfer), self._next = self._next, None
+                self._start_again(transfer)
             now_s = self._clock.monotonic()
             for router in self.routers:
                 if now_s >= router.next_join_s and not self._stopping:
@@ -349,6 +364,25 @@ class CommLoop:
             self._flush()
         self._close()
 
+    def _start_again(self, transfer: TransferSide) -> None:
+        """Forget what the routers know of the former incarnation, and tell the new side what is known of peers."""
+        self._is_draining, self._becomes, self._first_view = False, "", (0, 0)
+        for router in self.routers:
+            router.joined = router.knows_drain = False
+            router.first_view, router.known_at_birth = (0, 0), 0
+            if router.num_views:
+                transfer.on_view(router.feed.view, router.index)
+            if router.is_silent:
+                transfer.on_silence(router.index)
+        self._tell()
+        self._has_changed.set()
+
+    def _tell(self) -> None:
+        """Tell all routers soon what they do not know."""
+        for router in self.routers:
+            router.next_join_s = 0.0
+        os.eventfd_write(self._wake_fd, 1)
+
     def _keep_in_touch(
         self,
         router: RouterContact,
@@ -369,7 +403,7 @@ class CommLoop:
                 transfer.on_silence(router.index)
         if router.joined:
             if self._is_draining and not router.knows_drain:
-                self._send_drain(router, instance)
+                (self._join if self._becomes else self._send_drain)(router, instance)
         elif self._may_join(router, instance):
             self._join(router, instance)
 
@@ -388,7 +422,11 @@ class CommLoop:
         if first_view == (0, 0) and router.feed.view.router_incarnation != router.known_at_birth:
             first_view = self._first_view  # it started later than this process, which may be older than others there
         instance = msgspec.structs.replace(
-            instance, weights=self.weights, first_view=first_view, draining=self._is_draining
+            instance,
+            weights=self.weights,
+            first_view=first_view,
+            draining=self._is_draining,
+            becomes=self._becomes,
         )
         with contextlib.suppress(zmq.Again):  # not connected; Join is sent again
             router.coordination.send(encode(Join(PROTOCOL_VERSION, instance)), zmq.NOBLOCK)
@@ -482,7 +520,7 @@ class CommLoop:
             if isinstance(reply, JoinReply) and reply.code and reply.incarnation == instance.incarnation:
                 owner.on_refused(reply.code, reply.message)
             elif isinstance(reply, Drain) and reply.incarnation == instance.incarnation:
-                self._take_drain(owner)
+                self._take_drain(owner, "")
 
     def _drain_views(
         self, router: RouterContact, instance: InstanceInfo, transfer: TransferSide, owner: CommOwner
@@ -506,15 +544,15 @@ class CommLoop:
         if router.joined and own is None:
             router.next_join_s = 0.0
         router.joined = own is not None
-        router.knows_drain = own is not None and own.draining
+        router.knows_drain = own is not None and own.draining and own.becomes == self._becomes
         if own is not None and router.first_view == (0, 0):
             router.first_view = view.router_incarnation, view.version
             if self._first_view == (0, 0):
                 self._first_view = router.first_view
                 for each in self.routers:
                     each.known_at_birth = each.feed.view.router_incarnation
-        if router.knows_drain:
-            self._take_drain(owner)
+        if own is not None and own.draining:
+            self._take_drain(owner, own.becomes)
         if view.router_incarnation != router.incarnation:
             if router.incarnation:
                 logger.warning("a new router took over")
@@ -530,12 +568,13 @@ class CommLoop:
         transfer.on_view(view, router.index)
         owner.on_view(view, router.index)
 
-    def _take_drain(self, owner: CommOwner) -> None:
+    def _take_drain(self, owner: CommOwner, becomes: str) -> None:
         """Note that this instance drains; call `on_drain` once. The other routers learn it from the instance, and one
-        that restarts meanwhile by Join."""
-        if not self._is_draining:
-            self.drain()
-            owner.on_drain()
+        that restarts meanwhile by Join. To leave wins over a change of role."""
+        if not self._is_draining or (self._becomes and not becomes):
+            self._is_draining, self._becomes = True, becomes
+            self._tell()
+            owner.on_drain(becomes)
 
     def _forget_peers(self) -> None:
         """Close sockets to control ports that no member has any longer."""

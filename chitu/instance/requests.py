@@ -26,6 +26,7 @@ from chitu.errors import (
     QueueTimeout,
     RequestCancelled,
     RequestTimeout,
+    RoleChanged,
     WeightsChanged,
 )
 from chitu.grammars import CompiledGrammar
@@ -163,6 +164,11 @@ class RequestEnds:
                 self.cancel(sequence.room)
         self._tokens.forget(incarnation)
 
+    def end_all(self, error: ChituError) -> None:
+        """End every request with this error."""
+        for sequence in self._sequences.open:
+            self.fail(sequence, error)
+
     def end_without_router(self, router: int, silence_s: float) -> None:
         """End the requests of a router with an error. It may come back (a suspended process, a broken connection), and
         then receives these errors."""
@@ -241,6 +247,14 @@ class RequestArrivals:
             del self._uncompiled[message.room]
             self._end_trace(message)
         self._ends.cancel_all(router)
+
+    def end_all(self, error: ChituError) -> None:
+        """End every request with this error, also those whose grammar is being compiled."""
+        uncompiled, self._uncompiled = self._uncompiled, {}
+        for message in uncompiled.values():
+            self._ends.refuse(self._sequence(message), error)
+            self._end_trace(message)
+        self._ends.end_all(error)
 
     def cancel_worker(self, incarnation: int) -> None:
         self._gone_workers.append(incarnation)
@@ -333,7 +347,7 @@ class RequestArrivals:
         sequence = self._sequence(message)
         if not isinstance(message, self._role.takes):
             kind = _KINDS[type(message)].value
-            self._ends.refuse(sequence, InvalidRequest(f"this instance serves no {kind} requests"))
+            self._ends.refuse(sequence, RoleChanged(f"this instance serves no {kind} requests"))
         elif message.weights != self._weights.accepts:
             self._ends.refuse(sequence, self._other_weights(message.weights))
         elif message.adapter not in self._adapters:

@@ -80,6 +80,13 @@ class KVManager(Generic[Side]):
         """Start P's transfer threads, or D's verifying thread."""
         self.side.start()
 
+    def retire(self) -> None:
+        """End this side, where the instance changes its role: threads, and connections of its own to peers. The next
+        side uses the transports and lanes. No room is left."""
+        self.side.close()
+        if isinstance(self.side, PrefillSender):
+            self.side.disconnect()
+
     def close(self) -> None:
         """Join the transfer threads, then close the transports, after the step and comm threads ended."""
         self.side.close()

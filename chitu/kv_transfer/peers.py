@@ -4,11 +4,11 @@
 cluster view) or known dead. The difference between lost and dead keeps memory safe: a lost process may only be frozen
 and can still write when it thaws; a dead one cannot. Incarnations have no order of their own. The newest view defines
 which incarnation the instance is now; an incarnation whose rank went to another one is lost. An incarnation is dead if
-the router reports it dead, which takes 2 s and a router. A process on this machine that was once seen alive is judged
-by its pids, and nothing else (pids must mean the same here: `InstanceInfo.pid_namespace`). Any other incarnation is
-dead if its rank was given to a process that was just started, since a launcher ends an instance before it starts the
-next one (`_is_next_life`). A process that returns reports in which view it was new, so this holds even if that view was
-missed.
+the router reports it dead, which takes 2 s and a router, or if a member had it before it changed its role. A process on
+this machine that was once seen alive is judged by its pids, and nothing else (pids must mean the same here:
+`InstanceInfo.pid_namespace`). Any other incarnation is dead if its rank was given to a process that was just started,
+since a launcher ends an instance before it starts the next one (`_is_next_life`). A process that returns reports in
+which view it was new, so this holds even if that view was missed.
 
 All of this is so for the views of one router and of those that replaced it (`_RouterView`), whose numbers have an
 order. Those of several routers have none, so `PeerView` only joins what they show: a peer is present if one of them
@@ -57,7 +57,7 @@ from chitu.protocol import (
     TransferInfo,
     unpack_i32,
 )
-from chitu.types import REGISTRATION_ROOM, Role
+from chitu.types import REGISTRATION_ROOM, Role, place_text
 
 KEPT_ABSENT = 2048
 """Incarnations that are remembered beside those in the newest view: far more than rooms wait for."""
@@ -100,7 +100,7 @@ class _RouterView:
         self._holders: dict[int, int] = {}
         """Rank -> the incarnation that had it in the last view that contained the rank."""
         self._dead: frozenset[int] = frozenset()
-        """Incarnations that the last view reports dead."""
+        """Incarnations that the last view reports dead, or as former ones of its members."""
         self.is_silent = False
 
     def update(self, view: ClusterView) -> bool:
@@ -119,7 +119,14 @@ class _RouterView:
         for instance in view.instances:
             if instance.role is self._role:
                 self._add(instance)
-        self._dead = frozenset(view.dead)
+        moved = {
+            p.instance.home: p for p in self._peers.values() if p.instance and p.instance.home and not p.is_present
+        }
+        for instance in view.instances if moved else ():
+            gone = moved.get(place_text(instance.role, instance.engine_rank))
+            if gone is not None:  # its process was started again
+                gone.is_replaced |= self._is_next_life(instance, gone)
+        self._dead = frozenset(view.dead).union(*[each.former for each in view.instances if each.former])
         for incarnation in self._dead & self._peers.keys():
             self._peers[incarnation].is_called_dead = True
         absent = [incarnation for incarnation, peer in self._peers.items() if not peer.is_present]
@@ -145,7 +152,7 @@ class _RouterView:
 
     def _is_next_life(self, instance: InstanceInfo, former: _Peer) -> bool:
         """Return whether `instance`, of the present view, was started after `former`, which had its rank before."""
-        if former.instance is None:
+        if former.instance is None or instance.former:  # one that changed its role may be older than others of its rank
             return False
         # The router never reassigns a rank to an older process, so an incarnation that no earlier view listed is newer;
         # it later reports the first view that did. On one machine (not rebooted since) the start times decide.
@@ -396,7 +403,7 @@ class DecodePeers:
             if peer.writer is not None:
                 idle.append(peer.writer)
                 peer.writer = None
-            if self._view.is_replaced(rank, incarnation):
+            if self._view.is_replaced(rank, incarnation) or self._view.is_dead(rank, incarnation):
                 del self.table[incarnation]
         return idle
 

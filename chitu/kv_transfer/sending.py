@@ -329,6 +329,16 @@ class PrefillSender:
         """Stop writing. The transports may be closed after this."""
         self.queue.close(self._config.write_timeout_s + 1.0)
 
+    def disconnect(self) -> None:
+        """Close the connections to all D, after `close`; a frame that comes late opens none again, as its room is
+        over or its D is taken for another one's."""
+        with self._lock:
+            writers = [peer.writer for peer in self._peers.table.values() if peer.writer is not None]
+            for peer in self._peers.table.values():
+                peer.writer = None
+        for writer in writers:
+            writer.close()
+
     def state(self, room: bytes) -> SenderState | None:
         """Return the room's state, or None if it is unknown or forgotten. For tests, logs and metrics."""
         entry = self.machine.table.get(room)

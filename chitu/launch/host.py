@@ -95,6 +95,7 @@ from chitu.process.progress import Progress
 from chitu.process.run_dir import Launched
 from chitu.process.supervisor import Member, StartFailed, Supervisor
 from chitu.protocol import Leave
+from chitu.types import place_of
 
 POLL_S = 0.1
 READY_POLL_S = 0.25
@@ -290,6 +291,7 @@ class HostProcesses:
         Raise StartFailed as `poll`, RankTaken if another process has the rank of `only`.
         """
         self.poll()
+        self.supervisor.look()
         live = {member.name: member for member in self.members.values() if not _has_ended(member)}
         words = [f"{name} is {member.progress.state}" for name, member in live.items() if not _is_ready(member)]
         if words and not self.awaits_others:
@@ -363,9 +365,11 @@ class HostProcesses:
         reason, namespace = "its launcher detected the end of its process", pid_namespace()
         leaves = []
         for i in instances(self.topology):
-            if i.name in dead and i.name in self._joined:
+            last = self.members[i.name].last if i.name in dead else Progress()
+            if last.incarnation:
                 gone = tuple(pid for pid in self._pids.get(i.name, ()) if not os.path.exists(f"/proc/{pid}"))
-                leaves.append(Leave(i.role, i.engine_rank, self._joined[i.name], reason, gone, namespace))
+                role, rank = place_of(last.place) if last.place else (i.role, i.engine_rank)
+                leaves.append(Leave(role, rank, last.incarnation, reason, gone, namespace))
         if leaves:
             send_leaves(self.topology, leaves)
 

@@ -155,7 +155,8 @@ def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """One answer. `joined` has the incarnation of every instance that takes requests, by name."""
+    """One answer. `joined` has the incarnation of every instance that takes requests, by the name with which it was
+    started."""
 
     is_usable: bool
     """Whether a request can be served now."""
@@ -172,7 +173,8 @@ def ask_health(url: str, timeout_s: float = 1.0) -> Health | None:
         connection.request("GET", f"{parts.path.rstrip('/')}/health")
         reply = connection.getresponse()
         body = json.loads(reply.read())
-        joined = {item["name"]: int(item["incarnation"]) for item in body["instances"] if not item["draining"]}
+        present = [item for item in body["instances"] if not item["draining"]]
+        joined = {item["home"] or item["name"]: int(item["incarnation"]) for item in present}
         return Health(reply.status == 200, joined)
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return None

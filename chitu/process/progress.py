@@ -44,6 +44,8 @@ class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
     """Incarnation of a ready instance."""
     is_member: bool = False
     """Whether a ready instance is in the router's newest cluster view and does not drain."""
+    place: str = ""
+    """Its role and rank there (`prefill:2`), if it has changed its role."""
     ports: Mapping[str, int] = {}
     """Actual ports of a ready router, by short key name."""
 
@@ -58,8 +60,10 @@ class ProgressWriter:
     def state(self, state: str) -> None:
         self._write(Progress(state))
 
-    def ready(self, incarnation: int = 0, ports: Mapping[str, int] = {}, *, is_member: bool = False) -> None:
-        self._write(Progress("ready", incarnation=incarnation, is_member=is_member, ports=ports))
+    def ready(
+        self, incarnation: int = 0, ports: Mapping[str, int] = {}, *, is_member: bool = False, place: str = ""
+    ) -> None:
+        self._write(Progress("ready", incarnation=incarnation, is_member=is_member, place=place, ports=ports))
 
     def loading(self, done: int, total: int) -> None:
         """Report the bytes of weights read so far. It may be called often: it writes at most every MIN_INTERVAL_S."""

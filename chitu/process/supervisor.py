@@ -137,6 +137,8 @@ class Member:
     """Whether the instance was drained and is not restarted by itself."""
     lost_rank: bool = False
     """Whether its last incarnation ended because another process has its rank."""
+    last: Progress = field(default_factory=Progress)
+    """What the last process that ended has reported."""
 
 
 class Supervisor:
@@ -339,6 +341,12 @@ class Supervisor:
     def _progress_path(self, name: str) -> Path:
         return self.log_dir / f"{name}.progress"
 
+    def look(self) -> None:
+        """Read what the processes report, also those that are ready: an instance may have changed its role."""
+        for member in self.members.values():
+            if member.child is not None:
+                self._look_at_progress(member)
+
     def _look_at_progress(self, member: Member) -> None:
         found = read_progress(self._progress_path(member.name))
         if found != member.progress:
@@ -374,6 +382,7 @@ class Supervisor:
 
     def _died(self, member: Member, child: ChildProcess, code: int, now_s: float) -> None:
         self._look_at_progress(member)
+        member.last = member.progress
         member.has_left = member.progress.state == DRAINED  # a follower that hung has another exit code
         member.lost_rank = member.progress.state == TAKEN
         child.kill_tree()

@@ -27,6 +27,7 @@ from chitu.errors import (
     PrefillLost,
     QueueTimeout,
     RequestLost,
+    RoleChanged,
     ServiceError,
     SilentLink,
     TokensLost,
@@ -41,8 +42,8 @@ BUSY = (Capacity, QueueTimeout, NoInstance)
 FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, RequestLost, Internal)
 """Errors that count for an instance's circuit breaker. Having too much to do is no fault. Nor is a cut that took tokens
 of every request that runs there: the next one may well get through."""
-CUTS = (TokensLost, SilentLink)
-"""Errors of a broken or silent connection, not of an instance."""
+CUTS = (TokensLost, SilentLink, RoleChanged)
+"""Errors of a broken or silent connection, or of an instance that changes its role: of no fault of an instance."""
 
 MAX_DEATHS = 2
 """Accidents in which an instance died under one request; with this many, the request is taken for their cause."""

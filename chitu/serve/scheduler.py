@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -32,7 +32,6 @@ from chitu.config.schema import Topology
 from chitu.config.tensor_parallel import MAIN_RANK
 from chitu.config.topology import (
     Instance,
-    computes_prompts,
     find_instance,
     has_lasting_tiers,
     has_tiers,
@@ -44,18 +43,12 @@ from chitu.engine.executor import Executor
 from chitu.engine.memory_budget import available_cpu_bytes
 from chitu.engine.weights_loader import NoLoader, WeightsLoader
 from chitu.errors import ChituError, ConfigError
-from chitu.instance.build import Build, build_decode, build_prefill, build_unified
 from chitu.instance.comm import CommLoop, RouterAddress
 from chitu.instance.core import LoadedEngine, SchedulerSettings
-from chitu.instance.page_sums import FinishedPages
-from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
 from chitu.kv_cache.pool import shared_file
 from chitu.kv_cache.prefix_index import lasting_fingerprint, layout_fingerprint
 from chitu.kv_cache.state_row import StateSlots
-from chitu.kv_cache.state_sums import state_seals_of
 from chitu.kv_cache.tiers.prefix_tiers import NoTiers, PrefixTiers, build_tiers, decode_cache
-from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
-from chitu.kv_transfer.kv_manager import KVManager, NoPeers, manager_of_decode, manager_of_prefill
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.kv_transfer.ranks import FanOut, TPPageCopies
 from chitu.kv_transfer.transports.local import RankPool
@@ -69,13 +62,13 @@ from chitu.process.child import die_with_torchrun
 from chitu.process.placement import place
 from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.protocol import InstanceInfo, KVLayout
+from chitu.serve.compositions import Compositions, roles_of
 from chitu.serve.factories import BuiltRank, Factories
 from chitu.tracing.tracer import MAX_MESSAGES, Tracer
-from chitu.types import Incarnation, Role, instance_name, new_incarnation
+from chitu.types import Incarnation, Role, instance_name, new_incarnation, place_text
 
 if TYPE_CHECKING:
     from chitu.instance.ranks import RankHello
-    from chitu.kv_cache.pool import KVPool
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +141,7 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
                     router.stats_port,
                     router.pd_disaggregation.coordination_port,
                     router.pd_disaggregation.metadata_sync_port,
-                    0 if instance.role is Role.PREFILL else router.token_port,
+                    router.token_port,
                 )
                 for host, router in zip(reached_hosts(topology), routers(topology), strict=True)
             ],
@@ -163,12 +156,17 @@ def _serve(topology: Topology, instance: Instance, factories: Factories, yields:
     _stop_on_signals(service.stop)
     progress.ready(incarnation)
     logger.info("%s serves on port %d", instance.name, comm.port)
-    code = service.run(lambda is_member: progress.ready(incarnation, is_member=is_member))
+    code = service.run(partial(_tell, progress))
     if service.was_drained:
         progress.state(DRAINED)
     elif service.rank_was_taken:
         progress.state(TAKEN)
     return code
+
+
+def _tell(progress: ProgressWriter, info: InstanceInfo, is_member: bool) -> None:
+    place = place_text(info.role, info.engine_rank) if info.home else ""
+    progress.ready(info.incarnation, is_member=is_member, place=place)
 
 
 def _stop_on_signals(stop: Callable[[], None]) -> None:
@@ -228,9 +226,8 @@ def _build(
         tiers,
         StateSlots(pool.num_state_slots),
         rank.grammars,
-        _finished_pages(instance, pool, cache),
-        rank.prepare_thread,
-        loader,
+        prepare_step_thread=rank.prepare_thread,
+        weights=loader,
     )
     settings = SchedulerSettings(
         topology.scheduler,
@@ -240,6 +237,9 @@ def _build(
         overlaps_steps(topology.scheduler, instance.config),
         math.inf if router.slo.tpot_s is None else router.slo.tpot_s,
     )
+    roles, why_not = roles_of(topology, instance, rank)
+    if why_not:
+        logger.info("%s cannot change its role to every other one: %s", instance.name, why_not)
     info = InstanceInfo(
         role=instance.role,
         engine_rank=instance.engine_rank,
@@ -256,38 +256,21 @@ def _build(
         pid_namespace=pid_namespace(),
         start_ticks=start_ticks(os.getpid()),
         device=_device_kind(instance),
-        computes=computes_prompts(topology, instance.role),
         rack=instance.config.rack,
         yields=yields,
+        roles=roles,
     )
-    build: Build = partial(build_unified, transfer=KVManager(NoPeers(), fan_out))
-    if instance.role is not Role.UNIFIED:
-        config = KVManagerConfig(
-            engine_rank=instance.engine_rank,
-            incarnation=incarnation,
-            host=instance.config.host,
-            control_port=comm.control_port,
-            layout=pool.layout,
-            deadlines=pd.deadlines,
-            transfer_threads=pd.transfer_threads,
-            verify_kv=pd.verify_kv,
-        )
-        memory = _own_memory(topology, instance, pool, engine.aux, factories)
-        context = TransferContext(comm.send_peer, waker.wake, RealClock(), comm.tracer)
-        if instance.role is Role.PREFILL:  # its followers have memory too, but no instance writes to it
-            build = partial(build_prefill, transfer=manager_of_prefill(config, memory, context, fan_out))
-        else:
-            followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
-            build = partial(build_decode, transfer=manager_of_decode(config, memory, context, fan_out, followers))
-    return PDSchedulerService(settings, info, comm, engine, waker, build)
+    followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
+    compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
+    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build)
 
 
 def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:
     """Return the main rank's channels to its followers; None if the followers only execute steps."""
     pd, num_followers = topology.dp_config.router.pd_disaggregation, instance.config.tp_size - 1
-    if instance.role is Role.PREFILL:
+    if instance.role is not Role.UNIFIED:  # D has lanes for writes, too, which it uses once it has become P
         return FanOut(num_followers, pd.transfer_threads)
-    return FanOut(num_followers, 0) if instance.role is Role.DECODE or has_tiers(topology, instance) else None
+    return FanOut(num_followers, 0) if has_tiers(topology, instance) else None
 
 
 def _build_tiers(
@@ -307,11 +290,6 @@ def _build_tiers(
     file = shared_file("chitu-tiers", config.host_bytes, "cache.host_bytes, for all ranks")
     step_s = topology.dp_config.router.pd_disaggregation.deadlines.step_s
     return build(file, partial(TPPageCopies, fan_out, timeout_s=step_s)), file
-
-
-def _finished_pages(instance: Instance, pool: RankPool, cache: PagedKVCacheManager) -> FinishedPages | None:
-    sums = None if instance.role is Role.PREFILL else optional_page_sums_of(cast("KVPool", pool), MAIN_RANK)
-    return None if sums is None else FinishedPages(sums, cache, pool.layout)
 
 
 def _choices_at_once(num_slots: int, num_state_slots: int) -> int:
@@ -359,26 +337,6 @@ def _with_digest(topology: Topology, instance: Instance, layout: KVLayout, diges
     if not (has_tiers(topology, instance) and has_lasting_tiers(topology)):
         return fingerprint
     return lasting_fingerprint(fingerprint, digest(), __version__, (model.dtype, model.max_model_len))
-
-
-def _own_memory(
-    topology: Topology, instance: Instance, pool: RankPool, aux: MetadataBuffers, factories: Factories
-) -> OwnMemory:
-    """Return the memory of the main rank, with the transports that could reach it."""
-    router, pd = topology.dp_config.router, topology.dp_config.router.pd_disaggregation
-    transports = factories.wrap_transports(
-        factories.open_transports(pd, instance.config.host, instance.config.devices[MAIN_RANK]),
-        router,
-        instance.role,
-        instance.engine_rank,
-        instance.config,
-        pool,
-    )
-    # `verify_kv` reports why checksums are impossible; the hashes of trace records can be left out.
-    sums_of = optional_page_sums_of if pd.verify_kv == "off" else page_sums_of
-    kv_pool, is_decode = cast("KVPool", pool), instance.role is not Role.PREFILL
-    sums, seals = sums_of(kv_pool, MAIN_RANK, is_decode), state_seals_of(kv_pool, MAIN_RANK)
-    return OwnMemory(pool, aux, transports, sums, seals)
 
 
 if __name__ == "__main__":

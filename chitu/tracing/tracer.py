@@ -108,6 +108,10 @@ class Tracer:
         self._thread: ServiceThread | None = None
         self._is_wanted, self._closing = threading.Event(), threading.Event()
 
+    def rename(self, role: Role, engine_rank: int, incarnation: int) -> None:
+        """Make records as another incarnation from now on. No room is left."""
+        self._identity, self.name = (role, engine_rank, incarnation), instance_name(role, engine_rank)
+
     # ----------------------------------------------------------------------------------------------------- comm thread
 
     def begin(self, message: PrefillRequest | DecodeRequest | UnifiedRequest, frame: bytes) -> None:

@@ -101,7 +101,7 @@ class Router:
         self.refusals.append((code, message))
         self.happened.wake()
 
-    def on_drain(self) -> None:
+    def on_drain(self, becomes: str) -> None:
         self.drains += 1
         self.happened.wake()
 

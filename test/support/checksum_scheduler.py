@@ -81,6 +81,9 @@ class ChecksumRank:
     grammars: None = None
     weights: None = None
 
+    def begin_sampling(self) -> None:
+        """Do nothing: the executor samples in any role."""
+
     def prepare_thread(self) -> None:
         """Do nothing: there is no math library."""
 

@@ -589,6 +589,15 @@ def test_a_new_router_and_another_one_learn_of_a_change_of_role_from_the_instanc
         assert world.core.change_role(Role.PREFILL, 3, Role.DECODE).becomes == "decode:1"
 
 
+def test_a_process_that_is_started_again_takes_its_own_place_and_what_it_had_become_is_gone() -> None:
+    world = pairs()
+    world.join(life_after(world.core.change_role(Role.DECODE, 1, Role.PREFILL), 9))
+    added = msgspec.structs.replace(info(Role.DECODE, 1, 10), yields=True)
+    assert world.join(added).code == "rank_taken", "an added instance took the place of one that moved"
+    assert world.join(info(Role.DECODE, 1, 11)).code == ""
+    assert [i.name for i in world.core.view.instances] == ["D0", "D1", "P0", "P1"] and world.died == [9]
+
+
 def test_a_place_that_is_none_is_a_bad_frame() -> None:
     world = World()
     assert world.join(msgspec.structs.replace(info(), home="prefill")).code == BadFrame.code

@@ -484,9 +484,9 @@ def test_half_requests_on_the_wrong_role_are_refused() -> None:
     prefill.scheduler.submit(UnifiedRequest(room_of(3), "r", prompt, SamplingParams(1)))
     unified.run()
     prefill.run()
-    assert unified.failures[room_of(1)].code == "invalid_request"
-    assert unified.finishes[room_of(2)].code == "invalid_request"
-    assert prefill.finishes[room_of(3)].code == "invalid_request"
+    assert unified.failures[room_of(1)].code == "role_changed"
+    assert unified.finishes[room_of(2)].code == "role_changed"
+    assert prefill.finishes[room_of(3)].code == "role_changed"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

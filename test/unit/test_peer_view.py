@@ -69,6 +69,30 @@ def test_one_that_was_new_to_a_view_that_we_missed_proves_it_by_the_place_of_tha
     assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is is_dead and not peers.is_lost(0, 4)
 
 
+def test_the_former_incarnation_of_an_instance_that_changed_its_role_is_dead_while_its_process_lives() -> None:
+    """Its new record has another role, and comes with every view, also of a router that never had the former one."""
+    new = msgspec.structs.replace(elsewhere(6), role=Role.DECODE, engine_rank=3, former=(4, 5), home="prefill:0")
+    peers = view_of(ClusterView(1, 1, (elsewhere(5, pid_namespace=HERE),)), ClusterView(2, 9, (new,)))
+    assert peers.is_lost(0, 5) and peers.is_dead(0, 5)
+    assert peers.is_dead(0, 4), "one that was never seen"
+
+
+@pytest.mark.parametrize("has_moved", [True, False])
+def test_one_that_changed_its_role_proves_no_death_of_who_had_its_rank(has_moved: bool) -> None:
+    """That one may be frozen and write when it thaws: no launcher ended it."""
+    new = elsewhere(6, start_ticks=9, former=(3,) if has_moved else ())
+    peers = view_of(ClusterView(1, 1, (elsewhere(5),)), ClusterView(1, 2, ()), ClusterView(1, 3, (new,)))
+    assert peers.is_lost(0, 5) and peers.is_dead(0, 5) is not has_moved
+
+
+def test_a_process_that_is_started_again_proves_the_end_of_what_it_had_become() -> None:
+    moved = elsewhere(5, engine_rank=2, former=(4,), home="decode:1")
+    again = msgspec.structs.replace(elsewhere(7), role=Role.DECODE, engine_rank=1)
+    peers = view_of(ClusterView(1, 1, (moved,)), ClusterView(1, 2, ()))
+    assert peers.is_lost(2, 5) and not peers.is_dead(2, 5)
+    assert peers.update(ClusterView(1, 3, (again,))) and peers.is_dead(2, 5)
+
+
 @pytest.mark.parametrize("count", [KEPT_ROUTERS - 1, KEPT_ROUTERS])
 def test_of_routers_a_bounded_number_is_remembered(count: int) -> None:
     peers = view_of(ClusterView(1, 1, (elsewhere(5),)), *(ClusterView(2 + n, 1, ()) for n in range(count)))

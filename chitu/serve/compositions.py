@@ -1,0 +1,132 @@
+"""What an instance process makes of one engine: the composition of each role that its memory can serve.
+
+`Compositions` keeps what all of them share: pool, transports with their registered memory, and lanes to TP followers.
+`build` is the service's `Build`: called on the main thread at the start, on the step thread at a change of role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+from chitu.clock import RealClock
+from chitu.config.schema import Topology
+from chitu.config.staging import plan_staging
+from chitu.config.tensor_parallel import MAIN_RANK
+from chitu.config.topology import Instance
+from chitu.instance.build import Composition, build_decode, build_prefill, build_unified
+from chitu.instance.comm import CommLoop
+from chitu.instance.core import InstanceCore, LoadedEngine
+from chitu.instance.page_sums import FinishedPages
+from chitu.kv_cache.checksum import optional_page_sums_of, page_sums_of
+from chitu.kv_cache.state_sums import state_seals_of
+from chitu.kv_transfer.both_sides import KVManagerConfig, OwnMemory, TransferContext
+from chitu.kv_transfer.kv_manager import KVManager, NoPeers, manager_of_decode, manager_of_prefill
+from chitu.kv_transfer.ranks import FanOut
+from chitu.kv_transfer.transports.transport import Transport
+from chitu.net.threads import Waker
+from chitu.protocol import InstanceInfo, RankMemory
+from chitu.serve.factories import BuiltRank, Factories
+from chitu.types import Role
+
+if TYPE_CHECKING:
+    from chitu.kv_cache.pool import KVPool
+
+
+class Compositions:
+    def __init__(
+        self,
+        topology: Topology,
+        instance: Instance,
+        rank: BuiltRank,
+        comm: CommLoop,
+        engine: LoadedEngine,
+        waker: Waker,
+        fan_out: FanOut | None,
+        followers: Sequence[RankMemory],
+        factories: Factories,
+    ) -> None:
+        """`instance`: as the process was started. `followers`: registered memory of TP ranks 1, 2, ..."""
+        self._topology = topology
+        self._instance = instance
+        self._rank = rank
+        self._comm = comm
+        self._engine = engine
+        self._waker = waker
+        self._fan_out = fan_out
+        self._followers = followers
+        self._factories = factories
+        self._transports: list[Transport] = []
+
+    def build(self, core: InstanceCore, info: InstanceInfo) -> Composition:
+        engine, pool, role = self._engine, self._rank.pool, info.role
+        if role is not Role.PREFILL:
+            engine.grammars = self._rank.begin_sampling()
+        engine.finished_pages = None if role is Role.PREFILL else self._finished_pages()
+        if pool.layout.state and role is Role.DECODE:  # it gets whole states from P, and none of a prefix
+            engine.cache.use_fingerprint(None)
+            if self._rank.weights is not None:
+                self._rank.weights.fingerprint = lambda path, model_hash: None
+        if role is Role.UNIFIED:
+            return build_unified(core, KVManager(NoPeers(), self._fan_out, self._transports))
+        pd = self._topology.dp_config.router.pd_disaggregation
+        config = KVManagerConfig(
+            engine_rank=info.engine_rank,
+            incarnation=info.incarnation,
+            host=info.host,
+            control_port=self._comm.control_port,
+            layout=pool.layout,
+            deadlines=pd.deadlines,
+            transfer_threads=pd.transfer_threads,
+            verify_kv=pd.verify_kv,
+        )
+        memory = self._own_memory(role)
+        context = TransferContext(self._comm.send_peer, self._waker.wake, RealClock(), self._comm.tracer)
+        if role is Role.PREFILL:  # its followers have memory too, but no instance writes to it
+            return build_prefill(core, manager_of_prefill(config, memory, context, self._fan_out))
+        return build_decode(core, manager_of_decode(config, memory, context, self._fan_out, self._followers))
+
+    def _finished_pages(self) -> FinishedPages | None:
+        pool = cast("KVPool", self._rank.pool)
+        sums = optional_page_sums_of(pool, MAIN_RANK)
+        return None if sums is None else FinishedPages(sums, self._engine.cache, pool.layout)
+
+    def _own_memory(self, role: Role) -> OwnMemory:
+        """Return the memory of the main rank, with the transports that could reach it. They are opened once."""
+        router, config, pool = self._topology.dp_config.router, self._instance.config, self._rank.pool
+        pd = router.pd_disaggregation
+        if not self._transports:
+            opened = self._factories.open_transports(pd, config.host, config.devices[MAIN_RANK])
+            rank = self._instance.engine_rank
+            self._transports = self._factories.wrap_transports(opened, router, role, rank, config, pool)
+        # `verify_kv` reports why checksums are impossible; the hashes of trace records can be left out.
+        sums_of = optional_page_sums_of if pd.verify_kv == "off" else page_sums_of
+        kv_pool = cast("KVPool", pool)
+        sums, seals = sums_of(kv_pool, MAIN_RANK, role is not Role.PREFILL), state_seals_of(kv_pool, MAIN_RANK)
+        return OwnMemory(pool, self._engine.aux, self._transports, sums, seals)
+
+
+def roles_of(topology: Topology, instance: Instance, rank: BuiltRank) -> tuple[tuple[Role, ...], str]:
+    """Return the roles that an instance can have, its own among them, and why not others."""
+    found = tuple(_other_roles(topology, instance, rank))
+    refused = {role: reason for role, reason in found if reason}
+    possible = (instance.role, *(role for role, reason in found if not reason))
+    return possible, "; ".join(f"not {role}: {reason}" for role, reason in refused.items())
+
+
+def _other_roles(topology: Topology, instance: Instance, rank: BuiltRank) -> Iterator[tuple[Role, str]]:
+    """Yield the roles other than its own, each with the reason why it cannot have it, or ""."""
+    router, config, layout = topology.dp_config.router, instance.config, rank.pool.layout
+    is_staged = any(plan_staging(router, role, config) for role in Role)
+    is_shared = any(group.num_kv_heads < config.tp_size for group in layout.groups)
+    for role in Role:
+        if role is instance.role:
+            continue
+        if is_staged:
+            yield role, "transfers are staged in segments that are granted by the ranks of the topology"
+        elif config.tp_size > 1 and Role.UNIFIED in (role, instance.role):
+            yield role, f"tp_size {config.tp_size}: followers of a unified instance have no part in transfers"
+        elif config.tp_size > 1 and is_shared:
+            yield role, f"tp_size {config.tp_size}: ranks have copies of KV heads, which P and D sum up differently"
+        else:
+            yield role, ""
