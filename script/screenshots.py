@@ -109,19 +109,18 @@ def busy_cluster(model: Path) -> Iterator[LocalCluster]:
 
 def converse(page: ChatPage, is_long: bool) -> None:
     """Hold one exchange. With the embedded model it is an example; if the picture has room, several at once."""
-    example = page.page.locator("#example")
-    if not example.is_visible():
+    if not page.page.locator("body.has-examples").count():
         page.set(max_tokens=80)
         page.send("Tell me something that nobody expects.")
         page.expect_done()
         return
-    example.click()
+    page.press("example")
     expect(page.prompt).not_to_have_value("")
     page.response_to(page.send_button.click)
     page.expect_done()
     expect(page.answer.locator(".trace")).to_contain_text("total")
     if is_long:
-        page.page.locator("#burst").click()
+        page.press("burst")
         expect(page.messages.locator("[data-right]")).to_be_visible()
 
 

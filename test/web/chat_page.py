@@ -59,6 +59,10 @@ class ChatPage:
         self.open()
         self.expect_connection("live")
 
+    def press(self, start: str) -> None:
+        """Press `example` or `burst`: in the empty conversation, or beside the prompt."""
+        self.page.locator(f'[data-press="{start}"]:visible').click()
+
     def use_mode(self, mode: str) -> None:
         """Select `chat` or `completion`. Clicks the label: the radio itself may be drawn by its label."""
         self.page.locator(f"label:has(#mode-{mode}), label[for=mode-{mode}]").first.click()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import cast
 
 import pytest
 from chat_page import ChatPage
@@ -16,19 +18,26 @@ from chitu.launch.local import LocalCluster
 def test_a_phone_needs_no_sideways_scrolling(open_page: OpenPage, cluster: LocalCluster) -> None:
     phone = open_page(cluster.url, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     phone.open_live()
-    phone.set(max_tokens=120)
+    phone.set(max_tokens=3000)
     phone.send("x" * 400)  # a word wider than the screen
+    heights = {"send": 0.0, "stop": box_of(phone, "stop")["height"]}  # they take turns
+    phone.stop_button.click()
     phone.expect_done()
+    heights["send"] = box_of(phone, "send")["height"]
+    assert min(heights.values()) >= 32, f"too low for a thumb: {heights}"
     sizes = phone.page.evaluate(
         "() => [document.documentElement.scrollWidth, document.body.scrollWidth, innerWidth, visualViewport.scale]"
     )
     assert sizes == [360, 360, 360, 1], sizes
-    for name in ("prompt", "send", "stop", "topology", "requests", "messages"):
-        box = phone.page.locator(f"#{name}").bounding_box()
-        assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= 360, f"{name}: {box}"
-    for name in ("send", "stop"):
-        box = phone.page.locator(f"#{name}").bounding_box()
-        assert box is not None and box["height"] >= 32, f"{name} is too low for a thumb: {box}"
+    for name in ("prompt", "send", "topology", "requests", "messages"):
+        box = box_of(phone, name)
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 360, f"{name}: {box}"
+
+
+def box_of(page: ChatPage, name: str) -> Mapping[str, float]:
+    box = page.page.locator(f"#{name}").bounding_box()
+    assert box is not None, name
+    return cast(Mapping[str, float], box)
 
 
 def focused(page: ChatPage) -> str:

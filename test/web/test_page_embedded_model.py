@@ -62,7 +62,7 @@ def test_without_a_key_the_page_says_so_and_with_it_it_works(open_page: OpenPage
 
 
 def test_an_example_is_answered_rightly_and_ticked(tiny: ChatPage) -> None:
-    tiny.page.locator("#example").click()
+    tiny.press("example")
     expect(tiny.prompt).to_have_value(re.compile(r"(The .+\d{4}\.\s+){10,}.*\?", re.DOTALL))
     tiny.response_to(tiny.send_button.click)
     tiny.expect_done()
@@ -78,7 +78,7 @@ def test_an_answer_without_the_expected_value_gets_a_cross_and_the_value(tiny: C
         route.fulfill(json={**route.fetch().json(), "value": "0000"})
 
     tiny.page.route("**/demo/example*", with_another_value)
-    tiny.page.locator("#example").click()
+    tiny.press("example")
     expect(tiny.prompt).not_to_have_value("")
     tiny.response_to(tiny.send_button.click)
     tiny.expect_done()
@@ -88,7 +88,7 @@ def test_an_answer_without_the_expected_value_gets_a_cross_and_the_value(tiny: C
 
 
 def test_an_edited_example_is_an_ordinary_question(tiny: ChatPage) -> None:
-    tiny.page.locator("#example").click()
+    tiny.press("example")
     expect(tiny.prompt).not_to_have_value("")
     tiny.send("How are you?")
     tiny.expect_done()
@@ -110,7 +110,7 @@ def test_below_an_answer_stands_what_was_cached_computed_and_moved(tiny: ChatPag
 
 
 def test_several_examples_at_once_are_all_right(tiny: ChatPage) -> None:
-    tiny.page.locator("#burst").click()
+    tiny.press("burst")
     expect(tiny.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
 
 
@@ -119,7 +119,7 @@ def test_a_phone_shows_the_numbers_of_several_answers_whole(open_page: OpenPage,
     page.open()
     page.set(api_key=KEY)
     page.expect_connection("live")
-    page.page.locator("#burst").click()
+    page.press("burst")
     expect(page.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
     cut = "(cells) => cells.filter((cell) => cell.scrollWidth > cell.clientWidth).map((cell) => cell.textContent)"
     assert page.messages.locator(".burst .answer").evaluate_all(cut) == []

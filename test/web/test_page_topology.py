@@ -139,11 +139,11 @@ SUSPENDED_TWICE = """async () => {
     const { Card } = await import("/web/card.js");
     const { layoutOf } = await import("/web/layout.js");
     const instance = { name: "P0", role: "prefill", status: "up", host: "h", pid: 1, load: { suspended: [0, 2] } };
-    const { form, cards } = layoutOf(600, [instance]);
+    const { form, spots } = layoutOf(600, [instance]);
     const card = new Card(instance);
     const seen = [];
     const look = () => seen.push(card.element.querySelector(".status").textContent, card.element.ariaLabel);
-    card.place(cards.get("P0"), form, false);
+    card.place(spots.get("P0"), form, false);
     card.update(instance, 0, false);
     look();
     card.update({ ...instance, load: {} }, 0, false);
@@ -156,48 +156,6 @@ def test_a_p_that_does_not_write_to_a_d_says_so(chat: ChatPage) -> None:
     word, label, later_word, later_label = chat.page.evaluate(SUSPENDED_TWICE)
     assert (word, later_word) == ("suspended", "up")
     assert "no writes to D0, D2" in label and "no writes" not in later_label
-
-
-FIVE_IN_FLIGHT = """async () => {
-    // A flight (many frames) never ends, and everything else ends at once.
-    const [never, now] = [new Promise(() => {}), Promise.resolve()];
-    Element.prototype.animate = (frames) => ({ finished: frames.length > 2 ? never : now });
-    const { Dots } = await import("/web/dots.js");
-    const { layoutOf } = await import("/web/layout.js");
-    const picture = document.querySelector("#topology");
-    const layer = picture.querySelector(".dots").cloneNode(false);
-    picture.append(layer);
-    const dots = new Dots(layer);
-    const instances = ["P0", "D0"].map((name) => ({ name, role: name === "P0" ? "prefill" : "decode" }));
-    dots.relayout(layoutOf(600, instances));
-    const request = (room, more) => ({
-        room, prefill: "P0", decode: "D0", prompt_tokens: 900, kv_bytes: 0, stages: null, state: "prefill",
-        first_token_at_s: null, ended_at_s: null, ...more,
-    });
-    const arrived = { state: "decode", first_token_at_s: 1, kv_bytes: 2 ** 21 };
-    const seen = [];
-    for (const size of [1, 5]) {
-        const rooms = [...Array(size).keys()];
-        dots.update(rooms.map((room) => request(room)), 1);
-        dots.update(rooms.map((room) => request(room, arrived)), 1.1);
-        const flying = () => [...layer.querySelectorAll('[data-phase="transfer"] text')];
-        while (flying().length < size) await new Promise(requestAnimationFrame);
-        layer.querySelectorAll("text").forEach((text) => text.style.transition = "none");
-        seen.push({
-            labels: flying().filter((text) => getComputedStyle(text).opacity === "1").map((text) => text.textContent),
-            sum: layer.querySelector(".sum")?.textContent ?? null,
-        });
-    }
-    return seen;
-}"""
-
-
-def test_one_transfer_is_labelled_and_several_at_once_are_summed_up(chat: ChatPage) -> None:
-    """Labels of dots that fly at the same time along the same edges would overlap."""
-    one, five = chat.page.evaluate(FIVE_IN_FLIGHT)
-    assert one["sum"] is None
-    assert [label.partition(" · ")[0] for label in one["labels"]] == ["2.00 MiB"]
-    assert five == {"labels": [], "sum": "5 transfers · 10.0 MiB"}
 
 
 def test_the_picture_says_what_moves_kv_and_not_what_was_configured(chat: ChatPage) -> None:

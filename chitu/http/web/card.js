@@ -2,15 +2,20 @@
  * Owned by Topology, which says where it lies and what to show. */
 
 import { UNKNOWN, bytes, count, shortCount } from "./format.js";
-import { setAttributes, setText, svgElement } from "./svg.js";
+import { isIdle, stateOf } from "./heat.js";
+import { setAttributes, setData, setText, svgElement } from "./svg.js";
 
 const TICK = 6;
 const TICK_GAP = 2;
 const BAR_HEIGHT = 5;
+/** Width of a character of the name. */
+const NAME_DIGIT = 9.5;
 /** Status by shape as well as by colour: disc, half disc, cross. */
 const GLYPHS = {
   up: "M0-4a4 4 0 1 1 0 8a4 4 0 1 1 0-8z",
   draining: "M0-4a4 4 0 1 1 0 8z",
+  becoming: "M-3-3.5L3 0L-3 3.5z",
+  suspended: "M0-4a4 4 0 1 1 0 8a4 4 0 1 1 0-8z",
   down: "M-4-4L4 4M4-4L-4 4",
 };
 
@@ -60,7 +65,7 @@ export class Card {
     setAttributes(this.lane, { d: `M${laneX} 8V${box.height - 8}` });
     setAttributes(this.glyph, { transform: `translate(${left + 4} ${form.nameY - 5})` });
     setAttributes(this.label, { x: left + 15, y: form.nameY });
-    setAttributes(this.status, { x: left + 44, y: form.nameY });
+    setAttributes(this.status, { x: left + 25 + NAME_DIGIT * this.name.length, y: form.nameY });
     setAttributes(this.rate, { x: right, y: form.nameY });
     setAttributes(this.queueText, { x: left, y: form.queueY });
     const hidden = form.pagesY === null;
@@ -78,24 +83,21 @@ export class Card {
    * @param {boolean} isActive
    */
   update(instance, rate, isActive) {
-    const { status, load } = instance;
-    const { dataset } = this.element;
-    if (dataset.status !== status) {
-      dataset.status = status;
-      setAttributes(this.glyph, { d: GLYPHS[status] });
-    }
-    if (dataset.active !== String(isActive)) dataset.active = String(isActive);
+    const { load } = instance;
+    const state = stateOf(instance);
+    setData(this.element, { status: state, active: isActive });
+    setAttributes(this.glyph, { d: GLYPHS[state] });
     // A narrow card has no room for both; a rate only matters while the instance is up.
-    const word = load?.suspended?.length && status === "up" ? "suspended" : status;
+    const word = state === "becoming" ? `→ ${instance.becomes}` : state;
     const wordInRate = this.isNarrow && word !== "up";
     setText(this.status, this.isNarrow ? "" : word);
     setText(this.rateNumber, wordInRate ? word : shortCount(rate, this.isNarrow ? 3 : 4));
     setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
     this.rate.classList.toggle("word", wordInRate);
+    this.rate.classList.toggle("past", isIdle(instance));
     this.#showQueue(load);
     this.#showPages(load);
-    const label = describe(instance, rate);
-    if (this.element.getAttribute("aria-label") !== label) setAttributes(this.element, { "aria-label": label });
+    setAttributes(this.element, { "aria-label": describe(instance, rate) });
   }
 
   #showQueue(load) {
@@ -120,7 +122,7 @@ export class Card {
         d = tick(x, this.#form.ticksY, number * step);
       }
       x += number * step;
-      if (this.ticks[i].getAttribute("d") !== d) setAttributes(this.ticks[i], { d });
+      setAttributes(this.ticks[i], { d });
     });
   }
 
@@ -142,19 +144,18 @@ function tick(x, y, width) {
   return `M${x.toFixed(1)} ${y}h${width.toFixed(1)}v${BAR_HEIGHT}h${(-width).toFixed(1)}z`;
 }
 
-/** Pages in use: neither free nor kept back until a late write can no longer come. The wire leaves zeros out. */
+/** Pages of requests. The stream leaves zeros out. */
 function usedPages(load) {
-  if (load === null) return null;
-  return (load.pages_total ?? 0) - (load.pages_free ?? 0) - (load.pages_quarantined ?? 0) - (load.pages_cached ?? 0);
+  return load === null ? null : (load.pages_used ?? 0);
 }
 
 /** Everything known of an instance, as one line. */
 export function describe(instance, rate) {
-  const { name, role, status, host, pid, load } = instance;
-  const head = `${name} ${role}, ${status}`;
+  const { name, role, status, becomes, home, host, pid, load } = instance;
+  const head = `${name} ${role}, ${becomes && status !== "down" ? `becomes ${becomes}` : status}`;
   if (load === null) return `${head}${host ? `, on ${host}` : ""}`;
   const parts = [
-    `${head}, ${host} pid ${pid}`,
+    `${head}${home ? `, started as ${home}` : ""}, ${host} pid ${pid}`,
     `${shortCount(rate)} tok/s of ${count(load.tokens ?? 0)}`,
     `waiting ${load.waiting ?? 0}, moving ${load.transferring ?? 0}, running ${load.running ?? 0}, retracted ${load.retracted ?? 0}`,
     `pages ${count(usedPages(load))} of ${count(load.pages_total ?? 0)}, quarantined ${load.pages_quarantined ?? 0}`,

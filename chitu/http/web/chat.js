@@ -44,8 +44,8 @@ export class Chat {
       ui.prompt.focus();
     });
     ui.clear.addEventListener("click", () => this.#clear());
-    ui.example.addEventListener("click", () => this.#offerExample());
-    ui.burst.addEventListener("click", () => this.#runBurst());
+    for (const button of ui.examples) button.addEventListener("click", () => this.#offerExample());
+    for (const button of ui.bursts) button.addEventListener("click", () => this.#runBurst());
   }
 
   /** The traces of answers; the name that requests must give. */
@@ -127,18 +127,18 @@ export class Chat {
 
   /** Runs `work(signal)` with the buttons as they are while something streams. */
   async #whileStreaming(work) {
-    const { send, stop, burst } = this.#ui;
+    const { send, stop, bursts } = this.#ui;
     const abort = (this.#abort = new AbortController());
     // A button that is disabled loses the focus to nothing: hand it to the one that can be used, and back.
-    const pressed = [send, burst].find((button) => button === document.activeElement);
+    const pressed = [send, ...bursts].find((button) => button === document.activeElement);
     stop.disabled = false;
     if (pressed) stop.focus();
-    send.disabled = burst.disabled = true;
+    for (const button of [send, ...bursts]) button.disabled = true;
     try {
       await work(abort.signal);
     } finally {
       this.#abort = null;
-      send.disabled = burst.disabled = false;
+      for (const button of [send, ...bursts]) button.disabled = false;
       if (document.activeElement === stop) (pressed ?? send).focus();
       stop.disabled = true;
       this.#keepEndVisible(() => {});
@@ -195,7 +195,11 @@ export class Chat {
   }
 
   #add(element) {
-    this.#ui.welcome.remove();
+    const { welcome, send } = this.#ui;
+    // What is pressed in the welcome goes with it: the focus stays near.
+    const isPressed = welcome.contains(document.activeElement);
+    welcome.remove();
+    if (isPressed) send.focus();
     this.#ui.log.append(element);
     this.#ui.log.scrollTop = this.#ui.log.scrollHeight;
   }

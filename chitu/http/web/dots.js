@@ -5,7 +5,7 @@
  * request that began and ended between two snapshots travels too; the order of events is never invented. */
 
 import { bytes, count, span } from "./format.js";
-import { curvePoint, lanePoint } from "./layout.js";
+import { curvePoint, restPoint, widthOf } from "./layout.js";
 import { isRunning } from "./stages.js";
 import { setAttributes, setText, svgElement } from "./svg.js";
 
@@ -36,13 +36,14 @@ export class Dots {
   #lanes = new Map();
   /** Time of the last snapshot. */
   #lastS = Number.NEGATIVE_INFINITY;
-  /** In flight: one is labelled itself, of several the sum stands in the middle, since labels would lie on each other. */
-  #flying = new Set();
-  #sum = null;
+  /** On the way or just landed: one has a label of its own, of several the sum stands between the sides. */
+  #moved = new Set();
+  #sum;
   #stillness = matchMedia("(prefers-reduced-motion: reduce)");
 
   constructor(layer) {
     this.#layer = layer;
+    this.#sum = new SumLabel(layer.parentElement);
   }
 
   /** After every layout: dots that rest go to their place in it. */
@@ -50,7 +51,7 @@ export class Dots {
     this.#layout = layout;
     this.#sumUp();
     for (const dot of this.#dots.values()) {
-      if (dot.lane !== null && layout.cards.has(dot.lane)) this.#rest(dot);
+      if (dot.lane !== null) this.#rest(dot);
     }
   }
 
@@ -73,11 +74,11 @@ export class Dots {
   }
 
   #welcome(request, newsS) {
-    const { cards } = this.#layout;
+    const { spots } = this.#layout;
     const isOld = request.ended_at_s !== null && request.ended_at_s < newsS;
     const origin = request.prefill ?? request.decode;
     if (isOld || document.hidden || this.#dots.size >= MAX_DOTS) return;
-    if (!cards.has(origin) || !cards.has(request.decode)) return;
+    if (!spots.has(origin) || !spots.has(request.decode)) return;
     const element = svgElement("g", { class: "dot" });
     element.dataset.dot = request.room;
     element.append(svgElement("circle", { r: 4.5 }), svgElement("text"));
@@ -88,9 +89,9 @@ export class Dots {
     const landedBefore = request.first_token_at_s !== null && request.first_token_at_s < newsS;
     this.#live(dot, landedBefore).finally(() => {
       this.#leaveLane(dot);
-      this.#flying.delete(dot);
       element.remove();
       this.#dots.delete(request.room);
+      this.#noteMoved(dot, false);
     });
   }
 
@@ -113,17 +114,17 @@ export class Dots {
       // Without a first token nothing arrived: it ends where it is.
       if (dot.request.first_token_at_s !== null) {
         if (prefill !== null) {
-          this.#flying.add(dot);
-          this.#sumUp();
+          this.#noteMoved(dot, true);
           await this.#fly(dot, decode);
-          this.#flying.delete(dot);
-          this.#sumUp();
+          if (dot.stage < ENDED) this.#noteMoved(dot, false);
         }
         dot.element.dataset.phase = "decode";
       }
     }
     await until(dot, ENDED);
-    dot.element.dataset.phase = dot.request.kv_bytes > 0 ? "landed" : dot.request.state;
+    const hasLanded = dot.request.kv_bytes > 0;
+    dot.element.dataset.phase = hasLanded ? "landed" : dot.request.state;
+    this.#noteMoved(dot, hasLanded);
     await play(dot.element, [{ opacity: 1 }, { opacity: 1 }], STAY_MS);
     await play(dot.element, [{ opacity: 1 }, { opacity: 0 }], FADE_MS);
   }
@@ -145,19 +146,16 @@ export class Dots {
     await play(dot.element, frames, FLIGHT_MS, "ease-in-out");
   }
 
+  #noteMoved(dot, is) {
+    if (is) this.#moved.add(dot);
+    else this.#moved.delete(dot);
+    this.#sumUp();
+  }
+
   #sumUp() {
-    const isCrowd = this.#flying.size > 1;
-    this.#layer.classList.toggle("crowded", isCrowd);
-    if (!isCrowd) {
-      this.#sum?.remove();
-      this.#sum = null;
-      return;
-    }
-    this.#sum ??= this.#layer.appendChild(svgElement("text", { class: "sum", "text-anchor": "middle" }));
-    const moved = [...this.#flying].reduce((total, dot) => total + dot.request.kv_bytes, 0);
-    const { width, height } = this.#layout;
-    setAttributes(this.#sum, { x: width / 2, y: height - 6 });
-    setText(this.#sum, `${this.#flying.size} transfers${moved > 0 ? ` · ${bytes(moved)}` : ""}`);
+    const requests = [...this.#moved].map(({ request }) => request);
+    this.#layer.classList.toggle("crowded", requests.length > 1);
+    this.#sum.show(requests, this.#layout);
   }
 
   // ------------------------------------------------------------------------------------------------------------ lanes
@@ -187,9 +185,51 @@ export class Dots {
   }
 
   #place(dot) {
-    const card = this.#layout.cards.get(dot.lane);
-    return card === undefined ? null : lanePoint(card, this.#layout.form, dot.slot);
+    return restPoint(this.#layout, dot.lane, dot.slot);
   }
+}
+
+/** The sum of several transfers on a ground of its own, between the sides. */
+class SumLabel {
+  #element;
+  #ground;
+  #lines;
+
+  constructor(layer) {
+    this.#element = layer.appendChild(svgElement("g", { class: "sum" }));
+    this.#ground = this.#element.appendChild(svgElement("rect", { rx: 9 }));
+    this.#lines = [0, 1].map(() => this.#element.appendChild(svgElement("text", { "text-anchor": "middle" })));
+    this.#element.classList.add("gone");
+  }
+
+  show(requests, layout) {
+    const isShown = requests.length > 1 && layout?.gap;
+    this.#element.classList.toggle("gone", !isShown);
+    if (!isShown) return;
+    const { left, right, y } = layout.gap;
+    const pad = layout.isNarrow ? 4 : 9;
+    const lines = sumLines(requests, right - left - 2 * pad);
+    lines.forEach((line, i) => setText(this.#lines[i], line));
+    setText(this.#lines[1], lines[1] ?? "");
+    const width = Math.max(...lines.map(widthOf)) + 2 * pad;
+    const x = (left + right) / 2;
+    setAttributes(this.#ground, { x: x - width / 2, y, width, height: 6 + LINE_HEIGHT * lines.length });
+    this.#lines.forEach((line, i) => setAttributes(line, { x, y: y + 14 + LINE_HEIGHT * i }));
+  }
+}
+
+const LINE_HEIGHT = 15;
+/** What several transfers come to, in one line if it fits into `room`, else in two. The router learns the bytes of a
+ * request with its end: those that it does not know yet are not in the sum, and the sum says so. */
+export function sumLines(requests, room) {
+  const known = requests.map(({ kv_bytes: kvBytes }) => kvBytes).filter((kvBytes) => kvBytes > 0);
+  const moved = bytes(known.reduce((sum, kvBytes) => sum + kvBytes, 0));
+  const long = `${requests.length} transfers`;
+  const words = widthOf(long) <= room ? long : `${requests.length} moves`;
+  if (known.length === 0) return [words];
+  const isPart = known.length < requests.length;
+  const line = `${words} · ${isPart ? "over " : ""}${moved}`;
+  return widthOf(line) <= room ? [line] : [words, `${isPart ? "≥ " : ""}${moved}`];
 }
 
 const translation = ({ x, y }) => `translate(${x.toFixed(1)}px, ${y.toFixed(1)}px)`;

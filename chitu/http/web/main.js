@@ -4,7 +4,9 @@ import { Api } from "./api.js";
 import { Chat } from "./chat.js";
 import { ClusterFeed } from "./cluster.js";
 import { TokenRates } from "./rates.js";
+import { showCommands } from "./commands.js";
 import { RequestTable } from "./requests.js";
+import { setText } from "./svg.js";
 import { TimelineView } from "./timeline.js";
 import { Topology } from "./topology.js";
 import { showHeader, showTotals } from "./totals.js";
@@ -13,7 +15,8 @@ import { showHeader, showTotals } from "./totals.js";
 const EXAMPLE_MODEL = "chitu-tiny";
 const KEY_STORE = "chitu.api-key";
 const KEY_PAUSE_MS = 400;
-const POINT_HINT = "Point at an instance, or tab to it, to see more of it.";
+const HAS_POINTER = matchMedia("(hover: hover)").matches;
+const POINT_HINT = HAS_POINTER ? "Point at an instance, or tab to it, to see more of it." : "Tap an instance to see more of it.";
 
 const byId = (id) => document.getElementById(id);
 
@@ -25,8 +28,8 @@ const chat = new Chat(api, {
   send: byId("send"),
   stop: byId("stop"),
   clear: byId("clear"),
-  example: byId("example"),
-  burst: byId("burst"),
+  examples: [...document.querySelectorAll('[data-press="example"]')],
+  bursts: [...document.querySelectorAll('[data-press="burst"]')],
   note: byId("composer-note"),
   modeChat: byId("mode-chat"),
   maxTokens: byId("max-tokens"),
@@ -47,6 +50,7 @@ const totals = {
   kv: byId("total-kv"),
   firstToken: byId("total-ttft"),
 };
+const advice = byId("advice");
 const header = { model: byId("model"), shape: byId("shape"), more: byId("more") };
 
 function show(snapshot) {
@@ -56,8 +60,9 @@ function show(snapshot) {
   topology.update(snapshot);
   table.update(snapshot.requests, snapshot.time_s);
   chat.observe(snapshot);
-  const hasExamples = snapshot.model === EXAMPLE_MODEL;
-  byId("example").hidden = byId("burst").hidden = !hasExamples;
+  document.body.classList.toggle("has-examples", snapshot.model === EXAMPLE_MODEL);
+  setText(advice, snapshot.advice ?? "");
+  showCommands(byId("commands"), snapshot.instances);
 }
 
 const STATE_WORDS = { live: "live", reconnecting: "reconnecting", unauthorized: "API key needed" };
@@ -73,18 +78,18 @@ function showState(state) {
 
 const feed = new ClusterFeed(api, show, showState);
 
-// The panel of settings closes like a menu.
-const settings = byId("settings");
-document.addEventListener("pointerdown", ({ target }) => {
-  if (!settings.contains(target)) settings.open = false;
-});
-settings.addEventListener("keydown", (event) => {
-  if (event.key !== "Escape" || !settings.open) return;
-  // Elsewhere Escape stops the stream.
-  event.stopPropagation();
-  settings.open = false;
-  settings.querySelector("summary").focus();
-});
+for (const menu of document.querySelectorAll(".menu")) {
+  document.addEventListener("pointerdown", ({ target }) => {
+    if (!menu.contains(target)) menu.open = false;
+  });
+  menu.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape" || !menu.open) return;
+    // Elsewhere Escape stops the stream.
+    event.stopPropagation();
+    menu.open = false;
+    menu.querySelector("summary").focus();
+  });
+}
 
 // The key lives as long as the tab: storage that outlasts it is no place for a secret.
 const keyInput = byId("api-key");

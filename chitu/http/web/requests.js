@@ -2,7 +2,7 @@
 
 import { UNKNOWN, bytes, count, pair, shortId, span } from "./format.js";
 import { byColour, drawStageBar, isRunning, newStageBar, stagesOf, stagesText, totalS } from "./stages.js";
-import { setText } from "./svg.js";
+import { setAttributes, setData, setText } from "./svg.js";
 
 const ROWS = 12;
 const MARKS = { prefill: "○", decode: "◐", finished: "●", retried: "↻", failed: "✕", cancelled: "–" };
@@ -32,7 +32,7 @@ export class RequestTable {
       this.#body.replaceChildren(...[...rows.values()].map((row) => row.element));
     }
     this.#rows = rows;
-    this.#empty.hidden = latest.length > 0;
+    if (this.#empty.hidden !== latest.length > 0) this.#empty.hidden = latest.length > 0;
     for (const request of latest) rows.get(request.room).update(request, nowS);
   }
 }
@@ -72,9 +72,9 @@ class Row {
     if (this.#isFinal) return;
     this.#isFinal = !isRunning(request);
     const { state } = request;
-    this.element.dataset.state = state;
+    setData(this.element, { state });
     setText(this.mark, MARKS[state]);
-    this.mark.title = state;
+    setAttributes(this.mark, { title: state });
     const { pair: pairCell, prompt, output, kv } = this.#cells;
     setText(pairCell, pair(request));
     setText(prompt, count(request.prompt_tokens));
@@ -88,13 +88,14 @@ class Row {
 
   #showParts(request, parts) {
     const text = stagesText(parts);
+    if (this.#cells.time.title === text) return;
     this.#cells.time.title = text;
     this.parts.setAttribute("aria-label", `${request.state}: ${text}`);
     const shown = byColour(parts).map(({ name, seconds }) => {
       const part = document.createElement("span");
       part.className = `part ${name}`;
       // The style sheet says the word where there is room for it.
-      part.dataset.word = name;
+      part.dataset.word = name === "prefill" ? "in prefill" : name;
       part.textContent = span(seconds);
       return part;
     });

@@ -2,8 +2,6 @@
 
 import { span } from "./format.js";
 
-const SVG = "http://www.w3.org/2000/svg";
-
 export const isRunning = (request) => request.state === "prefill" || request.state === "decode";
 
 /** The stages of a request in order, as the router tells them when it has ended (`protocol/account.py`); until then, the
@@ -41,30 +39,27 @@ export function firstTokenS(request) {
   return request.first_token_at_s === null ? null : request.first_token_at_s - request.created_at_s;
 }
 
-/** An SVG whose segments have the shares of `parts`; call it again with the same element to redraw. */
-export function drawStageBar(svg, parts) {
+/** Colours of the stages as the style sheet names them; what is not here waits. */
+const COLOURS = { compute: "prefill", transfer: "transfer", decode: "decode" };
+
+/** Draws shares of `parts` into a bar. `prefill` is not yet known in parts: there the hatched ground of the bar shows. */
+export function drawStageBar(bar, parts) {
   const total = parts.reduce((sum, { seconds }) => sum + seconds, 0);
-  svg.setAttribute("viewBox", "0 0 100 1");
-  svg.setAttribute("preserveAspectRatio", "none");
-  svg.setAttribute("aria-hidden", "true");
-  svg.classList.add("stage-bar");
-  let x = 0;
-  const segments = total > 0 ? parts : [];
-  svg.replaceChildren(
-    ...segments.map(({ name, seconds }) => {
-      const rect = document.createElementNS(SVG, "rect");
-      const width = (100 * seconds) / total;
-      rect.setAttribute("class", `stage ${name}`);
-      rect.setAttribute("x", x.toFixed(2));
-      rect.setAttribute("width", width.toFixed(2));
-      rect.setAttribute("height", "1");
-      x += width;
-      return rect;
-    }),
-  );
-  return svg;
+  let end = 0;
+  const stops = (total > 0 ? parts : []).map(({ name, seconds }) => {
+    const start = end;
+    end += (100 * seconds) / total;
+    const colour = name === "prefill" ? "transparent" : `var(--${COLOURS[name] ?? "queue"})`;
+    return `${colour} ${start.toFixed(2)}% ${end.toFixed(2)}%`;
+  });
+  const drawn = stops.length > 0 ? `linear-gradient(to right, ${stops.join(", ")})` : "";
+  if (bar.style.getPropertyValue("--shares") !== drawn) bar.style.setProperty("--shares", drawn);
+  return bar;
 }
 
 export function newStageBar() {
-  return document.createElementNS(SVG, "svg");
+  const bar = document.createElement("i");
+  bar.className = "stage-bar";
+  bar.setAttribute("aria-hidden", "true");
+  return bar;
 }

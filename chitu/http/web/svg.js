@@ -9,11 +9,19 @@ export function svgElement(name, attributes = {}) {
   return element;
 }
 
+/** Sets those that differ, so that nothing is laid out for nothing; the next two likewise. */
 export function setAttributes(element, attributes) {
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+  }
 }
 
-/** Sets the text only where it differs, so that nothing is laid out for nothing. */
+export function setData(element, data) {
+  for (const [name, value] of Object.entries(data)) {
+    if (element.dataset[name] !== String(value)) element.dataset[name] = value;
+  }
+}
+
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

@@ -1,8 +1,9 @@
 /* The row of numbers above the picture, and the line in the header. */
 
 import { UNKNOWN, bytes, count, shortCount, span } from "./format.js";
+import { isIdle } from "./heat.js";
 import { firstTokenS } from "./stages.js";
-import { setText } from "./svg.js";
+import { setData, setText } from "./svg.js";
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
@@ -25,6 +26,11 @@ export function showTotals(ui, snapshot, rates) {
   const { instances, requests } = snapshot;
   setText(ui.inFlight, count(snapshot.in_flight));
   const isUnified = instances.every(({ role }) => role === "unified");
+  // A rate is one of the last two seconds, and a first token may be long ago: dimmed while nothing adds to it.
+  const areIdle = (roles) => instances.every((instance) => !roles.includes(instance.role) || isIdle(instance));
+  setData(ui.prefillRate, { past: areIdle(["prefill"]) });
+  setData(ui.decodeRate, { past: areIdle(["decode", "unified"]) });
+  setData(ui.firstToken, { past: snapshot.in_flight === 0 });
   // A unified instance counts the tokens that it emits.
   setText(ui.prefillRate, isUnified ? UNKNOWN : shortCount(totalRate(instances, rates, ["prefill"])));
   setText(ui.decodeRate, shortCount(totalRate(instances, rates, ["decode", "unified"])));
