@@ -205,12 +205,13 @@ async def compare(routers: Sequence[RouterUnderTest], model: str, args: argparse
     for stream, concurrency in [(stream, count) for stream in (False, True) for count in args.concurrency]:
         requests = make_requests(model, args.tokens, stream)
         costs: list[list[Result]] = []
-        for _ in range(args.rounds + 1):
+        for number in range(args.rounds + 1):
+            order = routers if number % 2 else routers[::-1]
             turn = [
                 await load(router.ports["port"], router.pids, requests, stream, concurrency, args.seconds)
-                for router in routers
+                for router in order
             ]
-            costs.append(turn)
+            costs.append(turn if number % 2 else turn[::-1])
         del costs[0]  # caches were cold
         ratios = [one.cpu_us_per_request / other.cpu_us_per_request for one, other in costs]
         low, middle, high = quantiles(ratios, n=4)

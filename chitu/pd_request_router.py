@@ -315,7 +315,8 @@ class PDRequestRouter:
 
     def _trace_frame(self, batch: TokenBatch, frame: bytes) -> None:
         """Record the frame once for each request that it is about and whose frames are wanted."""
-        for room in {*batch.rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
+        rooms = {*batch.rooms, *(room for room, _ in batch.groups)}
+        for room in {*rooms, *(finish.room for finish in batch.finished)} & self._framed.keys():
             self.trace.note_frame(self._framed[room], room, "received", "token", frame)
 
     def _on_bad_tokens(self, frame: bytes) -> None:
@@ -346,6 +347,8 @@ class PDRequestRouter:
                     continue
             if logprobs or batch.cached or batch.prompt_logprobs or batch.weights:
                 self._apply_extras(batch)
+            if batch.groups:
+                self._apply_groups(batch)
             num_tokens += len(rooms)
             for room, token in zip(rooms, tokens):  # noqa: B905 - lengths checked above; the keyword costs as much as two tokens
                 attempt = attempt_of(room)
@@ -372,6 +375,20 @@ class PDRequestRouter:
             self._attempts.on_lost_tokens(member.key, receiver.given_up)
             receiver.given_up = 0
         return is_next
+
+    def _apply_groups(self, batch: TokenBatch) -> None:
+        """Apply the tokens of requests whose tokens come in groups."""
+        attempt_of = self._attempts.rooms.get
+        for room, tokens in batch.groups:
+            self.counters.tokens += len(tokens)
+            attempt = attempt_of(room)
+            if attempt is None:
+                self.counters.stale_tokens += len(tokens)
+                continue
+            generation = attempt.generation
+            generation.tokens += tokens
+            if tokens and not generation.needs_no_wake:
+                self._on_awaited_token(attempt, generation)
 
     def _apply_extras(self, batch: TokenBatch) -> None:
         """Apply what few messages have beside tokens, ahead of these."""

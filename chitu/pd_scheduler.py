@@ -181,7 +181,10 @@ class PDScheduler:
         self._arrivals.flush_cache()
         self._cache.use_fingerprint(fingerprint)
         if not self.is_done:
-            self._tokens.flush(self._clock.monotonic())  # those of the step above are still of the old ones
+            for sequence in self._sequences.open:
+                if sequence.num_sent < len(sequence.emitted) and sequence.token_group > 1:
+                    self._ends.send_tokens(sequence)
+            self._tokens.flush(self._clock.monotonic())  # what was computed so far is still of the old ones
             self._tokens.note_weights(weights.model_hash)
 
     def close(self) -> None:
@@ -320,13 +323,22 @@ class PDScheduler:
                 self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router_worker)
                 source.prompt_lines = None
         sequence.emitted.append(token)
-        self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
         reason = sequence.finish_reason(token)
+        if sequence.token_group == 1:
+            self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
+        elif not reason and self._is_group_due(sequence):
+            self._ends.send_tokens(sequence)
         if self._trace.rooms:
             self._trace.note_token(sequence, token, reason)
         if reason:
             self._faults.note_sound()
             self._ends.finish(sequence, reason)
+
+    def _is_group_due(self, sequence: Sequence) -> bool:
+        """Return whether tokens may wait no longer. Those of all requests leave in the same steps, so that few steps
+        send a message."""
+        num_emitted, most = len(sequence.emitted), sequence.token_group
+        return num_emitted == 1 or not self._load.steps % most or num_emitted - sequence.num_sent >= most
 
     # ------------------------------------------------------------------------------------------------------- transfers
 

@@ -107,7 +107,15 @@ class RequestEnds:
             return
         self.refuse(sequence, error)
 
+    def send_tokens(self, sequence: Sequence) -> None:
+        """Send the tokens of a request with a `token_group` that were not sent yet."""
+        tokens = sequence.emitted[sequence.num_sent :].tolist()
+        sequence.num_sent = len(sequence.emitted)
+        self._tokens.push_group(sequence.room, tokens, sequence.router_worker)
+
     def _report(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
+        if sequence.token_group > 1 and sequence.emitted:
+            self.send_tokens(sequence)
         self._tokens.finish(
             Finish(
                 sequence.room,
@@ -398,6 +406,7 @@ class RequestArrivals:
             keys=self._cache.page_keys(message.cache_salt, adapter_hash) if message.cache_salt is not None else None,
         )
         if not isinstance(message, PrefillRequest):
+            sequence.token_group = message.token_group
             sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
         return sequence
 
@@ -412,6 +421,7 @@ class RequestArrivals:
             router=source.router,
             router_worker=source.router_worker,
             adapter=source.adapter,
+            token_group=source.token_group,
             stop_ids=source.stop_ids,
             source=source,
         )

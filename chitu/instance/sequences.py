@@ -203,6 +203,10 @@ class Sequence:
     capacity_tokens: int = 0
     """Tokens for which the held pages have room."""
     emitted: array[int] = field(default_factory=lambda: array("i"))
+    token_group: int = 1
+    """Most emitted tokens that are sent to the router together."""
+    num_sent: int = 0
+    """Emitted tokens that were sent, if they are sent in groups."""
     launched: int = 0
     """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
     max_new_tokens: int = field(init=False)

@@ -51,6 +51,7 @@ class _Batch:
     cached: list[tuple[bytes, int]] = field(default_factory=list)
     prompt_logprobs: list[tuple[bytes, bytes]] = field(default_factory=list)
     weights: str = ""
+    groups: list[tuple[bytes, list[int]]] = field(default_factory=list)
     sender: LinkSender[int] | None = None
     """Sender of the link; it keeps the number of tokens of each message. None until a request with a link came."""
     former: deque[int] = field(default_factory=lambda: deque(maxlen=FORMER_LINKS))
@@ -132,6 +133,12 @@ class TokenManager:
             batch.rooms.append(room)
             batch.tokens.append(token)
 
+    def push_group(self, room: bytes, tokens: list[int], worker: int = 0) -> None:
+        """Add the newest tokens of a room whose request lets them wait for each other."""
+        batch = self._batches.get(worker)
+        if batch is not None:
+            batch.groups.append((room, tokens))
+
     def note_cached(self, room: bytes, num_tokens: int, worker: int = 0) -> None:
         """Report, with the room's first token, how many of its prompt tokens were cached and not computed."""
         batch = self._batches.get(worker)
@@ -160,7 +167,7 @@ class TokenManager:
         while self._acks:
             self._on_ack(self._acks.popleft(), now_s)
         for batch in self._batches.values():
-            if batch.rooms or batch.finished:
+            if batch.rooms or batch.groups or batch.finished:
                 self._flush(batch, now_s)
 
     def _on_ack(self, ack: LinkAck, now_s: float) -> None:
@@ -179,7 +186,7 @@ class TokenManager:
                 self._flush(batch, now_s)  # even an empty message tells that those before it are given up
 
     def _flush(self, batch: _Batch, now_s: float) -> None:
-        sender, count = batch.sender, len(batch.tokens)
+        sender, count = batch.sender, len(batch.tokens) + sum([len(tokens) for _, tokens in batch.groups])
         if sender is not None and sender.is_full:
             self._drop(sender.give_up(math.inf))
         numbers = (sender.number, sender.link, sender.num_kept) if sender is not None else (0, 0, 0)
@@ -193,6 +200,7 @@ class TokenManager:
             batch.cached,
             batch.prompt_logprobs,
             batch.weights,
+            batch.groups,
         )
         frame = encode(message)
         is_queued = batch.send(frame)
@@ -202,7 +210,7 @@ class TokenManager:
             self.tokens_dropped += count
         self.tokens_sent += count
         batch.rooms, batch.tokens, batch.finished, batch.logprobs, batch.cached = [], [], [], [], []
-        batch.prompt_logprobs, batch.weights = [], ""
+        batch.prompt_logprobs, batch.weights, batch.groups = [], "", []
 
     def _drop(self, messages: list[Sent[int]]) -> None:
         count = sum(sent.about for sent in messages)

@@ -167,6 +167,9 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     priority: int = 0
     forks: tuple[Fork, ...] = ()
     """If not empty, `room` is the prompt's alone, and each of these choices begins with it. At most MAX_FORKS."""
+    token_group: int = 1
+    """Most tokens that may wait for each other, because nobody reads them one by one. The first token, the last ones
+    and those before an error never wait."""
     trace: TraceLevel = ""
     """As in PrefillRequest."""
     adapter: str = ""
@@ -193,6 +196,8 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     """As in PrefillRequest."""
     priority: int = 0
     forks: tuple[Fork, ...] = ()
+    """As in DecodeRequest."""
+    token_group: int = 1
     """As in DecodeRequest."""
     trace: TraceLevel = ""
     """As in PrefillRequest."""
@@ -263,7 +268,8 @@ class Finish(Wire, frozen=True, array_like=True):
 
 
 class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
-    """One message per step for all requests (token port). Columns: `tokens[i]` belongs to `rooms[i]`."""
+    """One message per step for all requests (token port). Columns: `tokens[i]` belongs to `rooms[i]`. A step that only
+    has tokens that may wait sends none."""
 
     incarnation: int
     rooms: list[bytes]
@@ -286,6 +292,8 @@ class TokenBatch(Wire, frozen=True, tag="token_batch", array_like=True):
     token. Sent once for all forks of a prompt, by the prompt's room, with the first token of any of them."""
     weights: str = ""
     """Hash of the model, if it is another one from the tokens of this message on (a mixed change of weights)."""
+    groups: list[tuple[bytes, list[int]]] = []
+    """Rooms of requests with a `token_group`, and the newest tokens of each."""
 
 
 scheduler_codec: Codec[RequestPortMessage] = Codec(RequestPortMessage)

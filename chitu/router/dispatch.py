@@ -30,11 +30,16 @@ from chitu.protocol import (
 )
 from chitu.router.members import ClusterMember, Dispatched, Members
 from chitu.router.policies import InstanceKey
-from chitu.router.request import Attempt
+from chitu.router.request import Attempt, GenerateRequest
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
 log = logging.getLogger(__name__)
+
+
+TOKEN_GROUP = 16
+"""Most tokens of a whole answer that come together. A D that dies takes at most one fewer with it, which the next one
+computes again."""
 
 
 class ReplyAddress(NamedTuple):
@@ -107,6 +112,7 @@ class Dispatcher:
                 cache_salt=request.cache_salt,
                 priority=request.priority,
                 forks=forks,
+                token_group=_token_group(request),
                 trace=request.trace,
                 adapter=request.adapter,
                 weights=decode.weights.number,
@@ -132,6 +138,7 @@ class Dispatcher:
             cache_salt=request.cache_salt,
             priority=request.priority,
             forks=forks,
+            token_group=_token_group(request),
             trace=request.trace,
             adapter=request.adapter,
             weights=decode.weights.number,
@@ -217,6 +224,11 @@ class Dispatcher:
                 pairs = [(fork.room, fork.request_id) for fork in message.forks] or [(message.room, message.request_id)]
                 self.trace.framed.update(pairs)
         return True
+
+
+def _token_group(request: GenerateRequest) -> int:
+    is_read_singly = request.wake_per_token or request.sampling.logprobs is not None or request.trace
+    return 1 if is_read_singly else TOKEN_GROUP
 
 
 def _missed(half: Sent[Dispatched], name: str, now_s: float) -> Missed:

@@ -93,6 +93,7 @@ SAID = (LinkAck(7, 9, True),)
 STATS = [Heartbeat(Role.PREFILL, 0, 5, LoadReport(), SAID, 4), RequestFailed(Role.PREFILL, 0, 5, ROOM, "capacity", "x")]
 COORDINATION = [Leave(Role.DECODE, 7, 5, "x"), Drain(Role.DECODE, 7, 5)]
 TOKENS = [TokenBatch(5, [ROOM], [3], [Finish(ROOM, "stop")]), TokenBatch(5, [ROOM], [3], [], 4, 9, 2)]
+TOKENS.append(TokenBatch(5, [], [], [Finish(ROOM, "stop")], groups=[(ROOM, [3, 4])]))
 ODD_VALUES: list[Any] = [
     *(
         None,

@@ -406,10 +406,13 @@ class RoutedWorld(Cluster):
 
     def op_ask(self, a: int, b: int) -> None:
         if sum(not client.end for client in self.clients) < MAX_LIVE_REQUESTS and self.router is not None:
-            self.request(1 + b % 22, 1 + b // 22 % 14 * 2, (1, 1, 2, 3)[a // 4 % 4])
+            self.request(1 + b % 22, 1 + b // 22 % 14 * 2, (1, 1, 2, 3)[a // 4 % 4], a // 16 % 2 == 0)
 
-    def request(self, num_tokens: int, max_tokens: int, num_choices: int = 1) -> Client | None:
-        """Send a request. Return the client of its first choice; None if no instance can serve it."""
+    def request(
+        self, num_tokens: int, max_tokens: int, num_choices: int = 1, is_read_singly: bool = True
+    ) -> Client | None:
+        """Send a request, whose tokens come in groups unless it is read singly. Return the client of its first choice;
+        None if no instance can serve it."""
         assert self.router is not None
         self._num_requests += 1
         family = self._num_requests % 3  # prompts of a family share a prefix, up to the end of the shorter one
@@ -420,7 +423,8 @@ class RoutedWorld(Cluster):
             sampling = SamplingParams(max_tokens=max_tokens, temperature=float(num_choices > 1), seed=choice)
             clients.append(Client(expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)))
             name = f"r{self._num_requests}-{choice}"
-            requests.append(GenerateRequest(name, pack_i32(array("i", prompt)), num_tokens, sampling))
+            ids = pack_i32(array("i", prompt))
+            requests.append(GenerateRequest(name, ids, num_tokens, sampling, wake_per_token=is_read_singly))
 
         def wake() -> None:
             for client in clients:

@@ -23,8 +23,8 @@ def attempts(client: Client) -> int:
     return client.generation.num_attempts
 
 
-def ask(world: RoutedWorld, num_tokens: int = 9, max_tokens: int = 5) -> Client:
-    client = world.request(num_tokens, max_tokens)
+def ask(world: RoutedWorld, num_tokens: int = 9, max_tokens: int = 5, is_read_singly: bool = True) -> Client:
+    client = world.request(num_tokens, max_tokens, is_read_singly=is_read_singly)
     assert client is not None
     return client
 
@@ -84,13 +84,15 @@ def test_a_gap_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("phase", range(0, 50, 7))
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_lost_tokens_come_again_within_two_heartbeats_and_cost_no_attempt(phase: int, count: int) -> None:
+@pytest.mark.parametrize(("count", "is_read_singly"), [(1, True), (3, True), (7, True), (1, False)])
+def test_lost_tokens_come_again_within_two_heartbeats_and_cost_no_attempt(
+    phase: int, count: int, is_read_singly: bool
+) -> None:
     """`count` messages in a row are lost; if these are all messages, no later one shows the gap."""
     world = RoutedWorld(1, 1)
     world.turns(phase)
-    client = ask(world, max_tokens=8)
-    while not client.tokens:
+    client = ask(world, max_tokens=8, is_read_singly=is_read_singly)
+    while client.generation is None or not client.generation.num_emitted:
         world.turns(1)
     world.cuts[serving(world, client, Role.DECODE).incarnation] = count
     start_s = world.clock.monotonic()

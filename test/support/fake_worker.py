@@ -111,6 +111,8 @@ class _Running:
     sampling: SamplingParams
     router_worker: int
     emitted: int = 0
+    token_group: int = 1
+    held: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -301,7 +303,9 @@ class FakeWorker:
                     prompt = token_ids[: len(token_ids) - emitted]  # the rest is output of a lost D
                     worker = message.router_worker
                     instance.stream.expect(worker, message.reply_port, message.link)
-                    instance.running[message.room] = _Running(message.room, prompt, message.sampling, worker, emitted)
+                    instance.running[message.room] = _Running(
+                        *(message.room, prompt, message.sampling, worker, emitted, message.token_group)
+                    )
                 elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
                     info = instance.info
                     failed = RequestFailed(
@@ -324,13 +328,21 @@ class FakeWorker:
             running.emitted += 1
             count = running.sampling.logprobs
             logprobs = None if count is None else fake_logprobs(token, count)
-            push(running.room, token, running.router_worker, logprobs)
+            if running.token_group == 1:
+                push(running.room, token, running.router_worker, logprobs)
+            else:
+                running.held.append(token)
+            num_finished = len(finished)
             if fail:
                 finished.append((running, Finish(running.room, "error", fail, "told to fail")))
             elif token == stop_token and not running.sampling.ignore_eos:
                 finished.append((running, Finish(running.room, "stop")))
             elif running.emitted >= running.sampling.max_tokens:
                 finished.append((running, Finish(running.room, "length")))
+            most, is_last = running.token_group, len(finished) > num_finished
+            if most > 1 and (running.emitted == 1 or is_last or not instance.steps % most or len(running.held) >= most):
+                instance.stream.push_group(running.room, running.held, running.router_worker)
+                running.held = []
         instance.steps += 1
         instance.tokens += len(instance.running)
         for running, finish in finished:

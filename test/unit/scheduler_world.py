@@ -118,6 +118,8 @@ class Instance:
         recurrent state. With `tpot_s` D computes prompts, too."""
         self.clock = clock or FakeClock()
         self.tokens: dict[bytes, list[int]] = {}
+        self.groups: dict[bytes, list[int]] = {}
+        """Sizes of the groups in which a room's tokens came."""
         self.has_logprobs: dict[bytes, bool] = {}
         """Whether logprobs came with a room's tokens: with all of them or with none."""
         self.prompts: dict[bytes, bytes] = {}
@@ -184,6 +186,11 @@ class Instance:
             logprobs = dict(batch.logprobs).get(place)
             assert self.has_logprobs.setdefault(room, logprobs is not None) == (logprobs is not None)
             assert logprobs is None or unpack_logprobs(logprobs).logprob == -token, "logprobs of another token"
+        for room, tokens in batch.groups:
+            assert room not in self.finishes, "tokens after the end"
+            assert not self.has_logprobs.setdefault(room, False)
+            self.tokens.setdefault(room, []).extend(tokens)
+            self.groups.setdefault(room, []).append(len(tokens))
         for room, num_tokens in batch.cached:
             assert len(self.tokens[room]) == 1 and room not in self.cached, "not with the first token"
             self.cached[room] = num_tokens

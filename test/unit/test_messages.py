@@ -271,7 +271,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         },
     ),
     (
-        DecodeRequest(ROOM, "cmpl-1", b"", SamplingParams(16, seed=5), 0, 9),
+        DecodeRequest(ROOM, "cmpl-1", b"", SamplingParams(16, seed=5), 0, 9, token_group=16),
         scheduler_codec,
         "",
         {
@@ -282,6 +282,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             "sampling": {"max_tokens": 16, "seed": 5},
             "prefill_rank": 0,
             "prefill_incarnation": 9,
+            "token_group": 16,
         },
     ),
     (
@@ -329,6 +330,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             1,
             [],
             [(ROOM, 16)],
+            groups=[(ROOM, [1, 2])],
         ),
         token_codec,
         "",
@@ -362,12 +364,13 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [[ROOM, 16]],
             [],
             "",
+            [[ROOM, [1, 2]]],
         ],
     ),
     (
         TokenBatch(7, [ROOM, ROOM], [42, 5], [], 9, 0, 0, [(1, pack_logprobs(-1.5, [(42, -0.5), (5, -1.5)]))]),
         token_codec,
-        "9cab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a0590090000919201c4140000c0bf2a000000000000bf050000000000c0bf9090a0",
+        "9dab746f6b656e5f62617463680792c410000102030405060708090a0b0c0d0e0fc410000102030405060708090a0b0c0d0e0f922a0590090000919201c4140000c0bf2a000000000000bf050000000000c0bf9090a090",
         [
             "token_batch",
             7,
@@ -381,6 +384,7 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
             [],
             [],
             "",
+            [],
         ],
     ),
     (

@@ -15,6 +15,7 @@ from support.executors import FakeExecutor, expected_tokens
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.errors import StepFailed
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.load import BacklogMeter
 from chitu.instance.requests import wrong_sampling
@@ -47,7 +48,9 @@ def test_unified_tokens_are_right_and_every_page_comes_back(
     instance = Instance(num_pages, chunk=chunk)
     for index, one in enumerate(load):
         token_ids, sampling, num_emitted, _ = continued(index, *one)
-        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
+        group = 1 if index % 3 else (1, 2, 16)[index // 3 % 3]
+        whole = UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted, token_group=group)
+        instance.scheduler.submit(whole)
     instance.run()
     for index, one in enumerate(load):
         assert instance.tokens[room_of(index)] == continued(index, *one)[3]
@@ -71,10 +74,11 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
         if pending and rng.random() < 0.7:
             index, one = pending.pop(0)
             prompt, sampling, num_emitted, _ = continued(index, *one)
+            common = dict(num_emitted=num_emitted, token_group=1 if index % 3 else 16)
             if rng.random() < 0.4:
-                decode.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, num_emitted))
+                decode.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, **common))
                 continue
-            decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1, num_emitted))
+            decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1, **common))
             asked = None if num_emitted else sampling.prompt_logprobs
             half = PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1, prompt_logprobs=asked)
             prefill.scheduler.submit(half)
@@ -108,6 +112,51 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
     prefill.check_empty()
     decode.check_empty()
     assert not prefill.tokens, "P never samples"
+
+
+def test_tokens_that_nobody_reads_singly_come_in_the_same_few_messages_and_the_first_and_last_ones_at_once() -> None:
+    instance, most = Instance(64), 8
+    messages: list[int] = []
+    take = instance._take
+    instance.scheduler._tokens._batches[0].send = lambda frame: messages.append(len(frame)) is None and take(frame)
+    lengths = {1: 30, 2: 25, 3: 1, 4: 2}
+    for index, length in lengths.items():
+        sampling = SamplingParams(length, temperature=0.0)
+        tokens = pack_i32(prompt_of(index, 4))
+        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", tokens, sampling, token_group=most))
+    instance.scheduler.step()
+    assert [instance.groups[room_of(index)] for index in lengths] == [[1]] * 4, "a first token waits for others"
+    instance.run()
+    for index, length in lengths.items():
+        sizes = instance.groups[room_of(index)]
+        assert instance.tokens[room_of(index)] == expected_tokens(prompt_of(index, 4), length, INFO.vocab_size)
+        assert instance.finishes[room_of(index)].reason == "length" and max(sizes) <= most
+    assert len(messages) <= 2 + 30 // most + len(lengths)
+    instance.check_empty()
+
+
+@pytest.mark.parametrize("ends", ["error", "cancel"])
+def test_tokens_that_waited_come_before_an_error_and_not_at_all_after_a_cancellation(ends: str) -> None:
+    instance = Instance(64)
+    request = UnifiedRequest(room_of(1), "r", pack_i32(prompt_of(1, 4)), SamplingParams(30), token_group=16)
+    instance.scheduler.submit(request)
+    for _ in range(6):
+        instance.scheduler.step()
+    sequence = instance.scheduler._sequences.get(room_of(1))
+    assert (
+        sequence is not None
+        and len(sequence.emitted) > 3
+        and instance.tokens[room_of(1)] == sequence.emitted[:1].tolist()
+    )
+    if ends == "error":
+        instance.scheduler._ends.fail(sequence, StepFailed("for a test"))
+    else:
+        instance.scheduler.submit(CancelRequest(room_of(1)))
+    emitted = sequence.emitted.tolist()
+    instance.run()
+    assert instance.tokens[room_of(1)] == (emitted if ends == "error" else emitted[:1])
+    assert instance.finishes[room_of(1)].reason == "error" if ends == "error" else room_of(1) not in instance.finishes
+    instance.check_empty()
 
 
 def test_a_stop_id_ends_a_request_at_once_and_ignore_eos_overrides_only_eos() -> None:

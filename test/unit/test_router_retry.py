@@ -10,8 +10,9 @@ from support.clock import FakeClock
 
 from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
 from chitu.errors import NoInstance
-from chitu.protocol import InstanceInfo, SamplingParams, TokenBatch, pack_i32
+from chitu.protocol import Finish, InstanceInfo, SamplingParams, TokenBatch, pack_i32
 from chitu.router.attempts import TimerWheel
+from chitu.router.dispatch import TOKEN_GROUP
 from chitu.router.members import ClusterMember, Members
 from chitu.router.policies import InstanceKey
 from chitu.types import Role
@@ -152,6 +153,32 @@ def test_a_reader_that_waits_for_the_end_gets_every_token_once() -> None:
     assert client.tokens == [] and world.router.running()[0].state == "decode"
     world.emit(world.room(client.generation), 14, finish="length")
     assert client.tokens == [11, 12, 13, 14]
+
+
+def test_a_continuation_of_tokens_that_came_in_groups_begins_after_the_last_group() -> None:
+    world = two_pairs()
+    client = world.add_client(wake_per_token=False)
+    room = world.room(client.generation)
+    assert world.sent_to(room)["D0"].token_group == TOKEN_GROUP
+    world.router.on_tokens(TokenBatch(1, [], [], [], groups=[(room, [11])]))
+    world.router.on_tokens(TokenBatch(1, [], [], [], groups=[(room, [12, 13]), (bytes(16), [5])]))
+    assert world.router.running()[0].state == "decode" and world.router.counters.stale_tokens == 1
+    world.lose(Role.DECODE)
+    again = world.room(client.generation)
+    half = world.sent_to(again)["D1"]
+    assert (half.token_ids, half.num_emitted, half.token_group) == (pack_i32([1, 2, 3, 11, 12, 13]), 3, TOKEN_GROUP)
+    world.router.on_tokens(
+        TokenBatch(2, [], [], [Finish(again, "length")], groups=[(room, [14]), (again, [14, 15])]),
+    )
+    world.router.flush()
+    assert client.tokens == [11, 12, 13, 14, 15] and world.router.counters.tokens == 7
+
+
+@pytest.mark.parametrize("fields", [{}, {"trace": "records"}, {"sampling": SamplingParams(max_tokens=2, logprobs=0)}])
+def test_tokens_that_are_read_singly_come_singly(fields: dict[str, Any]) -> None:
+    world = two_pairs()
+    client = world.add_client(wake_per_token=not fields, **fields)
+    assert world.sent_to(world.room(client.generation))["D0"].token_group == 1
 
 
 def test_a_unified_instance_continues_too() -> None:
