@@ -48,6 +48,10 @@ RETRY_S = 60.0
 """Pause after a change that failed."""
 KEPT_S = 300.0
 """Time for which a wish for more instances stays: loads come back, and an instance takes long to start."""
+LINE_S = 120.0
+"""Time constant of the seconds of a step."""
+DOUBT = 0.01
+"""Variance of the requests in a step, as a share of their squared mean, of which a slope is believed by half."""
 KEPT_PARTS = 10
 """Parts of that time, of each of which the largest wish is kept."""
 
@@ -67,8 +71,16 @@ class Observed(NamedTuple):
     prompt_token_s: float
     """Seconds that it computes for one; 0: unknown."""
     output_tokens: int
-    output_token_s: float
-    """Seconds of an instance that is as busy as the SLO allows, by output token; 0: unknown."""
+    rows: int
+    """Requests that decode in a step."""
+    step_s: float
+    """Seconds of such a step; 0: unknown."""
+    num_slots: int
+    """Requests that may run at once; 0: unknown."""
+    num_held: int
+    """Requests that have pages."""
+    pages_used: int
+    pages_total: int
     backlog_s: float
     """Time since its start in which work waited because it had no room."""
     is_held: bool
@@ -120,6 +132,43 @@ class _Rate:
         return self._amount / self._seconds if self._seconds else 0.0
 
 
+class _Steps:
+    """Seconds of a decode step over its requests: a line through what all instances of a role report. The fit of one
+    instance (`StepRates`) is good where it computes now, but not far from there."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+
+    def add(self, instances: Sequence[Observed], passed_s: float) -> None:
+        kept = math.exp(-passed_s / LINE_S)
+        sums = [kept * each for each in self._sums]
+        for one in instances:
+            n, s = one.rows, one.step_s
+            if n and s > 0:
+                sums = [a + b for a, b in zip(sums, (1, n, s, n * n, n * s), strict=True)]
+        self._sums = sums
+
+    def output_token_s(self, instances: Sequence[Observed], tpot_s: float | None) -> float:
+        """Return the seconds of an instance by output token if it has as many requests as it has room for within the
+        SLO; 0 if unknown."""
+        weight, rows, seconds, squares, products = self._sums
+        if not weight:
+            return 0.0
+        rows, seconds = rows / weight, seconds / weight
+        # Unless the number of requests has varied, a step is taken to cost the same for any.
+        slope = max(0.0, products / weight - rows * seconds) / (squares / weight - (1 - DOUBT) * rows * rows)
+        base = seconds - slope * rows
+        room = math.fsum(one.num_slots for one in instances) / len(instances) or math.inf
+        used = sum(one.pages_used for one in instances)
+        if used:
+            held = max(1, sum(one.num_held for one in instances))
+            room = min(room, sum(one.pages_total for one in instances) / len(instances) * held / used)
+        if tpot_s is not None and slope > 0:
+            room = min(room, (tpot_s - base) / slope)
+        room = max(room, 1.0) if room < math.inf else rows
+        return (base + slope * room) / room
+
+
 class _Wish:
     """The largest number of instances that was needed in the last `KEPT_S`."""
 
@@ -138,9 +187,10 @@ class _Wish:
 class Balancer:
     """Call `tick` about twice a second; longer pauses do no harm."""
 
-    def __init__(self, ttft_s: float, acts: bool = True) -> None:
-        """`ttft_s`: SLO of the time to first token. Unless it `acts`, it only advises."""
-        self._ttft_s = ttft_s
+    def __init__(self, ttft_s: float, tpot_s: float | None = None, acts: bool = True) -> None:
+        """Aim at this time to first token, and from token to token if there is an SLO for it. Unless it `acts`, it only
+        advises."""
+        self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._acts = acts
         self.demand: dict[Role, float] = {}
         """Work of each role that is there, in instances that are `FULL`."""
@@ -153,6 +203,7 @@ class Balancer:
         self.obstacle = ""
         """Why the change that is due is not made yet."""
         self._work = {role: _Rate() for role in Role}
+        self._steps = {role: _Steps() for role in Role}
         self._offered, self._begun = _Rate(), _Rate()
         self._reported: dict[int, Observed] = {}
         """The last reports, by incarnation."""
@@ -161,6 +212,7 @@ class Balancer:
         self._evidence = dict.fromkeys(SIDES, 0.0)
         self._rests_until_s = -math.inf
         self._wishes: dict[Role, _Wish] = {}
+        self._unknown_until_s = -math.inf
 
     def tick(self, now_s: float, fleet: Fleet) -> Change | None:
         """Take in what the instances reported. Return the change that is to be made now, once."""
@@ -190,21 +242,23 @@ class Balancer:
 
     def _measure(self, now_s: float, fleet: Fleet) -> float:
         """Return the seconds since the last call; 0 for the first one."""
-        work_s = dict.fromkeys(Role, 0.0)
-        for one in fleet.instances:
-            before = self._reported.get(one.incarnation, one)
-            prompt, output = one.prompt_tokens - before.prompt_tokens, one.output_tokens - before.output_tokens
-            computed_s = prompt * one.prompt_token_s + output * one.output_token_s
-            # While work waits an instance does all that it can, whatever its rates say.
-            full_s = 0.0 if one.is_held else one.backlog_s - before.backlog_s
-            work_s[one.role] += max(computed_s, full_s)
-        self._reported = {one.incarnation: one for one in fleet.instances}
         last, self._last = self._last, (now_s, fleet.offered, fleet.begun)
+        reported, self._reported = self._reported, {one.incarnation: one for one in fleet.instances}
         if last is None or now_s <= last[0]:
             return 0.0
         passed_s = now_s - last[0]
         for role, rate in self._work.items():
-            rate.add(work_s[role], passed_s)
+            instances, work_s = [one for one in fleet.instances if one.role is role], 0.0
+            if instances:
+                self._steps[role].add(instances, passed_s)
+                output_token_s = self._steps[role].output_token_s(instances, self._tpot_s)
+            for one in instances:
+                before = reported.get(one.incarnation, one)
+                prompt, output = one.prompt_tokens - before.prompt_tokens, one.output_tokens - before.output_tokens
+                # While work waits an instance does all that it can, whatever its rates say.
+                full_s = 0.0 if one.is_held else one.backlog_s - before.backlog_s
+                work_s += max(prompt * one.prompt_token_s + output * output_token_s, full_s)
+            rate.add(work_s, passed_s)
         self._offered.add(fleet.offered - last[1], passed_s)
         self._begun.add(fleet.begun - last[2], passed_s)
         return passed_s
@@ -218,11 +272,13 @@ class Balancer:
         begun = self._begun.value
         unmet = min(max(1.0, self._offered.value / begun), MOST_UNMET) if begun else 1.0
         for role in present:
+            needed = max(1, math.ceil(self.demand[role] * unmet - MARGIN))
             wish = self._wishes.get(role)
-            if wish is None:  # what is there was wanted, until the load is known
+            if wish is None:
                 wish = self._wishes[role] = _Wish()
-                wish.note(now_s, counts[role])
-            self.wanted[role] = wish.note(now_s, max(1, math.ceil(self.demand[role] * unmet - MARGIN)))
+                self._unknown_until_s = now_s + WINDOW_S
+            # What is there was wanted, until the load is known.
+            self.wanted[role] = wish.note(now_s, counts[role] if now_s < self._unknown_until_s else needed)
 
     def _gain(self, fleet: Fleet, counts: dict[Role, int]) -> tuple[Role | None, float]:
         """Return the side that is short, and by which share the larger pressure would fall if it got an instance of the
@@ -265,19 +321,9 @@ class Balancer:
         return "the last change was a moment ago" if now_s < self._rests_until_s else ""
 
 
-def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: float, tpot_s: float | None) -> Observed:
-    """Return what the balancer needs of an instance. `prompt_tokens`: mean length of a prompt; `tpot_s`: the SLO, if
-    there is one."""
-    rates, is_prefill = load.rates, info.role is Role.PREFILL
-    num_held = max(1, load.running + load.transferring)
-    context = info.layout.page_size * load.pages_used / num_held
-    row_s = rates.row_s + rates.context_token_s * context
-    room = float(info.num_slots) or math.inf
-    if load.pages_used:
-        room = min(room, num_held * load.pages_total / load.pages_used)
-    if tpot_s is not None and row_s > 0:
-        room = min(room, (tpot_s - rates.decode_step_s) / row_s)
-    room = max(1.0, room) if room < math.inf else num_held
+def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: float) -> Observed:
+    """Return what the balancer needs of an instance. `prompt_tokens`: mean length of a prompt."""
+    is_prefill, rows = info.role is Role.PREFILL, load.running - load.computing
     # Cached pages are missed as far as requests find theirs among them.
     seen = load.bytes_moved + load.bytes_saved
     hits = load.cached_share if info.role is not Role.DECODE else load.bytes_saved / seen if seen else 0.0
@@ -288,9 +334,14 @@ def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: f
         age_s=age_s,
         is_leaving=info.draining,
         prompt_tokens=load.prompt_tokens,
-        prompt_token_s=rates.prompt_s(prompt_tokens) / prompt_tokens,
+        prompt_token_s=load.rates.prompt_s(prompt_tokens) / prompt_tokens,
         output_tokens=0 if is_prefill else load.tokens,
-        output_token_s=rates.step_s(room, room * context) / room,
+        rows=0 if is_prefill else rows,
+        step_s=load.rates.step_s(rows, info.layout.page_size * load.pages_used),
+        num_slots=info.num_slots,
+        num_held=load.running + load.transferring,
+        pages_used=load.pages_used,
+        pages_total=load.pages_total,
         backlog_s=load.backlog_s,
         is_held=load.held_by_prefill > 0,
         roles=info.roles,

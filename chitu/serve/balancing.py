@@ -43,8 +43,8 @@ class Balancing:
     ) -> None:
         self._acts, self._command = config.balance == "act", shlex.split(config.balance_command)
         self._router, self._coordination, self._change_role, self._clock = router, coordination, change_role, clock
-        self._tpot_s, ttft_s = config.slo.tpot_s, config.slo.ttft_s
-        self._balancer = Balancer(longest_wait_s(config) if ttft_s is None else ttft_s, self._acts)
+        ttft_s = longest_wait_s(config) if config.slo.ttft_s is None else config.slo.ttft_s
+        self._balancer = Balancer(ttft_s, config.slo.tpot_s, self._acts)
         self._interval_s = config.pd_disaggregation.deadlines.heartbeat_interval_s
         self._next_s = -math.inf
         self._last_flow = router.flow()
@@ -106,7 +106,7 @@ class Balancing:
         elif flow.is_cut_off:
             busy = "a P and a D cannot reach each other"
         observed = [
-            observe(info, load, ages_s[info.name], self._prompt_tokens, self._tpot_s)
+            observe(info, load, ages_s[info.name], self._prompt_tokens)
             for info in view.instances
             if (load := loads.get((info.role, info.engine_rank))) is not None and info.name in ages_s
         ]

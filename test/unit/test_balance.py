@@ -189,7 +189,12 @@ class World:
             prompt_tokens=int(node.tokens) if is_prefill else 0,
             prompt_token_s=PROMPT_TOKEN_S,
             output_tokens=0 if is_prefill else int(node.tokens),
-            output_token_s=TPOT_S / ROOM,
+            rows=len(node.running),
+            step_s=STEP_S + STEP_REQUEST_S * len(node.running),
+            num_slots=64,
+            num_held=len(node.running),
+            pages_used=0,
+            pages_total=1,
             backlog_s=node.backlog_s,
             is_held=False,
             roles=(P, D),
@@ -212,7 +217,7 @@ def best_fixed(instances: int, load: Sequence[Arrival]) -> int:
 @pytest.mark.parametrize(("begins_with", "share"), [(1, 0.6), (2, 1.0), (3, 0.6)])
 def test_on_conversations_it_finds_the_best_split_and_stays_there(begins_with: int, share: float) -> None:
     load = conversations(900.0, 4, share, random.Random(begins_with))
-    world = World(begins_with, 4 - begins_with, Balancer(TTFT_S)).run(load)
+    world = World(begins_with, 4 - begins_with, Balancer(TTFT_S, TPOT_S)).run(load)
     assert world.good >= 0.95 * best_fixed(4, load)
     assert len(world.changes) == 3 - begins_with  # 3P1D is the best; there it stays for the other 800 s
 
@@ -220,7 +225,7 @@ def test_on_conversations_it_finds_the_best_split_and_stays_there(begins_with: i
 def test_a_load_that_turns_is_followed_with_one_change_for_each_instance() -> None:
     prompts, answers = (2.9, 8000.0, 130.0), (3.9, 500.0, 1000.0)
     load = turning([(300.0, *prompts), (300.0, *answers), (300.0, *prompts)], random.Random(3))
-    world = World(2, 2, Balancer(TTFT_S)).run(load)
+    world = World(2, 2, Balancer(TTFT_S, TPOT_S)).run(load)
     assert world.good >= 1.1 * best_fixed(4, load)  # no fixed split is good at both
     roles = [change.role for _, change in world.changes]
     assert roles == [P, D, D, P, P]
@@ -234,7 +239,7 @@ class Script:
     """Feeds a balancer twice a second with instances of constant work."""
 
     def __init__(self, acts: bool = True) -> None:
-        self.balancer = Balancer(TTFT_S, acts)
+        self.balancer = Balancer(TTFT_S, None, acts)
         self.now_s = 0.0
         self.offered = self.begun = 0.0
         self.changes: list[tuple[float, Change]] = []
@@ -265,7 +270,7 @@ class Script:
 
 def observed(name: str, role: Role, incarnation: int, **others: object) -> Observed:
     """Return an instance that computes or makes a million tokens a second."""
-    whole = Observed(name, role, incarnation, 100.0, False, 0, 1e-6, 0, 1e-6, 0.0, False, (P, D), 10.0)
+    whole = Observed(name, role, incarnation, 100.0, False, 0, 1e-6, 0, 1, 1e-6, 1, 1, 0, 1, 0.0, False, (P, D), 10.0)
     return whole._replace(**others)
 
 

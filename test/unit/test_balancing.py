@@ -18,13 +18,13 @@ from chitu.config.schema import DeadlineConfig, RouterConfig, SLOConfig
 from chitu.errors import RoleRefused
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import PROTOCOL_VERSION, Heartbeat, InstanceInfo, Join, LoadReport, StepRates
-from chitu.router.balance import observe
+from chitu.router.balance import _Steps, observe
 from chitu.serve.balancing import Balancing
 from chitu.types import Role
 
 P, D = Role.PREFILL, Role.DECODE
 RATES = StepRates(decode_step_s=0.01, row_s=0.001, prompt_token_s=0.001, decode_steps=9, prompt_steps=9)
-"""1000 prompt tokens a second; with a TPOT of 50 ms, 40 requests and 800 tokens a second."""
+"""1000 prompt tokens a second; 4 requests take 14 ms."""
 SLO = SLOConfig(ttft_s=2.0, tpot_s=0.05)
 
 
@@ -43,7 +43,7 @@ class Cluster:
         config = msgspec.structs.replace(config, slo=SLO)
         self.balancing = Balancing(config, self.world.router, core, self.change_role, self.clock)
         self.loads = {
-            info.name: LoadReport(rates=RATES, pages_total=4000, pages_used=rank)
+            info.name: LoadReport(running=4, rates=RATES, pages_total=4000, pages_used=rank)
             for rank, info in enumerate(self.infos)
         }
 
@@ -89,11 +89,11 @@ def test_it_acts_on_the_instance_that_costs_least_and_waits_until_that_has_moved
         assert cluster.orders == [("D0", P)]
         shown = cluster.balancing.metrics()
         assert shown.role_changes == {"prefill": 1}
-        assert shown.pressure == {"prefill": pytest.approx(1.25), "decode": pytest.approx(0.2 / 0.9)}
+        assert shown.pressure == {"prefill": pytest.approx(1.25), "decode": pytest.approx(0.056 / 0.9)}
         assert shown.advice.startswith("Balancer (act): ") and shown.advice.endswith(
             "; not now: D0 leaves, or changes its role"
         )
-        assert "D0 becomes P: 1 P are at 125% of their aim, 3 D at 22%" in caplog.text
+        assert "D0 becomes P: 1 P are at 125% of their aim, 3 D at 6%" in caplog.text
 
     run(scenario())
 
@@ -155,7 +155,7 @@ def test_the_command_gets_each_wish_once(tmp_path: Path) -> None:
 def test_a_command_that_does_not_start_or_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(command: str) -> None:
         cluster = Cluster("advise", command)
-        await cluster.run(10.0)
+        await cluster.run(20.0)
         await asyncio.gather(*cluster.balancing._telling.values())
 
     run(scenario("/nowhere/scale"))
@@ -165,20 +165,27 @@ def test_a_command_that_does_not_start_or_fails_is_logged(caplog: pytest.LogCapt
 
 
 def test_a_d_is_measured_by_what_it_can_do_within_the_slo() -> None:
-    info = msgspec.structs.replace(Cluster("advise").infos[1], num_slots=4)
+    info = msgspec.structs.replace(Cluster("advise").infos[1], num_slots=4)  # pages of 16 tokens
+    rates = msgspec.structs.replace(RATES, context_token_s=1e-5)
     load = LoadReport(
-        rates=RATES, pages_total=20, pages_used=4, running=1, pages_cached=10, bytes_moved=3, bytes_saved=1
+        rates=rates, running=3, computing=1, transferring=1, pages_used=4, pages_cached=10, bytes_moved=3, bytes_saved=1
     )
-    one = observe(info, load, 10.0, 100.0, 0.05)
-    # Four slots take 14 ms a step, within the SLO.
-    assert one.output_token_s == pytest.approx(0.014 / 4) and one.prompt_token_s == pytest.approx(0.001)
-    assert one.cost_pages == 4 + 10 / 4
-    wide = msgspec.structs.replace(info, num_slots=100)
-    assert observe(wide, load, 10.0, 100.0, 0.05).output_token_s == pytest.approx(0.015 / 5)  # pages for five
-    loose = msgspec.structs.replace(load, pages_total=4000)
-    assert observe(wide, loose, 10.0, 100.0, 0.05).output_token_s == pytest.approx(0.05 / 40)  # 40 take 50 ms
-    assert observe(wide, loose, 10.0, 100.0, None).output_token_s == pytest.approx(0.11 / 100)
-    context = msgspec.structs.replace(loose, rates=msgspec.structs.replace(RATES, context_token_s=1e-5))
-    room = 0.04 / (0.001 + 64e-5)
-    assert observe(wide, context, 10.0, 100.0, 0.05).output_token_s == pytest.approx(0.05 / room)
-    assert observe(info, LoadReport(), 10.0, 100.0, 0.05).output_token_s == 0.0  # nothing measured yet
+    one = observe(info, load, 10.0, 100.0)
+    assert (one.rows, one.step_s, one.num_held) == (2, pytest.approx(0.01 + 2e-3 + 64e-5), 4)
+    assert one.cost_pages == 4 + 10 / 4 and one.prompt_token_s == pytest.approx(0.001)
+
+
+def test_the_seconds_of_a_step_are_a_line_through_all_instances() -> None:
+    one = observe(Cluster("advise").infos[1], LoadReport(pages_total=800), 10.0, 1.0)._replace(num_slots=100)
+    steps = _Steps()
+    assert steps.output_token_s([one], 0.05) == 0.0  # nothing was measured
+    for rows in (4, 8, 12, 16):
+        steps.add([one._replace(rows=rows, step_s=0.01 + 0.001 * rows)], 0.5)
+    close = pytest.approx
+    assert steps.output_token_s([one], 0.05) == close(0.05 / 40, rel=0.1)  # 40 take 50 ms
+    assert steps.output_token_s([one._replace(num_slots=20)], 0.05) == close(0.03 / 20, rel=0.1)
+    assert steps.output_token_s([one._replace(num_held=2, pages_used=160)], 0.05) == close(0.02 / 10, rel=0.1)
+    assert steps.output_token_s([one], None) == close(0.11 / 100, rel=0.1)
+    flat = _Steps()
+    flat.add([one._replace(rows=10, step_s=0.02)] * 9, 0.5)  # always ten: the slope is unknown
+    assert flat.output_token_s([one], 0.05) == close(0.02 / 100)
