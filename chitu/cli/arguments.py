@@ -17,6 +17,7 @@ DEFAULT_URL = "http://127.0.0.1:21003"
 BENCHMARKS = {
     "transfer": "transports against memcpy",
     "ttft": "time to first token, 1P1D over unified",
+    "profile": "how fast an engine is, for chitu size",
     "gpu": "kernels, steps, transfers and 1P1D on a GPU, against its best rates",
 }
 
@@ -196,6 +197,25 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
     command.add_argument("--dtype", help="float32, bfloat16 or float16")
     command.add_argument("--tie", action="store_true", default=None, help="tied embeddings")
     command.add_argument("--seed", type=int, default=0)
+
+    command = commands.add_parser("size", help="say how many P and D a load needs, by simulation of the real scheduler")
+    command.add_argument("--slo", required=True, metavar="ttft=S,tpot=S", help="seconds to token 1 and between tokens")
+    command.add_argument("--devices", type=int, required=True, metavar="N", help="how many there are")
+    command.add_argument(
+        "--profile", action="append", default=[], metavar="FILE", help="of `chitu bench profile`; one of each TP size"
+    )
+    command.add_argument("--trace", metavar="FILE", help="requests: Mooncake's JSONL, or the router's trace records")
+    command.add_argument("--lengths", metavar="PROMPT:OUTPUT", help="tokens of all requests, in place of a trace")
+    command.add_argument(
+        "--requests", type=_positive(int), default=2000, metavar="N", help="the first N of them (default: 2000)"
+    )
+    command.add_argument(
+        "--share", type=float, default=0.9, metavar="X", help="of the requests that keep the SLO (default: 0.9)"
+    )
+    command.add_argument("--poisson", action="store_true", help="Poisson arrivals in place of the trace's own gaps")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="of Poisson arrivals (default: 0)")
+    command.add_argument("--plot", metavar="FILE.png", help="file for a plot of goodput over rate")
+    command.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
     command = commands.add_parser("bench", help="run a benchmark: " + ", ".join(BENCHMARKS))
     command.add_argument("name", choices=BENCHMARKS, metavar="NAME", help="; ".join(map(": ".join, BENCHMARKS.items())))

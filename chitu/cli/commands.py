@@ -1,5 +1,5 @@
 """The commands of `chitu`: serve, node, chat, batch, explain, trace, verify, snapshot, replay, join, drain, role, plan,
-make-model, bench, doctor.
+make-model, size, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
 its function, so that `chitu --help` is instant. A wrong configuration prints one sentence on stderr and exits with 2;
@@ -356,6 +356,28 @@ def _make_model(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _size(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from chitu.tools.size.command import SizeOptions, size
+
+    options = SizeOptions(
+        arguments.slo,
+        arguments.devices,
+        tuple(arguments.profile),
+        trace=arguments.trace,
+        lengths=arguments.lengths,
+        requests=arguments.requests,
+        share=arguments.share,
+        is_poisson=arguments.poisson,
+        seed=arguments.seed,
+        plot=arguments.plot,
+        is_json=arguments.json,
+    )
+    say = functools.partial(print, file=sys.stderr, flush=True)
+    return size(options, Console(width=None if sys.stdout.isatty() else 120), say)
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     sys.argv = [f"chitu bench {arguments.name}", *arguments.arguments]
     runpy.run_module(f"chitu.tools.bench.{arguments.name}", run_name="__main__")
@@ -385,6 +407,7 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "plan": _plan,
     "node": _node,
     "make-model": _make_model,
+    "size": _size,
     "bench": _bench,
     "doctor": _doctor,
 }

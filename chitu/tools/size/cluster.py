@@ -154,7 +154,6 @@ class SimulatedCluster:
         self.clock = WorldClock()
         self.config = config or RouterConfig()
         self.deadlines = self.config.pd_disaggregation.deadlines
-        self.request_timeout_s = self.config.request_timeout_s
         self._profiles = profile if isinstance(profile, dict) else dict.fromkeys(Role, profile)
         scheduler = scheduler or SchedulerConfig()
         self._schedulers = scheduler if isinstance(scheduler, dict) else dict.fromkeys(Role, scheduler)
@@ -168,8 +167,9 @@ class SimulatedCluster:
         self._version = 0
         self._leaving: list[_Leaving] = []
         self._loads: dict[str, LoadReport] = {}
-        self.num_open = 0
-        """Requests that have arrived and are not over."""
+        self.open: dict[SimulatedRequest, None] = {}
+        """Requests that have arrived and are not over, in the order of their arrival."""
+        self.is_stopped = False
         self._num_due = 0
         """Requests that have not arrived."""
         self._prompts = itertools.count(1 << 30)
@@ -209,7 +209,7 @@ class SimulatedCluster:
 
     def _arrive(self, request: SimulatedRequest, prompt: bytes | int) -> None:
         self._num_due -= 1
-        self.num_open += 1
+        self.open[request] = None
         self._keep_ticking()
         token_ids = self._own_prompt(prompt) if isinstance(prompt, int) else prompt
         sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
@@ -242,7 +242,7 @@ class SimulatedCluster:
 
     def _over(self, request: SimulatedRequest) -> None:
         request.end_s = self.clock.now_s
-        self.num_open -= 1
+        del self.open[request]
         if self._on_end is not None:
             self._on_end(request)
 
@@ -252,10 +252,14 @@ class SimulatedCluster:
         """Call `act` with the values at a virtual moment; in the past means now."""
         self._events.put(when_s, act, values)
 
+    def stop(self) -> None:
+        """Let `run` return after this event: enough is known."""
+        self.is_stopped = True
+
     def run(self, until_s: float = math.inf) -> None:
         """Run until all requests are over, or until a virtual moment."""
         heap, clock = self._events.heap, self.clock
-        while heap and (self.num_open or self._num_due or self._leaving or until_s < math.inf):
+        while heap and not self.is_stopped and (self.open or self._num_due or self._leaving or until_s < math.inf):
             when_s, _, act, values = heap[0]
             if when_s > until_s:
                 break
@@ -279,7 +283,7 @@ class SimulatedCluster:
         for leaving in list(self._leaving):
             if leaving.instance.scheduler.is_idle:
                 self._leave(leaving)
-        if self.num_open or self._num_due or self._leaving:
+        if self.open or self._num_due or self._leaving:
             self.at(self.clock.now_s + TICK_S, self._tick)
         else:
             self._is_ticking = False

@@ -9,6 +9,7 @@ contended. Invariant: what an instance does at a virtual moment depends only on 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,7 +18,7 @@ import msgspec
 import numpy as np
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.config.schema import DeadlineConfig, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
 from chitu.errors import ChituError, Internal
 from chitu.instance.build import build_decode, build_prefill, build_unified
@@ -65,7 +66,7 @@ class SimulatedWorld(Protocol):
 
     clock: WorldClock
     deadlines: DeadlineConfig
-    request_timeout_s: float
+    config: RouterConfig
 
     def at(self, when_s: float, act: Callable[..., None], *values: object) -> None:
         """Call `act` with the values at a virtual moment."""
@@ -207,6 +208,8 @@ class TimedSender(PrefillSender):
         self._aux, self._row_bytes = aux, memory.pool.aux_row_bytes
         self._unit_bytes = sum(memory.pool.page_bytes) // config.layout.num_layers
         self._num_idle = config.transfer_threads
+        self.busy_s = 0.0
+        """Seconds that all writes took."""
         self._free_s = 0.0
         """When the egress is free again."""
 
@@ -240,6 +243,7 @@ class TimedSender(PrefillSender):
         start_s = max(self._clock.monotonic(), ready_s, self._free_s, target.ingress_free_s)
         self._free_s = target.ingress_free_s = start_s + nbytes / self._link.bytes_per_s
         end_s = self._free_s + self._link.write_s
+        self.busy_s += end_s - start_s
         if job.is_aux:
             self._aux.seal(write.record.computed.aux_slot, job.room, write.record.computed.cached_tokens)
         self._world.at(end_s, self._land, job, write, nbytes, target, end_s - start_s)
@@ -316,7 +320,7 @@ class SimulatedInstance:
         self.ingress_free_s = 0.0
         """When the link into this instance is free again."""
         self._failures = FailureReports(lambda failed: world.send_failed(failed, self.clock.monotonic()))
-        deadlines = world.deadlines
+        deadlines, tpot_s = world.deadlines, world.config.slo.tpot_s
         self.tokens = TokenManager(
             incarnation,
             self._send_tokens,
@@ -324,7 +328,14 @@ class SimulatedInstance:
             patience_s=deadlines.lease_s,
         )
         core = InstanceCore(
-            SchedulerSettings(scheduler, deadlines, self.name, world.request_timeout_s, profile.overlap),
+            SchedulerSettings(
+                scheduler,
+                deadlines,
+                self.name,
+                world.config.request_timeout_s,
+                profile.overlap,
+                tpot_s=math.inf if tpot_s is None else tpot_s,
+            ),
             LoadedEngine(self.executor, self.cache, self.aux),
             self.tokens,
             self._report_failure,
@@ -354,6 +365,7 @@ class SimulatedInstance:
             *(role, rank, incarnation, "simulated", FIRST_PORT, self.port, layout, max_len),
             num_slots=num_slots,
             num_pages=self.cache.num_pages,
+            computes=role is not Role.DECODE or tpot_s is not None,
         )
         self._received = LinkReceivers()
         self._reads = 0

@@ -19,7 +19,7 @@ VERSION = 1
 
 
 class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a step. A step with both chunks and decodes costs the larger of the two bases, and all the rest."""
+    """Seconds of a step, as in `StepRates`: a step with both chunks and decodes costs both."""
 
     prefill_s: float = 0.0
     """Any step that computes prompts."""
@@ -40,14 +40,11 @@ class StepCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def seconds(self, prompt_tokens: int, pairs: float, sequences: int, context_tokens: int) -> float:
         """Return the seconds of a step with these prompt tokens and pairs, decoding sequences and their contexts."""
-        if not prompt_tokens:
-            if not sequences:
-                return self.first_token_s
-            return self.decode_s + sequences * self.sequence_s + context_tokens * self.context_s
-        seconds = self.prefill_s + prompt_tokens * self.prompt_token_s + pairs * self.prompt_pair_s
+        seconds = 0.0 if prompt_tokens or sequences else self.first_token_s
+        if prompt_tokens:
+            seconds += self.prefill_s + prompt_tokens * self.prompt_token_s + pairs * self.prompt_pair_s
         if sequences:
-            seconds += max(0.0, self.decode_s - self.prefill_s)
-            seconds += sequences * self.sequence_s + context_tokens * self.context_s
+            seconds += self.decode_s + sequences * self.sequence_s + context_tokens * self.context_s
         return seconds
 
 
@@ -82,6 +79,11 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: int = 32000
     """Numbers of 4 bytes in a logits row."""
     max_model_len: int = 1 << 20
+    max_running_requests: int = 64
+    """Most sequences that decode at once: executor slots, and the largest batch that was measured."""
+    max_batched_tokens: int = 2048
+    chunk_size: int = 512
+    """Prompt tokens of a step, and of one request in a step."""
     overlap: bool = False
     """Whether a step is launched before the one before is read (`scheduler.overlap`)."""
     measured: dict[str, Any] = {}
@@ -102,9 +104,9 @@ def read_profile(path: str | Path) -> EngineProfile:
         for key, value in msgspec.structs.asdict(part).items():
             if not 0 <= value < math.inf or (key == "bytes_per_s" and not value):
                 raise ConfigError(f"{path}: {key} is {value}; a number of at least 0 is expected")
-    for key in ("tp_size", "num_pages", "page_size", "kv_bytes_per_token", "num_layers", "vocab_size", "max_model_len"):
-        if getattr(profile, key) < 1:
-            raise ConfigError(f"{path}: {key} is {getattr(profile, key)}; at least 1 is expected")
+    for key, value in msgspec.structs.asdict(profile).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ConfigError(f"{path}: {key} is {value}; at least 1 is expected")
     if not any(msgspec.structs.astuple(profile.cost)):
         raise ConfigError(f"{path}: all step costs are 0; such an engine has no limit")
     return profile

@@ -1,0 +1,108 @@
+"""`chitu size`: reads the question, searches, and says the answer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from chitu.errors import ConfigError
+from chitu.tools.size import report
+from chitu.tools.size.profile import EngineProfile, read_profile
+from chitu.tools.size.search import Question, Slo, search
+from chitu.tools.size.workload import Workload, fixed, read_workload
+
+
+@dataclass(slots=True, frozen=True)
+class SizeOptions:
+    slo: str
+    """`ttft=2,tpot=0.05`, in seconds."""
+    devices: int
+    profiles: tuple[str, ...]
+    trace: str | None = None
+    lengths: str | None = None
+    """`1000:200`, prompt and output tokens, in place of a trace."""
+    requests: int = 2000
+    share: float = 0.9
+    is_poisson: bool = False
+    seed: int = 0
+    plot: str | None = None
+    is_json: bool = False
+
+
+def size(options: SizeOptions, console: Console, say: Callable[[str], None]) -> int:
+    """Search and print; return the exit code. Raises ConfigError for what cannot be understood or kept."""
+    if options.devices < 1:
+        raise ConfigError(f"--devices is {options.devices}; at least 1 is expected")
+    if not 0 < options.share < 1:
+        raise ConfigError(f"--share is {options.share:g}; a share between 0 and 1 is expected, such as 0.9")
+    slo = Slo(*read_slo(options.slo), options.share)
+    profiles = read_profiles(options.profiles)
+    workload, is_poisson = _workload(options)
+    _check_fits(workload, profiles)
+    if options.plot is not None:
+        report.require_matplotlib()
+    question = Question(workload, slo, profiles, is_poisson, options.seed, say)
+    sizing = search(question, options.devices)
+    if options.is_json:
+        console.out(msgspec.json.encode(report.as_json(question, options.devices, sizing)).decode(), highlight=False)
+    else:
+        report.show(question, options.devices, sizing, console)
+    if options.plot is not None:
+        report.plot(report.curves(question, sizing), question, Path(options.plot), say)
+    return 0
+
+
+def read_slo(text: str) -> tuple[float, float]:
+    """Return the seconds of `ttft=2,tpot=0.05`. Raises ConfigError for any other spelling."""
+    found = dict(re.findall(r"(?:^|,)\s*(ttft|tpot)=([0-9.eE+-]+)\s*(?=,|$)", text))
+    try:
+        ttft_s, tpot_s = float(found["ttft"]), float(found["tpot"])
+    except (KeyError, ValueError):
+        ttft_s = tpot_s = math.nan
+    if not (0 < ttft_s < math.inf and 0 < tpot_s < math.inf) or len(text.split(",")) != 2:
+        raise ConfigError(f"--slo is {text!r}; both bounds in seconds are expected, as in ttft=2,tpot=0.05")
+    return ttft_s, tpot_s
+
+
+def read_profiles(paths: Sequence[str]) -> dict[int, EngineProfile]:
+    """Return the profiles by TP size. Raises ConfigError if there are none, or two of one size."""
+    if not paths:
+        raise ConfigError("--profile is missing: a file that `chitu bench profile` has written on your devices")
+    profiles: dict[int, EngineProfile] = {}
+    for path in paths:
+        profile = read_profile(path)
+        if profile.tp_size in profiles:
+            raise ConfigError(f"--profile: two profiles have tp_size {profile.tp_size}; give one of each size")
+        profiles[profile.tp_size] = profile
+    return profiles
+
+
+def _workload(options: SizeOptions) -> tuple[Workload, bool]:
+    if (options.trace is None) == (options.lengths is None):
+        raise ConfigError("give either --trace FILE or --lengths PROMPT:OUTPUT")
+    if options.trace is not None:
+        workload = read_workload(options.trace, options.requests)
+        return workload, options.is_poisson or not workload.rate
+    match = re.fullmatch(r"(\d+):(\d+)", options.lengths or "")
+    if match is None or not all(int(number) for number in match.groups()):
+        raise ConfigError(f"--lengths is {options.lengths!r}; prompt and output tokens are expected, as in 1000:200")
+    prompt, output = map(int, match.groups())
+    return fixed(prompt, output, options.requests), True
+
+
+def _check_fits(workload: Workload, profiles: dict[int, EngineProfile]) -> None:
+    """Raise ConfigError if an instance is too small for a request."""
+    longest = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
+    for profile in profiles.values():
+        most = min(profile.max_model_len, profile.num_pages * profile.page_size)
+        if longest > most:
+            raise ConfigError(
+                f"{workload.name} has a request of {longest} tokens; an instance of the profile {profile.name!r} "
+                f"(tp_size {profile.tp_size}) holds {most}"
+            )

@@ -1,0 +1,449 @@
+"""The split of devices into P, D and unified instances that serves the most requests within an SLO.
+
+Goodput of a split is the highest rate at which a share of the requests (90 %) keeps both bounds, found by bisection;
+the arrivals are the same at each rate but for their scale. Splits are tried from the one that a back-of-the-envelope
+estimate likes most, outwards as long as a neighbour is better, so few of them are measured. A run ends as soon as too
+many requests have missed. Nothing here is random but the seed of Poisson arrivals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import msgspec
+
+from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
+from chitu.errors import ConfigError
+from chitu.tools.size.cluster import SimulatedCluster, SimulatedRequest
+from chitu.tools.size.profile import EngineProfile
+from chitu.tools.size.workload import Workload, percentile
+from chitu.types import Role
+
+TOLERANCE = 1.03
+"""Ratio of the lowest rate that fails to the highest that does not, at which bisection ends."""
+STEP_UP = 1.4
+WINDOW = 4
+"""Requests come for at least so many times what an answer within the SLO takes."""
+LOOK_S = 0.5
+BUSY = 0.85
+"""Share of the time from which on an instance or a link counts as what limits."""
+
+
+class Slo(NamedTuple):
+    ttft_s: float
+    tpot_s: float
+    share: float = 0.9
+    """Share of the requests that keep both."""
+
+
+class Split(NamedTuple):
+    prefill: int = 0
+    decode: int = 0
+    unified: int = 0
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    """Also of unified instances."""
+
+    @property
+    def devices(self) -> int:
+        return self.prefill * self.prefill_tp + (self.decode + self.unified) * self.decode_tp
+
+    @property
+    def name(self) -> str:
+        pair = (self.prefill, "P", self.prefill_tp), (self.decode, "D", self.decode_tp)
+        parts = (*pair, (self.unified, "U", self.decode_tp))
+        return "".join(f"{n}{letter}" + (f"(tp{tp})" if tp > 1 else "") for n, letter, tp in parts if n)
+
+
+@dataclass(slots=True)
+class Trial:
+    """A split at a rate."""
+
+    split: Split
+    rate: float
+    num_requests: int
+    kept: int = 0
+    """Requests within the SLO."""
+    refused: int = 0
+    failed: int = 0
+    late_first: int = 0
+    """Whole answers whose first token was late; of the others those whose tokens were slow are in `slow`."""
+    slow: int = 0
+    is_short: bool = False
+    """Whether the workload has too few requests to judge a higher rate."""
+    is_cut: bool = False
+    """Whether the run ended early, as too many had missed."""
+    ttfts_s: list[float] = field(default_factory=list)
+    tpots_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    busy: dict[str, float] = field(default_factory=dict)
+    """Share of the time in which steps run, by role letter; `link`: in which KV leaves a P."""
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Mean number of requests that wait on an instance, by role letter."""
+    running: float = 0.0
+    """Mean number of requests that run on a D or a unified instance."""
+    pages: float = 0.0
+    """Mean share of the pages in use there."""
+
+    @property
+    def attained(self) -> float:
+        return self.kept / self.num_requests
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that keep the SLO."""
+        return self.rate * self.attained
+
+    @property
+    def cached_share(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def note(self, request: SimulatedRequest, slo: Slo) -> None:
+        self.refused += request.is_rejected
+        self.failed += bool(request.error) and not request.is_rejected
+        if not request.is_whole:
+            return
+        self.ttfts_s.append(request.ttft_s)
+        self.tpots_s.append(request.tpot_s)
+        self.prompt_tokens += request.prompt_tokens
+        self.cached_tokens += request.cached_tokens
+        if request.keeps(slo.ttft_s, slo.tpot_s):
+            self.kept += 1
+        elif request.ttft_s > slo.ttft_s:
+            self.late_first += 1
+        else:
+            self.slow += 1
+
+    @property
+    def missed(self) -> int:
+        return self.refused + self.failed + self.late_first + self.slow
+
+    def quantiles(self) -> dict[str, float]:
+        """Return p50 and p90 of both times."""
+        found: dict[str, float] = {}
+        for name, values in (("ttft", self.ttfts_s), ("tpot", self.tpots_s)):
+            values = sorted(values)
+            found |= {f"{name}_p50_s": percentile(values, 0.5), f"{name}_p90_s": percentile(values, 0.9)}
+        return found
+
+
+@dataclass(slots=True)
+class Question:
+    """What is asked: load, bound, engines by TP size."""
+
+    workload: Workload
+    slo: Slo
+    profiles: Mapping[int, EngineProfile]
+    is_poisson: bool = False
+    seed: int = 0
+    say: Callable[[str], None] = lambda text: None
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    def max_running(self, tp: int) -> int:
+        """Return the largest batch on D whose steps keep `tpot_s`, with answers half done."""
+        profile, cost = self.profiles[tp], self.profiles[tp].cost
+        context = self.workload.mean_prompt + self.workload.mean_output / 2
+        left_s, each_s = self.slo.tpot_s - cost.decode_s - cost.turn_s, cost.sequence_s + context * cost.context_s
+        fits = math.inf if each_s <= 0 else left_s / each_s
+        most = profile.max_running_requests
+        return max(1, most if fits >= most else int(fits))
+
+    def prompt_s(self, tp: int, tokens: float) -> float:
+        """Return the seconds of steps that compute a prompt."""
+        profile, cost = self.profiles[tp], self.profiles[tp].cost
+        steps = max(1.0, tokens / profile.max_batched_tokens)
+        return steps * cost.prefill_s + tokens * cost.prompt_token_s + tokens * tokens / 2 * cost.prompt_pair_s
+
+    def scheduler(self, tp: int, max_running: int) -> SchedulerConfig:
+        profile = self.profiles[tp]
+        return SchedulerConfig(
+            max_running_requests=max_running,
+            max_batched_tokens=profile.max_batched_tokens,
+            chunk_size=profile.chunk_size,
+            max_waiting_requests=1 << 20,
+        )
+
+    def estimate(self, split: Split, cached_share: float = 0.0) -> float:
+        """Return about how many requests a second a split serves, from the mean request alone."""
+        prompt, output = self.workload.mean_prompt, self.workload.mean_output
+        prompt_s = self.prompt_s(split.prefill_tp if split.prefill else split.decode_tp, prompt * (1 - cached_share))
+        batch, cost = self.max_running(split.decode_tp), self.profiles[split.decode_tp].cost
+        profile = self.profiles[split.decode_tp]
+        batch = max(1, min(batch, int(profile.num_pages * profile.page_size / (prompt + output))))
+        answer_s = output * cost.seconds(0, 0, batch, int(batch * (prompt + output / 2))) / batch
+        pairs = min(split.prefill / max(prompt_s, 1e-9), split.decode / max(answer_s, 1e-9))
+        return pairs + split.unified / (prompt_s + answer_s)
+
+    # ---------------------------------------------------------------------------------------------------------- trials
+
+    def trial(self, split: Split, rate: float, *, is_whole: bool = False, max_queue_s: float | None = None) -> Trial:
+        """Run a split at a rate. Unless `is_whole`, end once the SLO is missed. Without `max_queue_s` nothing is
+        refused."""
+        trial = Trial(split, rate, len(self.workload.requests))
+        most_missed = trial.num_requests * (1 - self.slo.share)
+
+        def note(request: SimulatedRequest) -> None:
+            trial.note(request, self.slo)
+            if trial.missed > most_missed and not is_whole:
+                trial.is_cut = True
+                cluster.stop()
+
+        cluster = self._cluster(split, max_queue_s, note)
+        cluster.feed(self.workload.arrivals(rate, self.seed, self.is_poisson))
+        watch = _Watch(cluster)
+
+        def look() -> None:
+            watch.look()
+            if not is_whole and trial.missed + self._num_overdue(cluster) > most_missed:
+                trial.is_cut = True
+                cluster.stop()
+            cluster.at(cluster.clock.now_s + LOOK_S, look)
+
+        cluster.at(LOOK_S, look)
+        cluster.run()
+        watch.fill(trial)
+        self.say(f"{split.name} at {rate:.3g}/s: {_verdict(trial, self.slo)}")
+        return trial
+
+    def _cluster(
+        self, split: Split, max_queue_s: float | None, on_end: Callable[[SimulatedRequest], None]
+    ) -> SimulatedCluster:
+        prefill, decode = self.profiles[split.prefill_tp], self.profiles[split.decode_tp]
+        running = self.max_running(split.decode_tp)
+        of_prefill = self.scheduler(split.prefill_tp, prefill.max_running_requests)
+        of_decode = self.scheduler(split.decode_tp, running)
+        config, forever_s = RouterConfig(max_in_flight=1 << 30, max_tokens_in_flight=1 << 50), 1e6
+        deadlines = msgspec.structs.replace(
+            config.pd_disaggregation.deadlines, queue_s=forever_s, transfer_s=forever_s, bootstrap_s=forever_s
+        )
+        config = msgspec.structs.replace(
+            config,
+            request_timeout_s=forever_s,
+            admission=AdmissionConfig(max_queue_s=max_queue_s),
+            pd_disaggregation=msgspec.structs.replace(config.pd_disaggregation, deadlines=deadlines),
+        )
+        return SimulatedCluster(
+            {Role.PREFILL: prefill, Role.DECODE: decode, Role.UNIFIED: decode},
+            split.prefill,
+            split.decode,
+            split.unified,
+            config,
+            {Role.PREFILL: of_prefill, Role.DECODE: of_decode, Role.UNIFIED: of_decode},
+            on_end,
+        )
+
+    def _num_overdue(self, cluster: SimulatedCluster) -> int:
+        count, now_s = 0, cluster.clock.now_s
+        for request in cluster.open:
+            if now_s - request.at_s <= self.slo.ttft_s:
+                break
+            generation = request.generation
+            count += generation is not None and generation.first_token_s is None
+        return count
+
+    def max_rate(self, split: Split, known: Trial | None = None, cached_share: float = 0.0) -> Trial:
+        """Return the trial at the highest rate that keeps the SLO. `known`: one that does, to begin from. The rate is 0
+        if none keeps it."""
+        low, high = known, math.inf
+        rate = 0.7 * self.estimate(split, cached_share) if known is None else known.rate * STEP_UP
+        lowest, highest = rate / 200, self.highest_rate
+        rate = min(rate, highest)
+        while low is None or high / low.rate > TOLERANCE:
+            trial = self.trial(split, rate)
+            if not trial.is_cut and trial.attained >= self.slo.share:
+                low = trial
+            else:
+                high = rate
+            if low is None:
+                rate = high / 2
+                if rate < lowest:
+                    return Trial(split, 0.0, len(self.workload.requests))
+            elif low.rate >= highest:
+                low.is_short = True
+                return low
+            else:
+                rate = min(highest, low.rate * STEP_UP if math.isinf(high) else math.sqrt(low.rate * high))
+        return low
+
+    @property
+    def highest_rate(self) -> float:
+        """The highest rate that the requests suffice for: they must come for longer than a few of them take."""
+        answer_s = self.slo.ttft_s + self.slo.tpot_s * self.workload.mean_output
+        return len(self.workload.requests) / (WINDOW * answer_s)
+
+
+class _Watch:
+    """Means over the time of a run."""
+
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self._cluster = cluster
+        self._looks = 0
+        self._running = self._pages = 0.0
+        self._waiting: dict[str, float] = {}
+
+    def look(self) -> None:
+        self._looks += 1
+        for instance in self._cluster.instances.values():
+            load, letter = instance.scheduler.load, instance.role.letter
+            of_role = sum(other.role is instance.role for other in self._cluster.instances.values())
+            self._waiting[letter] = self._waiting.get(letter, 0.0) + load.waiting / of_role
+            if instance.role is not Role.PREFILL:
+                self._running += load.running / of_role
+                self._pages += load.pages_used / load.pages_total / of_role
+
+    def fill(self, trial: Trial) -> None:
+        elapsed_s, looks = max(self._cluster.clock.now_s, 1e-9), max(1, self._looks)
+        for role in Role:
+            those = [instance for instance in self._cluster.instances.values() if instance.role is role]
+            if those:
+                steps_s = sum(instance.executor.busy_s for instance in those)
+                trial.busy[role.letter] = steps_s / len(those) / elapsed_s
+            senders = [instance.sender for instance in those if instance.sender is not None]
+            if senders:
+                trial.busy["link"] = sum(sender.busy_s for sender in senders) / len(senders) / elapsed_s
+        trial.waiting = {letter: total / looks for letter, total in self._waiting.items()}
+        trial.running, trial.pages = self._running / looks, self._pages / looks
+
+
+def _verdict(trial: Trial, slo: Slo) -> str:
+    if trial.is_cut:
+        return f"misses the SLO (cut off after {len(trial.ttfts_s)} answers)"
+    return f"{trial.attained:.1%} within the SLO" + ("" if trial.attained >= slo.share else ", too few")
+
+
+# --------------------------------------------------------------------------------------------------------------- search
+
+
+@dataclass(slots=True)
+class Sizing:
+    """The best split, and what is said of it."""
+
+    best: Trial
+    tried: list[Trial]
+    """The best trial of each split that was measured; a rate of 0: it is not better than another one."""
+    limit: str
+    more: list[Trial] = field(default_factory=list)
+    """The best trial with one more P, and with one more D (or unified instance)."""
+    max_running: int = 0
+    max_queue_s: float = 0.0
+    overload: tuple[Trial, Trial] | None = None
+    """At twice the rate, without and with `max_queue_s`."""
+
+
+def splits(devices: int, sizes: list[int]) -> Iterator[Split]:
+    """Yield the splits that use all devices, or as many as instances of these sizes can."""
+    for decode_tp in sizes:
+        if devices >= decode_tp:
+            yield Split(0, 0, devices // decode_tp, decode_tp, decode_tp)
+        for prefill_tp in sizes:
+            for prefill in range(1, devices // prefill_tp + 1):
+                decode = (devices - prefill * prefill_tp) // decode_tp
+                if decode:
+                    yield Split(prefill, decode, 0, prefill_tp, decode_tp)
+
+
+def search(question: Question, devices: int) -> Sizing:
+    """Return the split of so many devices with the highest goodput. Raises ConfigError if none keeps the SLO."""
+    found = sorted(splits(devices, sorted(question.profiles)), key=question.estimate, reverse=True)
+    if not found:
+        raise ConfigError(
+            f"{devices} devices are too few: an instance of the given profiles has {min(question.profiles)}"
+        )
+    tried: dict[Split, Trial] = {}
+    best = tried[found[0]] = question.max_rate(found[0])
+    seen = {found[0]}
+    while True:
+        candidates = [split for split in _neighbours(best.split, found) if split not in seen]
+        if not candidates:
+            break
+        for split in candidates:
+            seen.add(split)
+            trial = _better(question, split, best)
+            tried[split] = trial
+            if trial.rate:
+                best = trial
+                break
+    if not best.rate:
+        raise ConfigError(
+            f"no split of {devices} devices keeps ttft={question.slo.ttft_s:g} and tpot={question.slo.tpot_s:g} for "
+            f"{question.slo.share:.0%} of the requests, however few they are"
+        )
+    finding = Sizing(best, list(tried.values()), _limit(question, best))
+    finding.max_running = question.max_running(best.split.decode_tp)
+    finding.more = [_more(question, best, split) for split in _one_more(best.split)]
+    _set_limits(question, finding)
+    return finding
+
+
+def _better(question: Question, split: Split, best: Trial) -> Trial:
+    """Return the best trial of a split if it beats the best one; else one of rate 0."""
+    if not best.rate:
+        return question.max_rate(split)
+    if best.is_short:
+        return Trial(split, 0.0, best.num_requests)
+    first = question.trial(split, best.rate * TOLERANCE)
+    if first.is_cut or first.attained < question.slo.share:
+        return Trial(split, 0.0, first.num_requests)
+    return question.max_rate(split, first)
+
+
+def _neighbours(split: Split, found: list[Split]) -> list[Split]:
+    """Return the splits with one P more or less, then the likeliest of each other kind, all in the order of `found`."""
+    sizes = split.prefill_tp, split.decode_tp
+    near = [
+        other
+        for other in found
+        if other.prefill and (other.prefill_tp, other.decode_tp) == sizes and abs(other.prefill - split.prefill) == 1
+    ]
+    kinds: dict[tuple[bool, int, int], Split] = {}
+    for other in found:
+        kinds.setdefault((other.unified > 0, other.prefill_tp, other.decode_tp), other)
+    return near + [other for other in kinds.values() if other not in near]
+
+
+def _one_more(split: Split) -> list[Split]:
+    if split.unified:
+        return [split._replace(unified=split.unified + 1)]
+    return [split._replace(prefill=split.prefill + 1), split._replace(decode=split.decode + 1)]
+
+
+def _more(question: Question, best: Trial, split: Split) -> Trial:
+    trial = _better(question, split, best)
+    return trial if trial.rate else replace(best, split=split)
+
+
+def _limit(question: Question, best: Trial) -> str:
+    """Return what keeps the rate from being higher."""
+    trial = question.trial(best.split, best.rate * 1.25, is_whole=True)
+    busy, waiting = trial.busy, trial.waiting
+    if trial.slow > trial.late_first:
+        of = "chunks of prompts lengthen the steps of decoding" if trial.split.unified else "its batch is too large"
+        return f"{'U' if trial.split.unified else 'D'}: tokens come too slowly ({trial.running:.0f} run at once; {of})"
+    if busy.get("link", 0.0) > BUSY:
+        return f"the link: KV leaves P {busy['link']:.0%} of the time"
+    if trial.split.unified:
+        return f"U: prompts wait ({waiting['U']:.1f} on each), steps run {busy['U']:.0%} of the time"
+    if waiting.get("D", 0.0) >= 1.0 and (
+        trial.pages > BUSY or trial.running > BUSY * question.max_running(trial.split.decode_tp)
+    ):
+        what = "pages" if trial.pages > BUSY else "a place in the batch"
+        return f"D: requests wait for {what} ({waiting['D']:.1f} on each; {trial.pages:.0%} of the pages in use)"
+    return f"P: prompts wait ({waiting['P']:.1f} on each), steps run {busy['P']:.0%} of the time"
+
+
+def _set_limits(question: Question, finding: Sizing) -> None:
+    """Choose `max_queue_s` so that an admitted request still keeps `ttft_s`, and try it at twice the rate."""
+    split, slo = finding.best.split, question.slo
+    prompts = sorted(request.prompt_tokens for request in question.workload.requests)
+    long_s = question.prompt_s(split.prefill_tp, percentile(prompts, 0.9) * (1 - finding.best.cached_share))
+    finding.max_queue_s = round(max(slo.ttft_s / 10, (slo.ttft_s - long_s) * 0.75), 2)
+    rate = 2 * finding.best.rate
+    finding.overload = (
+        question.trial(split, rate, is_whole=True),
+        question.trial(split, rate, is_whole=True, max_queue_s=finding.max_queue_s),
+    )

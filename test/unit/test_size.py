@@ -1,0 +1,151 @@
+"""`chitu size`: traces, the question's spelling, and the search."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from chitu.errors import ConfigError
+from chitu.tools.size.command import SizeOptions, read_slo, size
+from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost, read_profile, write_profile
+from chitu.tools.size.search import Question, Slo, Split, Trial, _limit, search, splits
+from chitu.tools.size.workload import fixed, read_workload
+
+PROFILE = EngineProfile(
+    StepCost(prefill_s=0.01, prompt_token_s=0.001, decode_s=0.05, sequence_s=0.002),
+    LinkCost(bytes_per_s=1e9, message_s=0.001),
+    num_pages=2048,
+    kv_bytes_per_token=1000,
+    num_layers=2,
+    vocab_size=16,
+    max_running_requests=4,
+)
+
+
+def question(prompt: int, output: int, count: int = 60, **costs: float) -> Question:
+    profile = msgspec.structs.replace(PROFILE, cost=msgspec.structs.replace(PROFILE.cost, **costs))
+    return Question(fixed(prompt, output, count), Slo(1.0, 0.15), {1: profile}, is_poisson=True)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "rate", "right", "wrong"),
+    [(400, 3, 5.0, Split(3, 1), Split(1, 3)), (20, 20, 8.0, Split(1, 3), Split(3, 1))],
+)
+def test_long_prompts_take_more_p_and_long_answers_more_d(
+    prompt: int, output: int, rate: float, right: Split, wrong: Split
+) -> None:
+    asked = question(prompt, output)
+    kept, missed = asked.trial(right, rate), asked.trial(wrong, rate)
+    assert kept.attained > 0.9 and not kept.is_cut
+    assert missed.is_cut and missed.attained < 0.9
+    assert asked.estimate(right) > asked.estimate(wrong)
+
+
+def test_what_limits_is_what_one_more_of_helps_against() -> None:
+    sizing = search(question(400, 3), 2)
+    assert sizing.best.split == Split(1, 1) and {trial.split.name for trial in sizing.tried} == {"1P1D", "2U"}
+    assert sizing.limit.startswith("P: "), sizing.limit
+    more_p, more_d = sizing.more
+    assert more_p.rate > 1.5 * sizing.best.rate > 1.4 * more_d.rate
+
+
+def test_a_slow_link_is_named() -> None:
+    asked = question(400, 3, count=40)
+    asked.profiles = {1: msgspec.structs.replace(PROFILE, link=LinkCost(bytes_per_s=9e5, message_s=0.001))}
+    assert _limit(asked, Trial(Split(1, 1), 2.0, 40)).startswith("the link")
+
+
+def test_every_device_is_used_and_sizes_are_mixed() -> None:
+    found = list(splits(4, [1, 2]))
+    assert Split(1, 3) in found and Split(0, 0, 4) in found
+    assert Split(2, 1, 0, 1, 2) in found and Split(1, 1, 0, 2, 2) in found
+    assert all(split.devices == 4 for split in found if split.decode_tp == 1 or split.prefill % 2 == 0)
+    assert Split(2, 1, 0, 1, 2).name == "2P1D(tp2)"
+
+
+def write(folder: Path, *lines: object) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return path
+
+
+def line(at_ms: int, prompt: int, output: int, blocks: list[int]) -> dict[str, object]:
+    return {"timestamp": at_ms, "input_length": prompt, "output_length": output, "hash_ids": blocks}
+
+
+def test_a_published_trace_shares_prompts_by_its_blocks(tmp_path: Path) -> None:
+    workload = read_workload(write(tmp_path, line(3000, 600, 5, [0, 7]), "", line(0, 512, 9, [0])))
+    early, late = workload.requests
+    assert (early.at_s, late.at_s, workload.rate) == (0.0, 3.0, 1 / 3)
+    first, second = early.prompt(), late.prompt()
+    assert isinstance(first, bytes) and isinstance(second, bytes)
+    assert (len(first), len(second)) == (4 * 512, 4 * 600)
+    assert second[: 4 * 512] == first and second[4 * 512 :] == (7).to_bytes(4, "little") * 88
+    assert [arrival.at_s for arrival in workload.arrivals(2.0)] == [0.0, 0.5]
+
+
+def test_the_routers_own_records_are_a_trace(tmp_path: Path) -> None:
+    attempt = {"prompt_tokens": 30, "output_tokens": 4}
+    own = {"kind": "request", "arrived_s": 8.0, "choices": [[attempt]]}
+    path = write(tmp_path, own, {"kind": "frame"}, {**own, "arrived_s": 9.5}, {**own, "choices": []})
+    assert [(r.at_s, r.prompt_tokens, r.output_tokens) for r in read_workload(path).requests] == [
+        (8, 30, 4),
+        (9.5, 30, 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ("{", "line 2: Input data was truncated"),
+        ("[1]", "line 2: it is no JSON object"),
+        ({"timestamp": 1, "input_length": 5}, "line 2: output_length is missing"),
+        (line(1, 0, 5, []), "line 2: input_length is 0"),
+        (line(1, 600, 5, [1]), "line 2: 1 hash_ids of 512 tokens do not fit input_length 600"),
+        ({**line(1, 5, 5, []), "timestamp": "x"}, "line 2: timestamp is 'x'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, bad: object, text: str) -> None:
+    with pytest.raises(ConfigError, match="trace") as caught:
+        read_workload(write(tmp_path, line(0, 5, 5, []), bad))
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "ttft=2", "ttft=2,tpot=x", "ttft=2;tpot=1", "ttft=0,tpot=1", "ttft=2,tpot=1,x=3"])
+def test_an_slo_has_two_bounds(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"ttft=2,tpot=0\.05"):
+        read_slo(text)
+
+
+def test_a_question_gets_a_table_or_numbers_and_a_wrong_one_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(PROFILE, path)
+    assert read_profile(path) == PROFILE
+    out = io.StringIO()
+    options = SizeOptions("ttft=1,tpot=0.15", 2, (str(path),), lengths="100:8", requests=30)
+    assert size(options, Console(file=out, width=120), lambda text: None) == 0
+    assert "take " in out.getvalue() and "max_queue_s=" in out.getvalue()
+    out = io.StringIO()
+    numbers = SizeOptions("ttft=1,tpot=0.15", 2, (str(path),), lengths="100:8", requests=30, is_json=True)
+    size(numbers, Console(file=out), lambda text: None)
+    found = json.loads(out.getvalue())
+    assert found["best"]["rate"] > 1 and found["set"]["scheduler.max_running_requests"] == 4
+    for wrong in (
+        SizeOptions("ttft=1,tpot=1", 0, (str(path),), lengths="1:1"),
+        SizeOptions("ttft=1,tpot=1", 1, (), lengths="1:1"),
+        SizeOptions("ttft=1,tpot=1", 1, (str(path), str(path)), lengths="1:1"),
+        SizeOptions("ttft=1,tpot=1", 1, (str(path),)),
+        SizeOptions("ttft=1,tpot=1", 1, (str(path),), lengths="9"),
+        SizeOptions("ttft=1,tpot=1", 1, (str(path),), lengths="99999:1"),
+        SizeOptions("ttft=1e-6,tpot=1", 1, (str(path),), lengths="9:9", requests=5),
+    ):
+        with pytest.raises(ConfigError):
+            size(wrong, Console(file=out), lambda text: None)
+    path.write_text('{"cost": {"decode_s": -1}}')
+    with pytest.raises(ConfigError, match="decode_s is -1"):
+        read_profile(path)
