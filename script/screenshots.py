@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Take the pictures of the web page in docs/images: a real 2P3D cluster under load, rendered by headless Chromium.
+"""Take the pictures of the web page in docs/images: a real 2P3D cluster under load, rendered by headless Chromium, and
+the page over a made-up cluster of sixty instances.
 
     .venv/bin/python script/screenshots.py [--model PATH] [--out docs/images]
 
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "test"), str(ROOT / "test" / "web")]
 
 from chat_page import ChatPage  # noqa: E402
+from fake_fleet import URL, FakeFleet, feed, show_fleet  # noqa: E402
 from headless import headless_browser  # noqa: E402
 from support.router_process import wait_until  # noqa: E402
 
@@ -59,11 +61,11 @@ class Picture:
 
 
 DESKTOP = {"viewport": {"width": 1280, "height": 860}, "device_scale_factor": 1.5}
-PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
+PHONE = {"viewport": {"width": 390, "height": 1180}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 PICTURES = (
     Picture("page-light", {**DESKTOP, "color_scheme": "light"}, 1280, 860),
     Picture("page-dark", {**DESKTOP, "color_scheme": "dark"}, 1280, 860),
-    Picture("page-phone", {**PHONE, "color_scheme": "light"}, 390, 1300),
+    Picture("page-phone", {**PHONE, "color_scheme": "light"}, 390, 1180),
 )
 
 
@@ -130,7 +132,7 @@ def take(browser: Browser, url: str, picture: Picture) -> bytes:
     try:
         page = ChatPage(context, url)
         page.open_live()
-        converse(page, is_long=picture.height <= picture.window["viewport"]["height"])
+        converse(page, is_long=picture.width > 390)
         page.page.mouse.move(0, 0)
 
         def is_lively() -> bool:
@@ -144,6 +146,33 @@ def take(browser: Browser, url: str, picture: Picture) -> bytes:
         if page.problems:
             raise SystemExit(f"the page has problems: {page.problems}")
         return png
+    finally:
+        context.close()
+
+
+def take_fleet(browser: Browser) -> bytes:
+    """Return a PNG of the live part of the page over 24P36D: a burst, a D that is down, a P that becomes a D."""
+    context = browser.new_context(
+        viewport={"width": 1440, "height": 860}, device_scale_factor=1.5, color_scheme="light"
+    )
+    try:
+        page, fleet = ChatPage(context, URL), FakeFleet(24, 36)
+        show_fleet(page, fleet)
+        fleet.lose("D21")
+        fleet.instances["P14"] |= {"status": "draining", "becomes": "D36"}
+        for _ in range(6):
+            fleet.work(0.45)
+            feed(page, fleet)
+        requests = [fleet.request(fleet.pick("P"), fleet.pick("D"), "prefill") for _ in range(16)]
+        feed(page, fleet)
+        fleet.work(0.45, 0.1)
+        for request in requests:
+            request.update(state="decode", first_token_at_s=fleet.time_s, output_tokens=1)
+        for request in requests[:9]:
+            request.update(state="finished", kv_bytes=request["prompt_tokens"] * 2**17, ended_at_s=fleet.time_s)
+        feed(page, fleet)
+        page.page.wait_for_timeout(450)  # the dots are on their way
+        return page.page.locator(".live").screenshot()
     finally:
         context.close()
 
@@ -197,9 +226,14 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=TINY_MODEL_DIR, help="checkpoint folder (default: chitu-tiny)")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images", help="folder of the pictures")
     parser.add_argument("--only-timeline", action="store_true", help="the time line of a traced request alone")
+    parser.add_argument("--only-fleet", action="store_true", help="the picture of a large cluster alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     expect.set_options(timeout=60_000)
+    with headless_browser() as browser:
+        save(options.out / "page-fleet.png", take_fleet(browser))
+    if options.only_fleet:
+        return
     with busy_cluster(options.model) as cluster, headless_browser() as browser:
         for picture in () if options.only_timeline else PICTURES:
             save(options.out / f"{picture.name}.png", take(browser, cluster.url, picture))

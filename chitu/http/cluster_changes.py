@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from chitu.protocol import LoadReport
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import InstanceSnapshot
 
@@ -27,8 +26,8 @@ FIXED_FIELDS = tuple(field for field in InstanceSnapshot.__struct_fields__ if fi
 
 @dataclass(slots=True)
 class _Entry:
+    seen: InstanceSnapshot | None = None
     fixed: tuple[Any, ...] = ()
-    report: LoadReport | None = None
     load: dict[str, Any] | None = None
     fixed_at: int = 0
     load_at: int = 0
@@ -57,11 +56,11 @@ class ChangeLog:
         self._ended = {request.room: self._ended.get(request.room, self.version) for request in ended}
 
     def _note(self, entry: _Entry, instance: InstanceSnapshot) -> None:
-        fixed = tuple([getattr(instance, field) for field in FIXED_FIELDS])
-        if (report := instance.load) is entry.report and fixed == entry.fixed:
+        if instance is entry.seen:
             return
+        entry.seen, report = instance, instance.load
+        fixed = tuple([getattr(instance, field) for field in FIXED_FIELDS])
         load = None if report is None else {name: value for name in LOAD_FIELDS if (value := getattr(report, name))}
-        entry.report = report
         if load == entry.load and fixed == entry.fixed:
             return
         if fixed != entry.fixed:

@@ -176,6 +176,15 @@ class SnapshotEvent(NamedTuple):
     change: Change
 
 
+class _Seats(NamedTuple):
+    """What a snapshot takes from the cluster view alone."""
+
+    view: ClusterView
+    transport: str
+    rows: list[tuple[tuple[Role, int], str, InstanceInfo | None]]
+    """Role and rank, configured host, and the member: of the topology and those that joined beyond it, in order."""
+
+
 class SnapshotSource:
     """Builds the snapshot, and for streams what changed in it: at most once per `MIN_AGE_S`, tenant and version that a
     reader has, however many read it. `tenant`: the one whose requests it shows; None: all (see `Access.trace_tenant`).
@@ -198,6 +207,9 @@ class SnapshotSource:
         self._cluster = cluster
         self._clock = clock
         self._version = version
+        self._known_seats: _Seats | None = None
+        self._made: dict[tuple[Role, int], tuple[InstanceInfo | None, LoadReport | None, InstanceSnapshot]] = {}
+        """Snapshots of instances, with what they were made of."""
         self._log = ChangeLog()
         self._events: dict[tuple[str | None, int], SnapshotEvent] = {}
         """Events of the newest record, by tenant and the version of their readers."""
@@ -280,7 +292,7 @@ class SnapshotSource:
             version=self._version,
             max_model_len=limits.max_model_len if limits is not None else None,
             page_size=self._topology.cache.page_size,
-            transport=transport_in_use(self._topology, self._cluster.view),
+            transport=self._seats().transport,
             time_s=self._clock.monotonic(),
             router_incarnation=str(self._cluster.view.router_incarnation),
             in_flight=record.in_flight,
@@ -295,13 +307,25 @@ class SnapshotSource:
         return tuple(self._instances())
 
     def _instances(self) -> Iterator[InstanceSnapshot]:
-        members = {(info.role, info.engine_rank): info for info in self._cluster.view.instances}
-        moved = {place_of(info.home) for info in members.values() if info.home}
         loads = self._cluster.loads()
-        hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
-        order = {role: position for position, role in enumerate(Role)}
-        keys = sorted((hosts.keys() - moved) | members.keys(), key=lambda key: (order[key[0]], key[1]))
-        return (_instance(key, hosts.get(key, ""), members.get(key), loads.get(key)) for key in keys)
+        for key, host, info in self._seats().rows:
+            load, made = loads.get(key), self._made.get(key)
+            if made is None or made[0] is not info or made[1] is not load:
+                made = self._made[key] = info, load, _instance(key, host, info, load)
+            yield made[2]
+
+    def _seats(self) -> _Seats:
+        """Return what follows from the newest view, computed once for each."""
+        view = self._cluster.view
+        if self._known_seats is None or self._known_seats.view is not view:
+            members = {(info.role, info.engine_rank): info for info in view.instances}
+            moved = {place_of(info.home) for info in members.values() if info.home}
+            hosts = {(i.role, i.engine_rank): i.config.host for i in instances(self._topology)}
+            order = {role: position for position, role in enumerate(Role)}
+            keys = sorted((hosts.keys() - moved) | members.keys(), key=lambda key: (order[key[0]], key[1]))
+            rows = [(key, hosts.get(key, ""), members.get(key)) for key in keys]
+            self._known_seats, self._made = _Seats(view, transport_in_use(self._topology, view), rows), {}
+        return self._known_seats
 
 
 def transport_in_use(topology: Topology, view: ClusterView) -> str:

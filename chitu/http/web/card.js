@@ -8,6 +8,8 @@ import { setAttributes, setData, setText, svgElement } from "./svg.js";
 const TICK = 6;
 const TICK_GAP = 2;
 const BAR_HEIGHT = 5;
+/** Of name and state on a narrow card; the frame and the glyph say a longer one. */
+const NARROW_LETTERS = 11;
 /** Width of a character of the name. */
 const NAME_DIGIT = 9.5;
 /** Status by shape as well as by colour: disc, half disc, cross. */
@@ -91,7 +93,8 @@ export class Card {
     const word = state === "becoming" ? `→ ${instance.becomes}` : state;
     const wordInRate = this.isNarrow && word !== "up";
     setText(this.status, this.isNarrow ? "" : word);
-    setText(this.rateNumber, wordInRate ? word : shortCount(rate, this.isNarrow ? 3 : 4));
+    const hasRoom = this.name.length + word.length <= NARROW_LETTERS;
+    setText(this.rateNumber, wordInRate ? (hasRoom ? word : "") : shortCount(rate, this.isNarrow ? 3 : 4));
     setText(this.rateUnit, wordInRate ? "" : this.isNarrow ? " t/s" : " tok/s");
     this.rate.classList.toggle("word", wordInRate);
     this.rate.classList.toggle("past", isIdle(instance));

@@ -14,7 +14,7 @@ export function commandsOf(instances, url) {
     [`one more ${u && !d ? "U" : "D"}, on the machine where you type it`, `chitu join ${u && !d ? "unified" : "decode"}${at}`],
     ...(leaving ? [[`let ${leaving} finish and leave`, `chitu drain ${leaving}${at}`]] : []),
     ...(decoding.length > 1 ? [[`make a P of ${d}; its weights and its cache stay`, `chitu role ${d} prefill${at}`]] : []),
-    ["whether each pair answers right", `chitu verify ${url}`],
+    ["whether each pair answers right", `chitu verify${at}`],
   ];
 }
 

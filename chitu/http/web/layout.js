@@ -57,10 +57,10 @@ export function layoutOf(width, instances) {
     : { left: 1, right: Math.round(width - sideWidth - 1) };
   const base = { width, form, isNarrow, isGrid, manyPairs: isGrid || prefill.length * decode.length > MANY_PAIRS };
   const captions = isUnified
-    ? [{ text: "Unified", x: width / 2, anchor: "middle" }]
+    ? [{ text: "Unified", side: "right", x: width / 2, anchor: "middle" }]
     : [
-        { text: "Prefill", x: 1, anchor: "start" },
-        { text: "Decode", x: width - 1, anchor: "end" },
+        { text: "Prefill", side: "left", x: 1, anchor: "start" },
+        { text: unified.length > 0 ? "Decode, unified" : "Decode", side: "right", x: width - 1, anchor: "end" },
       ];
   const arranged = isGrid ? cellsOf(sides, lefts, sideWidth, form, isNarrow) : cardsOf(sides, lefts, sideWidth, form, rows);
   const gap = isUnified ? null : { left: lefts.left + sideWidth, right: lefts.right, y: CAPTION_HEIGHT };

@@ -102,12 +102,12 @@ export class Topology {
 
   #drawCaptions(layout, transport) {
     this.#captions = new Map(
-      layout.captions.map(({ text, x, anchor }) => {
+      layout.captions.map(({ text, side, x, anchor }) => {
         const element = svgElement("text", { class: "caption", x, y: 14, "text-anchor": anchor });
-        const number = this.#snapshot.instances.filter(({ role }) => text.toLowerCase() === role).length;
+        const number = this.#ofSide(side).length;
         element.append(svgElement("tspan"), svgElement("tspan", { class: "trouble" }));
         setText(element.firstChild, layout.isGrid && !layout.isNarrow ? `${text} · ${number}` : text);
-        return [text, element];
+        return [side, element];
       }),
     );
     const middle = svgElement("text", { class: "caption", x: layout.width / 2, y: 14, "text-anchor": "middle" });
@@ -118,12 +118,15 @@ export class Topology {
   /** Over a field of cells: how many are not simply up. */
   #showTrouble() {
     if (!this.#layout.isGrid) return;
-    for (const [caption, element] of this.#captions) {
-      const ofIt = this.#snapshot.instances.filter(({ role }) => role === caption.toLowerCase());
+    for (const [side, element] of this.#captions) {
       const room = this.#layout.captionRoom - widthOf(element.firstChild.textContent);
-      const text = troubleText(ofIt, Math.floor(room / widthOf(" ")) - 3);
+      const text = troubleText(this.#ofSide(side), Math.floor(room / widthOf(" ")) - 3);
       setText(element.lastChild, text === "" ? "" : ` · ${text}`);
     }
+  }
+
+  #ofSide(side) {
+    return this.#snapshot.instances.filter(({ name }) => this.#layout.spots.get(name).side === side);
   }
 
   // ------------------------------------------------------------------------------------------------------------ cards
@@ -137,8 +140,7 @@ export class Topology {
       boxes = new Map();
       const count = isNarrow ? FEATURED.narrow : FEATURED.wide;
       for (const [side, free] of Object.entries(places)) {
-        const ofSide = instances.filter(({ name }) => spots.get(name).side === side);
-        this.#featured[side].choose(ofSide, count, nowS).forEach((name, i) => free[i] && boxes.set(name, free[i]));
+        this.#featured[side].choose(this.#ofSide(side), count, nowS).forEach((name, i) => free[i] && boxes.set(name, free[i]));
       }
     }
     const key = [...boxes.keys()].join();
