@@ -3,7 +3,7 @@
 `--beside CHECKOUT` measures this router's cost over that of another checkout: both run, and slices of load alternate
 between them, since a machine drifts by more than the difference between two whole runs.
 
-Starts the real router (one process, or more with `--workers`) and one fake worker process (P0 and D0), sends
+Starts the real router and one fake worker process (P0 and D0), sends
 completions over kept-alive connections from this process, and reads the CPU time of all threads of the router from the
 kernel. The prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine
 reached with load generator and workers beside the router; CPU per request and per token are the router's alone.

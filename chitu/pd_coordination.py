@@ -32,7 +32,6 @@ from chitu.net.sockets import check_address
 from chitu.net.view_feed import ViewSender
 from chitu.protocol import (
     PROTOCOL_VERSION,
-    ApiProcess,
     ClusterView,
     CoordinationMessage,
     CoordinationReply,
@@ -224,11 +223,6 @@ class PDCoordination:
             ages_s={m.info.name: now_s - m.joined_s for m in self._members.values()},
             heartbeat_ages_s={m.info.name: now_s - m.heard_s for m in self._members.values()},
         )
-
-    def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
-        """Set the API processes that live (`router.workers`); requests of one that is left out have no reader."""
-        self._feed.set_workers(workers)
-        self._listener.on_change()
 
     def flush_caches(self, number: int) -> None:
         """Publish a flush: every instance that sees a view with this number drops its cache; views repeat

@@ -47,7 +47,7 @@ from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
 from chitu.router.cross_checks import CrossChecks
-from chitu.router.dispatch import THE_ROUTER, Dispatcher, ReplyAddress
+from chitu.router.dispatch import Dispatcher
 from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.policies import Candidates, InstanceKey, instance_key
@@ -85,17 +85,15 @@ class PDRequestRouter:
         clock: Clock,
         config: RouterConfig,
         trace: RouterTrace,
-        reply: ReplyAddress = THE_ROUTER,
-        first_turn: int = 0,
+        index: int = 0,
     ) -> None:
-        """`reply` is the address of this API process, if the router has several (`router.workers`), and `first_turn`
-        where its round robin begins."""
+        """`index`: that of this router in `router.hosts`, where its round robin begins, too."""
         self._members = members = Members(config, outbox)
         self._clock = clock
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
-        self._dispatcher = Dispatcher(members, reply, clock, trace)
-        selector = make_selector(config, members, first_turn)
+        self._dispatcher = Dispatcher(members, index, clock, trace)
+        selector = make_selector(config, members, index)
         admission = Admission(config, members, clock)
         self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
         self._dirty = self._attempts.dirty

@@ -88,10 +88,6 @@ class PDScheduler:
         """Cancel every request of a router: a new one has replaced it, so their tokens have no reader."""
         self._inbox.put(partial(self._arrivals.cancel_all, router))
 
-    def cancel_worker(self, incarnation: int) -> None:
-        """Cancel the requests of an API process (`router.workers`) that is gone: their tokens have no reader."""
-        self._inbox.put(partial(self._arrivals.cancel_worker, incarnation))
-
     def flush_cache(self) -> None:
         """Forget the cached prefixes."""
         self._inbox.put(self._arrivals.flush_cache)
@@ -188,10 +184,9 @@ class PDScheduler:
             self._tokens.note_weights(weights.model_hash)
 
     def close(self) -> None:
-        """Read the step in flight, so that nothing computes any longer, and close the token ports. After all turns."""
+        """Read the step in flight, so that nothing computes any longer. After all turns."""
         self._sync_step()
         self._tokens.flush(self._clock.monotonic())
-        self._tokens.close()
 
     @property
     def is_idle(self) -> bool:
@@ -316,16 +311,16 @@ class PDScheduler:
         if not sequence.emitted:
             sequence.first_token_s = self._clock.monotonic()
             if sequence.cached_tokens:
-                self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router_worker)
+                self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router)
             self._role.note_first_token(sequence)
             source = sequence.source or sequence
             if source.prompt_lines is not None:
-                self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router_worker)
+                self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router)
                 source.prompt_lines = None
         sequence.emitted.append(token)
         reason = sequence.finish_reason(token)
         if sequence.token_group == 1:
-            self._tokens.push(sequence.room, token, sequence.router_worker, logprobs)
+            self._tokens.push(sequence.room, token, sequence.router, logprobs)
         elif not reason and self._is_group_due(sequence):
             self._ends.send_tokens(sequence)
         if self._trace.rooms:

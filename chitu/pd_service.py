@@ -142,7 +142,6 @@ class PDSchedulerService:
         return TokenManager(
             info.incarnation,
             *(socket.send for socket in self._token_sockets),
-            open_port=self._open_token_port,
             repeat_s=self._deadlines.heartbeat_interval_s,
             patience_s=self._deadlines.lease_s,
         )
@@ -338,9 +337,6 @@ class PDSchedulerService:
         self._life, self._next = self._make_life(info), None
         self._has_begun.set()
 
-    def _open_token_port(self, port: int) -> PushSocket:
-        return PushSocket(self._comm.context, self._comm.routers[0].address.host, port)
-
     def _on_weights(self) -> None:
         """Report the weights that are read or serve here at once."""
         self._comm.weights = self._scheduler.weights.serves
@@ -377,10 +373,6 @@ class PDSchedulerService:
     def on_new_router(self, router: int) -> None:
         """Cancel all requests of the one that it replaced (`CommOwner`)."""
         self._scheduler.cancel_all(router)
-
-    def on_worker_gone(self, incarnation: int) -> None:
-        """Cancel the requests of an API process (`CommOwner`)."""
-        self._scheduler.cancel_worker(incarnation)
 
     def on_missing(self) -> None:
         """Report a lost request at once (`CommOwner`)."""

@@ -74,9 +74,18 @@ def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+REMOVED = {
+    "dp_config.router.workers": "is gone: name complete routers in dp_config.router.hosts, a host once for each "
+    "router that it runs (docs/deploy.md)"
+}
+"""Keys of earlier versions, and what to do instead."""
+
+
 def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
     """Return an error with the nearest key: in this section, else elsewhere."""
     path = f"{prefix}{key}"
+    if cure := REMOVED.get(path):
+        return ConfigError(f"{path} {cure}")
     siblings = list(field_types(kind))
     paths = {known.rpartition(".")[2]: known for known in reversed(list(known_keys()))}
     for named, cutoff in (({name: prefix + name for name in siblings}, 0.6), (paths, 0.8)):

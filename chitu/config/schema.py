@@ -193,7 +193,7 @@ class AdmissionConfig(Section, frozen=True):
     wait. With a target for the first token (such as 2 s), use about half of that."""
     requests_per_s: NotNegative = 0.0
     """Rate limit per API key (per client address if no keys are configured), with 429 beyond it; 0: no limit. Each of
-    several `workers` counts separately."""
+    several routers counts separately, as with the limits below."""
     burst: Positive = 32
     """Requests that may arrive at once within `requests_per_s`."""
 
@@ -312,7 +312,7 @@ class BatchesConfig(Section, frozen=True):
     max_lines: Positive = 50000
     """Maximum number of lines of a batch."""
     max_in_flight: Positive = 64
-    """Maximum lines of all batches that each API process has sent and waits for."""
+    """Maximum lines of all batches that each router has sent and waits for."""
     max_age_s: Seconds = 2592000.0
     """Age at which a file, or a batch that is over, is removed, unless its request asks for less."""
 
@@ -332,10 +332,6 @@ class RouterConfig(Section, frozen=True):
     """ZMQ: load, heartbeats and failures from P and D."""
     token_port: Port = 29700
     """ZMQ: tokens from D."""
-    workers: Parallel = 1
-    """API processes that share `port`, for more HTTP, tokenising and streaming than one core can do. 1: the router is
-    one process. With more, the first is the router, which starts the others, and process i has the token port
-    `token_port` + i (any free one if that is 0)."""
     policy: PolicyName = "prefix_affinity"
     """Routing policy of P and D. `prefix_affinity` picks the P that has computed a prompt's prefix before, if that is
     worth the load there, else the least loaded; D is then the least loaded."""
@@ -344,17 +340,16 @@ class RouterConfig(Section, frozen=True):
     decode_policy: DecodePolicyName | None = None
     """Routing policy of D; overrides `policy`."""
     max_in_flight: Positive = 4096
-    """Maximum requests at once in the whole router; more get 429. Each of several `workers` may have an equal part."""
+    """Maximum requests at once in a router; more get 429."""
     max_tokens_in_flight: Positive = 32 << 20
     """Maximum prompt tokens of these requests, so that long prompts cannot take all memory: a token takes four bytes
-    here, and four in each message to P and D. More get 429; a single body with more gets 400. Divided among `workers`,
-    too."""
+    here, and four in each message to P and D. More get 429; a single body with more gets 400."""
     max_body_bytes: Positive = 2 << 20
     """Maximum body of one request; larger ones get 413. A prompt of 262,144 tokens fits. Longer contexts or larger
     batches need more."""
     max_total_body_bytes: Positive = 256 << 20
     """Maximum total of all bodies that are being received or read in the whole router, beyond the first 64 KiB of each;
-    more get 503. Each of several `workers` may have an equal part."""
+    more get 503."""
     request_timeout_s: Seconds = 600.0
     """Timeout of a whole request with all its attempts and tokens; then it ends with an error, also a stream."""
     keep_alive_s: Seconds = 120.0

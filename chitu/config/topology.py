@@ -250,9 +250,6 @@ def bound_ports(topology: Topology) -> Iterator[tuple[str, str, int]]:
                 yield f"{key} (+{distance})" if place else key, each.host, port
         if router.port and num_on_host(router, index) > 1:
             yield f"{API_PORT} (+{place + 1}, of one router alone)", each.host, own_api_port(router, index)
-    if router.token_port:
-        for worker in range(1, router.workers):
-            yield f"dp_config.router.token_port (+{worker}, of an API process)", router.host, router.token_port + worker
     for instance in instances(topology):
         yield f"{instance.key}.port", instance.config.host, instance.config.port
 

@@ -101,11 +101,6 @@ def problems(topology: Topology, master_addr: str | None = None, need_model: boo
     yield from _tier_problems(topology)
     yield from _folder_problems(topology)
     yield from _log_problems(topology)
-    router = topology.dp_config.router
-    if router.kept_requests.dir is not None and router.workers > 1:
-        yield f"dp_config.router.kept_requests.dir needs dp_config.router.workers 1, not {router.workers}"
-    if router.workers > 1 and len(router.hosts) > 1:
-        yield "dp_config.router.workers: several routers (dp_config.router.hosts) are one process each; leave it out"
     if need_model:
         yield from _model_problems(topology.model.path)
         yield from _adapter_problems(topology.model)
@@ -286,11 +281,10 @@ def _size_problems(topology: Topology) -> Iterator[str]:
                     f"model.max_model_len ({topology.model.max_model_len}) tokens"
                 )
     router = topology.dp_config.router
-    if router.max_total_body_bytes < router.workers * router.max_body_bytes:
+    if router.max_total_body_bytes < router.max_body_bytes:
         yield (
             f"dp_config.router.max_total_body_bytes is {router.max_total_body_bytes}, less than one body of "
-            f"dp_config.router.max_body_bytes ({router.max_body_bytes}) for each of dp_config.router.workers "
-            f"({router.workers})"
+            f"dp_config.router.max_body_bytes ({router.max_body_bytes})"
         )
     if router.breaker.open_s > router.breaker.max_open_s:
         yield (

@@ -27,8 +27,6 @@ OPEN_PATHS = frozenset({"/", *PROBE_PATHS})
 OPEN_FOLDER = "/web/"
 """The page's files, which are in every copy of the project."""
 ADMIN_FOLDER = "/admin/"
-PROCESS_PATHS = frozenset({"/admin/record", "/admin/abort"})
-"""Paths for the router's other API processes alone, which act for every tenant."""
 TRACE_FOLDER = "/trace/"
 """Records of requests, with their tokens."""
 API_KEY = (
@@ -53,9 +51,7 @@ def _authorization(scope: Scope) -> bytes | None:
 
 class Access:
     def __init__(self, config: RouterConfig, secrets: ClusterSecrets | None, clock: Clock) -> None:
-        token = process_token(config, secrets)
-        self._token = [token.encode()] if token else []
-        self._has_cluster_key = secrets is not None
+        self._token = [secrets.token.encode()] if secrets is not None else []
         self._api_keys = [key.encode() for key in config.api_keys]
         self._salts = _salts(config, self._token)
         self._min_priority = config.min_priority
@@ -67,7 +63,7 @@ class Access:
         """Raise Unauthorized or Forbidden if the request may not be answered."""
         path: str = scope["path"]
         if path.startswith(ADMIN_FOLDER):
-            self._require_operator(scope, path, _authorization(scope))
+            self._require_operator(scope, _authorization(scope))
         elif path.startswith(TRACE_FOLDER) and not self._api_keys:
             if not is_bearer(_authorization(scope), self._token):
                 _require_local(scope, "without api_keys, traces are shown with the cluster's token, or to this machine")
@@ -116,8 +112,8 @@ class Access:
         if keys:
             _require_priority(priority, min(self._min_priorities.get(key, self._min_priority) for key in keys))
 
-    def _require_operator(self, scope: Scope, path: str, authorization: bytes | None) -> None:
-        if self._token and (self._has_cluster_key or path in PROCESS_PATHS):
+    def _require_operator(self, scope: Scope, authorization: bytes | None) -> None:
+        if self._token:
             _require(authorization, self._token, *TOKEN)
         elif self._api_keys:
             _require(authorization, [*self._api_keys, *self._token], *API_KEY)
@@ -133,14 +129,6 @@ class Access:
         if address is None:
             return b""
         return address.packed if address.version == 4 else address.packed[:IPV6_NETWORK_BYTES]
-
-
-def process_token(config: RouterConfig, secrets: ClusterSecrets | None) -> str:
-    """Return the credential that the router's processes give each other: the cluster's token. Without a cluster key it
-    is made of all API keys, so that no holder of one of several has it; empty if there are none."""
-    if secrets is not None or not config.api_keys:
-        return secrets.token if secrets is not None else ""
-    return blake2b("\n".join(config.api_keys).encode(), digest_size=32, person=b"chitu processes").hexdigest()
 
 
 def _salts(config: RouterConfig, tokens: list[bytes]) -> dict[bytes, str]:

@@ -839,13 +839,6 @@ class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
     request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
 
 
-class AbortHereBody(msgspec.Struct):
-    """What API processes of a router send each other."""
-
-    rid: str
-    tenant: str
-
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"

@@ -40,7 +40,6 @@ from chitu.http.bodies import (
     SERVED,
     TOKENIZE,
     AbortBody,
-    AbortHereBody,
     BatchBody,
     ChatBody,
     CompletionBody,
@@ -638,4 +637,3 @@ weights_decoder = BodyDecoder(WeightsBody, "/admin/weights")
 pause_decoder = BodyDecoder(PauseBody, "/admin/pause")
 resume_decoder = BodyDecoder(ResumeBody, "/admin/resume")
 snapshot_decoder = BodyDecoder(SnapshotBody, "/admin/snapshot")
-abort_here_decoder = BodyDecoder(AbortHereBody, "/admin/abort")

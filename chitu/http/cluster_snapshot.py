@@ -1,19 +1,16 @@
-"""The whole router as an API process sees it, and snapshots of the cluster, once or as a stream. Loop thread.
+"""The router's own record, and snapshots of the cluster, once or as a stream. Loop thread.
 
-A `ClusterSource` knows the cluster view, the loads, and the record of every API process. `serve/membership.py`
-implements it for the process that keeps the membership, `serve/replicas.py:ReplicaCluster` for the other API processes
-(`router.workers`). For each call a source asks the other processes (`serve/siblings.py`), so a result is as new as the
-call.
+A `ClusterSource` knows the cluster view, the loads, and the record of this router; `serve/membership.py:OwnCluster` is
+it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
@@ -29,9 +26,9 @@ from chitu.http.cluster_changes import ChangeLog
 from chitu.http.served_model import ServedModel
 from chitu.net.fair_share import NoPlace, Places
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import ClusterView, InstanceInfo, LoadReport, Wire
+from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
-from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus, WorkerSnapshot
+from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus
 from chitu.router.attempts import KEPT_RECORDS
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
@@ -39,46 +36,20 @@ from chitu.types import Role, instance_name, place_of
 Loads = Mapping[tuple[Role, int], LoadReport]
 
 
-class WorkerReport(Wire, frozen=True, tag="worker_report"):
-    """One API process as it is now."""
+@dataclass(slots=True, frozen=True)
+class RouterRecord:
+    """The router as it is now."""
 
-    index: int
-    """Index of the process; 0 keeps the membership."""
-    pid: int
     in_flight: int
     version: int
     """Version of its journal: grows with every start, first token and end of a request."""
-    running: tuple[RequestSnapshot, ...]
-    ended: tuple[RequestSnapshot, ...]
+    running: tuple[RequestSnapshot, ...] = ()
+    ended: tuple[RequestSnapshot, ...] = ()
     """Requests that ended last, oldest first."""
-    view_version: int
-    """Version of the cluster view that it has."""
-    metrics: RouterMetrics
-    """Metrics of the process; those of process 0 include the counts of processes that have ended."""
-    coordination: CoordinationMetrics | None = None
-    """Metrics of the membership; of process 0 only."""
+    metrics: RouterMetrics = field(default_factory=RouterMetrics)
+    coordination: CoordinationMetrics = field(default_factory=CoordinationMetrics)
     is_ending: bool = False
-    """Whether the whole router has got a signal to end; of process 0 only."""
-
-
-@dataclass(slots=True, frozen=True)
-class RouterRecord:
-    """The router as a whole: the reports of its API processes, and the metrics of the membership."""
-
-    workers: tuple[WorkerReport, ...]
-
-    @property
-    def coordination(self) -> CoordinationMetrics:
-        """Metrics of the membership; zeros if process 0 does not answer."""
-        return next((w.coordination for w in self.workers if w.coordination is not None), CoordinationMetrics())
-
-    @property
-    def is_ending(self) -> bool:
-        return any(worker.is_ending for worker in self.workers)
-
-    @property
-    def in_flight(self) -> int:
-        return sum(worker.in_flight for worker in self.workers)
+    """Whether it has got a signal to end."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -122,14 +93,9 @@ class ClusterSource(Protocol):
         """Return the last report of each member."""
 
     def ports(self) -> Mapping[str, int]:
-        """Return the ports of the membership and the token port, by short key name."""
+        """Return the ports of the membership, by short key name."""
 
-    def own_report(self) -> WorkerReport:
-        """Return this process's report on its own requests."""
-
-    async def record(self) -> RouterRecord:
-        """Return the reports of all API processes, made after this call and after all have this process's view. For a
-        process that does not answer, its last known report is used."""
+    def record(self) -> RouterRecord: ...
 
     async def drain(self, instance: str, force: bool) -> Draining:
         """See `drain_instance`."""
@@ -144,20 +110,6 @@ class ClusterSource(Protocol):
 
     async def flush_caches(self) -> None:
         """Make every instance forget its cached prefixes, within about a heartbeat."""
-
-
-def report_of(router: PDRequestRouter, index: int, view: ClusterView) -> WorkerReport:
-    """Return this process's report on its own requests."""
-    return WorkerReport(
-        index=index,
-        pid=os.getpid(),
-        in_flight=router.in_flight,
-        version=router.journal.version,
-        running=tuple(router.running()),
-        ended=tuple(router.journal.ended),
-        view_version=view.version,
-        metrics=router.metrics(),
-    )
 
 
 PIECE_INSTANCES = 100
@@ -215,9 +167,8 @@ class SnapshotSource:
         """Events of the newest record, by tenant and the version of their readers."""
         self._versions: dict[str, tuple[RouterRecord | None, object]] = {}
         """The same of what a tenant's `Change` is made of, for all of its streams."""
-        self._recent = RouterRecord(())
+        self._recent = RouterRecord(0, 0)
         self._recent_at_s = -math.inf
-        self._asking = asyncio.Lock()
         self.is_closed = False
         """Whether the process is ending, so that streams end too."""
 
@@ -227,11 +178,11 @@ class SnapshotSource:
 
     async def fresh(self, tenant: str | None) -> bytes:
         """Return JSON of the cluster as it is now: a client that just got its answer finds its own request in it."""
-        return await self._encoded(await self._cluster.record(), tenant)
+        return await self._encoded(self._cluster.record(), tenant)
 
     async def event(self, tenant: str | None, version: int) -> SnapshotEvent:
         """Return what is new to a reader of this version, in a record that is at most `MIN_AGE_S` old."""
-        record = await self._recent_record()
+        record = self._recent_record()
         event = self._events.get((tenant, version))
         if event is None:
             encoded = self._event(record, tenant, version)
@@ -248,21 +199,20 @@ class SnapshotSource:
 
     async def change(self, tenant: str | None) -> Change:
         """Return the `Change` of the cluster as of a moment ago."""
-        return self._change(await self._recent_record(), tenant)
+        return self._change(self._recent_record(), tenant)
 
-    async def _recent_record(self) -> RouterRecord:
-        async with self._asking:  # one reader asks for all
-            now_s = self._clock.monotonic()
-            if now_s - self._recent_at_s >= self.MIN_AGE_S:
-                self._recent, self._recent_at_s = await self._cluster.record(), now_s
-                self._log.observe(self._instances(), (r for worker in self._recent.workers for r in worker.ended))
-                self._events.clear()
-            return self._recent
+    def _recent_record(self) -> RouterRecord:
+        now_s = self._clock.monotonic()
+        if now_s - self._recent_at_s >= self.MIN_AGE_S:
+            self._recent, self._recent_at_s = self._cluster.record(), now_s
+            self._log.observe(self._instances(), self._recent.ended)
+            self._events.clear()
+        return self._recent
 
     def _change(self, record: RouterRecord, tenant: str | None) -> Change:
         """Return the version. A tenant's does not grow with the requests of others."""
         if tenant is None:
-            return sum(worker.version for worker in record.workers), self._cluster.view.version
+            return record.version, self._cluster.view.version
         known, version = self._versions.get(tenant, (None, ()))
         if known is not record:
             version = tuple((request.room, request.state) for request in _requests(record, tenant))
@@ -298,7 +248,6 @@ class SnapshotSource:
             in_flight=record.in_flight,
             instances=(),
             requests=_requests(record, tenant),
-            workers=tuple(WorkerSnapshot(w.index, w.pid, w.in_flight) for w in record.workers),
             advice=balance.advice if balance is not None else "",
         )
 
@@ -345,9 +294,9 @@ def transport_in_use(topology: Topology, view: ClusterView) -> str:
 
 
 def _requests(record: RouterRecord, tenant: str | None) -> tuple[RequestSnapshot, ...]:
-    """Return the tenant's newest requests of all API processes, which share a machine and so its clock."""
-    ended = [r for worker in record.workers for r in worker.ended if tenant is None or r.tenant == tenant]
-    running = [r for worker in record.workers for r in worker.running if tenant is None or r.tenant == tenant]
+    """Return the tenant's newest requests."""
+    ended = [r for r in record.ended if tenant is None or r.tenant == tenant]
+    running = [r for r in record.running if tenant is None or r.tenant == tenant]
     ended.sort(key=lambda r: r.ended_at_s or 0.0)
     running.sort(key=lambda r: r.created_at_s)
     return (*ended[-KEPT_RECORDS:], *running[-KEPT_RECORDS:])

@@ -5,7 +5,7 @@
     batch_ID.lock   locked by the process that runs it batch_ID.cancel there is one if it is to be cancelled
     batch_ID.reserve  room for the records of its end
 
-Several routers and API processes may share the folder, and any may be killed anywhere. Invariants: a record under its
+Several routers may share the folder, and any may be killed anywhere. Invariants: a record under its
 name is complete (written aside, synced, renamed); the record of a batch is written by its maker once, then only by the
 process that has its lock; everything is of mode 0600. Names come from `new_id` alone, never from a client.
 """

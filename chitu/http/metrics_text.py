@@ -1,8 +1,8 @@
 """`/metrics` of the router, in the text formats of Prometheus and OpenMetrics, from numbers counted elsewhere. Pure.
 
-Called by the route in `routes.py` with the counts of the API processes, the state of the membership and the newest load
+Called by the route in `routes.py` with the counts of the router, the state of the membership and the newest load
 report of each instance, whose numbers come with their heartbeats. The library's own counters are not used: they take a
-lock and look up labels on every count, and their values can neither be sent to another process nor added up. A family
+lock and look up labels on every count. A family
 comes in parts of `PART_SAMPLES`, made one after the other, because one of a large cluster takes too long at once.
 `docs/metrics.md` has a row for every family made here, and a test compares the two. Labels are bounded: names of
 instances, states and codes of closed lists.
@@ -32,7 +32,6 @@ from chitu.router.metrics import (
     Histograms,
     RouterMetrics,
     TimeHistogram,
-    add_up,
 )
 from chitu.types import Role, instance_name
 
@@ -108,10 +107,7 @@ class MetricsReport(NamedTuple):
 
     version: str
     """Version of chitu."""
-    num_workers: int
-    """Number of API processes that run now."""
-    workers: list[RouterMetrics]
-    """Counts of each API process, including those that have ended."""
+    router: RouterMetrics
     coordination: CoordinationMetrics
     instances: tuple[InstanceSnapshot, ...]
     """Instances of the topology, and those that joined in addition."""
@@ -155,9 +151,8 @@ def render_metrics(report: MetricsReport, accept: str = "") -> tuple[bytes, str]
 
 
 def _families(report: MetricsReport) -> Iterator[Metric]:
-    total = add_up(report.workers)
+    total = report.router
     yield from gauge("chitu_build_info", "The version that runs; always 1", [((report.version,), 1)], ("version",))
-    yield from gauge("chitu_router_workers", "API processes that the numbers cover", one(report.num_workers))
     yield from _requests(total)
     yield from _ports(total, report.coordination)
     yield from _stages(total)
@@ -276,7 +271,7 @@ def _membership(
         yield from counter(name, text, by_instance({**names, **counts}), PER_INSTANCE)
     yield from gauge(
         "chitu_instance_breaker",
-        "API processes whose circuit breaker of the instance is in that state",
+        "1 for the state of its circuit breaker, else 0",
         (
             ((*labels, state), count)
             for name, states in sorted(total.breakers.items())

@@ -51,7 +51,6 @@ from chitu.http.body_decoder import (
     BODIES,
     BodyDecoder,
     abort_decoder,
-    abort_here_decoder,
     drain_decoder,
     fields_of,
     pause_decoder,
@@ -91,7 +90,7 @@ from chitu.http.replies import (
 from chitu.http.served_model import ServedModel
 from chitu.net.http import AnthropicErrorReply, ErrorReply, error_body, error_headers, query_value
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import InstanceInfo, encode
+from chitu.protocol import InstanceInfo
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.protocol.trace import AnyTraceRecord, TraceFrame, TraceLoss, TraceRequest
@@ -272,7 +271,6 @@ def client_routes(
     bodies: BodyReader,
     access: Access,
     running: RunningAnswers,
-    abort_elsewhere: Callable[[str, str], Awaitable[int]],
     takes_unknown: bool,
 ) -> list[Route]:
     """Return models, tokenising and aborts. `abort_elsewhere`: as `RunningAnswers.abort`, in the router's other API
@@ -310,7 +308,7 @@ def client_routes(
         next step. An id that is unknown, or whose request has ended already, is no error."""
         body = await read_body(request, abort_decoder, takes_unknown)
         tenant = access.cache_salt(request.scope)
-        return json_response(AbortReply(running.abort(body.rid, tenant) + await abort_elsewhere(body.rid, tenant)))
+        return json_response(AbortReply(running.abort(body.rid, tenant)))
 
     return [
         Route("GET", "/v1/models", list_models, ModelsReply),
@@ -332,7 +330,7 @@ def cluster_routes(
     async def health(request: Request) -> Response:
         """Return 200 if a request can be served now, and the router has got no signal to end. The death of one instance
         among several changes nothing."""
-        record = await cluster.record()
+        record = cluster.record()
         candidates = router.candidates
         reason = "the router received a signal to end" if record.is_ending else router.why_unusable()
         answer = HealthReply(
@@ -345,9 +343,8 @@ def cluster_routes(
         return json_response(answer, 503 if reason else 200)
 
     async def metrics(request: Request) -> Response:
-        record = await cluster.record()
-        counted = [worker.metrics for worker in record.workers]
-        report = MetricsReport(version, len(counted), counted, record.coordination, source.instances())
+        record = cluster.record()
+        report = MetricsReport(version, record.metrics, record.coordination, source.instances())
         pieces, content_type = render_pieces(report, request.headers.get("accept", ""))
         return await in_pieces(pieces, {"content-type": content_type})
 
@@ -425,8 +422,7 @@ def operator_routes(
     kept: KeptRequests | None,
     access: Access,
 ) -> list[Route]:
-    """Return an operator's calls, and two that the API processes of a router make to each other. `kept`: None if there
-    is no folder of kept requests."""
+    """Return an operator's calls. `kept`: None if there is no folder of kept requests."""
 
     async def drain(request: Request) -> Response:
         """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
@@ -488,15 +484,6 @@ def operator_routes(
         ports = {} if topology.dp_config.router.hosts[1:] else {"token_port": token_port, **cluster.ports()}
         return json_response(with_router_ports(without_keys, ports))
 
-    async def abort_here(request: Request) -> Response:
-        """End requests of this API process on behalf of `/abort_request` of another one."""
-        body = await read_body(request, abort_here_decoder)
-        return json_response(AbortReply(running.abort(body.rid, body.tenant)))
-
-    async def record(request: Request) -> Response:
-        """Return this API process's report on its own requests, for the other API processes (MessagePack)."""
-        return Response(encode(cluster.own_report()), media_type="application/msgpack")
-
     return [
         Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
         Route("POST", "/admin/role", role, RoleReply, (403, 404, 409)),
@@ -506,8 +493,6 @@ def operator_routes(
         Route("POST", "/admin/resume", resume, WeightsState, (403,)),
         Route("POST", "/admin/snapshot", take_snapshot, None, (403, 404), (BINARY,)),
         Route("GET", "/admin/topology", topology_with_ports, None, (403,)),
-        Route("POST", "/admin/abort", abort_here, is_shown=False),
-        Route("GET", "/admin/record", record, is_shown=False),
     ]
 
 
@@ -522,15 +507,15 @@ def _timeout_s(wanted_s: float | None) -> float:
 
 
 def trace_routes(cluster: ClusterSource, folder: Path, access: Access, clock: Clock) -> list[Route]:
-    """Return the records of a traced request. Any API process of the router can answer, since all write to one folder
+    """Return the records of a traced request. Any router of a host can answer: all write to one folder
     (`tracing/trace_files.py`). Ids are the client's to choose, so requests of several tenants may have one: each tenant
     reads the records of its own."""
 
     async def trace(request: Request) -> Response:
         """Return what the router, P and D recorded of a traced request (`X-Chitu-Trace: 1`), with its timeline."""
         request_id, tenant = request.path_params["request_id"], access.trace_tenant(request.scope)
-        workers = (await cluster.record()).workers
-        snapshots = [each for worker in workers for each in (*worker.ended, *worker.running)]
+        record = cluster.record()
+        snapshots = [*record.ended, *record.running]
         if tenant is not None:
             snapshots = [each for each in snapshots if each.tenant == tenant]
         found = await asyncio.to_thread(records_of, folder, request_id, tenant, snapshots)

@@ -44,19 +44,6 @@ def listen(host: str, port: int, key: str, *, is_shared: bool = False) -> socket
     return sock
 
 
-def listen_together(host: str, port: int, key: str, count: int) -> list[socket.socket]:
-    """Return `count` sockets on one port; the kernel gives each connection to one of them, by a hash of its addresses.
-    ConfigError as in `listen`, or if the system cannot do it."""
-    alone = listen(host, port, key)  # a socket that shares would also share with another router of this user
-    if count == 1:
-        return [alone]
-    port = int(alone.getsockname()[1])
-    alone.close()
-    if not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError(f"dp_config.router.workers is {count}: this system has no SO_REUSEPORT; set it to 1")
-    return [listen(host, port, key, is_shared=True) for _ in range(count)]
-
-
 class Listener:
     """Accepts the connections of a listening socket in bursts: with one connection a turn of the loop, a hundred new
     clients would wait for a hundred turns. Active between `resume` and `pause`; on its loop's thread."""
@@ -83,7 +70,10 @@ class Listener:
         self._stop_reading()
 
     def close(self) -> None:
+        """Take the connections that wait, which would be reset with the socket, and accept no more."""
         if not self._is_closed:
+            if self._is_reading:
+                self._accept()
             self._is_closed = True
             self._stop_reading()
             self._socket.close()

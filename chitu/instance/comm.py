@@ -109,7 +109,6 @@ class RouterAddress:
     coordination_port: int
     metadata_sync_port: int
     token_port: int = 0
-    """0 if the router is several processes: each names its port in its requests."""
 
 
 class RouterContact:
@@ -134,8 +133,6 @@ class RouterContact:
         """First view of this router, or of one that it replaced, that listed this instance."""
         self.known_at_birth = 0
         """Incarnation whose views came before any router listed this instance."""
-        self.workers: set[int] = set()
-        """Incarnations of the API processes in the newest view."""
         self.joined = False
         """Whether the newest view lists this instance."""
         self.knows_drain = False
@@ -210,9 +207,6 @@ class CommOwner(Protocol):
 
     def on_new_router(self, router: int) -> None:
         """Drop all requests: a router with another incarnation appeared, and nothing reads tokens of the old one's."""
-
-    def on_worker_gone(self, incarnation: int) -> None:
-        """Drop the requests of an API process that left the view."""
 
     def on_refused(self, code: str, message: str) -> None:
         """End: the router refuses this instance for good."""
@@ -559,11 +553,6 @@ class CommLoop:
                 owner.on_new_router(router.index)
             router.incarnation = view.router_incarnation
         router.version = view.version
-        workers = {process.incarnation for process in view.workers}
-        for worker in router.workers - workers:
-            logger.warning("an API process of the router is gone")
-            owner.on_worker_gone(worker)
-        router.workers = workers
         self._forget_peers()
         transfer.on_view(view, router.index)
         owner.on_view(view, router.index)

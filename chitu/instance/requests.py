@@ -127,7 +127,7 @@ class RequestEnds:
                 self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
                 sequence.transfer_sums,
             ),
-            sequence.router_worker,
+            sequence.router,
         )
         self._note_end(sequence, reason, error)
 
@@ -166,12 +166,6 @@ class RequestEnds:
                 self.cancel(sequence.room)
         self._tokens.restart(router)
 
-    def cancel_worker(self, incarnation: int) -> None:
-        for sequence in self._sequences.open:
-            if sequence.router_worker == incarnation:
-                self.cancel(sequence.room)
-        self._tokens.forget(incarnation)
-
     def end_all(self, error: ChituError) -> None:
         """End every request with this error."""
         for sequence in self._sequences.open:
@@ -205,9 +199,6 @@ class RequestEnds:
         return waited_text(self._settings.name, waited_s, sequence.state, what)
 
 
-GONE_WORKERS = 64
-"""Number of ended API processes to remember: their last requests may still be in flight."""
-
 _KINDS = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
 """Names of the kinds of requests, for errors."""
 
@@ -234,7 +225,6 @@ class RequestArrivals:
         self._adapters = {name: (at, digest) for at, (name, digest) in enumerate(self._info.adapters, 1)}
         """Number and hash of each LoRA adapter, by name."""
         self._adapters[""] = NO_ADAPTER
-        self._gone_workers: deque[int] = deque(maxlen=GONE_WORKERS)
         self._count = 0
         self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
         """Requests whose grammar is being compiled, by room. They hold nothing yet."""
@@ -264,10 +254,6 @@ class RequestArrivals:
             self._end_trace(message)
         self._ends.end_all(error)
 
-    def cancel_worker(self, incarnation: int) -> None:
-        self._gone_workers.append(incarnation)
-        self._ends.cancel_worker(incarnation)
-
     def flush_cache(self) -> None:
         """Forget the cached prefixes, and stop all loads from the tiers; the rest of those prompts is computed."""
         self._cache.flush()
@@ -294,26 +280,16 @@ class RequestArrivals:
             room in self._uncompiled or room in self._sequences for room in rooms
         ):  # not refused: the router knows rooms only, and would end the first request
             logger.warning("duplicate request %s", message.request_id, extra=log.about(message.request_id))
-        elif message.router_worker in self._gone_workers:
-            logger.warning(
-                "ignored request %s: its API process is gone",
-                message.request_id,
-                extra=log.about(message.request_id),
-            )
         elif isinstance(message, PrefillRequest) or (self._can_answer(message) and self._is_compiled(message)):
             self._arrive(message)
 
     def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
-        """Return whether tokens can be sent to the API process that asks. If its port fails, report the failure."""
-        about = log.about(message.request_id)
-        try:
-            if self._core.tokens.expect(message.router_worker or message.router, message.reply_port, message.link):
-                return True
-            logger.warning("ignored request %s: its link was replaced", message.request_id, extra=about)
-        except ChituError as error:
-            text = "request %s: cannot send tokens to its sender: %s"
-            logger.warning(text, message.request_id, error.message, extra=about)
-            self._core.report_failure(message.room, error)
+        """Return whether tokens can be sent to the router that asks."""
+        if self._core.tokens.expect(message.router, message.link):
+            return True
+        logger.warning(
+            "ignored request %s: its link was replaced", message.request_id, extra=log.about(message.request_id)
+        )
         return False
 
     def _is_compiled(self, message: DecodeRequest | UnifiedRequest) -> bool:
@@ -397,7 +373,6 @@ class RequestArrivals:
             sampling,
             num_emitted,
             message.router,
-            message.router_worker or message.router,
             adapter=adapter,
             prompt_logprobs=prompt_logprobs,
             pooling="" if num_emitted else asks.pooling,
@@ -419,7 +394,6 @@ class RequestArrivals:
             source.prompt,
             msgspec.structs.replace(sampling, seed=fork.seed),
             router=source.router,
-            router_worker=source.router_worker,
             adapter=source.adapter,
             token_group=source.token_group,
             stop_ids=source.stop_ids,

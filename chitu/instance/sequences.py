@@ -172,8 +172,6 @@ class Sequence:
     """Output tokens that another D emitted before it was lost; this one continues as if it had emitted them."""
     router: int = 0
     """Index of the router that sent the request."""
-    router_worker: int = 0
-    """Incarnation of its API process that sent it; `router` if that router is one process."""
     adapter: int = 0
     """As in `Admit`. Its pages hold K and V of this adapter alone."""
     prefill_rank: int = -1

@@ -1,8 +1,6 @@
 """D (or a unified instance) -> routers: one token message per step and router for all its requests. Step thread only.
 
-A router is one process with one token port, or several (`router.workers`) with one port each. A request names the
-process that sent it and that process's port. The socket to such a port is opened at the first request from there
-(`expect`) and closed when the process is gone (`forget`).
+A request names its router by its index (`router.hosts`), and its tokens go to the token port there.
 
 A connection that breaks loses messages, so tokens use the link by which the requests came (`net/link.py`): they are
 retransmitted until the router acknowledges them. Only acknowledgements arrive on another thread (`take_ack`).
@@ -16,33 +14,24 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from chitu.errors import Capacity
 from chitu.net.link import LinkSender, Sent
-from chitu.net.sockets import PushPort
 from chitu.protocol import Finish, LinkAck, TokenBatch, encode
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[bytes], bool]
 """Hands a frame to the token port. Returns False if the queue to the router is full. Never blocks."""
-MAX_WORKERS = 256
-"""Most API processes of one router at a time; each has a socket here."""
 MAX_ACKS = 1024
 """Most acknowledgements that wait for the next flush. Beyond it the oldest are lost, which costs a retransmission."""
 FORMER_LINKS = 16
-"""Number of former links remembered per API process: the tail of their connection may still deliver a request."""
-
-
-OpenPort = Callable[[int], PushPort]
-"""Opens the socket to a port on the router's host. Raises BadFrame if the port is invalid."""
+"""Number of former links remembered per router: the tail of their connection may still deliver a request."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """What is sent to one process of the router at the end of the step."""
+    """What is sent to one router at the end of the step."""
 
     send: Send
-    close: Callable[[], None] | None
     rooms: list[bytes] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     finished: list[Finish] = field(default_factory=list)
@@ -59,25 +48,22 @@ class _Batch:
 
 
 class TokenManager:
-    """The tokens and ends of a step; `flush` sends them as one `TokenBatch` per process of the router."""
+    """The tokens and ends of a step; `flush` sends them as one `TokenBatch` per router."""
 
     def __init__(
         self,
         incarnation: int,
         *sends: Send,
-        open_port: OpenPort | None = None,
         repeat_s: float = 0.5,
         patience_s: float = math.inf,
     ) -> None:
-        """Send by `sends` to the `token_port` of each router, and by sockets of `open_port` to API processes.
-        `repeat_s` and `patience_s` are those of `LinkSender`."""
+        """Send by `sends` to the `token_port` of each router. `repeat_s` and `patience_s` are those of `LinkSender`."""
         self._incarnation = incarnation
-        self._open_port = open_port
         self._repeat_s = repeat_s
         self._patience_s = patience_s
         self._acks: deque[LinkAck] = deque(maxlen=MAX_ACKS)
-        self._batches: dict[int, _Batch] = {index: _Batch(send, None) for index, send in enumerate(sends)}
-        """Batches by index of the router, or by incarnation of its API process."""
+        self._batches: dict[int, _Batch] = {index: _Batch(send) for index, send in enumerate(sends)}
+        """Batches by index of the router."""
         self.tokens_sent = 0
         """Tokens sent since the start, including dropped ones."""
         self.tokens_dropped = 0
@@ -87,17 +73,12 @@ class TokenManager:
         """Queue the router's acknowledgement for the next `flush`. Any thread."""
         self._acks.append(ack)
 
-    def expect(self, worker: int, port: int, link: int = 0) -> bool:
-        """Prepare to send tokens to an API process by the link of its request. Return False if that link was replaced:
-        the router would drop the tokens. Raise BadFrame for an invalid port, Capacity for too many processes."""
-        batch = self._batches.get(worker)
+    def expect(self, router: int, link: int = 0) -> bool:
+        """Prepare to send tokens to a router by the link of its request. Return False if that link was replaced, or
+        there is no such router: nobody would read the tokens."""
+        batch = self._batches.get(router)
         if batch is None:
-            if self._open_port is None:
-                return True
-            if len(self._batches) > MAX_WORKERS:
-                raise Capacity(f"more than {MAX_WORKERS} processes of the router at once")
-            opened = self._open_port(port)
-            batch = self._batches[worker] = _Batch(opened.send, opened.close)
+            return False
         if link and (batch.sender is None or batch.sender.link != link):
             if link in batch.former:
                 return False
@@ -105,49 +86,37 @@ class TokenManager:
             batch.sender = LinkSender(link, self._repeat_s, self._patience_s)
         return True
 
-    def forget(self, worker: int) -> None:
-        """Close the socket of an API process that is gone, and drop its unsent messages."""
-        batch = self._batches.get(worker)
-        if batch is not None and batch.close is not None:
-            del self._batches[worker]
-            batch.close()
-
     def restart(self, router: int = 0) -> None:
-        """Drop what is collected for a router's own `token_port`, where a new router listens now."""
+        """Drop what is collected for a router that a new one has replaced."""
         old = self._batches.get(router)
         if old is not None:
             _end_link(old)
-            self._batches[router] = _Batch(old.send, None, former=old.former)
+            self._batches[router] = _Batch(old.send, former=old.former)
 
-    def close(self) -> None:
-        """Close the sockets to API processes; queued messages may still leave."""
-        for worker in list(self._batches):
-            self.forget(worker)
-
-    def push(self, room: bytes, token: int, worker: int = 0, logprobs: bytes | None = None) -> None:
+    def push(self, room: bytes, token: int, router: int = 0, logprobs: bytes | None = None) -> None:
         """Add a token of a room. `logprobs` are packed; None if the request does not ask for them."""
-        batch = self._batches.get(worker)
+        batch = self._batches.get(router)
         if batch is not None:
             if logprobs is not None:
                 batch.logprobs.append((len(batch.tokens), logprobs))
             batch.rooms.append(room)
             batch.tokens.append(token)
 
-    def push_group(self, room: bytes, tokens: list[int], worker: int = 0) -> None:
+    def push_group(self, room: bytes, tokens: list[int], router: int = 0) -> None:
         """Add the newest tokens of a room whose request lets them wait for each other."""
-        batch = self._batches.get(worker)
+        batch = self._batches.get(router)
         if batch is not None:
             batch.groups.append((room, tokens))
 
-    def note_cached(self, room: bytes, num_tokens: int, worker: int = 0) -> None:
+    def note_cached(self, room: bytes, num_tokens: int, router: int = 0) -> None:
         """Report, with the room's first token, how many of its prompt tokens were cached and not computed."""
-        batch = self._batches.get(worker)
+        batch = self._batches.get(router)
         if batch is not None:
             batch.cached.append((room, num_tokens))
 
-    def push_prompt(self, room: bytes, logprobs: bytes, worker: int = 0) -> None:
+    def push_prompt(self, room: bytes, logprobs: bytes, router: int = 0) -> None:
         """Add the logprobs of a room's prompt. They travel ahead of its first token."""
-        batch = self._batches.get(worker)
+        batch = self._batches.get(router)
         if batch is not None:
             batch.prompt_logprobs.append((room, logprobs))
 
@@ -156,9 +125,9 @@ class TokenManager:
         for batch in self._batches.values():
             batch.weights = model_hash
 
-    def finish(self, finish: Finish, worker: int = 0) -> None:
+    def finish(self, finish: Finish, router: int = 0) -> None:
         """Add the end of a room. It travels behind the room's last token."""
-        batch = self._batches.get(worker)
+        batch = self._batches.get(router)
         if batch is not None:
             batch.finished.append(finish)
 

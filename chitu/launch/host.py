@@ -208,11 +208,16 @@ class HostProcesses:
                 popen=entries.popen,
                 probe_address=probe_address(topology, host),
                 stdout=stdout,
+                ends_hung=restart and len(self._routers) > 1,
             )
         except LogTaken as error:
             if only:  # it starts, and has not joined
                 raise RankTaken(f"{error.message}; if it is another {only}: give another --rank, or none") from None
             raise
+        if len(self._routers) > 1 and topology.trace.dir is None:  # one folder for all, so that any of them can answer
+            folder = str(self.supervisor.run_dir.path / "traces")
+            trace = msgspec.structs.replace(topology.trace, dir=folder)
+            self.topology = msgspec.structs.replace(topology, trace=trace)
         self.log_dir = self.supervisor.log_dir
         self.members = self.supervisor.members
         # Nodes may share the folder of their logs.

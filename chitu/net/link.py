@@ -32,7 +32,7 @@ MAX_KEPT_BYTES = 64 << 20
 traffic of one heartbeat."""
 MAX_LINKS = 512
 """Most links that a receiver keeps; the one that was silent for longest is forgotten. An instance has a link with each
-API process of its router, and a stale one of each that ended. A forgotten link resumes at the number that its sender
+router, and a stale one of each that ended. A forgotten link resumes at the number that its sender
 has reached."""
 
 T = TypeVar("T")

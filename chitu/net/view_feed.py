@@ -18,7 +18,7 @@ from operator import attrgetter
 import msgspec
 import zmq
 
-from chitu.protocol import WHOLE_TOPIC, ApiProcess, ClusterView, InstanceInfo, LostInstance, ViewChange, ViewMessage
+from chitu.protocol import WHOLE_TOPIC, ClusterView, InstanceInfo, LostInstance, ViewChange, ViewMessage
 from chitu.protocol.weights import WeightsOrder
 from chitu.types import Role
 
@@ -43,7 +43,6 @@ class ViewSender:
         """Whether there is a change that has no number yet."""
         self._instances: list[InstanceInfo] = []
         """Members as they are now, by role and rank."""
-        self._workers: tuple[ApiProcess, ...] = ()
         self._cache_flush = 0
         self._weights = WeightsOrder()
         self._joined: dict[Place, InstanceInfo] = {}
@@ -71,9 +70,6 @@ class ViewSender:
         self._dead += incarnations
         self.is_changed = True
 
-    def set_workers(self, workers: tuple[ApiProcess, ...]) -> None:
-        self._workers, self.is_changed = workers, True
-
     def set_cache_flush(self, number: int) -> None:
         self._cache_flush, self.is_changed = number, True
 
@@ -90,7 +86,6 @@ class ViewSender:
             after=view.version,
             joined=tuple(self._joined.values()),
             left=tuple(self._left),
-            workers=self._workers,
             cache_flush=self._cache_flush,
             weights=self._weights,
             dead=tuple(self._dead),
@@ -172,7 +167,6 @@ def _changed(view: ClusterView, change: ViewChange, instances: tuple[InstanceInf
         view,
         version=change.version,
         instances=instances,
-        workers=change.workers,
         cache_flush=change.cache_flush,
         weights=change.weights,
         dead=(*view.dead, *change.dead)[-KEPT_DEAD:],

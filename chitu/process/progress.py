@@ -26,6 +26,7 @@ from chitu.config.load import progress_file
 logger = logging.getLogger(__name__)
 
 MIN_INTERVAL_S = 0.1
+BEAT_S = 1.0
 RECORD_BYTES = 512
 """Size of a record with the spaces behind it, more than any has."""
 DRAINED = "drained"
@@ -72,6 +73,14 @@ class ProgressWriter:
             return
         self._last_s = now_s
         self._write(Progress("loading", done, total))
+
+    def beat(self) -> None:
+        """Show that this process does not hang. It may be called often: it touches the file once a second."""
+        now_s = time.monotonic()
+        if self._path is not None and now_s - self._last_s >= BEAT_S:
+            self._last_s = now_s
+            with contextlib.suppress(OSError):
+                os.utime(self._path)
 
     def _write(self, record: Progress) -> None:
         if self._path is None:

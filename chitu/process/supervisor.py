@@ -1,10 +1,10 @@
 """Processes of one machine over all their incarnations: starts, watches, reports deaths, restarts, ends together.
 
-Used by the launchers and by the router for its API processes (`serve/replicas.py`). All but the answers to probes
-happens inside its methods, in the caller's thread, which must outlive the processes (see `child.py`). Each process
-writes `NAME.log` into `log_dir`. The death of a process that was never ready fails the start; any later death is an
-event. If `dp_config.probe_port` is set, a thread with an asyncio loop answers `/livez` and `/readyz`, so a launcher
-that waits for its processes still answers; it knows nothing but what `why_unready` returns.
+Used by the launchers. All but the answers to probes happens inside its methods, in the caller's thread, which must
+outlive the processes (see `child.py`). Each process writes `NAME.log` into `log_dir`. The death of a process that was
+never ready fails the start; any later death is an event. If `dp_config.probe_port` is set, a thread with an asyncio
+loop answers `/livez` and `/readyz`, so a launcher that waits for its processes still answers; it knows nothing but what
+`why_unready` returns.
 """
 
 from __future__ import annotations
@@ -109,6 +109,10 @@ GRACE_OVER_DRAIN_S = 0.5
 """Time beyond `deadlines.drain_delay_s` and `drain_s` after which a process is killed: 4.5 s with the defaults."""
 STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
+HUNG_S = 10.0
+"""Time without a beat after which a router is killed, if clients have another one on its host."""
+MAX_PAUSE_S = 1.0
+"""A longer pause between two polls counts as one of this process, in which others may have been stopped too."""
 STALLED_S = 600.0
 """Time without progress after which a process that starts again is killed: to read weights reports all the time, and
 kernels were compiled by the first start."""
@@ -135,6 +139,9 @@ class Member:
     """Exit code of the last incarnation, once its death was noticed."""
     has_left: bool = False
     """Whether the instance was drained and is not restarted by itself."""
+    beat_ns: int = -1
+    beat_s: float = 0.0
+    """Newest beat of a router by its file, and when it was seen."""
     lost_rank: bool = False
     """Whether its last incarnation ended because another process has its rank."""
     last: Progress = field(default_factory=Progress)
@@ -158,9 +165,11 @@ class Supervisor:
         stalled_s: float = STALLED_S,
         probe_address: tuple[str, int] | None = None,
         stdout: StdoutLog | None = None,
+        ends_hung: bool = False,
     ) -> None:
         """Make the members without starting them. With `log_dir` None the processes write to `stdout`, or as this one.
         `max_log_bytes` limits each process's log. `probe_address`: where probes are answered until the end.
+        `ends_hung`: kill a router that hangs.
 
         Raise ConfigError if probes cannot be answered there."""
         self._run_dir: RunDir | None = None
@@ -183,6 +192,8 @@ class Supervisor:
         """Whether no process died."""
         self._is_ending = False
         self._stdout = stdout
+        self._ends_hung = ends_hung
+        self._polled_s = time.monotonic()
         self._probes = Probes(*probe_address, self.why_unready) if probe_address is not None else None
 
     def start(self, name: str) -> None:
@@ -233,6 +244,9 @@ class Supervisor:
                 if member.progress.state != "ready":
                     self._look_at_progress(member)
                     self._end_if_stalled(member, member.child, now_s)
+                elif self._ends_hung and is_router(member.name):
+                    self._end_if_hung(member, member.child, now_s)
+        self._polled_s = now_s
 
     def dead(self) -> list[Member]:
         """Return members that ended without being drained and will not be restarted."""
@@ -362,6 +376,18 @@ class Supervisor:
         state, member.progressed_s = member.progress.state, now_s
         self._on_event(f"{member.name} hangs: still {state} after {self._stalled_s:g} s; it is killed")
         child.kill_tree()
+
+    def _end_if_hung(self, member: Member, child: ChildProcess, now_s: float) -> None:
+        """Kill a router whose loop does not turn: it would keep its share of the new connections."""
+        try:
+            beat_ns = self._progress_path(member.name).stat().st_mtime_ns
+        except OSError:  # a cleaner deleted the file
+            beat_ns = -1
+        if beat_ns != member.beat_ns or beat_ns < 0 or now_s - self._polled_s > MAX_PAUSE_S:
+            member.beat_ns, member.beat_s = beat_ns, now_s
+        elif now_s - member.beat_s > HUNG_S:
+            self._on_event(f"{member.name} hangs: its loop has not turned for {HUNG_S:g} s; it is killed")
+            child.kill_tree()
 
     def _start_again(self, member: Member, now_s: float) -> None:
         """Restart a process. Retry later if the system has no process, descriptor or file for it now."""

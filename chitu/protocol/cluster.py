@@ -176,18 +176,6 @@ class RequestFailed(Wire, frozen=True, tag="request_failed"):
     message: str
 
 
-class ReplicaHeartbeat(Wire, frozen=True, tag="replica_heartbeat"):
-    """Heartbeat of one of several API processes (`router.workers`) to the one that started it, every 0.5 s."""
-
-    incarnation: int
-    port: int
-    """HTTP port of this process alone, on the loopback interface: the other processes ask for its record there."""
-    metrics: bytes
-    """Its metrics so far (`router/metrics.py`, MessagePack): counters must not fall when it dies."""
-    accepts: bool
-    """Whether it accepts connections at the router's port: not yet while it starts, nor any more when it ends."""
-
-
 class TraceLines(Wire, frozen=True, tag="trace_lines"):
     """Stats port: trace records of an instance, sent while the request runs, so that those of a killed one survive."""
 
@@ -200,7 +188,7 @@ class TraceLines(Wire, frozen=True, tag="trace_lines"):
     """Records before these that were dropped for lack of room: tracing never blocks."""
 
 
-StatsMessage = Union[Heartbeat, RequestFailed, ReplicaHeartbeat, TraceLines]
+StatsMessage = Union[Heartbeat, RequestFailed, TraceLines]
 
 # --------------------------------------------------------------------------- coordination (29800) and the view (29801)
 
@@ -534,19 +522,6 @@ VIEW_TOPIC = b"view"
 WHOLE_TOPIC = b"whole"
 """First frame of a `ClusterView` on that port, followed by 8 bytes that its one reader drew. To subscribe to it is to
 ask for a view: the router sends one for each subscription, and so after every new connection."""
-STATS_TOPIC = b"stats"
-"""First frame, on that port, of a message from the router's stats port: its other API processes learn loads and
-failures from it. Unused if the router is one process."""
-
-
-class ApiProcess(Wire, frozen=True):
-    """One of the router's API processes."""
-
-    index: int
-    """0 is the process that keeps the membership."""
-    incarnation: int
-    port: int
-    """HTTP port, as `ReplicaHeartbeat.port`."""
 
 
 class LostInstance(Wire, frozen=True):
@@ -566,9 +541,6 @@ class ClusterView(Wire, frozen=True, tag="cluster_view"):
     version: int
     instances: tuple[InstanceInfo, ...]
     """By role and rank."""
-    workers: tuple[ApiProcess, ...] = ()
-    """The router's API processes (`router.workers`); empty if it is one process. One that disappears is dead, and its
-    rooms have no reader."""
     cache_flush: int = 0
     """Random number of the last requested flush of the prefix caches: an instance that sees a new one drops what it has
     cached. 0: none was requested since the router's start."""
@@ -591,9 +563,8 @@ class ViewChange(Wire, frozen=True, tag="view_change"):
     """New members, and members whose record is another one now."""
     left: tuple[tuple[Role, int], ...] = ()
     """Role and rank of each that is no member any more."""
-    workers: tuple[ApiProcess, ...] = ()
-    """All of them, as in the view; so is `cache_flush`."""
     cache_flush: int = 0
+    """As in the view."""
     dead: tuple[int, ...] = ()
     """Those that the view of `after` does not list; so are `lost`."""
     lost: tuple[LostInstance, ...] = ()

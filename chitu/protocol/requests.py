@@ -104,8 +104,6 @@ class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     decode_incarnation: int
     router: int = 0
     """Index of the router that asks, in `router.hosts`: its tokens go there, and it ends with that router."""
-    router_worker: int = 0
-    """Incarnation of the API process that asks (`router.workers`); 0 if the router is one process."""
     link: int = 0
     """Id of the link: random, drawn by a process of the router whenever the instance joins (`net/link.py`)."""
     number: int = 0
@@ -155,10 +153,6 @@ class DecodeRequest(Wire, frozen=True, tag="decode_request"):
     it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
     router: int = 0
     """As in PrefillRequest."""
-    router_worker: int = 0
-    """As in PrefillRequest."""
-    reply_port: int = 0
-    """Token port of that API process; 0: the router's `token_port`."""
     link: int = 0
     number: int = 0
     num_kept: int = 0
@@ -187,8 +181,6 @@ class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
     sampling: SamplingParams
     num_emitted: int = 0
     router: int = 0
-    router_worker: int = 0
-    reply_port: int = 0
     link: int = 0
     number: int = 0
     num_kept: int = 0

@@ -39,14 +39,6 @@ class InstanceSnapshot(msgspec.Struct, frozen=True):
     """Name with which its process was started, if it has changed its role since."""
 
 
-class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """One API process (`router.workers`)."""
-
-    index: int
-    pid: int
-    in_flight: int
-
-
 class ClusterSnapshot(msgspec.Struct, frozen=True):
     model: str
     version: str
@@ -65,7 +57,5 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     requests: tuple[RequestSnapshot, ...]
     """Requests that the reader may see (of an API key: those of its tenant), oldest first: the last ones that ended,
     and those that run. All other numbers are of the whole cluster."""
-    workers: tuple[WorkerSnapshot, ...] = ()
-    """API processes that serve; one is the router itself."""
     advice: str = ""
     """What the balancer would change, and why (`router.balance`); empty if nothing is due."""

@@ -25,7 +25,7 @@ class Weights(Wire, frozen=True):
 
 
 class WeightsOrder(Wire, frozen=True):
-    """What the router wants of every instance (in the view) and of its API processes."""
+    """What the router wants of every instance, in the view."""
 
     serve: Weights = Weights()
     """An instance with older ones reads these, changes to them, and gets no request before."""

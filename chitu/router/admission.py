@@ -22,6 +22,7 @@ from collections.abc import Iterable
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
+from chitu.config.topology import router_hosts
 from chitu.errors import Overloaded
 from chitu.router.members import ClusterMember, Members, QueueEstimate, longest_wait_s
 from chitu.router.policies import Candidates, instance_key
@@ -68,8 +69,8 @@ class Admission:
         self.max_wait_s = longest_wait_s(config)
         self._members = members
         self._clock = clock
-        self._num_processes = config.workers
-        """API processes, which are taken to have equal shares of the requests."""
+        self._num_routers = len(router_hosts(config))
+        """Routers, which are taken to have equal shares of the requests."""
         self._candidates = Candidates()
         """Candidates whose queues these are."""
         self._prefill = self._decode = RoleQueue(())
@@ -93,9 +94,9 @@ class Admission:
         """Return how long a request sent now would wait for its first chunk, and for its pages; 0 if unknown."""
         if self._members.candidates is not self._candidates:
             self._arrange()
-        now_s, num_sent = self._clock.monotonic(), num_waiting * self._num_processes
+        now_s, num_sent = self._clock.monotonic(), num_waiting * self._num_routers
         # With one prompt at each P none waits.
-        most_tokens = new_tokens * self._num_processes if num_sent > len(self._prefill) else 0.0
+        most_tokens = new_tokens * self._num_routers if num_sent > len(self._prefill) else 0.0
         return self._prefill.predicted_wait_s(now_s, most_tokens), self._decode.predicted_wait_s(now_s, num_sent)
 
     def _arrange(self) -> None:

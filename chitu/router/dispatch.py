@@ -42,20 +42,6 @@ TOKEN_GROUP = 16
 computes again."""
 
 
-class ReplyAddress(NamedTuple):
-    """Where P and D send their replies; part of every request."""
-
-    worker: int = 0
-    """Incarnation of the API process (`router.workers`); 0 if the router is one process."""
-    token_port: int = 0
-    """Token port of that process; 0: the router's `token_port`."""
-    router: int = 0
-    """Index of the router in `router.hosts`."""
-
-
-THE_ROUTER = ReplyAddress()
-
-
 class Missed(NamedTuple):
     """A half of a request (or the whole) that did not reach its instance."""
 
@@ -77,13 +63,14 @@ class Dispatcher:
     def __init__(
         self,
         members: Members,
-        reply: ReplyAddress,
+        router: int,
         clock: Clock,
         trace: RouterTrace,
     ) -> None:
+        """`router`: index of this router in `router.hosts`, by which instances know where to reply."""
         self.trace = trace
         self._members = members
-        self._reply = reply
+        self._router = router
         self._clock = clock
 
     def send(self, attempt: Attempt) -> InstanceKey | None:
@@ -92,7 +79,7 @@ class Dispatcher:
         group = attempt.group
         room, forks = (attempt.room, ()) if group is None else (group.room, group.forks)
         request, prefill = attempt.generation.request, attempt.target.prefill
-        decode, (worker, token_port, router) = attempt.target.decode, self._reply
+        decode = attempt.target.decode
         to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
@@ -103,9 +90,7 @@ class Dispatcher:
                 token_ids=attempt.token_ids,
                 sampling=request.sampling,
                 num_emitted=attempt.num_continued,
-                router=router,
-                router_worker=worker,
-                reply_port=token_port,
+                router=self._router,
                 link=to_decode.sender.link,
                 number=to_decode.sender.number,
                 num_kept=to_decode.sender.num_kept,
@@ -129,9 +114,7 @@ class Dispatcher:
             prefill_rank=prefill.engine_rank,
             prefill_incarnation=prefill.incarnation,
             num_emitted=attempt.num_continued,
-            router=router,
-            router_worker=worker,
-            reply_port=token_port,
+            router=self._router,
             link=to_decode.sender.link,
             number=to_decode.sender.number,
             num_kept=to_decode.sender.num_kept,
@@ -149,8 +132,7 @@ class Dispatcher:
             token_ids=attempt.token_ids,
             decode_rank=decode.engine_rank,
             decode_incarnation=decode.incarnation,
-            router=router,
-            router_worker=worker,
+            router=self._router,
             link=to_prefill.sender.link,
             number=to_prefill.sender.number,
             num_kept=to_prefill.sender.num_kept,

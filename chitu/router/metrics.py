@@ -1,11 +1,10 @@
 """What a process of the router counts, as records that are sent and added up.
 
 `PDRequestRouter` writes a `RouterMetrics` on its loop thread, `PDCoordination` a `CoordinationMetrics`;
-`http/metrics_text.py` writes both as Prometheus text. Each is a msgspec struct, so each of several API processes sends
-its own as it is, and `add_up` makes them one. Counting adds to an attribute or a list; nothing here is allocated per
-token.
+`http/metrics_text.py` writes both as Prometheus text. Counting adds to an attribute or a list; nothing here is
+allocated per token.
 
-Invariant: every value is zero or more, and the sum over processes means the same as the value of one. Keys of the dicts
+Invariant: every value is zero or more, and the sum over routers means the same as the value of one. Keys of the dicts
 come from closed lists (error codes, finish reasons) or are names of instances, never request ids.
 """
 
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -60,7 +58,7 @@ def _histogram() -> Any:
 
 
 class RouterMetrics(msgspec.Struct):
-    """Metrics of one API process since its start. A request is one choice of one prompt; an attempt is one try of it on
+    """Metrics of the router since its start. A request is one choice of one prompt; an attempt is one try of it on
     a pair."""
 
     requests: int = 0
@@ -110,7 +108,7 @@ class RouterMetrics(msgspec.Struct):
     in_flight: Counts = _counts()
     """Requests in flight now, by state: `prefill` until the first token, then `decode`."""
     breakers: dict[str, Counts] = {}
-    """Present breaker states by name of the instance, each with count 1; summed, how many API processes see it so."""
+    """Present breaker states by name of the instance, each with count 1."""
 
 
 class BalanceMetrics(msgspec.Struct):
@@ -143,20 +141,3 @@ class CoordinationMetrics(msgspec.Struct):
     """Seconds since the member's last heartbeat."""
     balance: BalanceMetrics | None = None
     """None with `balance: off`."""
-
-
-def add_up(parts: Iterable[T]) -> T:
-    """Return one record with the sums of all fields, as new objects. Takes at least one part, all of one type."""
-    first, *others = parts
-    total = msgspec.to_builtins(first)
-    for part in others:
-        total = _sum(total, msgspec.to_builtins(part))
-    return msgspec.convert(total, type(first))
-
-
-def _sum(a: Any, b: Any) -> Any:
-    if isinstance(a, dict):
-        return {key: _sum(a[key], b[key]) if key in a and key in b else a.get(key, b.get(key)) for key in {**a, **b}}
-    if isinstance(a, list):
-        return [x + y for x, y in zip(a, b, strict=True)]
-    return a + b

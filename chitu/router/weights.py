@@ -96,7 +96,7 @@ class ClusterWeights:
         return self._change
 
     def on_drained(self, change: WeightsChange) -> None:
-        """Commit: no request runs on any API process, and new ones wait."""
+        """Commit: no request of this router runs, and new ones wait."""
         if change is self._change and change.phase == "drain":
             self._commit(change)
 

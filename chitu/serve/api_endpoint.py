@@ -1,8 +1,7 @@
-"""The half of the router that serves clients: HTTP, tokenising, pairing, returning tokens; and a process's lifetime.
+"""The half of the router that serves clients: HTTP, tokenising, pairing, returning tokens; and its end.
 
-One per process: in the router process itself, and in each of its other API processes (`router.workers`). It sees the
-cluster only through a `ClusterSource`. Everything runs on the loop thread. Its holder passes membership events to its
-`router`, calls `tick`, and at the end `drain` and `close`.
+It sees the cluster only through a `ClusterSource`. Everything runs on the loop thread. Its holder passes membership
+events to its `router`, calls `tick`, and at the end `drain` and `close`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import zmq
 import chitu
 from chitu.clock import RealClock
 from chitu.config.schema import Topology
-from chitu.config.topology import router_at, with_router
+from chitu.config.topology import router_at
 from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
@@ -49,10 +48,8 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.process.child import router_name
 from chitu.protocol import TraceLines
 from chitu.router.cross_checks import CheckResult
-from chitu.router.dispatch import ReplyAddress
 from chitu.router.policies import instance_key
 from chitu.serve.body_pool import BodyProcesses
-from chitu.serve.siblings import Siblings
 from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
 from chitu.types import instance_name
 
@@ -111,7 +108,7 @@ SWITCH_S = 0.0005
 
 
 class ApiEndpoint:
-    """The API of one process. Binds the token port at construction (ConfigError if that fails). Its holder serves
+    """The API of a router. Binds the token port at construction (ConfigError if that fails). Its holder serves
     `app`."""
 
     def __init__(
@@ -119,15 +116,12 @@ class ApiEndpoint:
         topology: Topology,
         model: ServedModel,
         context: zmq.Context[zmq.Socket[bytes]],
-        make_cluster: Callable[[PDRequestRouter, Siblings], ClusterSource],
-        worker: tuple[int, int] | None = None,
+        make_cluster: Callable[[PDRequestRouter], ClusterSource],
         secrets: ClusterSecrets | None = None,
         index: int = 0,
     ) -> None:
-        """`worker`: index and incarnation of this process; None if it keeps the membership. `index`: that of the router
-        in `router.hosts`."""
+        """`index`: that of this router in `router.hosts`."""
         config = router_at(topology.dp_config.router, index)
-        self._name = router_name(index)
         self._suffix = f".{index}" if index else ""
         self._clock = clock = RealClock()
         port = config.token_port
@@ -136,15 +130,11 @@ class ApiEndpoint:
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
         self._token_socket = socket
-        process, reply = 0, ReplyAddress(router=index)
-        if worker is not None:
-            process, reply = worker[0], ReplyAddress(worker[1], self.token_port)
         files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
-        trace = RouterTrace(topology.trace, files, f"router.{process}" if process else self._name, clock)
+        trace = RouterTrace(topology.trace, files, router_name(index), clock)
         self._traces = files
-        self.router = PDRequestRouter(Outbox(context), clock, config, trace, reply, process)
-        self.siblings = Siblings(config, secrets, process)
-        self._cluster = cluster = make_cluster(self.router, self.siblings)
+        self.router = PDRequestRouter(Outbox(context), clock, config, trace, index)
+        self._cluster = cluster = make_cluster(self.router)
         self._healing: set[asyncio.Task[None]] = set()
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
@@ -174,10 +164,10 @@ class ApiEndpoint:
             limit = config.max_body_bytes
             self._batches = Batches(store, inner, access.credential_of, limit, self._can_serve)
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
-        running, elsewhere = self._routes.running, self.siblings.abort
+        running = self._routes.running
         rows = [
             *HOT_ROUTES,
-            *client_routes(model, self.router, bodies, access, running, elsewhere, takes_unknown),
+            *client_routes(model, self.router, bodies, access, running, takes_unknown),
             *file_routes(self._batches, access, takes_unknown),
             *cluster_routes(self.router, cluster, self._snapshots, access, chitu.__version__),
             *page_routes(model.name),
@@ -217,12 +207,12 @@ class ApiEndpoint:
     def _can_serve(self) -> bool:
         return not self.router.why_unusable()
 
-    async def drain(self, drain_s: float, ending: Ending, *, refuses: bool) -> None:
+    async def drain(self, drain_s: float, ending: Ending) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is
-        hurried, then fail them. New requests on open connections are rejected from then on; if `refuses`, at once."""
+        hurried, then fail them. New requests on open connections are rejected at once."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + drain_s
-        self._routes.draining = refuses
+        self._routes.draining = True
         self._snapshots.is_closed = True
         if self._batches is not None:  # another process, or the next one, sends their lines again
             await self._batches.stop()
@@ -235,7 +225,6 @@ class ApiEndpoint:
         await asyncio.wait({idle, again}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, again):
             task.cancel()
-        self._routes.draining = True  # what has not begun by now would be cut off
         if self.router.in_flight or self.router.num_held:
             log.warning("%d requests did not finish in time", self.router.in_flight + self.router.num_held)
             self.router.fail_all(NoInstance("the server is shutting down"))
@@ -265,20 +254,6 @@ class ApiEndpoint:
         self._traces.close()
         if self._spans is not None:
             self._spans.close()
-
-
-def with_share(topology: Topology, index: int) -> Topology:
-    """Return the topology of one of the `router.workers` API processes, with its share of `max_in_flight`,
-    `max_tokens_in_flight` and `max_total_body_bytes`. Each process counts the rates of clients by itself, because a
-    client with one connection reaches only one process."""
-    config = topology.dp_config.router
-    workers = config.workers
-    return with_router(
-        topology,
-        max_in_flight=max(1, config.max_in_flight // workers + (index < config.max_in_flight % workers)),
-        max_tokens_in_flight=max(1, config.max_tokens_in_flight // workers),
-        max_total_body_bytes=max(1, config.max_total_body_bytes // workers),
-    )
 
 
 def freeze_gc() -> None:

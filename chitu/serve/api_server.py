@@ -1,7 +1,7 @@
 """The router process: `python -m chitu.serve.api_server --config FILE.yaml [a.b=c ...]`.
 
 Composition root: one asyncio loop (uvloop) with the cluster membership and the HTTP API. It holds no policy and imports
-no torch. `router.workers` is the number of API processes: this one and its replicas, which it starts (`replicas.py`).
+no torch. There may be several (`router.hosts`), which know nothing of each other.
 On SIGTERM or SIGINT `/health` answers 503; after `drain_delay_s` new connections and requests are refused, running
 requests may finish within `drain_s`, the rest fail, and the process exits with 0. A second signal ends both waits.
 """
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import uvloop
 
 from chitu.clock import RealClock
@@ -35,13 +34,12 @@ from chitu.config.topology import (
     router_at,
     router_hosts,
     with_router,
-    with_router_ports,
 )
 from chitu.config.topology_checks import warn_of_open_api, warn_without_key
 from chitu.errors import ChituError, ConfigError
 from chitu.http.limits import HTTPLimits
 from chitu.http.served_model import ServedModel
-from chitu.http.server import HTTPServer, Listener, listen, listen_together
+from chitu.http.server import HTTPServer, Listener, listen
 from chitu.log import setup_logging
 from chitu.net.aio import LINGER_MS
 from chitu.net.curve import derive, make_context
@@ -49,81 +47,61 @@ from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
 from chitu.process.child import router_name
 from chitu.process.progress import ProgressWriter
-from chitu.protocol import ApiProcess, ReplicaHeartbeat
-from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking, with_share
+from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking
 from chitu.serve.balancing import Balancing
 from chitu.serve.membership import Membership, OwnCluster
-from chitu.serve.replicas import ReplicaSet
-from chitu.serve.siblings import Siblings
-from chitu.tracing.trace_files import trace_folder
 
 log = logging.getLogger(__name__)
 
 
 class RouterProcess:
-    """The router and its first API process. Construct it, then call `start` and `run_until_signal`, all on the loop."""
+    """The router. Construct it, then call `start` and `run_until_signal`, all on the loop."""
 
     def __init__(self, topology: Topology, model: ServedModel, flush_log: Callable[[], None], index: int = 0) -> None:
         """`flush_log` is called with every tick, which bounds how long log lines wait. `index`: that of this router in
         `router.hosts`."""
         self._flush_log = flush_log
-        folder = str(trace_folder(topology.trace))  # the same in all API processes
-        topology = msgspec.structs.replace(topology, trace=msgspec.structs.replace(topology.trace, dir=folder))
-        whole, topology = topology, with_share(topology, 0)
         routers = topology.dp_config.router
         config = router_at(routers, index)
         self._deadlines = config.pd_disaggregation.deadlines
         host = listening_host(config)
         alone: socket.socket | None = None
         if num_on_host(routers, index) > 1:
-            mine, self._theirs = listen(host, config.port, API_PORT, is_shared=True), []
+            mine = listen(host, config.port, API_PORT, is_shared=True)
             place = place_on_host(routers, index) + 1
             alone = listen(host, own_api_port(routers, index), f"{API_PORT} (+{place}, of one router alone)")
         else:
-            mine, *self._theirs = listen_together(host, config.port, API_PORT, config.workers)
+            mine = listen(host, config.port, API_PORT)
         topology = with_router(topology, port=mine.getsockname()[1])
         secrets = derive(cluster_key_of(topology))
         self._context = context = make_context(secrets)
-        is_several = config.workers > 1
 
-        def cluster_of(router: PDRequestRouter, siblings: Siblings) -> OwnCluster:
-            self._membership = Membership(
-                *(config, context, router, secrets, siblings.on_view),
-                on_replica=self._on_replica if is_several else None,
-                on_trace=lambda lines: self._api.on_trace(lines),
-            )
-            self._cluster = OwnCluster(router, self._membership, siblings)
+        def cluster_of(router: PDRequestRouter) -> OwnCluster:
+            self._membership = Membership(config, context, router, secrets, lambda lines: self._api.on_trace(lines))
+            self._cluster = OwnCluster(router, self._membership)
             return self._cluster
 
         self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets, index=index)
-        limits = HTTPLimits.of(config)
-        headers = [("x-chitu-worker", "0")] if is_several else []
         self._balancing: Balancing | None = None
         if config.balance != "off":
             cluster, core = self._cluster, self._membership.coordination
             self._balancing = Balancing(config, self._api.router, core, cluster.change_role, RealClock())
             cluster.balance = self._balancing.metrics
-        self._http = HTTPServer(self._api.app, mine, headers, limits)
+        self._http = HTTPServer(self._api.app, mine, limits=HTTPLimits.of(config))
         loop = asyncio.get_running_loop()
         self._alone = Listener(loop, alone, self._http.adopt) if alone is not None else None
-        whole = with_router_ports(whole, self.port_table())
-        incarnation = self._membership.coordination.view.router_incarnation
-        self._replicas = ReplicaSet(
-            *(whole, incarnation, config.token_port, model.created_s), self._on_replicas, self._cluster.note_ended
-        )
+        self._progress = ProgressWriter()
         self.ending = Ending()
 
     async def start(self) -> None:
         self._api.start()
         # Leases and republishing the view; request timeouts.
-        ticks = [self._membership.tick, self._api.tick, self._replicas.tick, self._flush_log]
+        ticks = [self._membership.tick, self._api.tick, self._flush_log, self._progress.beat]
         keep_ticking(*ticks, *([] if self._balancing is None else [self._balancing.tick]))
         await self._membership.start()
         await self._http.start()
         if self._alone is not None:
             self._alone.resume()
-        if self._theirs:
-            await self._replicas.start(self._theirs, self._http.adopt)
 
     def port_table(self) -> dict[str, int]:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}
@@ -138,19 +116,11 @@ class RouterProcess:
         self._http.stop_accepting()
         if self._alone is not None:
             self._alone.close()
-        drain_s = self._deadlines.drain_s
-        api = self._api.drain(drain_s, self.ending, refuses=True)
-        await asyncio.gather(api, self._replicas.end(drain_s, self.ending))
+        await self._api.drain(self._deadlines.drain_s, self.ending)
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         self._context.destroy(linger=LINGER_MS)
         log.info("ended")
-
-    def _on_replica(self, heartbeat: ReplicaHeartbeat) -> None:
-        self._replicas.on_heartbeat(heartbeat)
-
-    def _on_replicas(self, processes: tuple[ApiProcess, ...]) -> None:
-        self._membership.coordination.set_workers(processes)
 
 
 async def _serve(topology: Topology, index: int, flush_log: Callable[[], None]) -> None:

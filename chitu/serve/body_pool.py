@@ -224,7 +224,7 @@ def _cannot_start(error: OSError) -> Internal:
 
 
 class BodyProcesses:
-    """The `BodyExecutor` of this API process."""
+    """The `BodyExecutor` of this router."""
 
     def __init__(self, model: ModelConfig, takes_unknown: bool) -> None:
         self._setup = pickle.dumps((model, takes_unknown))

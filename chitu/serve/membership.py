@@ -1,10 +1,9 @@
 """The half of the router that keeps the cluster's membership: coordination, stats, metadata sync, bootstrap.
 
 The shell of `PDCoordination`: its sockets (ROUTER coordination, XPUB metadata sync, PULL stats), the bootstrap server,
-the time, and the processes of members on this machine, whose deaths it reports to the core. Owned by the process that
-was started as the router, on its loop thread. It reports events to the request router of the same process; other API
-processes (`router.workers`) read them from the metadata port. It has no part in requests; the HTTP API asks it through
-`OwnCluster`, the `ClusterSource` of this process.
+the the time, and the processes of members on this machine, whose deaths it reports to the core. Owned by the router
+process, on its loop thread. It reports events to the request router. It has no part in requests; the HTTP API asks it
+through `OwnCluster`, the `ClusterSource`.
 
 Invariants: every message is decoded and checked before the core sees it; bad ones are counted. Changes of the view are
 published at most every `GATHER_S`, together, and routed by from then on; a loss counts at once. Nothing here but a
@@ -27,7 +26,7 @@ from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.config.topology import SECTIONS
 from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
-from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState, WorkerReport, report_of
+from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState
 from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.aio import FrameReader
@@ -38,23 +37,20 @@ from chitu.net.view_feed import asked_topic
 from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
-    STATS_TOPIC,
     VIEW_TOPIC,
     ClusterView,
     CoordinationReply,
     Drain,
     InstanceInfo,
-    ReplicaHeartbeat,
     RequestFailed,
     TraceLines,
     coordination_codec,
     encode,
     stats_codec,
 )
-from chitu.router.metrics import BalanceMetrics, CoordinationMetrics, RouterMetrics, add_up
+from chitu.router.metrics import BalanceMetrics, CoordinationMetrics
 from chitu.router.policies import Candidates
 from chitu.router.weights import Pause
-from chitu.serve.siblings import Siblings
 from chitu.serve.weights import WeightsDriver
 from chitu.types import Role, instance_name, new_incarnation, place_of
 
@@ -77,18 +73,13 @@ class Membership:
         context: zmq.Context[zmq.Socket[bytes]],
         router: PDRequestRouter,
         secrets: ClusterSecrets | None,
-        on_view: Callable[[ClusterView], None],
-        on_replica: Callable[[ReplicaHeartbeat], None] | None,
         on_trace: Callable[[TraceLines], None],
     ) -> None:
-        """Call on the running loop. `on_view` gets each view that is published, after `router`. `on_replica`: None if
-        the router is one process."""
+        """Call on the running loop."""
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock = RealClock()
         self._router = router
-        self._on_view = on_view
-        self._on_replica = on_replica
         self._on_trace = on_trace
         self._loop = asyncio.get_running_loop()
         self.coordination = core = PDCoordination(
@@ -199,7 +190,6 @@ class Membership:
             change = encode(core.next_change())
             if had_change:
                 self._router.on_view(core.view)
-                self._on_view(core.view)
             self._pub.send_multipart([VIEW_TOPIC, change], zmq.NOBLOCK)
         if self._asked:
             whole = zmq.Frame(encode(core.view), copy=True)  # one copy for all who get it
@@ -242,10 +232,6 @@ class Membership:
         if len(frames) != 1:
             raise BadFrame(f"a stats message of {len(frames)} frames; one is expected")
         message = stats_codec.decode(frames[0])
-        if isinstance(message, ReplicaHeartbeat):
-            if self._on_replica is not None:
-                self._on_replica(message)
-            return
         if isinstance(message, TraceLines):
             if self.coordination.knows(message.role, message.engine_rank, message.incarnation):
                 self._on_trace(message)
@@ -254,23 +240,16 @@ class Membership:
             self._router.on_request_failed(message)
         elif self.coordination.on_heartbeat(message):
             self._router.on_heartbeat(message)
-        else:
-            return
-        if self._on_replica is not None:  # each process knows its own rooms, and what it received of their requests
-            self._pub.send_multipart([STATS_TOPIC, frames[0]], zmq.NOBLOCK)
 
 
 class OwnCluster:
-    """`ClusterSource` of the process that keeps the membership."""
+    """`ClusterSource` of the router process."""
 
-    def __init__(self, router: PDRequestRouter, membership: Membership, siblings: Siblings) -> None:
+    def __init__(self, router: PDRequestRouter, membership: Membership) -> None:
         self._router = router
         self._membership = membership
-        self._siblings = siblings
-        self._ended: RouterMetrics | None = None
-        """Sum of the metrics of API processes that have ended, if any."""
         self.is_ending = False
-        self._weights = WeightsDriver(membership.coordination, self.record)
+        self._weights = WeightsDriver(membership.coordination, lambda: router.in_flight)
         self.balance: Callable[[], BalanceMetrics | None] = lambda: None
         """Return what the balancer says; None if there is none."""
 
@@ -284,20 +263,17 @@ class OwnCluster:
     def ports(self) -> Mapping[str, int]:
         return self._membership.port_table()
 
-    def note_ended(self, metrics: RouterMetrics) -> None:
-        """Add the metrics of an API process that died: its counters, which must not fall, but not its gauges."""
-        self._ended = add_up([metrics] if self._ended is None else [self._ended, metrics])
-        self._ended.in_flight, self._ended.breakers = {}, {}
-
-    def own_report(self) -> WorkerReport:
-        own = report_of(self._router, 0, self.view)
-        metrics = own.metrics if self._ended is None else add_up([own.metrics, self._ended])
-        coordination = msgspec.structs.replace(self._membership.metrics(), balance=self.balance())
-        return msgspec.structs.replace(own, metrics=metrics, coordination=coordination, is_ending=self.is_ending)
-
-    async def record(self) -> RouterRecord:
-        others = await self._siblings.reports(self.view)
-        return RouterRecord((self.own_report(), *others))
+    def record(self) -> RouterRecord:
+        router = self._router
+        return RouterRecord(
+            router.in_flight,
+            router.journal.version,
+            tuple(router.running()),
+            tuple(router.journal.ended),
+            router.metrics(),
+            msgspec.structs.replace(self._membership.metrics(), balance=self.balance()),
+            self.is_ending,
+        )
 
     async def drain(self, instance: str, force: bool) -> Draining:
         return drain_instance(self._membership, instance, force)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from chitu.errors import RequestTimeout
-from chitu.http.cluster_snapshot import RouterRecord, WeightsState
+from chitu.http.cluster_snapshot import WeightsState
 from chitu.pd_coordination import PDCoordination
 from chitu.router.weights import Pause, WeightsChange
 
@@ -21,10 +21,10 @@ POLL_S = 0.02
 
 
 class WeightsDriver:
-    def __init__(self, coordination: PDCoordination, record: Callable[[], Awaitable[RouterRecord]]) -> None:
-        """`record` returns the records of all API processes, with the newest view."""
+    def __init__(self, coordination: PDCoordination, in_flight: Callable[[], int]) -> None:
+        """`in_flight` returns how many requests this router runs."""
         self._coordination = coordination
-        self._record = record
+        self._in_flight = in_flight
         self._tasks: set[asyncio.Task[None]] = set()
 
     def state(self) -> WeightsState:
@@ -57,7 +57,7 @@ class WeightsDriver:
         end_s = asyncio.get_running_loop().time() + timeout_s
         while self._coordination.view.weights != self._coordination.weights.order:
             await asyncio.sleep(POLL_S)
-        while mode == "finish" and (running := (await self._record()).in_flight):
+        while mode == "finish" and (running := self._in_flight()):
             if asyncio.get_running_loop().time() > end_s:
                 raise RequestTimeout(f"{running} requests still run after {timeout_s:g} s; new ones wait")
             await asyncio.sleep(POLL_S)
@@ -67,7 +67,7 @@ class WeightsDriver:
         weights, end_s = self._coordination.weights, asyncio.get_running_loop().time() + timeout_s
         while not change.is_over:
             if change.phase == "drain" and self._coordination.view.weights.holds:
-                if (await self._record()).in_flight == 0:
+                if self._in_flight() == 0:
                     weights.on_drained(change)
             elif asyncio.get_running_loop().time() > end_s and change.is_committed:
                 return

@@ -263,7 +263,11 @@ def _waiting(
         return _few_slots(snapshots, f"Requests whose logits are there wait for a step of D: {share}")
     if stage.name == "messages":
         says = f"Messages and the router take {share}."
-        return "router", says, "If the router's core is busy, set router.workers; else check the network to it."
+        return (
+            "router",
+            says,
+            "If the router's core is busy, add one (router.hosts); else check the network to it.",
+        )
     loads = [load for snapshot in snapshots for load in _loads(snapshot, "D", "U")]
     if any(load.pages_free + load.pages_cached <= FULL * load.pages_total for load in loads):
         return _small_pool(snapshots, f"Requests wait for pages of D: {share}")

@@ -176,7 +176,7 @@ def test_a_key_of_the_file_is_no_reason_to_refuse_an_override(tmp_path: Path) ->
     file = tmp_path / "topology.yaml"
     file.write_text(f"dp_config: {{router: {{api_keys: [{API_KEY}], pd_disaggregation: {{cluster_key: {KEY}}}}}}}")
     topology = load_topology(
-        str(file), ["dp_config.router.workers=2", "dp_config.router.pd_disaggregation.deadlines={}"]
+        str(file), ["dp_config.router.max_in_flight=2", "dp_config.router.pd_disaggregation.deadlines={}"]
     )
     assert (cluster_key_of(topology), topology.dp_config.router.api_keys) == (KEY, (API_KEY,))
 

@@ -71,8 +71,8 @@ MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), (64, 64), 4, 7000, 64
 REQUESTS = [
     PrefillRequest(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
     DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),
-    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 0, 9, 70_000),
-    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 0, 9, 40_000),
+    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 9),
+    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, -1),
     UnifiedRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
     CancelRequest(ROOM),
     CancelRequest(ROOM, 1 << 60, 3),

@@ -21,7 +21,6 @@ from chitu.net.threads import ServiceThread, Waker
 from chitu.net.view_feed import asked_topic
 from chitu.protocol import (
     PROTOCOL_VERSION,
-    STATS_TOPIC,
     VIEW_TOPIC,
     CancelRequest,
     ClusterView,
@@ -67,15 +66,10 @@ class Router:
             Role.DECODE, 0, 77, "127.0.0.1", self.loop.port, self.loop.control_port, LAYOUT, 128, os.getpid()
         )
         self.drains = 0
-        self.gone_workers: list[int] = []
         self.alarms = 0
         deadlines = DeadlineConfig(retry_interval_s=JOIN_S, lease_s=LEASE_S)
         self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, NoPeers(), self, deadlines))
         self.thread.start()
-
-    def on_worker_gone(self, incarnation: int) -> None:
-        self.gone_workers.append(incarnation)
-        self.happened.wake()
 
     def on_missing(self) -> None:
         self.alarms += 1
@@ -129,9 +123,7 @@ class Router:
         raise AssertionError("the view never arrived")
 
     def send_view(self, view: ClusterView) -> None:
-        """Send a view, and after it a message that is not for instances, which must not even receive it."""
         self.view.send_multipart([VIEW_TOPIC, encode(view)])
-        self.view.send_multipart([STATS_TOPIC, b"of the router's own processes"])
 
     def asked_topic(self) -> bytes:
         """Wait until the loop asks for a whole view, and return the topic that it asks for."""

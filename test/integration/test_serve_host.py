@@ -69,8 +69,9 @@ def test_all_addresses_are_those_of_the_api_alone(model: Path) -> None:
             assert process.signal_and_wait(signal.SIGTERM) == 0
 
 
-def test_one_address_is_that_of_several_api_processes_too(model: Path) -> None:
-    argv = serve(model, "unified_local", "--host", "127.0.0.2", "--port", "0", "dp_config.router.workers=2")
+def test_one_address_is_that_of_several_routers_too(model: Path) -> None:
+    hosts = "dp_config.router.hosts=[127.0.0.1, 127.0.0.1]"
+    argv = serve(model, "unified_local", "--host", "127.0.0.2", "--port", "0", hosts)
     with ServeProcess(argv) as process:
         url = process.wait_line(r"at (http://127\.0\.0\.2:\d+)", timeout_s=120)[1]
         assert complete(url) == 4

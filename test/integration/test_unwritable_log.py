@@ -59,12 +59,9 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Pat
         yield tmp_path, lambda router, folder: os.close(reader)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_leases_and_time_outs_end_though_the_log_cannot_be_written(
-    model: Path, broken: tuple[Path, Break], num_workers: int
-) -> None:
+def test_leases_and_time_outs_end_though_the_log_cannot_be_written(model: Path, broken: tuple[Path, Break]) -> None:
     folder, break_log = broken
-    with forked_router(folder, model, [LEASE, f"dp_config.router.workers={num_workers}"]) as router:
+    with forked_router(folder, model, [LEASE]) as router:
         worker = router.start_worker("P0,D0", "--step-s", "3600")
         break_log(router, folder)
         body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4}

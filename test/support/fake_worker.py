@@ -109,7 +109,7 @@ class _Running:
     room: bytes
     prompt: Sequence[int]
     sampling: SamplingParams
-    router_worker: int
+    router: int
     emitted: int = 0
     token_group: int = 1
     held: list[int] = field(default_factory=list)
@@ -159,7 +159,6 @@ class FakeWorker:
         self._instances = [self._make(name) for name in names]
         print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
         self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
-        self._router_workers: set[int] = set()
         self._feed = ViewReceiver(time.monotonic())
         self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
         for topic in (VIEW_TOPIC, self._feed.topic):
@@ -222,9 +221,7 @@ class FakeWorker:
             start_ticks=start_ticks(os.getpid()),
         )
         coordination = connect(self._context, zmq.DEALER, options.host, options.coordination_port)
-        stream = TokenManager(
-            self._incarnation, self._send_tokens, open_port=lambda port: _FakeTokenSocket(self._connect(port))
-        )
+        stream = TokenManager(self._incarnation, self._send_tokens)
         return _Instance(info, requests, coordination, stream)
 
     def _beat(self, now_s: float) -> None:
@@ -278,13 +275,6 @@ class FakeWorker:
         for instance in self._instances:
             info = instance.info
             instance.joined = (info.role, info.engine_rank, info.incarnation) in members
-        workers = {process.incarnation for process in view.workers}
-        for worker in self._router_workers - workers:
-            for instance in self._instances:
-                instance.stream.forget(worker)
-                for room in [room for room, r in instance.running.items() if r.router_worker == worker]:
-                    del instance.running[room]
-        self._router_workers = workers
 
     def _drain_requests(self, instance: _Instance) -> None:
         try:
@@ -301,10 +291,10 @@ class FakeWorker:
                 elif isinstance(message, (DecodeRequest, UnifiedRequest)):
                     token_ids, emitted = unpack_i32(message.token_ids), message.num_emitted
                     prompt = token_ids[: len(token_ids) - emitted]  # the rest is output of a lost D
-                    worker = message.router_worker
-                    instance.stream.expect(worker, message.reply_port, message.link)
+                    asks = message.router
+                    instance.stream.expect(asks, message.link)
                     instance.running[message.room] = _Running(
-                        *(message.room, prompt, message.sampling, worker, emitted, message.token_group)
+                        *(message.room, prompt, message.sampling, asks, emitted, message.token_group)
                     )
                 elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
                     info = instance.info
@@ -329,7 +319,7 @@ class FakeWorker:
             count = running.sampling.logprobs
             logprobs = None if count is None else fake_logprobs(token, count)
             if running.token_group == 1:
-                push(running.room, token, running.router_worker, logprobs)
+                push(running.room, token, running.router, logprobs)
             else:
                 running.held.append(token)
             num_finished = len(finished)
@@ -341,12 +331,12 @@ class FakeWorker:
                 finished.append((running, Finish(running.room, "length")))
             most, is_last = running.token_group, len(finished) > num_finished
             if most > 1 and (running.emitted == 1 or is_last or not instance.steps % most or len(running.held) >= most):
-                instance.stream.push_group(running.room, running.held, running.router_worker)
+                instance.stream.push_group(running.room, running.held, running.router)
                 running.held = []
         instance.steps += 1
         instance.tokens += len(instance.running)
         for running, finish in finished:
-            instance.stream.finish(finish, running.router_worker)
+            instance.stream.finish(finish, running.router)
             del instance.running[finish.room]
         instance.stream.flush(time.monotonic())
 

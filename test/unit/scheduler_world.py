@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
@@ -28,7 +27,7 @@ from support.executors import (
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
-from chitu.errors import BadFrame, ChituError, TransferFailed
+from chitu.errors import ChituError, TransferFailed
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.roles import DecodeRole, PrefillRole
@@ -127,9 +126,8 @@ class Instance:
         self.finishes: dict[bytes, Finish] = {}
         self.cached: dict[bytes, int] = {}
         self.failures: dict[bytes, ChituError] = {}
-        self.ports: dict[int, list[bytes]] = {}
-        """Rooms of the messages that went to the token port of each API process."""
-        self.open_ports: list[int] = []
+        self.rooms_of_second: list[bytes] = []
+        """Rooms of the tokens for the second of two routers."""
         is_cached = receiver is None or not state_slots
         self.cache = PagedKVCacheManager(num_pages, page_size, b"model" if is_cached else None)
         self.states = StateSlots(state_slots)
@@ -156,7 +154,7 @@ class Instance:
                 self.states,
                 grammars=grammars,
             ),
-            TokenManager(1, self._take, open_port=self._open_port),
+            TokenManager(1, self._take, self._take_of_second),
             self.failures.__setitem__,
             self.clock,
             self.tracer,
@@ -171,11 +169,9 @@ class Instance:
         """Return the tiers behind the prefix cache; a subclass makes some."""
         return NoTiers()
 
-    def _open_port(self, port: int) -> Port:
-        if not 0 < port < 65536:
-            raise BadFrame(f"{port} is no port")
-        self.open_ports.append(port)
-        return Port(port, self)
+    def _take_of_second(self, frame: bytes) -> bool:
+        self.rooms_of_second += token_codec.decode(frame).rooms
+        return self._take(frame)
 
     def _take(self, frame: bytes) -> bool:
         batch = token_codec.decode(frame)
@@ -219,21 +215,6 @@ class Instance:
         load = self.scheduler.load
         assert (load.waiting, load.transferring, load.running, load.retracted) == (0, 0, 0, 0)
         assert load.pages_free + load.pages_cached == load.pages_total
-
-
-@dataclass
-class Port:
-    """The token port of one API process of the router."""
-
-    number: int
-    instance: Instance
-
-    def send(self, frame: bytes) -> bool:
-        self.instance.ports.setdefault(self.number, []).extend(token_codec.decode(frame).rooms)
-        return self.instance._take(frame)
-
-    def close(self) -> None:
-        self.instance.open_ports.remove(self.number)
 
 
 class Wire:

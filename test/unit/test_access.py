@@ -11,7 +11,7 @@ from support.clock import FakeClock
 
 from chitu.config.schema import AdmissionConfig, RouterConfig
 from chitu.errors import ChituError, Forbidden, InvalidRequest, RateLimited, Unauthorized
-from chitu.http.access import SALT_BYTES, Access, process_token
+from chitu.http.access import SALT_BYTES, Access
 from chitu.net.curve import derive
 from chitu.net.fair_share import RateLimiter
 from chitu.net.http import error_headers
@@ -211,20 +211,6 @@ def test_a_key_sees_the_traces_of_its_own_requests_alone() -> None:
     assert first == guard.cache_salt(request("/v1/completions", "sk-1"))
     assert guard.trace_tenant(request("/trace/r", TOKEN)) is None
     assert access()[0].trace_tenant(request("/trace/r")) is None
-
-
-def test_without_a_cluster_key_no_holder_of_an_api_key_acts_for_the_other_processes() -> None:
-    """They report on the requests of all tenants, and abort them."""
-    config = RouterConfig(api_keys=("sk-1", "sk-2"))
-    guard, token = Access(config, None, FakeClock()), process_token(config, None)
-    for path in ("/admin/record", "/admin/abort"):
-        assert verdict(guard, request(path, "sk-1")) is Unauthorized
-        assert verdict(guard, request(path, token)) is None
-    for credential in ("sk-2", token):
-        assert verdict(guard, request("/admin/drain", credential)) is None
-    assert guard.trace_tenant(request("/admin/snapshot", "sk-1")) == guard.cache_salt(request("/", "sk-1")) != ""
-    assert process_token(RouterConfig(api_keys=("sk-1",)), None) != token
-    assert process_token(RouterConfig(), None) == "" and process_token(config, SECRETS) == TOKEN
 
 
 def allowed(guard: Access, priority: int, credential: str | None) -> bool:

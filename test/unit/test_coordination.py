@@ -20,7 +20,6 @@ from chitu.net.view_feed import KEPT_DEAD
 from chitu.pd_coordination import LINGER_S, PDCoordination
 from chitu.protocol import (
     PROTOCOL_VERSION,
-    ApiProcess,
     ClusterView,
     Drain,
     Heartbeat,
@@ -324,10 +323,8 @@ def test_the_view_keeps_the_last_deaths() -> None:
     for incarnation in range(1, count):
         world.join(info(incarnation=incarnation))
         world.core.on_death(Role.PREFILL, 0, incarnation)
-    world.core.set_workers((ApiProcess(1, 7, 8001),))
     world.pass_time(LINGER_S + 0.1)
     assert world.core.view.dead == tuple(range(count - KEPT_DEAD, count))
-    assert world.core.view.workers == (ApiProcess(1, 7, 8001),)
 
 
 def work_of(act: Callable[[], object]) -> int:

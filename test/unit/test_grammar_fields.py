@@ -259,12 +259,10 @@ def instance_with(store: Store) -> Instance:
     return Instance(16, grammars=cast(GrammarStore, store))
 
 
-def ask(instance: Instance, index: int, grammar: Grammar | None = GRAMMAR, worker: int = 0) -> None:
+def ask(instance: Instance, index: int, grammar: Grammar | None = GRAMMAR) -> None:
     sampling = SamplingParams(4, temperature=0.0, grammar=grammar, ignore_eos=True)
     prompt = pack_i32(prompt_of(index, 6))
-    instance.scheduler.submit(
-        UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, 0, 0, worker, 5000 if worker else 0)
-    )
+    instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling))
 
 
 def test_it_waits_for_its_grammar_and_others_do_not() -> None:
@@ -313,18 +311,17 @@ def test_one_that_is_cancelled_or_whose_router_is_gone_meanwhile_does_not_come()
     ways: list[Callable[[PDScheduler], None]] = [
         lambda scheduler: scheduler.submit(CancelRequest(room_of(1))),
         lambda scheduler: scheduler.cancel_all(),
-        lambda scheduler: scheduler.cancel_worker(7),
     ]
     for way in ways:
         store = Store()
         instance = instance_with(store)
-        ask(instance, 1, worker=7)
+        ask(instance, 1)
         instance.scheduler.step()
         way(instance.scheduler)
         instance.scheduler.step()
         store.finish(GRAMMAR)
         instance.run()
-        assert not instance.tokens and not instance.finishes and not instance.ports
+        assert not instance.tokens and not instance.finishes
         instance.check_empty()
 
 

@@ -118,7 +118,7 @@ def test_what_is_no_device_is_refused_with_what_is_one(device: str) -> None:
         judge(topology)
 
 
-@pytest.mark.parametrize("key", ["dp_config.router.workers", "dp_config.router.prefill_schedulers.0.tp_size"])
+@pytest.mark.parametrize("key", ["scheduler.threads", "dp_config.router.prefill_schedulers.0.tp_size"])
 def test_numbers_of_processes_have_a_bound(key: str) -> None:
     assert load_topology(None, [f"{key}=4096"])
     with pytest.raises(ConfigError, match=f"{key} must be an integer <= 4096"):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from chitu.net.view_feed import ASK_S, KEPT_LOST, ViewReceiver, ViewSender, asked_topic
 from chitu.protocol import (
     WHOLE_TOPIC,
-    ApiProcess,
     ClusterView,
     InstanceInfo,
     KVLayout,
@@ -49,7 +48,7 @@ steps = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.sampled_from(Role), st.integers(0, 3), st.integers(1, 6)),
         st.tuples(st.just("remove"), st.sampled_from(Role), st.integers(0, 3), st.just(0)),
-        st.tuples(st.sampled_from(["dead", "workers", "flush"]), st.none(), st.just(0), st.integers(1, 6)),
+        st.tuples(st.sampled_from(["dead", "flush"]), st.none(), st.just(0), st.integers(1, 6)),
         st.tuples(st.sampled_from(["publish", "lose", "whole"]), st.none(), st.just(0), st.just(0)),
     ),
     max_size=40,
@@ -71,8 +70,6 @@ def test_a_reader_always_has_a_view_of_the_router_and_asks_when_it_is_not_the_ne
             router.sender.remove(member, LostInstance(member.incarnation, "it left", False))
         elif name == "dead":
             router.sender.note_dead([number])
-        elif name == "workers":
-            router.sender.set_workers((ApiProcess(0, number, 1),))
         elif name == "flush":
             router.sender.set_cache_flush(number)
         elif name == "lose":
