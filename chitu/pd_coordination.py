@@ -71,6 +71,8 @@ class _Member:
     heard_s: float
     """Time of its last heartbeat."""
     load: LoadReport = field(default_factory=LoadReport)
+    routers: tuple[int, ...] = ()
+    """As in its last heartbeat."""
     weights: WeightsReport = field(default_factory=WeightsReport)
 
 
@@ -170,7 +172,7 @@ class PDCoordination:
             return False
         member.heard_s = self._clock.monotonic()
         member.lease_end_s = member.heard_s + self._deadlines.lease_s
-        member.load = heartbeat.load
+        member.load, member.routers = heartbeat.load, heartbeat.routers
         if heartbeat.weights != member.weights:
             member.weights = heartbeat.weights
             if heartbeat.weights.serves != member.info.weights:
@@ -233,6 +235,11 @@ class PDCoordination:
     def loads(self) -> dict[tuple[Role, int], LoadReport]:
         """Return the last report of each member."""
         return {key: member.load for key, member in self._members.items()}
+
+    @property
+    def first_router(self) -> int:
+        """Lowest index of a router that a member is joined to and hears: it does what one router does for all."""
+        return min((index for member in self._members.values() for index in member.routers), default=0)
 
     def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
         """Stop new requests to an instance; the view asks it to finish and leave. Return its connection and record, or

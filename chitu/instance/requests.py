@@ -111,7 +111,7 @@ class RequestEnds:
         """Send the tokens of a request with a `token_group` that were not sent yet."""
         tokens = sequence.emitted[sequence.num_sent :].tolist()
         sequence.num_sent = len(sequence.emitted)
-        self._tokens.push_group(sequence.room, tokens, sequence.router_worker)
+        self._tokens.push_group(sequence.room, tokens, sequence.router)
 
     def _report(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
         if sequence.token_group > 1 and sequence.emitted:

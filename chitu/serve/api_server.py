@@ -61,6 +61,7 @@ class RouterProcess:
         """`flush_log` is called with every tick, which bounds how long log lines wait. `index`: that of this router in
         `router.hosts`."""
         self._flush_log = flush_log
+        self._index = index
         routers = topology.dp_config.router
         config = router_at(routers, index)
         self._deadlines = config.pd_disaggregation.deadlines
@@ -97,11 +98,16 @@ class RouterProcess:
         self._api.start()
         # Leases and republishing the view; request timeouts.
         ticks = [self._membership.tick, self._api.tick, self._flush_log, self._progress.beat]
-        keep_ticking(*ticks, *([] if self._balancing is None else [self._balancing.tick]))
+        keep_ticking(*ticks, *([] if self._balancing is None else [self._balance]))
         await self._membership.start()
         await self._http.start()
         if self._alone is not None:
             self._alone.resume()
+
+    def _balance(self) -> None:
+        """Tick, if this is the first living router of the list: one of them changes the fleet."""
+        if self._balancing is not None and self._membership.coordination.first_router == self._index:
+            self._balancing.tick()
 
     def port_table(self) -> dict[str, int]:
         return {"port": self._http.port, "token_port": self._api.token_port, **self._membership.port_table()}

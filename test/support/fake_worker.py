@@ -83,6 +83,8 @@ class FakeOptions:
     metadata_sync_port: int
     stats_port: int
     token_port: int
+    more_routers: str = ""
+    """The same four ports of each further router on this host, as `29802,29803,29602,29702;...`."""
     step_s: float = 0.0
     """Seconds between two tokens of a request; 0: as fast as the loop turns."""
     heartbeat_interval_s: float = 0.5
@@ -119,12 +121,14 @@ class _Running:
 class _Instance:
     info: InstanceInfo
     requests: zmq.Socket[bytes]
-    coordination: zmq.Socket[bytes]
+    coordination: list[zmq.Socket[bytes]]
+    """To each router."""
     stream: TokenManager
     running: dict[bytes, _Running] = field(default_factory=dict)
     received: LinkReceivers = field(default_factory=LinkReceivers)
     reads: int = 0
-    joined: bool = False
+    joined: set[int] = field(default_factory=set)
+    """Indices of the routers that list it."""
     draining: bool = False
     steps: int = 0
     tokens: int = 0
@@ -132,6 +136,20 @@ class _Instance:
     @property
     def name(self) -> str:
         return self.info.name
+
+
+class _Router:
+    """A router as the fakes see it, which share its sockets."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, ports: Sequence[int]) -> None:
+        self.coordination_port, metadata_sync_port, stats_port, token_port = ports
+        tokens = _FakeTokenSocket(connect(context, zmq.PUSH, host, token_port)) if token_port else None
+        self.send_tokens = tokens.send if tokens is not None else (lambda frame: False)
+        self.stats = connect(context, zmq.PUSH, host, stats_port)
+        self.feed = ViewReceiver(time.monotonic())
+        self.view = connect(context, zmq.SUB, host, metadata_sync_port)
+        for topic in (VIEW_TOPIC, self.feed.topic):
+            self.view.setsockopt(zmq.SUBSCRIBE, topic)
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,27 +172,21 @@ class FakeWorker:
         self._options = options
         self._context = make_context(derive(cluster_key()))
         self._incarnation: Incarnation = new_incarnation()
-        own_port = _FakeTokenSocket(self._connect(options.token_port)) if options.token_port else None
-        self._send_tokens = own_port.send if own_port is not None else (lambda frame: False)
+        ports = [(options.coordination_port, options.metadata_sync_port, options.stats_port, options.token_port)]
+        ports += [tuple(map(int, each.split(","))) for each in options.more_routers.split(";") if each]  # type: ignore[misc]
+        self._routers = [_Router(self._context, options.host, each) for each in ports]
         self._instances = [self._make(name) for name in names]
         print(f"{STARTED} {time.monotonic()}", file=sys.stderr, flush=True)
-        self._stats = connect(self._context, zmq.PUSH, options.host, options.stats_port)
-        self._feed = ViewReceiver(time.monotonic())
-        self._view = connect(self._context, zmq.SUB, options.host, options.metadata_sync_port)
-        for topic in (VIEW_TOPIC, self._feed.topic):
-            self._view.setsockopt(zmq.SUBSCRIBE, topic)
         self._poller = zmq.Poller()
         self._by_socket: dict[object, _Instance] = {}
         for instance in self._instances:
-            for socket in (instance.requests, instance.coordination):
+            for socket in (instance.requests, *instance.coordination):
                 self._poller.register(socket, zmq.POLLIN)
                 self._by_socket[socket] = instance
-        self._poller.register(self._view, zmq.POLLIN)
+        for router in self._routers:
+            self._poller.register(router.view, zmq.POLLIN)
         self._trace = Path(options.trace) if options.trace else None
         self._stopping = False
-
-    def _connect(self, token_port: int) -> zmq.Socket[bytes]:
-        return connect(self._context, zmq.PUSH, self._options.host, token_port)
 
     def stop(self) -> None:
         self._stopping = True
@@ -205,7 +217,8 @@ class FakeWorker:
 
     def _leave(self, instance: _Instance, reason: str) -> None:
         info = instance.info
-        instance.coordination.send(encode(Leave(info.role, info.engine_rank, info.incarnation, reason)))
+        for coordination in instance.coordination:
+            coordination.send(encode(Leave(info.role, info.engine_rank, info.incarnation, reason)))
 
     def _make(self, name: str) -> _Instance:
         role, rank = ROLE_OF_LETTER[name[0].upper()], int(name[1:])
@@ -220,8 +233,8 @@ class FakeWorker:
             pid_namespace=pid_namespace(),
             start_ticks=start_ticks(os.getpid()),
         )
-        coordination = connect(self._context, zmq.DEALER, options.host, options.coordination_port)
-        stream = TokenManager(self._incarnation, self._send_tokens)
+        coordination = [connect(self._context, zmq.DEALER, options.host, r.coordination_port) for r in self._routers]
+        stream = TokenManager(self._incarnation, *(router.send_tokens for router in self._routers))
         return _Instance(info, requests, coordination, stream)
 
     def _beat(self, now_s: float) -> None:
@@ -230,8 +243,9 @@ class FakeWorker:
             self._leave(instance, "drained")
         for instance in self._instances:
             info = instance.info
-            if not instance.joined:
-                instance.coordination.send(encode(Join(self._options.protocol_version, info)), zmq.NOBLOCK)
+            for index in {*range(len(self._routers))} - instance.joined:
+                join = Join(self._options.protocol_version, info)
+                instance.coordination[index].send(encode(join), zmq.NOBLOCK)
             suspended = (0,) if self._options.suspended and info.role is Role.PREFILL else ()
             load = LoadReport(
                 running=len(instance.running), steps=instance.steps, tokens=instance.tokens, suspended=suspended
@@ -239,42 +253,48 @@ class FakeWorker:
             self._drain_requests(instance)
             instance.stream.flush(now_s)
             beat = Heartbeat(
-                *(info.role, info.engine_rank, info.incarnation, load, instance.received.acks(), instance.reads)
+                *(info.role, info.engine_rank, info.incarnation, load, instance.received.acks(), instance.reads),
+                routers=tuple(sorted(instance.joined)),
             )
-            self._stats.send(encode(beat), zmq.NOBLOCK)
+            frame = encode(beat)
+            for router in self._routers:
+                router.stats.send(frame, zmq.NOBLOCK)
 
     def _take(self, socket: object) -> None:
-        if socket is self._view:
-            self._drain_views()
-            return
+        for index, router in enumerate(self._routers):
+            if socket is router.view:
+                self._drain_views(index, router)
+                return
         instance = self._by_socket[socket]
         if socket is instance.requests:
             self._drain_requests(instance)
             return
-        reply = coordination_reply_codec.decode(instance.coordination.recv())
+        (asked,) = [each for each in instance.coordination if each is socket]
+        reply = coordination_reply_codec.decode(asked.recv())
         self._note(instance, reply)
         if isinstance(reply, JoinReply) and reply.code:
             print(f"{instance.name} refused: {reply.code}: {reply.message}", file=sys.stderr, flush=True)
         elif isinstance(reply, Drain):
             instance.draining = True
-            instance.coordination.send(encode(reply))
+            asked.send(encode(reply))
 
-    def _drain_views(self) -> None:
-        before = self._feed.view
+    def _drain_views(self, index: int, router: _Router) -> None:
+        before = router.feed.view
         try:
             while True:
-                self._feed.take(view_codec.decode(self._view.recv_multipart(zmq.NOBLOCK)[-1]))
+                router.feed.take(view_codec.decode(router.view.recv_multipart(zmq.NOBLOCK)[-1]))
         except zmq.Again:
             pass
-        if self._feed.should_ask(time.monotonic()):
-            ask_for_whole(self._view, self._feed.topic)
-        view = self._feed.view
+        if router.feed.should_ask(time.monotonic()):
+            ask_for_whole(router.view, router.feed.topic)
+        view = router.feed.view
         if view is before:
             return
         members = {(i.role, i.engine_rank, i.incarnation) for i in view.instances}
         for instance in self._instances:
             info = instance.info
-            instance.joined = (info.role, info.engine_rank, info.incarnation) in members
+            is_member = (info.role, info.engine_rank, info.incarnation) in members
+            (instance.joined.add if is_member else instance.joined.discard)(index)
 
     def _drain_requests(self, instance: _Instance) -> None:
         try:
@@ -304,7 +324,8 @@ class FakeWorker:
                         self._options.fail_prefill,
                         "told to fail",
                     )
-                    self._stats.send(encode(failed))
+                    for router in self._routers:
+                        router.stats.send(encode(failed))
         except zmq.Again:
             instance.reads += 1
 

@@ -26,7 +26,7 @@ class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         names = [f"P{k}" for k in range(len(router.prefill_schedulers))]
         names += [f"D{k}" for k in range(len(router.decode_schedulers))]
-        members = [{"name": name, "incarnation": 1, "draining": False} for name in names]
+        members = [{"name": name, "incarnation": 1, "draining": False, "home": ""} for name in names]
         body = json.dumps({"instances": members}).encode()
         self.send_response(200 if self.path == "/health" else 404)
         self.send_header("Content-Length", str(len(body)))
