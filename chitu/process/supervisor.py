@@ -358,7 +358,7 @@ class Supervisor:
     def look(self) -> None:
         """Read what the processes report, also those that are ready: an instance may have changed its role."""
         for member in self.members.values():
-            if member.child is not None:
+            if member.child is not None and self._progress_path(member.name).exists():  # else a cleaner deleted it
                 self._look_at_progress(member)
 
     def _look_at_progress(self, member: Member) -> None:
