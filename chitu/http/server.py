@@ -20,8 +20,8 @@ from chitu.http.limits import HTTPLimits, within_descriptors
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_PER_TURN = 64
-"""Connections accepted in one turn of the loop, which has other work too."""
+CONNECTIONS_PER_TURN = 16
+"""Connections accepted in one turn of the loop, which has other work too: a millisecond or two."""
 ACCEPT_PAUSE_S = 0.05
 
 

@@ -124,6 +124,10 @@ class ChatTemplate:
         environment = _environment()
         try:
             self._templates = {name: environment.from_string(text) for name, text in templates.items()}
+            for (
+                template
+            ) in self._templates.values():  # jinja's own is a chain of dicts, which each render copies slowly
+                template.globals = dict(template.globals)
         except TemplateError as error:
             raise ConfigError(f"the checkpoint's chat template does not compile: {error}") from error
         self.source = templates.get(TOOL_USE, templates.get(DEFAULT, ""))
