@@ -10,7 +10,6 @@ from chat_page import ChatPage
 from conftest import OpenPage
 from fake_fleet import URL, FakeFleet, feed, show_fleet
 from playwright.sync_api import Locator, expect
-from support.router_process import wait_until
 
 SIZES = {10: (4, 6), 60: (24, 36), 500: (200, 300)}
 WINDOWS: dict[str, dict[str, Any]] = {
@@ -47,13 +46,14 @@ def box_of(element: Locator) -> Box:
 
 
 FLIGHTS_STAY = """() => {
-    // A flight (many frames) and a change of roles end when the test says so, everything else at once.
+    // A flight (many frames), a stay and a change of roles end when the test says so, everything else at once.
     globalThis.land = [];
     globalThis.ways = {};
     Element.prototype.animate = function (frames) {
         if (this.dataset.instance) ways[this.dataset.instance] = frames.map(({ transform }) => transform);
-        const isFlight = frames.length > 2 || this.dataset.instance;
-        return { finished: isFlight ? new Promise((resolve) => land.push(resolve)) : Promise.resolve() };
+        const isStay = frames.every(({ opacity }) => opacity === 1);
+        const isHeld = frames.length > 2 || isStay || this.dataset.instance;
+        return { finished: isHeld ? new Promise((resolve) => land.push(resolve)) : Promise.resolve() };
     };
 }"""
 
@@ -90,6 +90,7 @@ def test_at_any_size_every_instance_is_seen_and_a_burst_has_one_label_and_nothin
     assert not any(overlap(box, cell) for box in cards.values() for cell in cells.values())
 
     page.page.evaluate(FLIGHTS_STAY)
+    page.page.add_style_tag(content="* { transition: none !important; }")
     label = page.page.locator("#topology .sum:not(.gone)")
     shown = "(all) => all.filter((text) => getComputedStyle(text).opacity > 0.5).map((text) => text.textContent)"
 
@@ -107,12 +108,17 @@ def test_at_any_size_every_instance_is_seen_and_a_burst_has_one_label_and_nothin
         return found
 
     move(1)
-    wait_until(lambda: [text.partition(" · ")[0] for text in labels()] == ["1.50 MiB"], 10.0, labels)
+    expect(page.page.locator('#topology .dot[data-phase="transfer"]')).to_have_count(1)
+    assert [text.partition(" · ")[0] for text in labels()] == ["1.50 MiB"]
     expect(label).to_have_count(0)
     move(4)
     words = "5 transfers" if window == "desktop" else "5 moves"
     expect(label).to_have_text(re.compile(rf"{words}( · )?7\.50 MiB"))
-    wait_until(lambda: labels() == [], 10.0, "labels lie beside their sum")
+    assert labels() == [], "labels lie beside their sum"
+    page.page.evaluate("() => land.splice(0).forEach((end) => end())")
+    expect(page.page.locator('#topology .dot[data-phase="landed"]')).to_have_count(5)
+    expect(label).to_have_text(re.compile(rf"{words}( · )?7\.50 MiB"))
+    assert labels() == []
     ground = box_of(label.locator("rect"))
     for line in label.locator("text:not(:empty)").all():
         box = box_of(line)
