@@ -7,10 +7,11 @@ interpolated.
 
 `--engine timed` (default): steps take a configured time, long ones, so that few cores carry several instances, and the
 figures are the system's. The profile of the simulation is that of the configuration, with the time of turns and
-messages measured on the spot from single requests. `--engine tiny`: chitu-tiny computes; its profile is measured on
-the spot, by the load reports of 1P1D.
+messages measured on the spot from single requests. `--engine cpu`: a random model of 34 M parameters computes, by
+default on 1P1D alone, since each instance needs a core of its own; its profile is what `chitu bench profile` measures
+on the spot.
 
-Exits with code 1 if a prediction is off by more than `--bound` (5 %; 15 % with `tiny`).
+Exits with code 1 if a prediction is off by more than `--bound` (5 %; 15 % with `cpu`).
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ import uvloop
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
 
 from benchmark.open_loop import Connections, Outcome, ask
-from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
+from chitu.config.schema import Topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
+from chitu.tools.bench.profile import describe, measure
 from chitu.tools.bench.report import DEFAULT_DIR, publish
+from chitu.tools.make_model import make_model
 from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
 from chitu.tools.size.search import Question, Slo, Split
 from chitu.tools.size.workload import Request, Workload
@@ -45,7 +48,7 @@ SHAPES = (Split(1, 1), Split(2, 1), Split(1, 2), Split(2, 2))
 PACE = EngineConfig(step_s=0.08, prompt_token_s=0.001)
 RUNNING = 4
 """Requests that decode at once on a D of the timed engine."""
-SLOS = {"timed": Slo(2.0, 0.1), "tiny": Slo(2.0, 0.1)}
+SLOS = {"timed": Slo(2.0, 0.1), "cpu": Slo(2.0, 0.1)}
 COLUMNS = ("shape", "predicted/s", "real/s", "error", "TTFT p50 s", "real TTFT", "TPOT p50 ms", "real TPOT", "runs")
 CLOSE = 1.06
 """Ratio of two rates, of which one keeps the SLO, that ends the search on a real cluster."""
@@ -149,22 +152,35 @@ def real_goodput(port: int, workload: Workload, guess: float, slo: Slo) -> tuple
     return low.rate + min(1.0, over) * (high.rate - low.rate), trials
 
 
-def cluster_of(split: Split, engine: str, folder: Path) -> LocalCluster:
+def random_model(folder: Path) -> Path:
+    return make_model(
+        folder,
+        family="qwen3",
+        hidden_size=512,
+        layers=8,
+        heads=8,
+        kv_heads=4,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=8192,
+    )
+
+
+def topology_of(split: Split, engine: str, folder: Path) -> Topology:
     of_router = "dp_config.router"
     overrides = [
-        f"model.path={make_checksum_model(folder, PACE) if engine == 'timed' else TINY_MODEL_DIR}",
+        f"model.path={make_checksum_model(folder, PACE) if engine == 'timed' else random_model(folder)}",
         "model.served_name=m",
         "model.dtype=float32",
         "log.level=WARNING",
         "cache.num_pages=4096",
+        "cache.prefix_cache=false",
         f"{of_router}.prefill_schedulers=[{', '.join(['{}'] * split.prefill)}]",
         f"{of_router}.decode_schedulers=[{', '.join(['{}'] * split.decode)}]",
-        f"scheduler.max_running_requests={RUNNING if engine == 'timed' else 64}",
+        f"scheduler.max_running_requests={RUNNING if engine == 'timed' else 16}",
         "scheduler.threads=1",
     ]
-    return LocalCluster(
-        load_topology("pd_disagg_1p1d_local", overrides), entries=ENTRIES if engine == "timed" else Entries()
-    )
+    return load_topology("pd_disagg_1p1d_local", overrides)
 
 
 def timed_profile(port: int) -> EngineProfile:
@@ -199,24 +215,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=tuple(SLOS), default="timed")
     parser.add_argument("--requests", type=int, default=80, help="of each run")
     parser.add_argument("--seed", type=int, default=5)
-    parser.add_argument("--shapes", nargs="+", default=[split.name for split in SHAPES])
+    parser.add_argument("--shapes", nargs="+", help="default: 1P1D, 2P1D, 1P2D and 2P2D; with cpu 1P1D")
     parser.add_argument("--bound", type=float, help="largest error; default: 0.05, with tiny 0.15")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     bound = args.bound or (0.05 if args.engine == "timed" else 0.15)
     workload, slo = make_workload(args.requests, args.seed), SLOS[args.engine]
+    shapes = args.shapes or [split.name for split in (SHAPES if args.engine == "timed" else SHAPES[:1])]
     begin_s, rows, worst = time.monotonic(), [], 0.0
-    for split in [split for split in SHAPES if split.name in args.shapes]:
+    for split in [split for split in SHAPES if split.name in shapes]:
         print(split.name, flush=True)
-        with tempfile.TemporaryDirectory() as folder, cluster_of(split, args.engine, Path(folder) / "m") as cluster:
-            cluster.wait_ready()
-            port = cluster.ports["port"]
-            run_real(port, Workload(workload.requests[:4], "warm"), 2.0, slo)
-            profile = timed_profile(port)
-            question = Question(workload, slo, {1: profile})
-            best = question.max_rate(split)
-            print(f"  predicted {best.rate:.2f}/s", flush=True)
-            goodput, trials = real_goodput(port, workload, best.rate, slo)
+        with tempfile.TemporaryDirectory() as folder:
+            topology = topology_of(split, args.engine, Path(folder) / "m")
+            with LocalCluster(topology, entries=ENTRIES if args.engine == "timed" else Entries()) as cluster:
+                cluster.wait_ready()
+                port = cluster.ports["port"]
+                run_real(port, Workload(workload.requests[:4], "warm"), 2.0, slo)
+                profile = timed_profile(port) if args.engine == "timed" else measure(cluster.url, topology)
+                print(f"  {describe(profile)}", flush=True)
+                question = Question(workload, slo, {1: profile})
+                best = question.max_rate(split)
+                print(f"  predicted {best.rate:.2f}/s", flush=True)
+                goodput, trials = real_goodput(port, workload, best.rate, slo)
         near = min(trials, key=lambda trial: abs(trial.rate - best.rate))
         at_near = question.trial(split, near.rate, is_whole=True).quantiles()
         error = best.rate / goodput - 1

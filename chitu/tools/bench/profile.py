@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", help="checkpoint folder, overrides model.path")
     parser.add_argument("--url", help="a running cluster, in place of starting one")
     parser.add_argument("--name", default="", help="name of model and device in the file")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     if arguments.url is not None:
         if arguments.topology or arguments.model:
             raise ConfigError("--url takes the model and the topology of the running cluster")
