@@ -336,7 +336,7 @@ class CommLoop:
         while not self._stopping or self._to_peers or self._to_stats:
             if self._next is not None:
                 (instance, transfer), self._next = self._next, None
-                self._start_again(transfer)
+                self._start_again()
             now_s = self._clock.monotonic()
             for router in self.routers:
                 if now_s >= router.next_join_s and not self._stopping:
@@ -358,16 +358,13 @@ class CommLoop:
             self._flush()
         self._close()
 
-    def _start_again(self, transfer: TransferSide) -> None:
-        """Forget what the routers know of the former incarnation, and tell the new side what is known of peers."""
+    def _start_again(self) -> None:
+        """Forget what the routers know of the former incarnation. The new side learns of its peers by the view that
+        lists it, in which its former self is no peer of it."""
         self._is_draining, self._becomes, self._first_view = False, "", (0, 0)
         for router in self.routers:
             router.joined = router.knows_drain = False
             router.first_view, router.known_at_birth = (0, 0), 0
-            if router.num_views:
-                transfer.on_view(router.feed.view, router.index)
-            if router.is_silent:
-                transfer.on_silence(router.index)
         self._tell()
         self._has_changed.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -133,6 +134,15 @@ def deafen(world: Cluster, a: int, b: int) -> None:
     process.is_deaf = not process.is_deaf
 
 
+def change(world: Cluster, a: int, b: int) -> None:
+    """Ask a process to change its role, as the router does: not the last one of its role, and not to a place of
+    another one. Staged transfers allow no change."""
+    process = _one_of(world, a)
+    others = [other for other in world.of(process.role) if other is not process and other.becomes is None]
+    if process.becomes is None and others and world.writes.way == "direct":
+        world.change_role(process)
+
+
 def _one_of(world: Cluster, a: int) -> Process:
     return world.processes[a % len(world.processes)]
 
@@ -155,6 +165,7 @@ OPS: dict[str, Callable[[Cluster, int, int], None]] = {
     "freeze": freeze,
     "slow": slow,
     "deafen": deafen,
+    "change": change,
 }
 
 
@@ -184,6 +195,8 @@ class Cluster(ABC):
         self.fabric.on_write, self.fabric.on_land = self.watch.on_write, self.watch.on_land
         self.writes = writes or Writes()
         self.num_prefill = num_prefill
+        self.num_changes = 0
+        """Changes of role that are done."""
         self.num_flips = 0
         """Number of bits flipped in transfers."""
         self.interruptions: deque[int] = deque()
@@ -281,7 +294,17 @@ class Cluster(ABC):
         self._dead_pids.add(process.pid)
         self.fabric.kill(process.session)
         self.processes.remove(process)
-        self.missing.append((process.role, process.rank))
+        self.missing.append(process.home)
+
+    def change_role(self, process: Process) -> None:
+        """Ask a process to take the other role: at home, or with the lowest rank that belongs to no process."""
+        role = Role.DECODE if process.role is Role.PREFILL else Role.PREFILL
+        taken = {*self.missing, *((p.role, p.rank) for p in self.processes), *(p.becomes for p in self.processes)}
+        taken |= {p.home for p in self.processes if p is not process}
+        ranks = (rank for rank in itertools.count() if (role, rank) not in taken)
+        process.becomes = process.home if process.home[0] is role else (role, next(ranks))
+        process.asked_s = process.idle_since_s = self.clock.monotonic()
+        self.publish()
 
     def start(self, index: int) -> Process:
         role, rank = self.missing.pop(index)
@@ -421,6 +444,8 @@ class Cluster(ABC):
     def leftovers(self) -> list[str]:
         left = self.open_requests()
         for process in self.processes:
+            if process.becomes is not None:
+                left.append(f"{process.session} has not become {process.becomes}")
             if not process.scheduler.is_idle:
                 left.append(f"{process.session} has {[s.state.name for s in process.sequences().values()]}")
             if len(process.table):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -28,10 +28,10 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.errors import ChituError
+from chitu.errors import ChituError, RoleChanged
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.roles import DecodeRole, PrefillRole
-from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
+from chitu.instance.sequences import AT_PEER_STATES, Inbox, Sequence, SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.state_row import StateSlots
@@ -48,7 +48,7 @@ from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
-from chitu.types import Role, instance_name
+from chitu.types import Role, instance_name, place_text
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -179,9 +179,17 @@ def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[in
 INFO = ExecutorInfo(num_slots=5, max_model_len=64, vocab_size=1000, num_layers=NUM_LAYERS, eos_token_ids=(2,))
 SCHEDULING = SchedulerConfig(max_running_requests=5, max_batched_tokens=12, chunk_size=5, reserved_decode_tokens=1)
 DEADLINES = DeadlineConfig(
-    bootstrap_s=1.0, queue_s=1.0, transfer_s=3.0, retry_interval_s=0.2, lease_s=1.5, router_s=4.0
+    bootstrap_s=1.0,
+    queue_s=1.0,
+    transfer_s=3.0,
+    retry_interval_s=0.2,
+    lease_s=1.5,
+    router_s=4.0,
+    role_change_s=0.5,
 )
 REQUEST_TIMEOUT_S = 12.0
+QUIET_S = 0.03
+"""Time without work after which a process that changes its role begins its next life."""
 NAMESPACE = pid_namespace()
 SUCCEEDED = {SenderState.SUCCEEDED, ReceiverState.SUCCEEDED}
 FAILED = {SenderState.STOPPING, SenderState.UNFENCED, SenderState.FENCING, SenderState.RELEASED}
@@ -199,6 +207,7 @@ class Surroundings(Protocol):
     watch: WriteWatch
     num_prefill: int
     router_incarnation: int
+    num_changes: int
     writing: bytes
     """Room of the write that runs now."""
 
@@ -308,6 +317,11 @@ class Process:
     def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
         self.world, self.role, self.rank = world, role, rank
         self.incarnation = self.pid = world.next_incarnation()
+        self.home = role, rank
+        self.former: tuple[int, ...] = ()
+        self.becomes: tuple[Role, int] | None = None
+        """Role and rank that the router has asked it to take."""
+        self.asked_s = self.idle_since_s = 0.0
         self.start_ticks = world.num_started
         self.first_view = (0, 0)
         """First view in which it saw itself: router, version."""
@@ -323,49 +337,90 @@ class Process:
         self._is_writing = False
         self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, None if has_state else b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
-        self.kv = self._kv_manager()
-        self.transfer = self.kv.side
-        self.table = self.transfer.machine.table
-        self.events = EventLog()
-        self._tap()
-        self.tokens = TokenManager(
-            self.incarnation,
-            world.take_tokens,
-            repeat_s=DEADLINES.heartbeat_interval_s,
-            patience_s=DEADLINES.lease_s,
-        )
+        self.transport = self._transport()
+        self._open_transfer()
         self.scheduler = self.make_scheduler(self.executor)
         self.is_frozen = self.is_slow = self.is_deaf = False
         """Whether all threads are stopped; the step thread alone; no views arrive."""
         self.beat_s = self.heard_s = world.clock.monotonic()
         self.router = 0
         self._is_router_silent = False
+
+    def _open_transfer(self) -> None:
+        """Make what one incarnation has for itself: its side of the transfer, and its tokens."""
+        self.kv = self._kv_manager()
+        self.transfer = self.kv.side
+        self.table = self.transfer.machine.table
+        self.events = EventLog()
         self._ends: dict[bytes, bool] = {}
         """Whether the room succeeded, by room."""
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
+        self._tap()
+        self.tokens = TokenManager(
+            self.incarnation,
+            self.world.take_tokens,
+            repeat_s=DEADLINES.heartbeat_interval_s,
+            patience_s=DEADLINES.lease_s,
+        )
 
     def make_scheduler(self, executor: Executor, overlap: bool = False) -> PDScheduler:
-        core = InstanceCore(
+        self.core = InstanceCore(
             SchedulerSettings(SCHEDULING, DEADLINES, self.name, REQUEST_TIMEOUT_S, overlap),
             LoadedEngine(executor, self.cache, self.memory.aux, states=self.states),
             self.tokens,
             lambda room, error: self.world.take_failure(self, room, error),
             self.world.clock,
         )
-        if self.role is Role.PREFILL:
-            return PDScheduler(core, PrefillRole(core, self.kv.side))
-        return PDScheduler(core, DecodeRole(core, self.kv.side))
+        return self._compose()
 
-    def _kv_manager(self) -> KVManager:
+    def _compose(self) -> PDScheduler:
+        core, is_prefill = self.core, self.role is Role.PREFILL
+        return PDScheduler(core, (PrefillRole if is_prefill else DecodeRole)(core, self.kv.side))  # type: ignore[operator]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of this incarnation is left, here or at a peer."""
+        return self.scheduler.is_idle
+
+    def _look_at_change(self) -> None:
+        """Finish or give back the requests, then go on as `becomes`, as `PDSchedulerService` does."""
+        now_s = self.world.clock.monotonic()
+        if not self.is_over:
+            self.idle_since_s = now_s
+        if now_s - self.asked_s >= DEADLINES.role_change_s and not self.scheduler.is_done:
+            self.scheduler.give_back(RoleChanged("it changes its role"))
+        if now_s - self.idle_since_s >= QUIET_S:
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        """Begin the next life in this process: over the same engine, pool, cache, transport and port."""
+        assert self.becomes is not None
+        old = self.kv
+        self.scheduler.close()
+        self.former = (*self.former, self.incarnation)
+        (self.role, self.rank), self.becomes = self.becomes, None
+        self.incarnation, self.name = self.world.next_incarnation(), instance_name(self.role, self.rank)
+        self.first_view = (0, 0)
+        self._open_transfer()
+        self.core.tokens, self.core.inbox = self.tokens, Inbox()
+        self.core.settings = replace(self.core.settings, name=self.name)
+        self.scheduler = self._compose()
+        old.retire()
+        self.world.num_changes += 1
+
+    def _transport(self) -> Transport:
         world, writes, memory = self.world, self.world.writes, self.memory
         fake = FakeTransport(world.fabric, self.session)
         fake.gathers = writes.gathers
-        self.transport: Transport = fake
-        if writes.way != "direct":
-            copier = WatchedCopier(lambda copies: world.watch.on_copy(self, copies))
-            of = fake, memory, writes.way, copier, self.role, self.rank, world.num_prefill
-            self.transport = staged(*of, world.wait_turn)
+        if writes.way == "direct":
+            return fake
+        copier = WatchedCopier(lambda copies: world.watch.on_copy(self, copies))
+        of = fake, memory, writes.way, copier, self.role, self.rank, world.num_prefill
+        return staged(*of, world.wait_turn)
+
+    def _kv_manager(self) -> KVManager:
+        world, writes, memory = self.world, self.world.writes, self.memory
         config = KVManagerConfig(
             *(self.rank, self.incarnation, "h", self.port, memory.layout, DEADLINES),
             max_batch_bytes=writes.max_batch_bytes,
@@ -417,6 +472,10 @@ class Process:
             num_slots=min(INFO.num_slots, self.states.num_slots - 1) if self.states.num_slots else INFO.num_slots,
             num_pages=NUM_PAGES,
             first_view=self.first_view if self.first_view[0] != self.world.router_incarnation else (0, 0),
+            draining=self.becomes is not None,
+            becomes=place_text(*self.becomes) if self.becomes is not None else "",
+            former=self.former,
+            home=place_text(*self.home) if self.home != (self.role, self.rank) else "",
         )
 
     # ----------------------------------------------------------------------------------------------------- its threads
@@ -425,7 +484,10 @@ class Process:
         self.scheduler.submit(message)
 
     def step(self) -> bool:
-        return self.scheduler.step()
+        worked = self.scheduler.step()
+        if self.becomes is not None:
+            self._look_at_change()
+        return worked
 
     def write(self) -> bool:
         """Run the threads that write, scatter and verify. Each does one thing at a time and is not interrupted by

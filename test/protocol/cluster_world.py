@@ -115,8 +115,9 @@ class ClusterWorld(Cluster):
     ) -> CheckedRequest | None:
         """Send a request; return None if the router has no P or no D. `lost`: 1 or 2 to lose P's or D's half on the
         way. `prompt`: by default one of `num_tokens`."""
-        prefills = [p for p in self.of(Role.PREFILL) if p.incarnation in self._members]
-        decodes = [p for p in self.of(Role.DECODE) if p.incarnation in self._members]
+        takes = [p for p in self.processes if p.incarnation in self._members and p.becomes is None]
+        prefills = [p for p in takes if p.role is Role.PREFILL]
+        decodes = [p for p in takes if p.role is Role.DECODE]
         if not prefills or not decodes:
             return None
         prefill, decode = prefills[pair % len(prefills)], decodes[pair // 2 % len(decodes)]
@@ -383,7 +384,7 @@ class RoutedWorld(Cluster):
         now_s = self.clock.monotonic()
         joined = [p for p in self.processes if p.router == self.router_incarnation]
         present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}
-        if present.keys() != self.known.keys():
+        if present != self.known:
             lost = [info for incarnation, info in self.known.items() if incarnation not in present]
             new = [info for incarnation, info in present.items() if incarnation not in self.known]
             self.known = present

@@ -24,6 +24,7 @@ from chitu.types import Role
 
 CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "280"))
 KINDS = (
+    *["change"] * 2,
     *["ask"] * 6,
     *["run"] * 8,
     *["pass"] * 2,
