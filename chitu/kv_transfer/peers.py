@@ -124,8 +124,8 @@ class _RouterView:
         }
         for instance in view.instances if moved else ():
             gone = moved.get(place_text(instance.role, instance.engine_rank))
-            if gone is not None:  # its process was started again
-                gone.is_replaced |= self._is_next_life(instance, gone)
+            if gone is not None and self._is_next_life(instance, gone):  # its process was started again
+                gone.is_displaced = gone.is_replaced = True
         self._dead = frozenset(view.dead).union(*[each.former for each in view.instances if each.former])
         for incarnation in self._dead & self._peers.keys():
             self._peers[incarnation].is_called_dead = True

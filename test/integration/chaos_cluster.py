@@ -2,9 +2,9 @@
 all checked.
 
 Used by the chaos and drain tests, from one thread. A *blow* hits one process: SIGKILL, SIGSTOP, a cut (all its
-connections break and stay away for a while) or a blink (connections lose what is in flight and are re-established at
-once); `mend` undoes it. Holds (files that P's engine and transport look for) keep requests in the phase in which the
-blow shall hit them; the router reports which phase that is (`GET /cluster`).
+connections break and stay away for a while), a blink (connections lose what is in flight and are re-established at
+once), a change of its role, or a drain; `mend` undoes it. Holds (files that P's engine and transport look for) keep
+requests in the phase in which the blow shall hit them; the router reports which phase that is (`GET /cluster`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from chitu.launch.router_client import RouterClient
 from chitu.net.curve import derive
 from chitu.protocol import LoadReport, SamplingParams
 from chitu.protocol.snapshot import ClusterSnapshot
+from chitu.types import Role
 
-Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink"]
+Blow = Literal["SIGKILL", "SIGSTOP", "cut", "blink", "change", "drain"]
 VOCAB_SIZE = 1280
 """Size of the embedded model's vocabulary."""
 PATIENCE_S = 40.0
@@ -63,6 +64,7 @@ SETTINGS = [
     f"{DEADLINES}.heartbeat_interval_s=0.2",
     f"{DEADLINES}.lease_s=3.5",
     f"{DEADLINES}.retry_interval_s=0.2",
+    f"{DEADLINES}.role_change_s=0.6",
 ]
 """Short deadlines, so that a blow can outlast all of them and an instance that was hit gets requests again soon. The
 lease is longer than a busy machine keeps a process from its cores. Clients that are rejected because of the queue
@@ -157,8 +159,14 @@ class ChaosCluster:
 
     # ------------------------------------------------------------------------------------------------- what is seen
 
+    @property
+    def client(self) -> RouterClient:
+        secrets = derive(cluster_key_of(self.processes.topology))
+        assert secrets is not None
+        return RouterClient(self.processes.url, secrets.token)
+
     def snapshot(self) -> ClusterSnapshot:
-        return RouterClient(self.processes.url).cluster()
+        return self.client.cluster()
 
     def loads(self) -> dict[str, LoadReport]:
         """Return the last load report of each instance that is up."""
@@ -196,11 +204,16 @@ class ChaosCluster:
             self.wires.cut(name)
         elif blow == "blink":
             self.wires.freeze(name)
+        elif blow == "change":
+            self.change_role(name, Role.DECODE if name.startswith("P") else Role.PREFILL)
+        elif blow == "drain":
+            self.client.drain(name, force=False)
         else:
             self.processes.kill(name, signal.Signals[blow])
 
     def mend(self, blow: Blow, name: str) -> None:
-        """Undo a blow after its time: a killed process is started again at once."""
+        """Undo a blow after its time: a killed or drained process is started again at once, and one that changed its
+        role, as it may have before it was killed, changes it back."""
         pause = threading.Event()
         if blow == "cut":
             pause.wait(CUT_S)
@@ -212,9 +225,23 @@ class ChaosCluster:
         elif blow == "SIGSTOP":
             pause.wait(STOP_S)
             self.processes.kill(name, signal.SIGCONT)
+        elif blow == "change":
+            wait_until(lambda: self.serves(name), 20, lambda: f"{name} does not serve: {self.not_whole()}")
+            now = next(i for i in self.snapshot().instances if name in (i.name, i.home))
+            if now.home:
+                self.change_role(now.name, Role.PREFILL if name.startswith("P") else Role.DECODE)
+                wait_until(lambda: self.serves(name, at_home=True), 20, lambda: f"{name} is not back")
         else:
-            self.processes.wait_exit(name)
+            self.processes.wait_exit(name, 20.0)
             self.processes.restart(name)
+
+    def change_role(self, name: str, role: Role) -> None:
+        self.client.change_role(name, role, force=False)
+
+    def serves(self, name: str, at_home: bool = False) -> bool:
+        """Return whether a process serves, as what it was started, or as what it has become."""
+        found = [i for i in self.snapshot().instances if name == i.name or (name == i.home and not at_home)]
+        return any(i.status == "up" for i in found)
 
     def wait_recovered(self, timeout_s: float) -> float:
         """Return the seconds until every process is up and four concurrent requests were right.

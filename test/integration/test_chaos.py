@@ -173,12 +173,17 @@ def is_reached(cluster: ChaosCluster, phase: Phase, target: str) -> bool:
 
 IN_CI = {(blow, TARGETS[(i + j) % 3], phase) for i, blow in enumerate(BLOWS) for j, phase in enumerate(PHASES)}
 """Cells with each blow in each phase, each blow to each target, and each target in each phase."""
+CHANGES_IN_CI = {("change", "P0", "transferring"), ("change", "D0", "decoding")}
 CELLS = [
     *(
         cell if cell in IN_CI else pytest.param(*cell, marks=pytest.mark.by_hand)
         for cell in itertools.product(BLOWS, TARGETS, PHASES)
     ),
     *(("blink", target, "decoding") for target in ("D0", "router")),  # a blink can lose only tokens
+    *(
+        cell if cell in CHANGES_IN_CI else pytest.param(*cell, marks=pytest.mark.by_hand)
+        for cell in itertools.product(("change", "drain"), ("P0", "D0"), PHASES)
+    ),
 ]
 
 
@@ -186,6 +191,43 @@ CELLS = [
 def test_every_request_survives_or_fails_with_a_word(arena: Arena, blow: Blow, target: str, phase: Phase) -> None:
     row = row_of(arena, blow, target, phase)
     assert row.cached > 0 or target == "router", "the blow was to meet pages that requests share"
+
+
+STORMS: tuple[tuple[tuple[Blow, str], ...], ...] = (
+    (("change", "P0"), ("SIGKILL", "D1")),
+    (("change", "D0"), ("drain", "P1")),
+    (("change", "P1"), ("SIGKILL", "P1")),
+    (("change", "D1"), ("change", "P0")),
+    (("change", "D1"), ("SIGSTOP", "P0")),
+    (("change", "P0"), ("cut", "D0")),
+    (("change", "D0"), ("SIGKILL", "router")),
+)
+"""Blows at once, of which none leaves the cluster without a pair."""
+
+
+@pytest.mark.parametrize("storm", STORMS, ids=lambda storm: "-".join(f"{blow}-{name}" for blow, name in storm))
+def test_a_change_of_role_amid_other_blows_costs_no_request(arena: Arena, storm: tuple[tuple[Blow, str], ...]) -> None:
+    cluster = arena.enter()
+    load = cluster.load
+    load.resume()
+    sent = load.send(victims("decoding", str(storm)))
+    try:
+        for blow, name in storm:
+            cluster.strike(blow, name)
+        for blow, name in reversed(storm):
+            cluster.mend(blow, name)
+        cluster.wait_recovered(RECOVERY_S)
+        for future in sent:
+            future.result(PATIENCE_S + 10)
+        load.pause(PATIENCE_S + 10)
+        wait_until(lambda: not cluster.not_whole(), 10, lambda: "; ".join(cluster.not_whole()))
+    except BaseException:
+        arena.leave()
+        raise
+    answers = load.take_answers()
+    allowed = set().union(*(ALLOWED.get(blow, set()) for blow in storm)) | {RIGHT}
+    assert set(count_outcomes(answers)) <= allowed, [f"{a.outcome}: {a.detail}" for a in answers if a.outcome != RIGHT]
+    assert cluster.pages_not_free() == 0
 
 
 STATE_IN_CI = {

@@ -187,6 +187,8 @@ MAX_LIVE_REQUESTS = 12
 
 class Cluster(ABC):
     process_type = Process
+    returns_home = True
+    """Whether processes that changed their role change it back when all faults end."""
 
     def __init__(self, num_prefill: int = 2, num_decode: int = 2, writes: Writes | None = None) -> None:
         self.clock = FakeClock(100.0)
@@ -434,6 +436,9 @@ class Cluster(ABC):
         while self.leftovers():
             assert self.clock.monotonic() - start_s < limit_s, f"not quiet after {limit_s} s: {self.leftovers()}"
             self.fabric.release_late_writes()
+            for process in self.processes:  # those that were started again are home: there might be no P, or no D
+                if self.returns_home and process.becomes is None and not process.is_home:
+                    self.change_role(process)
             if not self.turns(3):
                 self.advance(0.2)
             self._hear()  # otherwise a heartbeat would always be in flight
@@ -444,7 +449,7 @@ class Cluster(ABC):
     def leftovers(self) -> list[str]:
         left = self.open_requests()
         for process in self.processes:
-            if process.becomes is not None:
+            if process.becomes is not None or (self.returns_home and not process.is_home):
                 left.append(f"{process.session} has not become {process.becomes}")
             if not process.scheduler.is_idle:
                 left.append(f"{process.session} has {[s.state.name for s in process.sequences().values()]}")

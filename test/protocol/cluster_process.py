@@ -379,6 +379,10 @@ class Process:
         return PDScheduler(core, (PrefillRole if is_prefill else DecodeRole)(core, self.kv.side))  # type: ignore[operator]
 
     @property
+    def is_home(self) -> bool:
+        return self.home == (self.role, self.rank)
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing of this incarnation is left, here or at a peer."""
         return self.scheduler.is_idle
@@ -475,7 +479,7 @@ class Process:
             draining=self.becomes is not None,
             becomes=place_text(*self.becomes) if self.becomes is not None else "",
             former=self.former,
-            home=place_text(*self.home) if self.home != (self.role, self.rank) else "",
+            home="" if self.is_home else place_text(*self.home),
         )
 
     # ----------------------------------------------------------------------------------------------------- its threads

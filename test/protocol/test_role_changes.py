@@ -13,6 +13,11 @@ from support.fake_transport import Fault, FaultKind
 from chitu.kv_transfer.receiver import ReceiverState
 from chitu.types import Role
 
+
+class World(RoutedWorld):
+    returns_home = False
+
+
 LOAD = [(9, 12), (20, 3), (14, 20), (3, 1), (22, 9), (17, 28)]
 """Tokens of prompts and answers."""
 
@@ -28,7 +33,7 @@ def loaded(world: RoutedWorld, turn: int) -> None:
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE], ids=str)
 def test_a_change_of_role_at_any_turn_costs_no_token_and_no_page(role: Role) -> None:
     for turn in range(1, 40, 3):
-        world = RoutedWorld()
+        world = World()
         loaded(world, turn)
         process = world.of(role)[turn % 2]
         world.change_role(process)
@@ -51,7 +56,7 @@ class Hasty(Process):
         return self.scheduler.is_done
 
 
-class HastyWorld(RoutedWorld):
+class HastyWorld(World):
     process_type = Hasty
 
 
@@ -80,7 +85,7 @@ def test_one_that_joins_before_the_last_write_to_its_pages_has_ended_is_found() 
 
 
 def test_one_to_whose_pages_a_write_may_land_waits_for_it() -> None:
-    world = RoutedWorld()
+    world = World()
     d = late_write(world)
     world.turns(50)
     assert d.role is Role.DECODE and d.becomes is not None and d.cache.allocator.num_quarantined
