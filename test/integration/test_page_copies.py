@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 
 import msgspec
@@ -12,7 +13,7 @@ from pin_twin import SecondMappings
 
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.kv_cache.pool import KVPool
-from chitu.kv_cache.tiers.page_copies import Int64s, PoolPageCopies, host_memory, page_content_bytes
+from chitu.kv_cache.tiers.page_copies import Int64s, PoolPageCopies, host_memory, page_content_bytes, pinned_copies
 from chitu.protocol import FP8_E4M3, CacheGroup, KVLayout
 
 pytest.importorskip("triton", reason="triton is in the dev extra")
@@ -71,6 +72,21 @@ def check_copies(layout: KVLayout, tp_rank: int, is_copied: bool) -> None:
             assert torch.equal(region[target].view(torch.uint8), old[3].view(torch.uint8))
             assert torch.equal(region[target + 1 :].view(torch.uint8), old[target + 1 :].view(torch.uint8))
     assert pieces == [len(pool.regions)] * (1 + is_copied)
+
+
+def test_memory_is_unpinned_before_it_is_freed() -> None:
+    """Else the driver refuses to pin what is mapped at its addresses next."""
+    pool, driver = KVPool(LAYOUTS["keys and values"], 2, 0), SecondMappings()
+    memory = host_memory(page_content_bytes(pool.layout))
+    is_freed = weakref.ref(memory.obj)
+    copies = pinned_copies(pool, driver, BlockCopier("cpu").copy, memory)
+    copies.extract_from_kvpool(1, memory)
+    del memory
+    assert is_freed() is not None
+    assert driver.num_pinned == 1
+    del copies
+    assert is_freed() is None
+    assert driver.num_pinned == 0
 
 
 def own_parts(pool: KVPool, tp_rank: int) -> Iterator[tuple[int, bytes]]:

@@ -11,8 +11,10 @@ place, on a stream of the calling thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -52,6 +54,13 @@ class PageCopies(Protocol):
     def restore_to_kvpool(self, page: int, content: memoryview) -> None:
         """Copy `content` to the page, which has no other user. Steps launched after this returns read it."""
         ...
+
+
+class Pins(Protocol):
+    """What pins host memory for a device: see `PinDriver`."""
+
+    def pin(self, address: int, nbytes: int) -> int: ...
+    def unpin(self, address: int) -> None: ...
 
 
 def move(source_N: Int64s, target_N: Int64s, length_N: Int64s) -> None:
@@ -114,14 +123,30 @@ def page_copies_of(pool: PagedRegions, device: str, memory: memoryview, tp_rank:
     from chitu.ops.cuda_driver import CudaDriver
     from chitu.ops.kernels.blocks import BlockCopier
 
-    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
-    try:
-        pinned = CudaDriver(int(index or 0)).pin(address, memory.nbytes)
-    except TransferFailed as error:
-        raise ConfigError(f"cache.host_bytes: {error.message}") from error
     copier = BlockCopier(device)
     copier.warm_up()
-    return PoolPageCopies(pool, tp_rank, copier.copy, pinned - address)
+    return pinned_copies(pool, CudaDriver(int(index or 0)), copier.copy, memory, tp_rank)
+
+
+def pinned_copies(
+    pool: PagedRegions, driver: Pins, copy_pieces: CopyPieces, memory: memoryview, tp_rank: int = MAIN_RANK
+) -> PageCopies:
+    """Pin `memory` as long as the copies exist, which keep it alive: a driver that still takes freed memory for pinned
+    refuses whatever is mapped at its addresses next. Raise ConfigError if it cannot be pinned."""
+    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    try:
+        pinned = driver.pin(address, memory.nbytes)
+    except TransferFailed as error:
+        raise ConfigError(f"cache.host_bytes: {error.message}") from error
+    copies = PoolPageCopies(pool, tp_rank, copy_pieces, pinned - address)
+    weakref.finalize(copies, _unpin, driver, address, memory).atexit = False  # the end of a process unpins by itself
+    return copies
+
+
+def _unpin(driver: Pins, address: int, memory: memoryview) -> None:
+    with contextlib.suppress(TransferFailed):  # a device that failed unpins nothing
+        driver.unpin(address)
+    del memory  # kept until here
 
 
 def host_memory(nbytes: int, file: int = -1) -> memoryview:
