@@ -137,12 +137,15 @@ def variants(has_float32: bool) -> list[Variant]:
     row = {"x_ptr": HALF, "weight_ptr": HALF, "out_ptr": HALF, "bias_ptr": HALF, "norm_ptr": HALF, "eps": FLOAT}
     found.append(variant(rows._rms_norm, row, {"WIDTH": WIDTH, "WIDTH_PAD": WIDTH}, num_warps=4))
     found.append(variant(rows._silu_mul, row, {"BLOCK": rows.SILU_BLOCK}, num_warps=4))
-    for count, is_gated, kind in itertools.product((1, 16, small_linear.MAX_ROWS), (False, True), kinds):
+    products = ((WIDTH, False, False), (4 * WIDTH, True, False), (INNER, True, True), (VOCABULARY, True, False))
+    for count, product, kind in itertools.product((1, 16, 32, small_linear.MAX_ROWS), products, kinds):
+        num_out, has_norm, is_gated = product
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
-        tiles_of = small_linear.tiles_for(count, INNER, kind == WIDE)
+        tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, has_norm=has_norm, is_gated=is_gated)
         constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
-        constants |= {"HAS_NORM": is_gated, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not is_gated}
-        found.append(variant(small_linear._small_linear, here, constants, num_warps=tiles_of.warps))
+        constants |= {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
+        stages = small_linear.STAGES
+        found.append(variant(small_linear._small_linear, here, constants, num_warps=tiles_of.warps, num_stages=stages))
     latent = tensors | {"kv_ptr": HALF, "norm_ptr": HALF, "pages_ptr": HALF, "cos_ptr": WIDE, "sin_ptr": WIDE}
     latent |= {"absorbed_ptr": HALF, "eps": FLOAT}
     sizes = {"LATENT": 512, "LATENT_PAD": 512, "HALF": 32, "HALF_PAD": 32}

@@ -5,6 +5,7 @@ The interpreter cannot show that every kernel compiles for the GPU; a separate p
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ pytest.importorskip("triton", reason="triton is in the dev extra")
 
 from chitu.ops.kernels.attention import FLOAT32_TILE, decode_attention, num_splits_for, prefill_attention
 from chitu.ops.kernels.blocks import BlockCopier, cut, word_bytes_of
-from chitu.ops.kernels.small_linear import MAX_ROWS
+from chitu.ops.kernels.small_linear import HOPPER_BYTES, MAX_ROWS, SMALLEST_BYTES, STAGES, tiles_for
 from chitu.ops.triton_ops import TritonOps
 
 REFERENCE = ReferenceOps()
@@ -234,3 +235,14 @@ def test_every_kernel_compiles_for_the_gpu():
     assert not [kernel for kernel in kernels if kernel["stack_bytes"]], "registers are spilled"
     (wide,) = [kernel for kernel in kernels if kernel["constants"].get("WORD_BYTES") == 8]
     assert wide["instructions"]["LDG.E.128"] and wide["instructions"]["STG.E.128"], "two words at once"
+
+
+@pytest.mark.parametrize("shared_bytes", [SMALLEST_BYTES, HOPPER_BYTES])
+def test_tiles_of_products_fit_into_shared_memory(shared_bytes):
+    for rows, num_out, has_norm, is_gated in itertools.product(
+        range(2, MAX_ROWS + 1), (64, 1024, 4096, 6144, 151936), (False, True), (False, True)
+    ):
+        found = tiles_for(rows, num_out, has_norm=has_norm, is_gated=is_gated, shared_bytes=shared_bytes)
+        assert found.rows >= rows
+        loaded = 2 * found.width * (found.rows + (1 + is_gated) * found.out)
+        assert STAGES * loaded <= shared_bytes, (rows, num_out, has_norm, is_gated)
