@@ -197,7 +197,7 @@ class Engine:
         """Compute a chunk without the streams, and call `pause` between its layers."""
         if self._pauses_within and pause is not None:
             within = pause
-            self.runner.execute(StepPlan(prefill=[chunk]), lambda layer, ready=None: within(layer))
+            self.runner.execute(StepPlan(prefill=[chunk]), lambda layer, ready=None, first=None: within(layer))
             return
         self._layers.pause = pause
         self.runner.execute(StepPlan(prefill=[chunk]))

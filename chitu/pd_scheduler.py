@@ -30,6 +30,9 @@ from chitu.types import Ready
 
 logger = logging.getLogger(__name__)
 
+CHECK_AFTER_S = 0.05
+"""Time without requests after which the accounting of pages is checked."""
+
 
 @dataclass(slots=True, frozen=True)
 class _LaunchedStep:
@@ -77,6 +80,7 @@ class PDScheduler:
         self.turns = 0
         """Calls of `step`, including idle ones; any thread may read it."""
         self._is_checked = True
+        self._idle_since_s: float | None = None
 
     # ------------------------------------------------------------------------------------------------------ any thread
 
@@ -148,9 +152,9 @@ class PDScheduler:
         self._tokens.flush(self._clock.monotonic())
         worked = launched is not None or (self._load.steps > self._steps_before and self._frozen_since_s is None)
         if worked:
-            self._is_checked = False
+            self._is_checked, self._idle_since_s = False, None
         elif not self._is_checked and self._frozen_since_s is None and self.is_idle:
-            self._check_idle()
+            self._check_idle_soon()
         self._load.report()
         return worked
 
@@ -198,6 +202,14 @@ class PDScheduler:
         """Whether nothing is left to do here: a request that is left is over and waits for a peer."""
         over = len(self._sequences.of(SequenceState.CLOSING)) + len(self._sequences.of(SequenceState.LEAVING))
         return not (self._inbox or len(self._arrivals)) and len(self._sequences) == over and self._pending is None
+
+    def _check_idle_soon(self) -> None:
+        """Check once nothing has come for a while: it takes a millisecond, which the next request would wait."""
+        now_s = self._clock.monotonic()
+        if self._idle_since_s is None:
+            self._idle_since_s = now_s
+        elif now_s - self._idle_since_s >= CHECK_AFTER_S:
+            self._check_idle()
 
     def _check_idle(self) -> None:
         """Check that every page is free or cached, and every state row free. A leak is a bug, but it is only logged:
@@ -262,8 +274,8 @@ class PDScheduler:
         if layer_done is None or before is None:
             return layer_done
 
-        def on_layer(layer: int, ready: Ready | None = None) -> None:
-            layer_done(layer, ready)
+        def on_layer(layer: int, ready: Ready | None = None, first_layer: int | None = None) -> None:
+            layer_done(layer, ready, first_layer)
             if self._pending is before and before.handle.is_done():
                 self._sync_step()
 

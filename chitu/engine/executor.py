@@ -169,9 +169,10 @@ def is_sound(result: StepResult) -> bool:
 
 
 class LayerCallback(Protocol):
-    def __call__(self, layer: int, ready: Ready | None = None, /) -> None:
-        """Note that K and V of this layer, for all chunks of the plan, are in the pages once `ready` has passed, or now
-        if it is None. Events of later layers and steps never pass before those of earlier ones."""
+    def __call__(self, layer: int, ready: Ready | None = None, first_layer: int | None = None, /) -> None:
+        """Note that K and V of this layer, or of those from `first_layer` to it, for all chunks of the plan, are in the
+        pages once `ready` has passed, or now if it is None. Events of later layers and steps never pass before those of
+        earlier ones."""
         ...
 
 

@@ -295,10 +295,8 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.fits(chunks) and not self._has_adapter(chunks):
             spans = self._slots.advance_prefill(chunks)
             hidden_TD = self._graphs.prefill(spans)
-            if on_layer is not None:  # a recording shows no single layers: all of them are announced at its end
-                ready = self._event()
-                for layer in range(self._spec.num_layers):
-                    on_layer(layer, ready)
+            if on_layer is not None:  # a recording shows no single layers: they are one write, not many
+                on_layer(self._spec.num_layers - 1, self._event(), 0)
             return hidden_TD, [span.row + span.length - 1 for span in spans], hidden_TD.shape[0]
         batch, token_ids_T = self._slots.build(chunks, decoding)
         callback = self._with_event(on_layer) if chunks else None
@@ -439,7 +437,7 @@ class ModelRunner:
         host goes on launching; the thread that sends the layer waits for the event."""
         if on_layer is None or self._device.type == "cpu":
             return on_layer
-        return lambda layer, _ready=None: on_layer(layer, self._event())
+        return lambda layer, _ready=None, first_layer=None: on_layer(layer, self._event(), first_layer)
 
     def _event(self) -> Ready | None:
         """Return an event behind everything launched so far, or None on a device without a queue."""

@@ -249,7 +249,7 @@ class KVManagerConfig:
     fence_timeout_s: float = 0.02
     """Timeout of one fence attempt, which occupies a transfer thread; repeated every `retry_interval_s`, one per D."""
     max_batch_bytes: int = 16 << 20
-    """Most KV bytes of one write (one layer of a chunk is never split)."""
+    """Most KV bytes of one write, unless the transport is fast (one layer of a chunk is never split)."""
     verify_kv: VerifyKV = "off"
     """KV pages that are verified, on both sides: P sends their checksums, D requires them."""
 

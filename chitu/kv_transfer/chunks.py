@@ -309,18 +309,18 @@ class ChunkFeed:
                 if end_page > computed.next_page:
                     self._step[chunk.room] = TransferKVChunk(0, self._num_layers, computed.next_page, end_page)
 
-    def layer_done(self, layer: int, ready: Ready | None = None) -> None:
-        """Send `layer` of the announced chunks of this step: its K and V are in the pages once `ready` has passed.
-        Returns at once."""
+    def layer_done(self, layer: int, ready: Ready | None = None, first_layer: int | None = None) -> None:
+        """Send `layer`, or all from `first_layer` to it, of the announced chunks of this step: their K and V are in the
+        pages once `ready` has passed. Returns at once."""
         with self._lock:
-            self._layer_done(layer, ready)
+            self._layers_are_done(layer if first_layer is None else first_layer, layer + 1, ready)
 
     def end_step(self) -> None:
         """End the step. Layers that the executor did not report are done too; chunks of rooms not announced yet are
         kept for later."""
         with self._lock:
             for layer in range(self._num_layers):
-                self._layer_done(layer, self._ready)
+                self._layers_are_done(layer, layer + 1, self._ready)
             for room, chunk in self._step.items():
                 computed = self._rooms.get(room)
                 if computed is None:
@@ -363,15 +363,16 @@ class ChunkFeed:
         if self._config.has_state(num_pages):
             self._queue.put_state(room)
 
-    def _layer_done(self, layer: int, ready: Ready | None) -> None:
-        if layer in self._layers_done or layer >= self._num_layers:  # behind the last layer with KV
+    def _layers_are_done(self, first_layer: int, end_layer: int, ready: Ready | None) -> None:
+        end_layer = min(end_layer, self._num_layers)  # those behind have no KV
+        if first_layer >= end_layer or first_layer in self._layers_done:
             return
-        self._layers_done.add(layer)
+        self._layers_done.update(range(first_layer, end_layer))
         self._ready = ready
         for room, chunk in self._step.items():
             computed = self._rooms.get(room)
             if computed is not None:
-                piece = TransferKVChunk(layer, layer + 1, chunk.first_page, chunk.end_page, ready)
+                piece = TransferKVChunk(first_layer, end_layer, chunk.first_page, chunk.end_page, ready)
                 self._hand_over(room, computed, piece)
 
     def _hand_over(self, room: bytes, computed: ComputedPrompt, piece: TransferKVChunk) -> None:

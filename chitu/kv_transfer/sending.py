@@ -60,6 +60,7 @@ from chitu.kv_transfer.sender import (
 )
 from chitu.kv_transfer.shard_writer import DecodeWriter, TransferKVChunk
 from chitu.kv_transfer.transports.local import TransportMessages
+from chitu.kv_transfer.transports.transport import batch_bytes_of
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
     AbortAck,
@@ -306,7 +307,8 @@ class PrefillSender:
         self._out = TransferOutbox(context, logger)
         self._view = PeerView(Role.DECODE, config.host, context.is_pid_alive)
         unit_bytes = max(1, sum(memory.pool.page_bytes) // config.layout.num_layers)
-        self.queue = TransferQueue(self._work, config.max_batch_bytes // unit_bytes)
+        batch_bytes = batch_bytes_of(memory.transports, config.max_batch_bytes)
+        self.queue = TransferQueue(self._work, batch_bytes // unit_bytes)
         self._peers = DecodePeers(config, memory, fan_out, self._view)
         self.machine = SenderMachine(config, self._view)
         self.feed = ChunkFeed(config, context.clock, self.queue, self._lock)

@@ -72,6 +72,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SWITCH_S = 0.0002
+"""Switch interval: steps and transfers are launched by two threads, and with Python's 5 ms one of them may starve."""
+
 
 def main(argv: Sequence[str] | None = None, factories: Factories = Factories()) -> int:
     """Run the instance and return the exit code. `factories`: factories of the engine and transports."""
@@ -88,6 +91,7 @@ def main(argv: Sequence[str] | None = None, factories: Factories = Factories()) 
             f"{name}.{tp_rank}" if tp_rank else name, topology.log.level, topology.log.modules, topology.log.format
         )
         warn_without_key(topology)
+        sys.setswitchinterval(SWITCH_S)
         return _serve(topology, instance, factories, arguments.if_free)
     except ConfigError as error:
         print(f"{name}: {error.message}", file=sys.stderr)

@@ -572,7 +572,7 @@ class ChecksumExecutor(FakeExecutor):
             time.sleep(self._pace.step_s)
         pause_s = self._pace.prompt_token_s * sum(chunk.length for chunk in plan.prefill) / NUM_LAYERS
 
-        def compute(layer: int, ready: Ready | None = None) -> None:
+        def compute(layer: int, ready: Ready | None = None, first_layer: int | None = None) -> None:
             time.sleep(pause_s)
             for rows, kv in self._computed:
                 for region in (2 * layer, 2 * layer + 1):

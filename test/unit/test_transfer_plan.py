@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import struct
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -30,7 +31,7 @@ from chitu.kv_transfer.receiver import (
 )
 from chitu.kv_transfer.shard_writer import join, pair_regions, plan_aux_copy, plan_page_copies
 from chitu.kv_transfer.transports.mapped import require_inside
-from chitu.kv_transfer.transports.transport import CopyList, WriteError
+from chitu.kv_transfer.transports.transport import CopyList, WriteError, batch_bytes_of
 from chitu.net.curve import derive
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, RankMemory, RouteEntry, TransportSession
 from chitu.types import Role, new_room
@@ -582,3 +583,11 @@ def test_only_health_is_open_where_the_cluster_has_a_key() -> None:
     for wrong in ("", "Bearer wrong", f"Basic {secrets.token}"):
         assert call(server, "GET", "/route", wrong)[0] == call(server, "PUT", "/route", wrong)[0] == 401
     assert len(call(server, "GET", "/route", f"Bearer {secrets.token}")[1]) == 2
+
+
+def test_writes_are_large_only_if_every_transport_is_fast() -> None:
+    """A logits row waits for the write before it, whichever transport that takes."""
+    fast, slow = SimpleNamespace(batch_bytes=256 << 20), SimpleNamespace()
+    assert batch_bytes_of([fast], 16 << 20) == 256 << 20
+    assert batch_bytes_of([fast, slow], 16 << 20) == 16 << 20
+    assert batch_bytes_of([], 16 << 20) == 16 << 20

@@ -53,6 +53,9 @@ NAME = "cuda_ipc"
 class CudaIpcTransport(LaunchingTransport):
     """Implements `Transport` and `OrderedTransport` of `kv_transfer.transports.transport`."""
 
+    batch_bytes = 256 << 20
+    """Takes an H200 0.15 ms, less than the host needs for a write of any size."""
+
     def __init__(self, driver: IpcDriver, copier: LaunchedCopies) -> None:
         super().__init__(NAME, copier)
         self._driver = driver

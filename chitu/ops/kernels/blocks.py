@@ -53,6 +53,8 @@ def _copy_pieces(pieces_ptr, num_pieces, WORD_BYTES: tl.constexpr, BLOCK: tl.con
 
 def cut(src_N: Int64s, dst_N: Int64s, length_N: Int64s, piece_bytes: int = PIECE_BYTES) -> Int64s:
     """Split copies into pieces of at most `piece_bytes`, `[3, pieces]`: sources, destinations, lengths in bytes."""
+    if not length_N.size or (length_N.min() > 0 and length_N.max() <= piece_bytes):  # pages: no need
+        return np.stack([src_N, dst_N, length_N])
     pieces_N = -(-length_N // piece_bytes)
     copy_of = np.repeat(np.arange(len(length_N)), pieces_N)
     offset = (np.arange(len(copy_of)) - np.repeat(np.cumsum(pieces_N) - pieces_N, pieces_N)) * piece_bytes
@@ -94,7 +96,7 @@ class BlockCopier:
         parts = triton.cdiv(int(pieces[2].max()), WORDS_AT_ONCE)
         stream = self._stream()
         with on_stream(stream):
-            pieces_3N = torch.from_numpy(pieces).to(self._device)
+            pieces_3N = self._uploaded(pieces)
             for ready in after:
                 if stream is None:
                     ready.synchronize()
@@ -106,6 +108,12 @@ class BlockCopier:
                 done = torch.cuda.Event(blocking=bool(after))  # type: ignore[no-untyped-call]  # sleeps if it is long
                 done.record(stream)
                 done.synchronize()
+
+    def _uploaded(self, pieces: Int64s) -> torch.Tensor:
+        host = torch.from_numpy(pieces)
+        if self._device.type != "cuda":
+            return host.to(self._device)
+        return host.pin_memory().to(self._device, non_blocking=True)  # from other memory the host would wait for it
 
     def _stream(self) -> torch.cuda.Stream | None:
         """Return the stream of the calling thread; None on a CPU."""
