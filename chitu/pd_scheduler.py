@@ -190,6 +190,8 @@ class PDScheduler:
     def close(self) -> None:
         """Read the step in flight, so that nothing computes any longer. After all turns."""
         self._sync_step()
+        if not self._is_checked and self.is_idle:
+            self._check_idle()
         self._tokens.flush(self._clock.monotonic())
 
     @property
