@@ -101,7 +101,7 @@ def dumped(cubin: bytes, *what: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def variants(has_float32: bool) -> list[Variant]:
+def variants(has_float32: bool, arch: int) -> list[Variant]:
     """Return all variants. Without float32, prefill attention still has it: its stack is the largest if its tiles are
     too large."""
     found = []
@@ -141,7 +141,8 @@ def variants(has_float32: bool) -> list[Variant]:
     for count, product, kind in itertools.product((1, 16, 32, small_linear.MAX_ROWS), products, kinds):
         num_out, has_norm, is_gated = product
         here = row | dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "norm_ptr"), kind)
-        tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, has_norm=has_norm, is_gated=is_gated)
+        which = {"has_norm": has_norm, "is_gated": is_gated, "is_hopper": arch == 90}
+        tiles_of = small_linear.tiles_for(count, num_out, kind == WIDE, **which)
         constants = {"WIDTH": WIDTH, "ROWS": tiles_of.rows, "OUT": tiles_of.out, "IN": tiles_of.width}
         constants |= {"HAS_NORM": has_norm, "HAS_BIAS": False, "IS_GATED": is_gated, "IS_ADDED": not has_norm}
         stages = small_linear.STAGES
@@ -206,7 +207,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="kernels whose name has this in it")
     parser.add_argument("--count", metavar="KERNEL", help="count instructions where the name has this in it")
     options = parser.parse_args()
-    found = variants(True) if options.all else covering(variants(False))
+    found = variants(True, options.arch) if options.all else covering(variants(False, options.arch))
     JOBS.extend(job for job in found if options.only in job.kernel.__name__)
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         given = itertools.repeat(options.arch), itertools.repeat(options.count)

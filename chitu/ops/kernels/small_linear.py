@@ -121,6 +121,7 @@ def tiles_for(
     has_norm: bool = False,
     is_gated: bool = False,
     shared_bytes: int = HOPPER_BYTES,
+    is_hopper: bool = True,
 ) -> Tiles:
     """Return the fastest tiles of those that an H200 was measured with, for products of 1024 to 14336 numbers: many
     bytes in flight matter most, then that all multiprocessors read. `shared_bytes`: shared memory of a program."""
@@ -138,6 +139,8 @@ def tiles_for(
         tiles = Tiles(rows, 32, 128 if is_gated else 256 if has_norm else 512, 4)
     elif num_out <= 2048 and not is_gated:
         tiles = Tiles(rows, 16, 512 if rows == 32 else 256, 4)
+    elif is_gated and not is_hopper:  # Triton 3.6 does not compile the tiles below for sm_100
+        tiles = Tiles(rows, 32, 64, 4)
     elif is_gated or (has_norm and rows == 64 and not is_long):
         tiles = Tiles(rows, 64, 128, 8)
     elif is_long:
@@ -150,11 +153,12 @@ def tiles_for(
 
 
 @functools.cache
-def shared_bytes_on(device: torch.device) -> int:
-    """Return the shared memory that a program can have there."""
+def chip_of(device: torch.device) -> tuple[int, bool]:
+    """Return the shared memory that a program can have there, and whether it is sm_90."""
     if device.type != "cuda":
-        return HOPPER_BYTES
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", SMALLEST_BYTES))
+        return HOPPER_BYTES, True
+    found = torch.cuda.get_device_properties(device)
+    return int(getattr(found, "shared_memory_per_block_optin", SMALLEST_BYTES)), found.major == 9
 
 
 def small_linear(
@@ -171,13 +175,15 @@ def small_linear(
     """Compute `out = [norm](x) W^T + b`, gated or added to `out`, for at most `MAX_ROWS` rows."""
     num_rows, num_out = out_TO.shape
     device = x_TI.device
+    shared_bytes, is_hopper = chip_of(device)
     tiles = tiles_for(
         num_rows,
         num_out,
         is_narrow(x_TI.dtype, device),
         has_norm=norm_I is not None,
         is_gated=is_gated,
-        shared_bytes=shared_bytes_on(device),
+        shared_bytes=shared_bytes,
+        is_hopper=is_hopper,
     )
     kernel: Any = _small_linear[(triton.cdiv(num_out, tiles.out),)]
     kernel(
