@@ -165,8 +165,9 @@ class TimedFeed(ChunkFeed):
     """Calls `put_layer` for a layer at a virtual moment."""
     _has_step = False
 
-    def layer_done(self, layer: int, ready: Ready | None = None) -> None:
+    def layer_done(self, layer: int, ready: Ready | None = None, first_layer: int | None = None) -> None:
         assert isinstance(ready, Moment)
+        assert first_layer is None, "the engine reports single layers"
         self.later(ready.end_s, layer)
 
     def put_layer(self, layer: int) -> None:
