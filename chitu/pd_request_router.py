@@ -93,7 +93,7 @@ class PDRequestRouter:
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
         self._dispatcher = Dispatcher(members, index, clock, trace)
-        selector = make_selector(config, members, index)
+        selector = make_selector(config, members, index, clock)
         admission = Admission(config, members, clock)
         self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
         self._dirty = self._attempts.dirty
@@ -441,7 +441,7 @@ class PDRequestRouter:
     def on_heartbeat(self, heartbeat: Heartbeat) -> None:
         member = self._members.get(InstanceKey(heartbeat.role, heartbeat.engine_rank, heartbeat.incarnation))
         if member is not None:
-            member.on_report(heartbeat.load, self._clock.monotonic())
+            self._members.on_report(member, heartbeat.load, self._clock.monotonic())
             self._attempts.on_heartbeat(member, heartbeat)
             self.flush()
 

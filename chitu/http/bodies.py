@@ -144,6 +144,14 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: Annotated[Unread, ignored("nothing is padded")] = msgspec.UNSET
 
 
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+
+
+class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    ttft_s: Annotated[_Seconds | None, note("seconds to the first token")] = None
+    tpot_s: Annotated[_Seconds | None, note("seconds from token to token")] = None
+
+
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: Annotated[
         ObjectText,
@@ -306,6 +314,13 @@ class GenerationBody(Body, kw_only=True):
             "32 bits, default 0, the lowest is first (as in vLLM): on P and D it moves a request ahead of those that "
             "came up to a quarter of `deadlines.queue_s` before it (half of that at -1), or back, so that none waits "
             "for ever; the last is retracted first. Below `router.min_priority` (default 0): 400"
+        ),
+    ] = None
+    slo: Annotated[
+        Targets | None,
+        note(
+            "what the router serves the request by where it has a choice of ways, in place of `router.slo`; nothing is "
+            "refused for it"
         ),
     ] = None
     prompt_logprobs: Annotated[

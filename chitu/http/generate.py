@@ -279,6 +279,7 @@ class GenerationRoutes:
                     cache_salt=parsed.cache_salt,
                     adapter=parsed.adapter,
                     priority=parsed.priority,
+                    slo=parsed.slo,
                     tenant=running.tenant,
                     trace=running.trace,
                 )

@@ -439,6 +439,7 @@ class KeptRequests:
             timeout_s=record.left_s,
             cache_salt=parsed.cache_salt,
             priority=parsed.priority,
+            slo=parsed.slo,
             tenant=record.tenant,
             adapter=parsed.adapter,
         )

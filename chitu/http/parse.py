@@ -56,6 +56,7 @@ from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.http.translation import Translation, text_of_parts
 from chitu.net.http import Scope, header
 from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
+from chitu.router.costs import NO_SLO, SLO
 
 
 class Prompt(msgspec.Struct):
@@ -103,6 +104,7 @@ class ParsedRequest(msgspec.Struct):
     adapter: str = ""
     """Name of the LoRA adapter; empty: the model alone."""
     priority: int = 0
+    slo: SLO = NO_SLO
     plan: MessagePlan | None = None
     """How the text of a chat's choices is parsed; None: all of it is content."""
     is_chat: bool = True
@@ -389,6 +391,7 @@ class BodyParser:
             options,
             cache_salt=None if body.cache_prompt is False else body.cache_salt or "",
             priority=body.priority or 0,
+            slo=NO_SLO if body.slo is None else SLO(body.slo.ttft_s, body.slo.tpot_s),
             is_chat=default_tokens is None,
             warnings=warnings,
             grammar_param=grammar_param,

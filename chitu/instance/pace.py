@@ -24,8 +24,6 @@ FIRST_TOKENS = 64
 """Prompt tokens of the first step with streams beside them, while nothing is known of their cost."""
 GROWTH = 2
 """A step has at most so many times the prompt tokens of the largest measured one: no line holds far beyond that."""
-LEAST_TOKENS = 16
-"""Prompt tokens that a step has in any case: streams that are slow already do not starve a prompt."""
 _SCALE = np.array((1.0, 1 / 256, 1 / (1 << 18)))
 _RIDGE = np.array((1e-3, 1e-6, 1e-6))
 """Doubt in each coefficient; most in the constant, if all steps had the same size."""
@@ -84,6 +82,7 @@ class StepPace:
         self._decode = _Fit((1.0, 1 / 16, 1 / 4096))
         self._prompt = _Fit(_SCALE.tolist())
         self._largest = FIRST_TOKENS // GROWTH
+        self._chunk_tokens = 0.0
         self._skipped = DECODE_SAMPLES
         self.rates = StepRates()
 
@@ -110,23 +109,23 @@ class StepPace:
             features = (1, work.prompt_tokens, work.prompt_pairs)
             self._prompt.add(features, max(0.0, seconds - beside_s), seconds)
             self._largest = max(self._largest, work.prompt_tokens)
+            self._chunk_tokens += (work.prompt_tokens - self._chunk_tokens) / min(self._prompt.count, MEMORY_STEPS)
         self.rates = StepRates(
-            *self._decode.coefficients, *self._prompt.coefficients, self._decode.count, self._prompt.count
+            *self._decode.coefficients,
+            *self._prompt.coefficients,
+            self._chunk_tokens,
+            self._decode.count,
+            self._prompt.count,
         )
 
     def most_prompt_tokens(self, decoding: Collection[Request], start: int) -> int:
         """Return how many prompt tokens the next step may have, the first of them behind `start` others, so that it
-        takes `tpot_s` at most; never less than `LEAST_TOKENS`. Without streams beside it, or without `tpot_s`, only the
+        takes `tpot_s` at most. Without streams beside it, or without `tpot_s`, only the
         bound of all steps counts."""
         if not decoding or self._tpot_s == math.inf:
             return self._max_tokens
-        rates = self.rates
-        token_s = rates.prompt_token_s + rates.prompt_pair_s * start
-        most = GROWTH * self._largest
-        if token_s > 0:
-            left_s = self._tpot_s - rates.step_s(len(decoding), _context(decoding)) - rates.prompt_step_s
-            most = min(most, int(max(left_s, 0.0) / token_s))
-        return min(max(most, LEAST_TOKENS), self._max_tokens)
+        most = self.rates.prompt_tokens_within(self._tpot_s, len(decoding), _context(decoding), start)
+        return int(min(most, GROWTH * self._largest, self._max_tokens))
 
 
 def _context(decoding: Collection[Request]) -> int:

@@ -34,6 +34,12 @@ class PathLoad(Wire, frozen=True):
     """Writes that failed, by an error of the transport or because they did not end in time."""
 
 
+LEAST_PROMPT_TOKENS = 16
+"""Prompt tokens that a step may have in any case: streams that are slow already starve no prompt."""
+SLO_SHARE = 0.9
+"""Share of `router.slo.tpot_s` that a step with prompt tokens takes: the rest is for what its line does not know."""
+
+
 class StepRates(Wire, frozen=True):
     """What steps of an instance take, as it measures them (`instance/pace.py`): a line, whose coefficients are 0 until
     they are known. A step takes `decode_step_s` if requests decode, plus `row_s` for each, plus `context_token_s` for
@@ -46,6 +52,8 @@ class StepRates(Wire, frozen=True):
     prompt_step_s: float = 0.0
     prompt_token_s: float = 0.0
     prompt_pair_s: float = 0.0
+    chunk_tokens: float = 0.0
+    """Prompt tokens of a step that has some, on average."""
     decode_steps: int = 0
     """Steps without prompt tokens that were measured; 0: the first three coefficients are not known."""
     prompt_steps: int = 0
@@ -55,10 +63,18 @@ class StepRates(Wire, frozen=True):
         """Return the seconds of a step in which so many requests decode, with so many tokens of KV together."""
         return self.decode_step_s + self.row_s * rows + self.context_token_s * context_tokens if rows else 0.0
 
-    def prompt_s(self, tokens: float, start: float = 0.0) -> float:
-        """Return the seconds that so many prompt tokens behind `start` others add to a step."""
+    def prompt_s(self, tokens: float, start: float = 0.0, chunk_tokens: float = math.inf) -> float:
+        """Return the seconds that so many prompt tokens behind `start` others add to steps of `chunk_tokens`."""
         pairs = tokens * (start + tokens / 2)
-        return self.prompt_step_s + self.prompt_token_s * tokens + self.prompt_pair_s * pairs if tokens else 0.0
+        num_steps = max(1.0, tokens / chunk_tokens) if tokens else 0.0
+        return self.prompt_step_s * num_steps + self.prompt_token_s * tokens + self.prompt_pair_s * pairs
+
+    def prompt_tokens_within(self, tpot_s: float, rows: float, context_tokens: float, start: float = 0.0) -> float:
+        """Return how many prompt tokens a step may have beside its decoding requests, the first of them behind `start`
+        others, if a step is to take `tpot_s` at most."""
+        left_s = SLO_SHARE * tpot_s - self.step_s(rows, context_tokens) - self.prompt_step_s
+        token_s = self.prompt_token_s + self.prompt_pair_s * start
+        return max(LEAST_PROMPT_TOKENS, left_s / token_s) if token_s > 0 else math.inf
 
 
 class LoadReport(Wire, frozen=True, omit_defaults=False):

@@ -10,7 +10,8 @@ queue moves:
   everything is admitted.
 * P counts in prompt tokens that it has to compute, D in requests. Both halves of a request queue at the same time: the
   longer wait counts. A unified instance has both queues, one for its steps and one for its slots and pages.
-* All instances of a role count together, because routing spreads the load over them.
+* All instances of a role count together, because routing spreads the load over them. Where a request can be served in
+  several ways (pairs, unified instances, D alone), the shortest wait of them counts: routing takes the cheapest.
 
 Invariants: nothing is rejected while nothing waits; more work ahead never predicts a shorter wait.
 """
@@ -73,7 +74,10 @@ class Admission:
         """Routers, which are taken to have equal shares of the requests."""
         self._candidates = Candidates()
         """Candidates whose queues these are."""
-        self._prefill = self._decode = RoleQueue(())
+        self._queues: dict[tuple[Role, Role], RoleQueue] = {}
+        """Queues of these by the role of their instances, and by their own: for prompts (PREFILL) and pages."""
+        self._ways: list[tuple[RoleQueue, RoleQueue]] = []
+        """Queues for the prompt and for the pages of each way to serve a request."""
 
     def require(self, num_waiting: float = math.inf, new_tokens: float = math.inf) -> None:
         """Raise Overloaded if a request would wait longer than `max_wait_s`, with the time until it would not.
@@ -91,27 +95,43 @@ class Admission:
         )
 
     def predicted_waits_s(self, num_waiting: float, new_tokens: float) -> tuple[float, float]:
-        """Return how long a request sent now would wait for its first chunk, and for its pages; 0 if unknown."""
+        """Return how long a request sent now would wait for its first chunk, and for its pages, in the way that makes
+        it wait least; 0 if unknown."""
         if self._members.candidates is not self._candidates:
             self._arrange()
         now_s, num_sent = self._clock.monotonic(), num_waiting * self._num_routers
-        # With one prompt at each P none waits.
-        most_tokens = new_tokens * self._num_routers if num_sent > len(self._prefill) else 0.0
-        return self._prefill.predicted_wait_s(now_s, most_tokens), self._decode.predicted_wait_s(now_s, num_sent)
+        waits = []
+        for prefill, decode in self._ways:
+            # With one prompt at each P none waits.
+            most_tokens = new_tokens * self._num_routers if num_sent > len(prefill) else 0.0
+            waits.append((prefill.predicted_wait_s(now_s, most_tokens), decode.predicted_wait_s(now_s, num_sent)))
+        return min(waits, key=max, default=(0.0, 0.0))
 
     def _arrange(self) -> None:
         """Sum up the queues of the instances that new requests go to."""
-        self._candidates = self._members.candidates
-        members = [self._members.get(instance_key(info)) for info in self._candidates.serving]
-        queues = [queue for member in members if member is not None for queue in member.queues]
-        self._prefill = RoleQueue(queue for queue in queues if queue.role is Role.PREFILL)
-        self._decode = RoleQueue(queue for queue in queues if queue.role is Role.DECODE)
+        self._candidates = candidates = self._members.candidates
+        members = [self._members.get(instance_key(info)) for info in candidates.serving]
+        queues: dict[tuple[Role, Role], list[QueueEstimate]] = {}
+        for member in filter(None, members):
+            for queue in member.queues:
+                queues.setdefault((member.key.role, queue.role), []).append(queue)
+        self._queues = {roles: RoleQueue(of_role) for roles, of_role in queues.items()}
+        ways = [(Role.UNIFIED, Role.UNIFIED), (Role.DECODE, Role.DECODE)]
+        ways += [(Role.PREFILL, Role.DECODE)] if candidates.has_pair else []
+        wanted = [((computes, Role.PREFILL), (decodes, Role.DECODE)) for computes, decodes in ways]
+        self._ways = [
+            (self._queues[prompt], self._queues[pages])
+            for prompt, pages in wanted
+            if prompt in self._queues and pages in self._queues
+        ]
 
     def on_sent(self, member: ClusterMember, new_tokens: int) -> None:
         """Count a request (or its half) that was sent to an instance, which has to compute `new_tokens` for it."""
+        member.costs.sent(new_tokens, self._clock.monotonic())
         for queue in member.queues:
             is_decode = queue.role is Role.DECODE
             amount = 1 if is_decode else new_tokens
             queue.sent += amount
-            if not queue.is_free:
-                (self._decode if is_decode else self._prefill).sent(amount)
+            of_role = self._queues.get((member.key.role, queue.role))
+            if of_role is not None and not queue.is_free:
+                of_role.sent(amount)

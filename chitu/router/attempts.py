@@ -211,7 +211,9 @@ class Attempts:
         request = generations[0].request
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
-        target = self._selector.select(token_ids, avoid, blocked, request.prefix_salt)
+        target = self._selector.select(
+            token_ids, avoid, blocked, request.prefix_salt, request.sampling.max_tokens, request.slo
+        )
         count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None
@@ -327,7 +329,8 @@ class Attempts:
             if key is not None and (is_leader or key is attempt.decode):
                 member = self._members[key]
                 member.load.count(1, new_tokens)
-                self._admission.on_sent(member, new_tokens if is_leader else 0)
+                computes_here = is_leader and (attempt.prefill is None or key is attempt.prefill)
+                self._admission.on_sent(member, new_tokens if computes_here else 0)
                 member.breaker.on_sent(now_s)
         if target.prefill is not None and is_leader:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
@@ -346,8 +349,9 @@ class Attempts:
     def _choose(self, generation: Generation, wanted: Choose) -> Event:
         blocked = self._members.blocked(self._clock.monotonic())
         try:
-            salt = generation.request.prefix_salt
-            target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, salt)
+            request = generation.request
+            limits = request.prefix_salt, request.sampling.max_tokens, request.slo
+            target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits)
         except NoInstance:
             return NoPair(wanted.failure)
         prefill, decode = target.prefill, instance_key(target.decode)
@@ -392,6 +396,8 @@ class Attempts:
             self.counters.ttft.observe(attempt.first_token_s - attempt.generation.created_s)
         self.journal.version += 1
         self._count_waiting(attempt, -1)
+        if (decode := self._members.get(attempt.decode)) is not None:
+            decode.costs.streams += 1
         if attempt.prefill is not None and attempt.is_group_leader:
             self._count_over(attempt.prefill, attempt.target.new_tokens)
 
@@ -408,6 +414,10 @@ class Attempts:
 
     def _count_served(self, attempt: Attempt, reason: str) -> None:
         """Count a request that was answered to its end."""
+        if self._selector.keeps_answers:
+            generation = attempt.generation
+            tokens = generation.request.token_ids + generation.output.tobytes()
+            self._selector.note_answer(tokens, generation.request.prefix_salt, attempt.decode)
         self.counters.finished[reason] += 1
         self.counters.e2e.observe(self._clock.monotonic() - attempt.generation.created_s)
         for key in (attempt.prefill, attempt.decode):
@@ -440,6 +450,8 @@ class Attempts:
             if not group.attempts:
                 del self.groups[group.room]
         self._count_over(attempt.decode, new_tokens)
+        if attempt.first_token_s is not None and (decode := self._members.get(attempt.decode)) is not None:
+            decode.costs.streams -= 1
         generation, error = attempt.generation, attempt.error
         if error is not None:
             self._count_failure(attempt, error, record)

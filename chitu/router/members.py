@@ -22,6 +22,7 @@ from chitu.config.schema import BreakerConfig, RouterConfig
 from chitu.net.aio import LINGER_MS, Outbox, PeerSocket
 from chitu.net.link import LinkReceiver, LinkSender
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
+from chitu.router.costs import PRIOR, InstanceCosts, Place
 from chitu.router.policies import Candidates, InstanceGroup, InstanceKey, instance_key
 from chitu.types import Role
 
@@ -59,7 +60,7 @@ class QueueEstimate:
     role: Role
     """PREFILL: the queue for steps, in prompt tokens. DECODE: the queue for slots and pages, in requests."""
     is_unified: bool = False
-    """Whether it is one of the two queues of a unified instance."""
+    """Whether it is one of the two queues of an instance that both computes prompts and decodes."""
     memory_s: float = MEMORY_S[1]
     reported: int = 0
     reported_s: float = 0.0
@@ -223,7 +224,8 @@ class ClusterMember:
     load: RoutedLoad
     breaker: Breaker
     queues: tuple[QueueEstimate, ...]
-    """Its queue, or the two queues of a unified instance."""
+    """Its queue, or the two queues of an instance that both computes prompts and decodes."""
+    costs: InstanceCosts
     receiver: LinkReceiver = field(default_factory=LinkReceiver)
     """Receiving end for its tokens."""
     reads: int = 0
@@ -236,10 +238,12 @@ class ClusterMember:
     def name(self) -> str:
         return self.key.name
 
-    def on_report(self, report: LoadReport, now_s: float) -> None:
-        self.load.report(report)
-        for queue in self.queues:
-            queue.report(report, now_s)
+    def place(self, new_tokens: int, now_s: float) -> Place:
+        """Return what a request finds that is to be decoded here, with so many prompt tokens to compute."""
+        queue = self.queues[-1]
+        room_s = queue.ahead(now_s) / queue.rate if queue.rate else 0.0
+        costs = self.costs
+        return Place(costs.streams + costs.other_streams, self.load.own + self.load.from_others, new_tokens, room_s)
 
 
 class Members:
@@ -259,6 +263,8 @@ class Members:
         """Number of D that receive nothing from some P, and of P that do not write to some D."""
         self._view: ClusterView | None = None
         """Newest view until it is first used: views may come faster than requests."""
+        self._rates = PRIOR
+        """Rates of instances that have not measured their own."""
         self._has_lost = False
         self._candidates = Candidates()
         self.prefill = self.decode = self.unified = InstanceGroup((), [], {}, False)
@@ -267,12 +273,17 @@ class Members:
     def __getitem__(self, key: InstanceKey) -> ClusterMember:
         return self._members[key]
 
+    def __contains__(self, key: object) -> bool:
+        """Return whether an instance may get new requests."""
+        return any(key in group.positions for group in (self.prefill, self.decode, self.unified))
+
     def add(self, info: InstanceInfo) -> None:
         """Add an instance that joined. Idempotent. Raises Capacity if this process has no socket for it."""
         key = instance_key(info)
         if key in self._members:
             return
-        roles = (Role.PREFILL, Role.DECODE) if key.role is Role.UNIFIED else (key.role,)
+        is_both = key.role is Role.UNIFIED or (key.role is Role.DECODE and info.computes)
+        roles = (Role.PREFILL, Role.DECODE) if is_both else (key.role,)
         link = 1 + secrets.randbelow((1 << 63) - 1)
         self._members[key] = self.by_link[link] = ClusterMember(
             key,
@@ -281,8 +292,16 @@ class Members:
             LinkSender(link, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s),
             RoutedLoad(key.role is Role.PREFILL),
             Breaker(self._breaker),
-            tuple(QueueEstimate(role, key.role is Role.UNIFIED, self._memory_s) for role in roles),
+            tuple(QueueEstimate(role, is_both, self._memory_s) for role in roles),
+            InstanceCosts.of(info),
         )
+
+    def on_report(self, member: ClusterMember, report: LoadReport, now_s: float) -> None:
+        """Apply a report of an instance."""
+        member.load.report(report)
+        for queue in member.queues:
+            queue.report(report, now_s)
+        self._rates = member.costs.report(report, now_s, self._rates)
 
     def remove(self, key: InstanceKey) -> None:
         """Remove an instance that is gone, although the newest view may have it, and drop what is queued for it."""
@@ -385,14 +404,14 @@ class Members:
         """Whether a request may be sent somewhere: to a unified instance or a pair, be it a silent one, whose messages
         may get through again at any time. A suspended pair would fail it."""
         candidates = self.candidates
-        if not self.num_cut_off or candidates.unified:
+        if not self.num_cut_off or candidates.usable_alone:
             return candidates.usable
         return any(not self.is_suspended(p, d) for p in self.prefill.positions for d in self.decode.positions)
 
     def why_unusable(self) -> str:
         """Return a clause on why no request can be served now; empty if one can."""
         candidates = self.candidates
-        if not self.num_cut_off or candidates.unified or not candidates.has_pair or self.has_sound_pair:
+        if not self.num_cut_off or candidates.usable_alone or not candidates.has_pair or self.has_sound_pair:
             return candidates.why_unusable()
         pairs = [(p, d) for p in self.prefill.positions for d in self.decode.positions]
         clauses = [

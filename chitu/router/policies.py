@@ -82,7 +82,7 @@ class InstanceGroup:
 
 
 class Target(NamedTuple):
-    """A pair (prefill and decode), or `prefill` None and `decode` the unified instance that does both halves."""
+    """A pair (prefill and decode), or `prefill` None and `decode` the D or unified instance that does both halves."""
 
     prefill: InstanceInfo | None
     decode: InstanceInfo
@@ -117,13 +117,19 @@ class Candidates:
         return bool(self.prefill and self.decode)
 
     @property
+    def usable_alone(self) -> bool:
+        """Whether an instance can serve a request alone: a unified one, or a D that computes prompts."""
+        return bool(self.unified) or any(d.computes for d in self.decode)
+
+    @property
     def usable(self) -> bool:
-        return self.has_pair or bool(self.unified)
+        return self.has_pair or self.usable_alone
 
     @property
     def serving(self) -> tuple[InstanceInfo, ...]:
-        """Instances that new requests go to: the pairs if there is one, else the unified ones."""
-        return self.prefill + self.decode if self.has_pair else self.unified
+        """Instances that new requests may go to."""
+        pairs = self.prefill + self.decode if self.has_pair else tuple(d for d in self.decode if d.computes)
+        return pairs + self.unified
 
     def why_unusable(self) -> str:
         """Return a clause on what is missing; empty if a request can be served."""

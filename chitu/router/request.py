@@ -37,6 +37,7 @@ from chitu.errors import (
 )
 from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
 from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
+from chitu.router.costs import NO_SLO, SLO
 from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.retry import MAX_DEATHS, Failure, FailureHistory, failure_of, may_retry
 from chitu.types import room_text, waited_text
@@ -148,6 +149,8 @@ class GenerateRequest(Struct):
     """Whether P and D record their work on it."""
     adapter: str = ""
     """Name of its LoRA adapter; empty: none."""
+    slo: SLO = NO_SLO
+    """The client's own targets for its tokens."""
 
     @property
     def prefix_salt(self) -> str | None:
@@ -177,7 +180,7 @@ class Attempt(Struct, eq=False):
     target: Target
     generation: Generation
     prefill: InstanceKey | None
-    """None on a unified instance."""
+    """None if one instance does both halves: a unified one, or a D that computes the prompt."""
     decode: InstanceKey
     created_s: float
     number: int = 1

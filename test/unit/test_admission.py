@@ -50,7 +50,7 @@ class Door:
         self.members.on_view(ClusterView(1, 1, instances))
 
     def on_report(self, key: InstanceKey, load: LoadReport) -> None:
-        self.members[key].on_report(load, self.clock.monotonic())
+        self.members.on_report(self.members[key], load, self.clock.monotonic())
 
     def on_sent(self, instance: InstanceInfo, new_tokens: int) -> None:
         self.admission.on_sent(self.members[instance_key(instance)], new_tokens)

@@ -491,7 +491,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
             outcomes[room].first_token_s = clock.monotonic()
         if clock.monotonic() >= beat_s:
             beat_s = clock.monotonic() + HEARTBEAT_S
-            member.on_report(instance.scheduler.load, clock.monotonic())
+            members.on_report(member, instance.scheduler.load, clock.monotonic())
     assert not any(finish.code for finish in instance.finishes.values())
     return Result(list(outcomes.values()), rejected, busy_s / seconds)
 

@@ -128,8 +128,7 @@ def test_every_policy_reaches_every_pair_with_prompts_that_differ(
 
 
 @pytest.mark.parametrize("policy", PAIR_POLICIES)
-def test_pairs_come_before_unified_and_draining_ones_are_skipped(policy: str) -> None:
-    assert selector(policy, view(1, 1, 1)).select(prompt()).prefill is not None
+def test_unified_instances_serve_without_a_pair_and_draining_ones_are_skipped(policy: str) -> None:
     alone = selector(policy, view(1, 0, 2)).select(prompt())
     assert alone.prefill is None and alone.decode.role is Role.UNIFIED
     drained = ClusterView(1, 1, (info(Role.PREFILL, 0, True), info(Role.PREFILL, 1), info(Role.DECODE, 0)))
