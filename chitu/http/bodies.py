@@ -147,7 +147,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class Targets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SLOTargets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_s: Annotated[_Seconds | None, note("seconds to the first token")] = None
     tpot_s: Annotated[_Seconds | None, note("seconds from token to token")] = None
 
@@ -317,7 +317,7 @@ class GenerationBody(Body, kw_only=True):
         ),
     ] = None
     slo: Annotated[
-        Targets | None,
+        SLOTargets | None,
         note(
             "what the router serves the request by where it has a choice of ways, in place of `router.slo`; nothing is "
             "refused for it"

@@ -68,7 +68,7 @@ class Asked(NamedTuple):
         )
 
 
-class Place(NamedTuple):
+class DecodePlace(NamedTuple):
     """What a request finds where it would be decoded, and has to be computed for it."""
 
     rows: int
@@ -187,7 +187,7 @@ class WayCosts:
         asked: Asked,
         prefill: InstanceCosts,
         decode: InstanceCosts,
-        place: Place,
+        place: DecodePlace,
         moved_tokens: int,
         byte_s: float,
         now_s: float,
@@ -202,7 +202,7 @@ class WayCosts:
         ttft_s = max(computed_s, moved_s, place.room_s) + first_s
         return self._cost(asked, ttft_s, decode, place, 0.0)
 
-    def alone(self, asked: Asked, instance: InstanceCosts, place: Place, now_s: float) -> Cost:
+    def alone(self, asked: Asked, instance: InstanceCosts, place: DecodePlace, now_s: float) -> Cost:
         """Return the cost of one instance that computes the prompt and decodes it."""
         start, rates = asked.num_tokens - place.new_tokens, instance.rates
         chunk, beside_s = rates.chunk_tokens or CHUNK_TOKENS, instance.step_s(place.rows)
@@ -213,7 +213,7 @@ class WayCosts:
         ttft_s = max(ahead_s, place.room_s) + own_s + max(1.0, place.new_tokens / chunk) * beside_s
         return self._cost(asked, ttft_s, instance, place, own_s)
 
-    def _cost(self, asked: Asked, ttft_s: float, decodes: InstanceCosts, place: Place, beside_s: float) -> Cost:
+    def _cost(self, asked: Asked, ttft_s: float, decodes: InstanceCosts, place: DecodePlace, beside_s: float) -> Cost:
         """Return the cost of a first token after `ttft_s` and an answer on `decodes`, where each request that decodes
         waits `beside_s` longer for the prompt."""
         rates, num_steps = decodes.rates, min(asked.max_tokens, ANSWER_TOKENS)

@@ -22,7 +22,7 @@ from chitu.config.schema import BreakerConfig, RouterConfig
 from chitu.net.aio import LINGER_MS, Outbox, PeerSocket
 from chitu.net.link import LinkReceiver, LinkSender
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
-from chitu.router.costs import PRIOR, InstanceCosts, Place
+from chitu.router.costs import PRIOR, DecodePlace, InstanceCosts
 from chitu.router.policies import Candidates, InstanceGroup, InstanceKey, instance_key
 from chitu.types import Role
 
@@ -238,12 +238,12 @@ class ClusterMember:
     def name(self) -> str:
         return self.key.name
 
-    def place(self, new_tokens: int, now_s: float) -> Place:
+    def place(self, new_tokens: int, now_s: float) -> DecodePlace:
         """Return what a request finds that is to be decoded here, with so many prompt tokens to compute."""
         queue = self.queues[-1]
         room_s = queue.ahead(now_s) / queue.rate if queue.rate else 0.0
-        costs = self.costs
-        return Place(costs.streams + costs.other_streams, self.load.own + self.load.from_others, new_tokens, room_s)
+        rows, soon = self.costs.streams + self.costs.other_streams, self.load.own + self.load.from_others
+        return DecodePlace(rows, soon, new_tokens, room_s)
 
 
 class Members:

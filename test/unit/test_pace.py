@@ -151,7 +151,7 @@ def test_a_d_without_a_bound_refuses_whole_requests_by_name() -> None:
     decode = Instance(8, receiver=DSide(Wire()))
     decode.scheduler.submit(whole(1, [5, 6], 1))
     decode.run()
-    assert decode.finishes[room_of(1)].code == "invalid_request"
+    assert decode.finishes[room_of(1)].code == "role_changed"
     assert "unified requests" in decode.finishes[room_of(1)].message
 
 
