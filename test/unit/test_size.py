@@ -54,6 +54,11 @@ def test_what_limits_is_what_one_more_of_helps_against() -> None:
     assert more_p.rate > 1.5 * sizing.best.rate > 1.4 * more_d.rate
 
 
+def test_prompts_that_miss_the_bound_by_themselves_are_named() -> None:
+    asked = question(1200, 3, count=20)
+    assert _limit(asked, Trial(Split(1, 1), 0.1, 20)).startswith("100% of the prompts take longer than ttft")
+
+
 def test_a_slow_link_is_named() -> None:
     asked = question(400, 3, count=40)
     asked.profiles = {1: msgspec.structs.replace(PROFILE, link=LinkCost(bytes_per_s=9e5, message_s=0.001))}

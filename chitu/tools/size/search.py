@@ -2,8 +2,8 @@
 
 Goodput of a split is the highest rate at which a share of the requests (90 %) keeps both bounds, found by bisection;
 the arrivals are the same at each rate but for their scale. Splits are tried from the one that a back-of-the-envelope
-estimate likes most, outwards as long as a neighbour is better, so few of them are measured. A run ends as soon as too
-many requests have missed. Nothing here is random but the seed of Poisson arrivals.
+estimate likes most, a few of each kind, and the neighbours of the best. A run ends as soon as too many requests have
+missed. Nothing here is random but the seed of Poisson arrivals.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from chitu.types import Role
 TOLERANCE = 1.03
 """Ratio of the lowest rate that fails to the highest that does not, at which bisection ends."""
 STEP_UP = 1.4
+LIKELY = 4
+"""Splits of each kind (sizes; pairs or unified) that are tried in any case."""
 WINDOW = 4
 """Requests come for at least so many times what an answer within the SLO takes."""
 LOOK_S = 0.5
+LONG_SHARE = 0.5
+"""Share of the misses that the SLO allows, from which on prompts that miss it by themselves count as what limits."""
 BUSY = 0.85
 """Share of the time from which on an instance or a link counts as what limits."""
 
@@ -356,18 +360,10 @@ def search(question: Question, devices: int) -> Sizing:
         )
     tried: dict[Split, Trial] = {}
     best = tried[found[0]] = question.max_rate(found[0])
-    seen = {found[0]}
-    while True:
-        candidates = [split for split in _neighbours(best.split, found) if split not in seen]
-        if not candidates:
-            break
-        for split in candidates:
-            seen.add(split)
-            trial = _better(question, split, best)
-            tried[split] = trial
-            if trial.rate:
-                best = trial
-                break
+    likely = _likeliest(found)
+    while candidates := [split for split in (*_neighbours(best.split, found), *likely) if split not in tried]:
+        trial = tried[candidates[0]] = _better(question, candidates[0], best)
+        best = trial if trial.rate else best
     if not best.rate:
         raise ConfigError(
             f"no split of {devices} devices keeps ttft={question.slo.ttft_s:g} and tpot={question.slo.tpot_s:g} for "
@@ -393,17 +389,25 @@ def _better(question: Question, split: Split, best: Trial) -> Trial:
 
 
 def _neighbours(split: Split, found: list[Split]) -> list[Split]:
-    """Return the splits with one P more or less, then the likeliest of each other kind, all in the order of `found`."""
+    """Return the splits with one P more or less."""
     sizes = split.prefill_tp, split.decode_tp
-    near = [
+    return [
         other
         for other in found
         if other.prefill and (other.prefill_tp, other.decode_tp) == sizes and abs(other.prefill - split.prefill) == 1
     ]
-    kinds: dict[tuple[bool, int, int], Split] = {}
-    for other in found:
-        kinds.setdefault((other.unified > 0, other.prefill_tp, other.decode_tp), other)
-    return near + [other for other in kinds.values() if other not in near]
+
+
+def _likeliest(found: list[Split]) -> list[Split]:
+    """Return the first splits of each kind, in the order of `found`: an estimate is seldom off by more."""
+    counts: dict[tuple[bool, int, int], int] = {}
+    likely = []
+    for split in found:
+        kind = split.unified > 0, split.prefill_tp, split.decode_tp
+        counts[kind] = counts.get(kind, 0) + 1
+        if counts[kind] <= LIKELY:
+            likely.append(split)
+    return likely
 
 
 def _one_more(split: Split) -> list[Split]:
@@ -421,6 +425,14 @@ def _limit(question: Question, best: Trial) -> str:
     """Return what keeps the rate from being higher."""
     trial = question.trial(best.split, best.rate * 1.25, is_whole=True)
     busy, waiting = trial.busy, trial.waiting
+    split, slo, requests = trial.split, question.slo, question.workload.requests
+    tp, computed = split.prefill_tp if split.prefill else split.decode_tp, 1 - trial.cached_share
+    too_long = sum(question.prompt_s(tp, computed * request.prompt_tokens) > slo.ttft_s for request in requests)
+    if too_long > LONG_SHARE * (1 - slo.share) * len(requests):
+        share = too_long / len(requests)
+        return (
+            f"{share:.0%} of the prompts take longer than ttft by themselves: only faster instances help (a larger TP)"
+        )
     if trial.slow > trial.late_first:
         of = "chunks of prompts lengthen the steps of decoding" if trial.split.unified else "its batch is too large"
         return f"{'U' if trial.split.unified else 'D'}: tokens come too slowly ({trial.running:.0f} run at once; {of})"
