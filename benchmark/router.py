@@ -3,10 +3,10 @@
 `--beside CHECKOUT` measures this router's cost over that of another checkout: both run, and slices of load alternate
 between them, since a machine drifts by more than the difference between two whole runs.
 
-Starts the real router and one fake worker process (P0 and D0), sends
-completions over kept-alive connections from this process, and reads the CPU time of all threads of the router from the
-kernel. The prompt (text) is tokenised, validated and routed; the answer is detokenised. Rates are what this machine
-reached with load generator and workers beside the router; CPU per request and per token are the router's alone.
+Starts the real router and one fake worker process (P0 and D0), sends completions over kept-alive connections from this
+process, and reads the CPU time of all threads of the router from the kernel. The prompt (text) is tokenised, validated
+and routed; the answer is detokenised. Rates are what this machine reached with load generator and workers beside the
+router; CPU per request and per token are the router's alone.
 
 Prompts are 400 characters of common English words, except one word in forty, which is random and so new to the router.
 The tokenizer is trained for this benchmark (byte-level BPE, 8192 tokens), so that a token has about as many characters
@@ -233,15 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--step-ms", type=float, default=0.0, help="pace of the fake decode instance; 0: no pause")
     parser.add_argument("--policy", default="round_robin")
-    parser.add_argument("--workers", type=int, default=1, help="API processes of the router (router.workers)")
     parser.add_argument("--beside", type=Path, help="checkout whose router is measured beside this one, in slices")
     parser.add_argument("--rounds", type=int, default=10, help="slices of --seconds of each router, with --beside")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         model = Path(args.model) if args.model else _small_model(Path(folder))
-        router_keys = (f"policy={args.policy}", f"workers={args.workers}")
-        overrides = (*(f"dp_config.router.{key}" for key in router_keys), "model.served_name=bench")
+        overrides = (f"dp_config.router.policy={args.policy}", "model.served_name=bench")
         any_model = ("--step-s", str(args.step_ms / 1e3), "--vocab-size", str(1 << 20))
         if args.beside is not None:
             (Path(folder) / "beside").mkdir()
