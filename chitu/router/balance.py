@@ -8,11 +8,10 @@ instance) is smallest. An instance changes its role if a pressure is high, or pr
 split has a lower one.
 
 Invariants: an instance never changes its role if its side would be empty, nor while the fleet is moving (`Fleet.busy`,
-an instance that leaves or has just come). A change has a reason in numbers. Hysteresis: the gain of a change is summed
-up over time (as in a CUSUM test: E. S. Page, "Continuous Inspection Schemes", 1954) and must reach `EVIDENCE_S`; what
-gains less than `MARGIN` counts against it. So a large change of the load is answered in seconds, noise never, and no
-change is taken back unless the load has changed. Unified instances are watched, but keep their role: the router
-already sends them the half that is short.
+an instance that leaves or has just come). A change has a reason in numbers. Hysteresis: the squared gain of a change is
+summed up over time (as in a CUSUM test: E. S. Page, "Continuous Inspection Schemes", 1954) and must reach `EVIDENCE_S`;
+time in which it gains less than `MARGIN` counts against it. So a large change of the load is answered in seconds, and
+noise is not. Unified instances are watched, but keep their role: the router already sends them the half that is short.
 """
 
 from __future__ import annotations
@@ -27,9 +26,13 @@ from chitu.types import Role
 
 SIDES = (Role.PREFILL, Role.DECODE)
 FULL = {Role.PREFILL: 0.8, Role.DECODE: 0.9, Role.UNIFIED: 0.8}
-"""Share of its capacity that an instance should have to do: prompts come in bursts, and a queue of them is waiting
-time."""
-WINDOW_S = 15.0
+"""Largest share of its capacity that an instance should have to do."""
+LEAST = 0.4
+"""The least share to which prompts that are long for the TTFT lower it (`Balancer.aim`)."""
+PATIENCE = 0.32
+"""Mean wait of prompts, as a share of what the TTFT leaves for it, over (1 + cv^2) / 2 of the lengths of prompts, which
+are uneven: 0.4 / 1.25. Nine of ten then wait less than the TTFT allows."""
+WINDOW_S = 20.0
 """Time constant of the demands."""
 SETTLE_S = 4.0
 """Age from which an instance is no newcomer, and shortest time between two changes."""
@@ -39,9 +42,9 @@ QUEUE_SHARE = 0.5
 """Share of the TTFT that prompts may queue; beyond it, an instance may change its role, too."""
 MARGIN = 0.08
 """Gain that is not worth a change, as a share of the larger pressure."""
-EVIDENCE_S = 1.5
-"""Gain beyond `MARGIN`, summed up over time, at which an instance changes its role: a half for 3.6 s, a tenth for
-75 s."""
+EVIDENCE_S = 2.0
+"""Squared gain, summed up over time, at which an instance changes its role: a half for 8 s, a quarter for half a
+minute, a tenth for 200 s. Squared, because that many independent looks it takes to see a gain beside the same noise."""
 MOST_UNMET = 2.0
 """Largest factor by which a wish goes beyond the work that is done: rejected requests are often sent again."""
 RETRY_S = 60.0
@@ -49,7 +52,7 @@ RETRY_S = 60.0
 KEPT_S = 300.0
 """Time for which a wish for more instances stays: loads come back, and an instance takes long to start."""
 LINE_S = 120.0
-"""Time constant of the seconds of a step."""
+"""Time constant of the seconds of a step, and of a prompt."""
 DOUBT = 0.01
 """Variance of the requests in a step, as a share of their squared mean, of which a slope is believed by half."""
 KEPT_PARTS = 10
@@ -77,10 +80,8 @@ class Observed(NamedTuple):
     """Seconds of such a step; 0: unknown."""
     num_slots: int
     """Requests that may run at once; 0: unknown."""
-    num_held: int
-    """Requests that have pages."""
-    pages_used: int
-    pages_total: int
+    pages_share: float
+    """Share of its pages that requests which decode have."""
     backlog_s: float
     """Time since its start in which work waited because it had no room."""
     is_held: bool
@@ -117,13 +118,14 @@ class Change(NamedTuple):
 
 
 class _Rate:
-    """Amount a second, over about the last `WINDOW_S`."""
+    """Amount a second, over about the last `memory_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_s: float) -> None:
+        self._memory_s = memory_s
         self._seconds = self._amount = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        kept = math.exp(-seconds / WINDOW_S)
+        kept = math.exp(-seconds / self._memory_s)
         self._seconds = self._seconds * kept + seconds
         self._amount = self._amount * kept + amount
 
@@ -159,10 +161,6 @@ class _Steps:
         slope = max(0.0, products / weight - rows * seconds) / (squares / weight - (1 - DOUBT) * rows * rows)
         base = seconds - slope * rows
         room = math.fsum(one.num_slots for one in instances) / len(instances) or math.inf
-        used = sum(one.pages_used for one in instances)
-        if used:
-            held = max(1, sum(one.num_held for one in instances))
-            room = min(room, sum(one.pages_total for one in instances) / len(instances) * held / used)
         if tpot_s is not None and slope > 0:
             room = min(room, (tpot_s - base) / slope)
         room = max(room, 1.0) if room < math.inf else rows
@@ -193,18 +191,19 @@ class Balancer:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
         self._acts = acts
         self.demand: dict[Role, float] = {}
-        """Work of each role that is there, in instances that are `FULL`."""
+        """Work of each role that is there, in instances."""
         self.pressure: dict[Role, float] = {}
-        """The same by instance: above 1, the role is short of instances."""
+        """The same by instance, over `aim`: above 1, the role is short of instances."""
         self.wanted: dict[Role, int] = {}
         """How many instances of each role the load asks for."""
         self.advice: Change | None = None
         """The change that is due, also while it cannot be made."""
         self.obstacle = ""
         """Why the change that is due is not made yet."""
-        self._work = {role: _Rate() for role in Role}
+        self._work = {role: _Rate(WINDOW_S) for role in Role}
         self._steps = {role: _Steps() for role in Role}
-        self._offered, self._begun = _Rate(), _Rate()
+        self._offered, self._begun = _Rate(WINDOW_S), _Rate(WINDOW_S)
+        self._prompt_work, self._prompts = _Rate(LINE_S), _Rate(LINE_S)
         self._reported: dict[int, Observed] = {}
         """The last reports, by incarnation."""
         self._last: tuple[float, int, int] | None = None
@@ -223,7 +222,7 @@ class Balancer:
         self._weigh(now_s, counts)
         role, gain = self._gain(fleet, counts)
         for side in SIDES:
-            step = (gain if side is role else 0.0) - MARGIN
+            step = gain * gain if side is role and gain > MARGIN else -MARGIN
             self._evidence[side] = min(max(0.0, self._evidence[side] + step * passed_s), EVIDENCE_S)
         if role is None or self._evidence[role] < EVIDENCE_S:
             self.advice, self.obstacle = None, ""
@@ -246,7 +245,7 @@ class Balancer:
         reported, self._reported = self._reported, {one.incarnation: one for one in fleet.instances}
         if last is None or now_s <= last[0]:
             return 0.0
-        passed_s = now_s - last[0]
+        passed_s, prompts_s = now_s - last[0], 0.0
         for role, rate in self._work.items():
             instances, work_s = [one for one in fleet.instances if one.role is role], 0.0
             if instances:
@@ -257,8 +256,12 @@ class Balancer:
                 prompt, output = one.prompt_tokens - before.prompt_tokens, one.output_tokens - before.output_tokens
                 # While work waits an instance does all that it can, whatever its rates say.
                 full_s = 0.0 if one.is_held else one.backlog_s - before.backlog_s
-                work_s += max(prompt * one.prompt_token_s + output * output_token_s, full_s)
+                computed_s = prompt * one.prompt_token_s + output * output_token_s
+                work_s += max(computed_s, full_s, one.pages_share * passed_s)
+                prompts_s += prompt * one.prompt_token_s
             rate.add(work_s, passed_s)
+        self._prompt_work.add(prompts_s, passed_s)
+        self._prompts.add(fleet.begun - last[2], passed_s)
         self._offered.add(fleet.offered - last[1], passed_s)
         self._begun.add(fleet.begun - last[2], passed_s)
         return passed_s
@@ -266,19 +269,35 @@ class Balancer:
     def _weigh(self, now_s: float, counts: dict[Role, int]) -> None:
         """Compute what is shown: demands and wishes."""
         present = [role for role, count in counts.items() if count]
-        self.demand = {role: self._work[role].value / FULL[role] for role in present}
-        self.pressure = {role: self.demand[role] / counts[role] for role in present}
+        self.demand = {role: self._work[role].value for role in present}
+        self.pressure = {role: self._pressure(role, counts[role]) for role in present}
         # What is offered and does not begin is demand, too: it queues, or was rejected.
         begun = self._begun.value
         unmet = min(max(1.0, self._offered.value / begun), MOST_UNMET) if begun else 1.0
         for role in present:
-            needed = max(1, math.ceil(self.demand[role] * unmet - MARGIN))
+            needed = max(1, math.ceil(self.demand[role] * unmet / self.aim(role, counts[role]) - MARGIN))
             wish = self._wishes.get(role)
             if wish is None:
                 wish = self._wishes[role] = _Wish()
                 self._unknown_until_s = now_s + WINDOW_S
             # What is there was wanted, until the load is known.
             self.wanted[role] = wish.note(now_s, counts[role] if now_s < self._unknown_until_s else needed)
+
+    def aim(self, role: Role, count: int) -> float:
+        """Return the share of their capacity that so many instances of a role should have to do. Prompts wait for each
+        other: with utilisation u about u / (1 - u) times the work of one, by the number of instances that share the
+        queue (Pollaczek and Khinchine). So the longer a prompt takes beside the TTFT, the less P should have to do."""
+        prompts = self._prompts.value
+        if role is Role.DECODE or not prompts:
+            return FULL[role]
+        prompt_s = self._prompt_work.value / prompts
+        if prompt_s <= 0:
+            return FULL[role]
+        waits = PATIENCE * count * max(0.0, self._ttft_s - prompt_s) / prompt_s
+        return min(max(LEAST, waits / (1 + waits)), FULL[role])
+
+    def _pressure(self, role: Role, count: int) -> float:
+        return self.demand[role] / count / self.aim(role, count)
 
     def _gain(self, fleet: Fleet, counts: dict[Role, int]) -> tuple[Role | None, float]:
         """Return the side that is short, and by which share the larger pressure would fall if it got an instance of the
@@ -290,7 +309,7 @@ class Balancer:
         queues = fleet.waits_s.get(short, 0.0) > QUEUE_SHARE * self._ttft_s
         if counts[other] < 2 or not pressure or not (pressure >= NEED or queues):
             return None, 0.0
-        after = max(self.demand[short] / (counts[short] + 1), self.demand[other] / (counts[other] - 1))
+        after = max(self._pressure(short, counts[short] + 1), self._pressure(other, counts[other] - 1))
         return short, 1 - after / pressure
 
     def _change(self, fleet: Fleet, counts: dict[Role, int], role: Role, gain: float) -> Change | None:
@@ -339,9 +358,7 @@ def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: f
         rows=0 if is_prefill else rows,
         step_s=load.rates.step_s(rows, info.layout.page_size * load.pages_used),
         num_slots=info.num_slots,
-        num_held=load.running + load.transferring,
-        pages_used=load.pages_used,
-        pages_total=load.pages_total,
+        pages_share=load.pages_used / max(1, load.pages_total) * rows / max(1, load.running + load.transferring),
         backlog_s=load.backlog_s,
         is_held=load.held_by_prefill > 0,
         roles=info.roles,

@@ -31,9 +31,10 @@ SLO = SLOConfig(ttft_s=2.0, tpot_s=0.05)
 class Cluster:
     """1P3D with a router and its membership. P computes 1000 prompt tokens a second, each D makes 160 tokens."""
 
-    def __init__(self, balance: str, command: str = "", refuses: bool = False) -> None:
+    def __init__(self, balance: str, command: str = "", refuses: bool = False, index: int = 0) -> None:
         self.world = World(P, D, D, D)
         self.clock, self.refuses = self.world.clock, refuses
+        self.routers: tuple[int, ...] = (0, 1)
         core = self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=1e9), 7, self, ())
         self.infos = [msgspec.structs.replace(i, roles=(P, D), num_slots=40) for i in self.world.instances]
         for info in self.infos:
@@ -41,7 +42,7 @@ class Cluster:
         self.orders: list[tuple[str, Role]] = []
         config = msgspec.convert({"balance": balance, "balance_command": command}, RouterConfig)
         config = msgspec.structs.replace(config, slo=SLO)
-        self.balancing = Balancing(config, self.world.router, core, self.change_role, self.clock)
+        self.balancing = Balancing(config, self.world.router, core, self.change_role, self.clock, index)
         self.loads = {
             info.name: LoadReport(running=4, rates=RATES, pages_total=4000, pages_used=rank)
             for rank, info in enumerate(self.infos)
@@ -70,7 +71,8 @@ class Cluster:
                     prompt_tokens=load.prompt_tokens + 500 * is_prefill,
                     tokens=load.tokens + (500 if is_prefill else 80),
                 )
-                self.core.on_heartbeat(Heartbeat(info.role, info.engine_rank, info.incarnation, load))
+                beat = Heartbeat(info.role, info.engine_rank, info.incarnation, load, routers=self.routers)
+                self.core.on_heartbeat(beat)
             self.balancing.tick()
             await asyncio.sleep(0)
 
@@ -124,6 +126,19 @@ def test_nothing_changes_while_the_cluster_is_paused() -> None:
     run(scenario())
 
 
+def test_only_the_first_router_that_lives_decides(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        cluster = Cluster("act", "/nowhere/scale", index=1)
+        await cluster.run(30.0)
+        assert not cluster.orders and not cluster.balancing._telling
+        assert cluster.balancing.metrics().advice.endswith("; not now: router 0 decides")
+        cluster.routers = (1,)
+        await cluster.run(2.0)
+        assert cluster.orders and cluster.balancing._telling
+
+    run(scenario())
+
+
 def test_a_refused_change_is_logged_and_tried_again_after_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         cluster = Cluster("act", refuses=True)
@@ -155,7 +170,7 @@ def test_the_command_gets_each_wish_once(tmp_path: Path) -> None:
 def test_a_command_that_does_not_start_or_fails_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(command: str) -> None:
         cluster = Cluster("advise", command)
-        await cluster.run(20.0)
+        await cluster.run(30.0)
         await asyncio.gather(*cluster.balancing._telling.values())
 
     run(scenario("/nowhere/scale"))
@@ -168,10 +183,19 @@ def test_a_d_is_measured_by_what_it_can_do_within_the_slo() -> None:
     info = msgspec.structs.replace(Cluster("advise").infos[1], num_slots=4)  # pages of 16 tokens
     rates = msgspec.structs.replace(RATES, context_token_s=1e-5)
     load = LoadReport(
-        rates=rates, running=3, computing=1, transferring=1, pages_used=4, pages_cached=10, bytes_moved=3, bytes_saved=1
+        rates=rates,
+        running=3,
+        computing=1,
+        transferring=1,
+        pages_total=20,
+        pages_used=4,
+        pages_cached=10,
+        bytes_moved=3,
+        bytes_saved=1,
     )
     one = observe(info, load, 10.0, 100.0)
-    assert (one.rows, one.step_s, one.num_held) == (2, pytest.approx(0.01 + 2e-3 + 64e-5), 4)
+    assert (one.rows, one.step_s) == (2, pytest.approx(0.01 + 2e-3 + 64e-5))
+    assert one.pages_share == 0.1  # four requests have a fifth of the pages; two of them decode
     assert one.cost_pages == 4 + 10 / 4 and one.prompt_token_s == pytest.approx(0.001)
 
 
@@ -184,7 +208,6 @@ def test_the_seconds_of_a_step_are_a_line_through_all_instances() -> None:
     close = pytest.approx
     assert steps.output_token_s([one], 0.05) == close(0.05 / 40, rel=0.1)  # 40 take 50 ms
     assert steps.output_token_s([one._replace(num_slots=20)], 0.05) == close(0.03 / 20, rel=0.1)
-    assert steps.output_token_s([one._replace(num_held=2, pages_used=160)], 0.05) == close(0.02 / 10, rel=0.1)
     assert steps.output_token_s([one], None) == close(0.11 / 100, rel=0.1)
     flat = _Steps()
     flat.add([one._replace(rows=10, step_s=0.02)] * 9, 0.5)  # always ten: the slope is unknown

@@ -60,7 +60,7 @@ def scalers() -> list[dict[str, Any]]:
 
 
 def scaler_queries() -> list[str]:
-    in_comment = re.findall(r"\bsum\(chitu_.*?\)(?=\.)", SCALERS.read_text())
+    in_comment = re.findall(r"^# (sum.*)$", SCALERS.read_text(), re.MULTILINE)
     return [t["metadata"]["query"] for one in scalers() for t in one["spec"]["triggers"]] + in_comment
 
 
