@@ -86,7 +86,7 @@ class RouterProcess:
         self._balancing: Balancing | None = None
         if config.balance != "off":
             cluster, core = self._cluster, self._membership.coordination
-            self._balancing = Balancing(config, self._api.router, core, cluster.change_role, RealClock(), index)
+            self._balancing = Balancing(config, self._api.router, core, cluster.change_role, RealClock())
             cluster.balance = self._balancing.metrics
         self._http = HTTPServer(self._api.app, mine, limits=HTTPLimits.of(config))
         loop = asyncio.get_running_loop()

@@ -31,7 +31,8 @@ MEMORY = 0.05
 
 
 class Balancing:
-    """Construct it on the running loop unless `balance` is `off`, and call `tick` about every 50 ms."""
+    """Construct it on the running loop unless `balance` is `off`, and call `tick` about every 50 ms while this router
+    is the first one that lives."""
 
     def __init__(
         self,
@@ -40,12 +41,9 @@ class Balancing:
         coordination: PDCoordination,
         change_role: Callable[[str, Role], Awaitable[object]],
         clock: Clock,
-        index: int = 0,
     ) -> None:
-        """`index`: that of this router in `router.hosts`. The first one that lives decides, the others watch."""
         self._acts, self._command = config.balance == "act", shlex.split(config.balance_command)
         self._router, self._coordination, self._change_role, self._clock = router, coordination, change_role, clock
-        self._index = index
         ttft_s = longest_wait_s(config) if config.slo.ttft_s is None else config.slo.ttft_s
         self._balancer = Balancer(ttft_s, config.slo.tpot_s, self._acts)
         self._interval_s = config.pd_disaggregation.deadlines.heartbeat_interval_s
@@ -84,18 +82,17 @@ class Balancing:
         if now_s < self._next_s:
             return
         self._next_s = now_s + self._interval_s
-        first = self._coordination.first_router
-        change = self._balancer.tick(now_s, self._fleet(first))
-        advice, is_first = self._balancer.advice, first >= self._index
-        if advice is not None and advice.role is not self._advised and change is None and is_first:
+        change = self._balancer.tick(now_s, self._fleet())
+        advice = self._balancer.advice
+        if advice is not None and advice.role is not self._advised and change is None:
             log.warning("%s", self._advice())
         self._advised = None if advice is None else advice.role
         if change is not None:
             self._changing = asyncio.ensure_future(self._make(change))
-        if self._command and is_first:
+        if self._command:
             self._tell_wishes()
 
-    def _fleet(self, first: int) -> Fleet:
+    def _fleet(self) -> Fleet:
         coordination, flow = self._coordination, self._router.flow()
         view, loads, ages_s = coordination.view, coordination.loads(), coordination.metrics().ages_s
         last, self._last_flow = self._last_flow, flow
@@ -105,8 +102,6 @@ class Balancing:
         busy = ""
         if self._changing is not None and not self._changing.done():
             busy = "a change is being ordered"
-        elif first < self._index:
-            busy = f"router {first} decides"
         elif view.weights.holds or view.weights.prepare is not None or coordination.weights.missing():
             busy = "the cluster is paused, or changes its weights"
         elif flow.is_cut_off:

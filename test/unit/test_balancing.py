@@ -31,10 +31,9 @@ SLO = SLOConfig(ttft_s=2.0, tpot_s=0.05)
 class Cluster:
     """1P3D with a router and its membership. P computes 1000 prompt tokens a second, each D makes 160 tokens."""
 
-    def __init__(self, balance: str, command: str = "", refuses: bool = False, index: int = 0) -> None:
+    def __init__(self, balance: str, command: str = "", refuses: bool = False) -> None:
         self.world = World(P, D, D, D)
         self.clock, self.refuses = self.world.clock, refuses
-        self.routers: tuple[int, ...] = (0, 1)
         core = self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=1e9), 7, self, ())
         self.infos = [msgspec.structs.replace(i, roles=(P, D), num_slots=40) for i in self.world.instances]
         for info in self.infos:
@@ -42,7 +41,7 @@ class Cluster:
         self.orders: list[tuple[str, Role]] = []
         config = msgspec.convert({"balance": balance, "balance_command": command}, RouterConfig)
         config = msgspec.structs.replace(config, slo=SLO)
-        self.balancing = Balancing(config, self.world.router, core, self.change_role, self.clock, index)
+        self.balancing = Balancing(config, self.world.router, core, self.change_role, self.clock)
         self.loads = {
             info.name: LoadReport(running=4, rates=RATES, pages_total=4000, pages_used=rank)
             for rank, info in enumerate(self.infos)
@@ -71,7 +70,7 @@ class Cluster:
                     prompt_tokens=load.prompt_tokens + 500 * is_prefill,
                     tokens=load.tokens + (500 if is_prefill else 80),
                 )
-                beat = Heartbeat(info.role, info.engine_rank, info.incarnation, load, routers=self.routers)
+                beat = Heartbeat(info.role, info.engine_rank, info.incarnation, load)
                 self.core.on_heartbeat(beat)
             self.balancing.tick()
             await asyncio.sleep(0)
@@ -122,19 +121,6 @@ def test_nothing_changes_while_the_cluster_is_paused() -> None:
         cluster.core.publish_weights()
         await cluster.run(2.0)
         assert cluster.orders
-
-    run(scenario())
-
-
-def test_only_the_first_router_that_lives_decides(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        cluster = Cluster("act", "/nowhere/scale", index=1)
-        await cluster.run(30.0)
-        assert not cluster.orders and not cluster.balancing._telling
-        assert cluster.balancing.metrics().advice.endswith("; not now: router 0 decides")
-        cluster.routers = (1,)
-        await cluster.run(2.0)
-        assert cluster.orders and cluster.balancing._telling
 
     run(scenario())
 
