@@ -241,20 +241,9 @@ def parse_topology(data: dict[str, Any]) -> Topology:
         topology = msgspec.convert(data, Topology)
     except msgspec.ValidationError as error:
         raise ConfigError(explain(str(error), data)) from error
-    return with_step_sizes(_with_first_router(topology, data), data.get("scheduler") or {})
-
-
-def _with_first_router(topology: Topology, data: dict[str, Any]) -> Topology:
-    """Return the topology with the address of the first of several routers as `host`."""
-    router = topology.dp_config.router
-    if not router.hosts:
-        return topology
-    if "host" in data["dp_config"]["router"] and router.host != router.hosts[0]:
-        raise ConfigError(
-            f"dp_config.router.host is {router.host} and dp_config.router.hosts begins with {router.hosts[0]}: leave "
-            "dp_config.router.host out"
-        )
-    return with_router(topology, host=router.hosts[0])
+    if hosts := topology.dp_config.router.hosts:
+        topology = with_router(topology, host=hosts[0])
+    return with_step_sizes(topology, data.get("scheduler") or {})
 
 
 def _with_lists_of_devices(data: dict[str, Any]) -> dict[str, Any]:

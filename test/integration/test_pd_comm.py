@@ -4,7 +4,7 @@ messages on."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -24,6 +24,7 @@ from chitu.protocol import (
     VIEW_TOPIC,
     CancelRequest,
     ClusterView,
+    CoordinationMessage,
     Drain,
     InstanceInfo,
     Join,
@@ -48,18 +49,21 @@ LEASE_S = 1.0
 class Router:
     """Bare sockets of a router, and the messages that the comm loop handed on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: RouterAddress) -> None:
+        """`others`: routers behind this one in the list of the loop."""
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.stats, stats = bind(self.context, zmq.PULL, "127.0.0.1", 0)
         self.coordination, self.coordination_port = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
         self.view, view = bind(self.context, zmq.XPUB, "127.0.0.1", 0)
         self.loop = CommLoop(
-            "127.0.0.1", 0, [RouterAddress("127.0.0.1", stats, self.coordination_port, view)], RealClock()
+            "127.0.0.1", 0, [RouterAddress("127.0.0.1", stats, self.coordination_port, view), *others], RealClock()
         )
         self.requests: list[SchedulerMessage] = []
         self.acks: list[LinkAck] = []
         self.views: list[ClusterView] = []
         self.new_routers = 0
+        self.replaced: list[int] = []
+        """Indices of routers that another one has replaced."""
         self.refusals: list[tuple[str, str]] = []
         self.happened = Waker()
         self.info = InstanceInfo(
@@ -89,6 +93,7 @@ class Router:
 
     def on_new_router(self, router: int) -> None:
         self.new_routers += 1
+        self.replaced.append(router)
         self.happened.wake()
 
     def on_refused(self, code: str, message: str) -> None:
@@ -339,3 +344,95 @@ def test_nothing_is_queued_for_a_router_that_is_away_and_little_for_one_that_han
         sent = [heartbeats.send(bytes(1 << 20)) for _ in range(100)]  # the kernel takes some
         assert not all(sent)
         heartbeats.close(linger_ms=0)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Two routers.
+
+
+class Second:
+    """Bare sockets of the second router of a list."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.stats, stats = bind(self.context, zmq.PULL, "127.0.0.1", 0)
+        self.coordination, coordination = bind(self.context, zmq.ROUTER, "127.0.0.1", 0)
+        self.view, view = bind(self.context, zmq.XPUB, "127.0.0.1", 0)
+        self.address = RouterAddress("127.0.0.1", stats, coordination, view)
+
+    def next(self) -> CoordinationMessage:
+        assert self.coordination.poll(5000), "no message came"
+        return coordination_codec.decode(self.coordination.recv_multipart()[1])
+
+    def send(self, view: ClusterView) -> None:
+        self.view.send_multipart([VIEW_TOPIC, encode(view)])
+
+    def close(self) -> None:
+        for socket in (self.stats, self.coordination, self.view):
+            socket.close(0)
+        self.context.term()
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Router, Second]]:
+    second = Second()
+    first = Router(second.address)
+    yield first, second
+    first.close()
+    second.close()
+
+
+def publish_until(second: Second, view: ClusterView, is_so: Callable[[], bool]) -> None:
+    def sent() -> bool:
+        second.send(view)
+        return is_so()
+
+    wait_until(sent, 10, "the view has no effect")
+
+
+def test_it_joins_two_routers_once_it_has_heard_both_and_follows_each(two: tuple[Router, Second]) -> None:
+    first, second = two
+    first.publish(1, 1)  # lists it already, as a router may that knew it before
+    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.num_views[1] > 0)
+    join = second.next()
+    assert isinstance(join, Join) and join.instance.incarnation == first.info.incarnation
+    assert first.loop.joined_routers == (0,)
+    publish_until(second, ClusterView(9, 2, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    first.publish(2, 1)
+    assert first.replaced == [0], "requests of the second router go on"
+
+
+def test_a_router_that_it_hears_after_it_was_a_member_is_told_that_it_returns(two: tuple[Router, Second]) -> None:
+    """There may be a newer process of its rank there."""
+    first, second = two
+    first.publish(7, 3)
+    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.num_views[1] > 0)
+    joins = [second.next() for _ in range(3)]
+    returns = [join.instance.first_view for join in joins if isinstance(join, Join)]
+    assert returns[-1] == (7, 3)
+
+
+def test_a_drain_that_one_router_asks_for_is_told_to_the_other_until_its_view_shows_it(
+    two: tuple[Router, Second],
+) -> None:
+    first, second = two
+    first.publish(1, 1)
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    first.publish(1, 2, draining=True)
+    told = 0
+    while told < 2:
+        told += isinstance(second.next(), Drain)
+    draining = msgspec.structs.replace(first.info, draining=True)
+    publish_until(second, ClusterView(9, 2, (draining,)), lambda: first.loop.routers[1].knows_drain)
+    assert first.drains == 1
+
+
+def test_a_router_that_is_silent_for_a_lease_counts_as_away_and_the_other_one_does_not(
+    two: tuple[Router, Second],
+) -> None:
+    first, second = two
+    first.publish(1, 1)
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (1,))
+    first.publish(1, 2)
+    assert first.loop.joined_routers == (0, 1)

@@ -74,7 +74,7 @@ class RouterUnderTest:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the router and its API processes."""
+        """Process ids of the router and its body processes."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return [self.pid, *map(int, children)]
 

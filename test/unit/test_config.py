@@ -37,6 +37,8 @@ from chitu.config.topology import (
     instances,
     listening_host,
     on_one_host,
+    own_api_port,
+    routers,
     threads_of,
     with_port,
 )
@@ -687,3 +689,25 @@ def test_an_api_key_that_no_client_can_send_is_refused_without_showing_it(key: s
     assert (
         problem.startswith("dp_config.router.api_keys.1 is empty or has a space at an end") and "sound" not in problem
     )
+
+
+# Several routers.
+
+
+def test_routers_of_one_host_share_the_port_of_the_api_alone() -> None:
+    ports = ["dp_config.router.stats_port=29600", "dp_config.router.pd_disaggregation.coordination_port=29800"]
+    topology = load_topology(None, ["dp_config.router.hosts=[10.0.0.1, 10.0.0.2, 10.0.0.1]", *ports])
+    assert topology.dp_config.router.host == "10.0.0.1"
+    first, other, second = routers(topology)
+    base = topology.dp_config.router
+    assert [each.host for each in (first, other, second)] == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    assert [each.stats_port - base.stats_port for each in (first, other, second)] == [0, 0, 2]
+    assert second.pd_disaggregation.coordination_port == base.pd_disaggregation.coordination_port + 2
+    assert [own_api_port(base, index) - base.port for index in range(3)] == [1, 0, 2]
+
+
+def test_the_key_of_api_processes_is_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(
+        ConfigError, match=r"dp_config.router.workers is gone: name complete routers in dp_config\.router"
+    ):
+        load_topology(None, ["dp_config.router.workers=2"])

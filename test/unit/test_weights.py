@@ -278,7 +278,7 @@ def test_an_instance_that_ignores_the_stamp_of_a_request_is_seen() -> None:
 
     def run(seed: int) -> None:
         world = World(seed)
-        world.begin("/new", is_mixed=True)  # changes without a drain; as if the drain had missed an API process
+        world.begin("/new", is_mixed=True)  # changes without a drain; as if the drain had missed a router
         for instance in world.instances:
             instance.ignores_stamp = True
         for _ in range(200):
