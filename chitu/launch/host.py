@@ -433,17 +433,18 @@ def with_free_ports(topology: Topology) -> Topology:
     machine: they have to know each other's before they start."""
     router = topology.dp_config.router
     picked = {}
-    for key, port in router_ports(router).items():
-        if not port:
-            distances = [PORT_STEP * place_on_host(router, index) for index in range(len(router_hosts(router)))]
-            if key == API_PORT:
-                distances = list(range(len(distances) + 1))
-            picked[key.rpartition(".")[2]] = _free_port(router.host, distances)
+    with contextlib.ExitStack() as taken:
+        for key, port in router_ports(router).items():
+            if not port:
+                distances = [PORT_STEP * place_on_host(router, index) for index in range(len(router_hosts(router)))]
+                if key == API_PORT:
+                    distances = list(range(len(distances) + 1))
+                picked[key.rpartition(".")[2]] = _free_port(router.host, distances, taken)
     return with_router_ports(topology, picked)
 
 
-def _free_port(host: str, distances: Sequence[int]) -> int:
-    """Return a port that is free, as are those at these distances."""
+def _free_port(host: str, distances: Sequence[int], taken: contextlib.ExitStack) -> int:
+    """Return a port that is free, as are those at these distances, and bind them until the end of `taken`."""
     for _ in range(PORT_TRIES):
         with contextlib.ExitStack() as sockets, contextlib.suppress(OSError, OverflowError):
             first = sockets.enter_context(socket.socket(family_of(host)))
@@ -451,6 +452,7 @@ def _free_port(host: str, distances: Sequence[int]) -> int:
             port = int(first.getsockname()[1])
             for distance in {*distances} - {0}:
                 sockets.enter_context(socket.socket(family_of(host))).bind((host, port + distance))
+            taken.push(sockets.pop_all())
             return port
     raise ConfigError(f"no free ports for {len(distances)} routers on {host}: give the ports of dp_config.router")
 

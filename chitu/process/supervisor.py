@@ -111,7 +111,7 @@ STABLE_S = 60.0
 """Lifetime after which the count of deaths in a row starts again."""
 HUNG_S = 10.0
 """Time without a beat after which a router is killed, if clients have another one on its host."""
-MAX_PAUSE_S = 1.0
+MAX_PAUSE_S = 5.0
 """A longer pause between two polls counts as one of this process, in which others may have been stopped too."""
 STALLED_S = 600.0
 """Time without progress after which a process that starts again is killed: to read weights reports all the time, and
