@@ -281,7 +281,8 @@ class HostProcesses:
         self.supervisor.poll()
         if self.has_router and not self.ports and all(self.members[name].progress.ports for name in self._routers):
             # Several routers got theirs with the topology.
-            self.ports = dict(self.members[ROUTER].progress.ports) if len(self._routers) == 1 else self._own_ports()
+            first = self.members[next(iter(self._routers))]
+            self.ports = dict(first.progress.ports) if len(self._routers) == 1 else self._own_ports()
             if self._is_router_first:
                 self._write_config()
                 self._tell_commands()
