@@ -100,8 +100,9 @@ def drain_self(url: str | None, *, force: bool, wait: bool, say: Callable[[str],
     (own,) = launchers
     secrets = derive(own.cluster_key)
     client = RouterClient(own.url, secrets.token if secrets is not None else api_key())
-    present = {instance.name for instance in client.cluster().instances if instance.status != "down"}
-    names = [name for name in own.instances if name in present]
+    up = [instance for instance in client.cluster().instances if instance.status != "down"]
+    present = {instance.home or instance.name: instance.name for instance in up}  # it may have another role now
+    names = [present[name] for name in own.instances if name in present]
     for name in own.instances:
         if name not in present:
             say(f"{name} is not in the cluster")

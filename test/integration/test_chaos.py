@@ -205,7 +205,11 @@ STORMS: tuple[tuple[tuple[Blow, str], ...], ...] = (
 """Blows at once, of which none leaves the cluster without a pair."""
 
 
-@pytest.mark.parametrize("storm", STORMS, ids=lambda storm: "-".join(f"{blow}-{name}" for blow, name in storm))
+STORMS_IN_CI = (STORMS[2], STORMS[6])
+STORM_CELLS = [storm if storm in STORMS_IN_CI else pytest.param(storm, marks=pytest.mark.by_hand) for storm in STORMS]
+
+
+@pytest.mark.parametrize("storm", STORM_CELLS, ids=lambda storm: "-".join(f"{blow}-{name}" for blow, name in storm))
 def test_a_change_of_role_amid_other_blows_costs_no_request(arena: Arena, storm: tuple[tuple[Blow, str], ...]) -> None:
     cluster = arena.enter()
     load = cluster.load

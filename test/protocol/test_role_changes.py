@@ -32,7 +32,7 @@ def loaded(world: RoutedWorld, turn: int) -> None:
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE], ids=str)
 def test_a_change_of_role_at_any_turn_costs_no_token_and_no_page(role: Role) -> None:
-    for turn in range(1, 40, 3):
+    for turn in range(1, 40, 6):
         world = World()
         loaded(world, turn)
         process = world.of(role)[turn % 2]
