@@ -7,11 +7,13 @@ import random
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
 from support.clock import FakeClock
-from support.executors import FakeExecutor, expected_tokens
+from support.executors import FakeExecutor, InvariantViolation, expected_tokens
 
+from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
 from chitu.instance.pace import StepPace, StepWork
+from chitu.kv_cache.prefix_index import PageKeys
 from chitu.protocol import (
     LEAST_PROMPT_TOKENS,
     SLO_SHARE,
@@ -131,6 +133,24 @@ def test_a_second_turn_on_d_computes_only_what_neither_turn_left_there_and_moves
     assert decode.finishes[room_of(2)].kv_bytes == 0
     assert (decode.scheduler.load.bytes_moved, prefill.scheduler.load.tokens) == (moved, computed)
     decode.check_empty()
+
+
+class OnePageTooMany(PagedKVCacheManager):
+    """A cache that takes one page more for cached than it holds."""
+
+    def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
+        found = super().begin(room, keys, prompt, to_compute)
+        return found + self.page_size if found else 0
+
+
+def test_a_wrong_cached_length_is_found() -> None:
+    decode = Instance(60, receiver=DSide(Wire()), tpot_s=1.0)
+    decode.cache.__class__ = OnePageTooMany
+    decode.scheduler.submit(whole(1, prompt_of_length(18), 11))
+    decode.run()
+    decode.scheduler.submit(whole(2, prompt_of_length(18), 6))
+    with pytest.raises(InvariantViolation):
+        decode.run()
 
 
 def test_choices_of_a_prompt_that_d_computes_share_it() -> None:
