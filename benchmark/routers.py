@@ -35,6 +35,8 @@ from chitu.launch.local import LocalCluster
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 ROUTER = "dp_config.router"
+FAKES = 500
+"""Most fake instances of a process, which has sockets of its own for each of them and each router."""
 PORTS = [
     *(f"{ROUTER}.{name}_port=0" for name in ("stats", "token")),
     *(f"{ROUTER}.pd_disaggregation.{name}_port=0" for name in ("coordination", "metadata_sync", "bootstrap")),
@@ -141,14 +143,13 @@ def counted(urls: Sequence[str]) -> list[int]:
 def joins_row(run: Running, args: argparse.Namespace) -> tuple[object, ...]:
     """Return routers, instances, seconds until each lists all, CPU of a join and idle share of a core, by router."""
     names = [f"{'PD'[k % 2]}{k // 2}" for k in range(args.count)]
-    half = (args.count + 1) // 2
     urls = list(run.cluster.router_urls.values())
     with contextlib.ExitStack() as fakes:
         with contextlib.ExitStack() as asking:
             probers = [asking.enter_context(Prober(int(url.rsplit(":", 1)[1]))) for url in urls]
             begin_s, cpu_s = time.perf_counter(), [cpu_seconds(pid) for pid in run.pids]
-            for part in (names[:half], names[half:]):
-                fakes.enter_context(run.fakes(part))
+            for start in range(0, args.count, FAKES):
+                fakes.enter_context(run.fakes(names[start : start + FAKES]))
             wait_until(
                 lambda: all(len(prober.names) >= args.count for prober in probers),
                 args.timeout_s,
@@ -181,10 +182,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = _small_model(folder)
         with running(folder / "1", model, 1) as one, running(folder / "2", model, 2) as two:
             rows = list(requests_rows((one, two), args))
+        columns = ("routers", "requests", "share of each", "CPU us/request", "times one")
+        publish("routers", columns, rows, args.json_dir)
         for count in (1, 2) if args.count else ():
             with running(folder / f"joins-{count}", model, count) as run:
                 joins.append(joins_row(run, args))
-    publish("routers", ("routers", "requests", "share of each", "CPU us/request", "times one"), rows, args.json_dir)
     if joins:
         columns = ("routers", "instances", "s until listed", "CPU ms/join of each", "idle cores of each")
         publish("routers-joins", columns, joins, args.json_dir)
