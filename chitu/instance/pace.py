@@ -17,7 +17,8 @@ from chitu.instance.sequences import Sequence as Request
 from chitu.protocol import StepRates
 
 DECODE_SAMPLES = 8
-"""One in so many steps without prompt tokens is measured."""
+"""One in so many steps without prompt tokens is measured; a quarter of that once `FEW` were."""
+FEW = 16
 MEMORY_STEPS = 64
 """A step that was measured so many measured steps ago counts by 1/e."""
 FIRST_TOKENS = 64
@@ -91,7 +92,7 @@ class StepPace:
         other."""
         if not chunks:
             self._skipped += 1
-            if self._skipped <= DECODE_SAMPLES or not decoding:
+            if self._skipped <= DECODE_SAMPLES * (1 if self._decode.count < FEW else 4) or not decoding:
                 return None
             self._skipped = 0
         tokens = sum([length for _, _, length in chunks])
