@@ -209,7 +209,7 @@ class PDRequestRouter:
         if self._cross_checks is not None and len(requests) == 1 and (checked := self._cross_checks.sampled(first)):
             generations[0].request, generations[0].is_checked = checked, True
         try:
-            generations = generations[: self._attempts.start(generations)]
+            generations = generations[: self._start(generations, is_admitted)]
             for generation in generations:
                 if generation.error is not None:
                     raise generation.error
@@ -230,10 +230,16 @@ class PDRequestRouter:
         if reason := generation.end_reason():
             generation.finish = Finish(b"", reason)
             return generation
-        self._attempts.start([generation])
+        self._start([generation])
         if generation.error is not None:
             raise generation.error
         return generation
+
+    def _start(self, generations: list[Generation], is_admitted: bool = False) -> int:
+        try:
+            return self._attempts.start(generations, is_admitted=is_admitted)
+        except Overloaded as error:
+            raise self.rejected(error, len(generations)) from None
 
     @property
     def is_held(self) -> bool:

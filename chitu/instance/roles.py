@@ -197,10 +197,11 @@ class DecodeRole(InstanceRole):
         self._resources = core.sequences.resources
         self._cache = core.engine.cache
         self._receiver = receiver
-        self.takes = (UnifiedRequest,)
-        if receiver is not None:
-            self.takes = (DecodeRequest, UnifiedRequest) if core.settings.computes else (DecodeRequest,)
-        self.load = InstanceLoad(core) if receiver is None else DecodeLoad(core)
+        computes = receiver is None or core.settings.computes
+        self.takes = () if receiver is None else (DecodeRequest,)
+        if computes:
+            self.takes += (UnifiedRequest,)
+        self.load = InstanceLoad(core) if computes else DecodeLoad(core)
         self._decode = DecodeManager(core, self.load)
         self._prefill = PrefillManager(core, self.load, self)
 

@@ -11,7 +11,8 @@ queue moves:
 * P counts in prompt tokens that it has to compute, D in requests. Both halves of a request queue at the same time: the
   longer wait counts. A unified instance has both queues, one for its steps and one for its slots and pages.
 * All instances of a role count together, because routing spreads the load over them. Where a request can be served in
-  several ways (pairs, unified instances, D alone), the shortest wait of them counts: routing takes the cheapest.
+  several ways (pairs, unified instances, D alone), the shortest wait of them counts first, and then that of the way
+  that routing has chosen, which is the cheapest (`require_way`).
 
 Invariants: nothing is rejected while nothing waits; more work ahead never predicts a shorter wait.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NoReturn
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
@@ -87,7 +89,15 @@ class Admission:
         wait_s = max(of_prefill, of_decode)
         if wait_s <= self.max_wait_s:
             return
-        what = "a prompt is computed" if of_prefill >= of_decode else "a decode instance has pages"
+        self._refuse(wait_s, "a prompt is computed" if of_prefill >= of_decode else "a decode instance has pages")
+
+    def require_way(self, wait_s: float) -> None:
+        """Raise Overloaded if a request would wait longer than `max_wait_s` in the way that was chosen for it. Among
+        several ways one that nothing waits for may cost more than it is worth (`costs.py`)."""
+        if wait_s > self.max_wait_s:
+            self._refuse(wait_s, "an instance computes the prompt and has pages")
+
+    def _refuse(self, wait_s: float, what: str) -> NoReturn:
         raise Overloaded(
             f"the wait until {what} would be {wait_s:.1f} s, more than {self.max_wait_s:g} s "
             "(router.admission.max_queue_s); try again later",

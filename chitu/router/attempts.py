@@ -204,16 +204,21 @@ class Attempts:
         self.start([generation], avoid)
         return generation
 
-    def start(self, generations: list[Generation], avoid: Set[InstanceKey] = NO_INSTANCES) -> int:
+    def start(
+        self, generations: list[Generation], avoid: Set[InstanceKey] = NO_INSTANCES, is_admitted: bool = False
+    ) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
         many were sent: as many as one message may carry there. They may already have ended with an error if no instance
-        takes them. Raises NoInstance if there is none. Instances in `avoid` are chosen only if there are no others."""
+        takes them. Raises NoInstance if there is none, and Overloaded unless `is_admitted` if it would wait too long in
+        the way that was chosen. Instances in `avoid` are chosen only if there are no others."""
         request = generations[0].request
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
         target = self._selector.select(
             token_ids, avoid, blocked, request.prefix_salt, request.sampling.max_tokens, request.slo
         )
+        if not is_admitted:
+            self._admission.require_way(target.wait_s)
         count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None

@@ -89,6 +89,8 @@ class Cost(NamedTuple):
     """Sum of what requests wait longer: this one, and those that run there."""
     ttft_s: float = 0.0
     tpot_s: float = 0.0
+    wait_s: float = 0.0
+    """Wait for the first chunk and for pages, by measured rates; 0 if there are none."""
 
 
 @dataclass(slots=True)
@@ -100,6 +102,8 @@ class InstanceCosts:
     """Bytes of one token's KV on all ranks."""
     row_bytes: float = 0.0
     """Bytes that move with every prompt: a logits row and the recurrent state."""
+    bound_s: float = math.inf
+    """`slo.tpot_s` of the configuration: a bound of steps that also decode."""
     load: LoadReport = field(default_factory=LoadReport)
     rates: StepRates = PRIOR
     _tokens: float = 0.0
@@ -112,10 +116,11 @@ class InstanceCosts:
     _links: dict[int, float] | None = None
 
     @classmethod
-    def of(cls, info: InstanceInfo) -> InstanceCosts:
+    def of(cls, info: InstanceInfo, slo: SLOConfig = SLOConfig()) -> InstanceCosts:
         layout = info.layout
         token_bytes = layout.bytes_per_page * layout.tp_size / layout.page_size
-        return cls(layout.page_size, token_bytes, 4.0 * layout.vocab_size + layout.state_bytes)
+        bound_s = math.inf if slo.tpot_s is None else slo.tpot_s
+        return cls(layout.page_size, token_bytes, 4.0 * layout.vocab_size + layout.state_bytes, bound_s)
 
     def report(self, load: LoadReport, now_s: float, typical: StepRates) -> StepRates:
         """Take a report. `typical` are the rates of an instance that has not measured its own; return them anew."""
@@ -141,6 +146,11 @@ class InstanceCosts:
         return rates
 
     @property
+    def is_measured(self) -> bool:
+        """Whether the instance has measured how long prompts take."""
+        return self.load.rates.prompt_steps > 0
+
+    @property
     def context_tokens(self) -> int:
         """Tokens of KV that requests hold there."""
         return self.load.pages_used * self.page_size
@@ -153,6 +163,12 @@ class InstanceCosts:
         """Return the seconds of so many prompt tokens behind `start` others, in steps like those of late."""
         return self.rates.prompt_s(tokens, start, self.rates.chunk_tokens or CHUNK_TOKENS)
 
+    def chunk(self, rows: int) -> float:
+        """Return the prompt tokens of a step beside so many requests that decode."""
+        if rows and self.bound_s < math.inf:
+            return self.rates.prompt_tokens_within(self.bound_s, rows, self.context_tokens)
+        return self.rates.chunk_tokens or CHUNK_TOKENS
+
     def queue_s(self, now_s: float) -> float:
         """Return the seconds of the prompts that wait there, on a P."""
         return self.prompt_s(self.queued_tokens(now_s))
@@ -161,7 +177,9 @@ class InstanceCosts:
         """Return how many prompt tokens wait there or are being computed."""
         if not self._tokens:
             return 0.0
-        token_s = self.prompt_s(CHUNK_TOKENS) / CHUNK_TOKENS
+        rows = self.streams + self.other_streams
+        chunk = min(self.chunk(rows), CHUNK_TOKENS)
+        token_s = (self.rates.prompt_s(chunk, 0.0, chunk) + (self.step_s(rows) if rows else 0.0)) / chunk
         return max(0.0, self._tokens - (now_s - self._counted_s) / token_s) if token_s > 0 else self._tokens
 
     def sent(self, new_tokens: int, now_s: float) -> None:
@@ -175,53 +193,55 @@ class InstanceCosts:
         return self._links.get(decode_rank)
 
 
-class WayCosts:
-    """Costs of ways, with the SLO of requests without their own. `tpot_s` of the configuration also bounds the steps
-    of instances that compute prompts beside streams."""
+def pair_cost(
+    asked: Asked,
+    prefill: InstanceCosts,
+    decode: InstanceCosts,
+    place: DecodePlace,
+    moved_tokens: int,
+    byte_s: float,
+    now_s: float,
+) -> Cost:
+    """Return the cost of a pair. `place`: what is on D, and what P has to compute; `moved_tokens`: those that D has
+    not cached; `byte_s`: seconds of a byte on the link."""
+    start = asked.num_tokens - place.new_tokens
+    ahead_s = prefill.queue_s(now_s)
+    computed_s = ahead_s + prefill.prompt_s(place.new_tokens, start)
+    moved_s = byte_s * decode.kv_token_bytes * moved_tokens
+    # The row of logits goes first; D draws from it with its next step, and needs the KV for the one after.
+    first_s = byte_s * decode.row_bytes + decode.step_s(place.rows)
+    ttft_s = max(computed_s, moved_s, place.room_s) + first_s
+    wait_s = max(ahead_s if prefill.is_measured else 0.0, place.room_s)
+    return _cost(asked, ttft_s, decode, place, 0.0, wait_s)
 
-    def __init__(self, slo: SLOConfig) -> None:
-        self._bound_s = math.inf if slo.tpot_s is None else slo.tpot_s
 
-    def pair(
-        self,
-        asked: Asked,
-        prefill: InstanceCosts,
-        decode: InstanceCosts,
-        place: DecodePlace,
-        moved_tokens: int,
-        byte_s: float,
-        now_s: float,
-    ) -> Cost:
-        """Return the cost of a pair. `place`: what is on D, and what P has to compute; `moved_tokens`: those that D has
-        not cached; `byte_s`: seconds of a byte on the link."""
-        start = asked.num_tokens - place.new_tokens
-        computed_s = prefill.queue_s(now_s) + prefill.prompt_s(place.new_tokens, start)
-        moved_s = byte_s * decode.kv_token_bytes * moved_tokens
-        # The row of logits goes first; D draws from it with its next step, and needs the KV for the one after.
-        first_s = byte_s * decode.row_bytes + decode.step_s(place.rows)
-        ttft_s = max(computed_s, moved_s, place.room_s) + first_s
-        return self._cost(asked, ttft_s, decode, place, 0.0)
+def cost_alone(asked: Asked, instance: InstanceCosts, place: DecodePlace, now_s: float) -> Cost:
+    """Return the cost of one instance that computes the prompt and decodes it."""
+    start, rates = asked.num_tokens - place.new_tokens, instance.rates
+    chunk, beside_s = instance.chunk(place.rows), instance.step_s(place.rows)
+    own_s = rates.prompt_s(place.new_tokens, start, chunk)
+    ahead_s = rates.prompt_s(ahead := instance.queued_tokens(now_s), 0.0, chunk) + ahead / chunk * beside_s
+    ttft_s = max(ahead_s, place.room_s) + own_s + max(1.0, place.new_tokens / chunk) * beside_s
+    wait_s = max(ahead_s if instance.is_measured else 0.0, place.room_s)
+    return _cost(asked, ttft_s, instance, place, own_s, wait_s)
 
-    def alone(self, asked: Asked, instance: InstanceCosts, place: DecodePlace, now_s: float) -> Cost:
-        """Return the cost of one instance that computes the prompt and decodes it."""
-        start, rates = asked.num_tokens - place.new_tokens, instance.rates
-        chunk, beside_s = rates.chunk_tokens or CHUNK_TOKENS, instance.step_s(place.rows)
-        if place.rows and self._bound_s < math.inf:
-            chunk = rates.prompt_tokens_within(self._bound_s, place.rows, instance.context_tokens)
-        own_s = rates.prompt_s(place.new_tokens, start, chunk)
-        ahead_s = rates.prompt_s(ahead := instance.queued_tokens(now_s), 0.0, chunk) + ahead / chunk * beside_s
-        ttft_s = max(ahead_s, place.room_s) + own_s + max(1.0, place.new_tokens / chunk) * beside_s
-        return self._cost(asked, ttft_s, instance, place, own_s)
 
-    def _cost(self, asked: Asked, ttft_s: float, decodes: InstanceCosts, place: DecodePlace, beside_s: float) -> Cost:
-        """Return the cost of a first token after `ttft_s` and an answer on `decodes`, where each request that decodes
-        waits `beside_s` longer for the prompt."""
-        rates, num_steps = decodes.rates, min(asked.max_tokens, ANSWER_TOKENS)
-        tpot_s = rates.step_s(place.soon + 1, decodes.context_tokens + asked.num_tokens)
-        row_s = rates.row_s + rates.context_token_s * asked.num_tokens
-        breaks = ttft_s > asked.ttft_s or tpot_s > asked.tpot_s
-        seconds = ttft_s + num_steps * (tpot_s + place.soon * row_s) + place.rows * beside_s
-        return Cost(breaks, seconds, ttft_s, tpot_s)
+def _cost(
+    asked: Asked,
+    ttft_s: float,
+    decodes: InstanceCosts,
+    place: DecodePlace,
+    beside_s: float,
+    wait_s: float,
+) -> Cost:
+    """Return the cost of a first token after `ttft_s` and an answer on `decodes`, where each request that decodes
+    waits `beside_s` longer for the prompt."""
+    rates, num_steps = decodes.rates, min(asked.max_tokens, ANSWER_TOKENS)
+    tpot_s = rates.step_s(place.soon + 1, decodes.context_tokens + asked.num_tokens)
+    row_s = rates.row_s + rates.context_token_s * asked.num_tokens
+    breaks = ttft_s > asked.ttft_s or tpot_s > asked.tpot_s
+    seconds = ttft_s + num_steps * (tpot_s + place.soon * row_s) + place.rows * beside_s
+    return Cost(breaks, seconds, ttft_s, tpot_s, wait_s)
 
 
 def usual_s_per_byte(prefill: InstanceInfo, decode: InstanceInfo) -> float:

@@ -250,6 +250,7 @@ class Members:
     def __init__(self, config: RouterConfig, outbox: Outbox) -> None:
         self._outbox = outbox
         self._breaker = config.breaker
+        self._slo = config.slo
         self._deadlines = config.pd_disaggregation.deadlines
         self._memory_s = min(max(MEMORY_S[0], longest_wait_s(config)), MEMORY_S[1])
         self._members: dict[InstanceKey, ClusterMember] = {}
@@ -293,7 +294,7 @@ class Members:
             RoutedLoad(key.role is Role.PREFILL),
             Breaker(self._breaker),
             tuple(QueueEstimate(role, is_both, self._memory_s) for role in roles),
-            InstanceCosts.of(info),
+            InstanceCosts.of(info, self._slo),
         )
 
     def on_report(self, member: ClusterMember, report: LoadReport, now_s: float) -> None:

@@ -88,6 +88,8 @@ class Target(NamedTuple):
     decode: InstanceInfo
     new_tokens: int = 0
     """Prompt tokens that are likely to be computed there, because they are not cached."""
+    wait_s: float = 0.0
+    """Predicted wait there, if there was a choice of ways."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,7 +27,7 @@ from math import lcm
 from chitu.clock import Clock, RealClock
 from chitu.config.schema import RouterConfig, SLOConfig
 from chitu.errors import NoInstance
-from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, WayCosts, usual_s_per_byte
+from chitu.router.costs import ANSWER_TOKENS, NO_SLO, SLO, Asked, Cost, cost_alone, pair_cost, usual_s_per_byte
 from chitu.router.members import NO_INSTANCES, Members
 from chitu.router.policies import (
     Candidates,
@@ -148,7 +148,6 @@ class PairSelector:
         self._members = members
         self._slo = slo
         self._has_slo = slo.ttft_s is not None or slo.tpot_s is not None
-        self._costs = WayCosts(slo)
         self._clock = clock or RealClock()
         self._prefill_policy = prefill
         self._decode_policy = decode
@@ -323,7 +322,7 @@ class PairSelector:
             is_unwanted = decode.key in unwanted
             place = decode.place(target.new_tokens, now_s)
             if target.prefill is None:
-                cost = self._costs.alone(asked, decode.costs, place, now_s)
+                cost = cost_alone(asked, decode.costs, place, now_s)
             else:
                 prefill = members[instance_key(target.prefill)]
                 is_unwanted = is_unwanted or prefill.key in unwanted
@@ -331,10 +330,10 @@ class PairSelector:
                 if byte_s is None:
                     byte_s = usual_s_per_byte(target.prefill, target.decode)
                 moved = asked.num_tokens - num_cached
-                cost = self._costs.pair(asked, prefill.costs, decode.costs, place, moved, byte_s, now_s)
+                cost = pair_cost(asked, prefill.costs, decode.costs, place, moved, byte_s, now_s)
             if (is_unwanted, cost) < least:
                 chosen, least = target, (is_unwanted, cost)
-        return chosen
+        return chosen._replace(wait_s=least[1].wait_s)
 
     def _connected(self, prefill: InstanceGroup, decode: InstanceGroup) -> tuple[InstanceGroup, InstanceGroup, IsOut]:
         """Return the P that have a D to serve with, these D, and which pairs of both are out. All P and D count if none

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from chitu.config.schema import RouterConfig, SchedulerConfig, SLOConfig
+from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig, SLOConfig
 from chitu.tools.size.cluster import SimulatedCluster
 from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
 
@@ -42,3 +42,19 @@ def test_a_mixed_pool_serves_at_least_what_its_better_part_does_at_every_rate(
         mixed = goodput((1, 1, 2), lengths, rate)
         parts = [goodput((1, 1, 0), lengths, rate), goodput((0, 0, 2), lengths, rate)]
         assert mixed >= max(parts)
+
+
+@pytest.mark.parametrize("lengths", [LONG, SHORT], ids=["long prompts", "long answers"])
+def test_a_mixed_pool_over_its_limit_rejects_early_instead_of_letting_requests_wait(
+    lengths: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    config = RouterConfig(slo=SLOConfig(TTFT_S, TPOT_S), admission=AdmissionConfig(max_queue_s=TTFT_S / 2))
+    cluster = SimulatedCluster(PROFILE, 1, 1, 2, config=config, scheduler=LARGE)
+    rng, at_s, requests = random.Random(1), 0.0, []
+    while at_s < HORIZON_S:
+        at_s += rng.expovariate(20.0 if lengths is LONG else 150.0)
+        requests.append(cluster.submit(at_s, rng.randint(*lengths[0]), rng.randint(*lengths[1])))
+    cluster.run()
+    waited_s = sorted(request.ttft_s for request in requests if request.is_whole)
+    assert sum(request.is_rejected for request in requests) > 0.2 * len(requests)
+    assert waited_s[len(waited_s) // 2] < 2 * TTFT_S, waited_s[-5:]
