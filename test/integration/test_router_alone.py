@@ -106,6 +106,9 @@ def test_a_pair_joins_a_router_that_began_alone(model: Path) -> None:
         for role in ("prefill", "decode", "unified"):
             stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url]))
         wait_until(lambda: len(health(cluster.url).json()["instances"]) == 3, 120.0, lambda: health(cluster.url).text)
+        assert (answer := complete(cluster.url, max_tokens=4)).status_code == 200, answer.text
+        stack.enter_context(ServeProcess([*CHITU, "drain", "U0", "--url", cluster.url]))
+        wait_until(lambda: len(health(cluster.url).json()["instances"]) == 2, 60.0, lambda: health(cluster.url).text)
         answer = complete(cluster.url, max_tokens=4, return_proof=True)
         assert (answer.status_code, answer.headers["x-chitu-decode"]) == (200, "D0"), answer.text
 
