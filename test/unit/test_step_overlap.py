@@ -362,7 +362,7 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
         def begin_step(self, chunks: object) -> None:
             handed.append("begin")
 
-        def layer_done(self, layer: int, ready: object = None) -> None:
+        def layer_done(self, layer: int, ready: object = None, first_layer: int | None = None) -> None:
             handed.append(f"layer {layer}")
             assert ready is prefill.late.unread[-1]
             if handed.count("begin") == 2:
