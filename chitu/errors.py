@@ -14,7 +14,7 @@ ChituError
 |   |-- Capacity (TooManyRequests)  RateLimited  Overloaded  QueueTimeout  RequestTimeout  NoInstance
 |   |-- RequestKept  WeightsChanged  RoleChanged
 |   |-- PrefillLost  DecodeLost  TokensLost  RequestLost  BootstrapTimeout
-|   |-- TransferFailed (PeerUnreachable)  TransferTimeout  IncompatibleLayout  Integrity
+|   |-- TransferFailed (PeerUnreachable)  TransferTimeout  TransferStalled  IncompatibleLayout  Integrity
 |   `-- Internal  StepFailed  PoisonRequest  DiskFull
 |-- RequestCancelled               the client is gone
 `-- ProtocolError                  a bad frame from a peer; costs its own room at most
@@ -283,7 +283,16 @@ class PeerUnreachable(TransferFailed):
 
 
 class TransferTimeout(ServiceError):
+    """Nothing of a transfer came for `deadlines.transfer_s`."""
+
     code = "transfer_timeout"
+
+
+class TransferStalled(ServiceError):
+    """As TransferTimeout, behind a part of the prompt that was computed or written: the machine or the link may only be
+    slower than `deadlines.transfer_s` allows, so no circuit breaker counts it."""
+
+    code = "transfer_stalled"
 
 
 class IncompatibleLayout(ServiceError):

@@ -480,7 +480,7 @@ class PDRequestRouter:
         self.flush()
 
     def tick(self) -> None:
-        """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
+        """End requests that are out of time."""
         self._attempts.tick()
         if self._cross_checks is not None and not self._idle_waiters and self._released is None:
             self._cross_checks.tick()

@@ -78,7 +78,8 @@ class PDScheduler:
         self._planned_s = self._read_s = 0.0
         """When the newest step was planned, and when the newest one that is done was read."""
         self.turns = 0
-        """Calls of `step`, including idle ones; any thread may read it."""
+        """Calls of `step`, including idle ones, and layers computed in a step with prompt tokens, which may take long;
+        any thread may read it."""
         self._is_checked = True
         self._idle_since_s: float | None = None
 
@@ -269,16 +270,18 @@ class PDScheduler:
             )
         return launched
 
-    def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback | None:
-        """Return the role's layer callback. As launching a long step takes time, it also reads the step before once
-        that is done, so its logits rows leave early."""
+    def _on_layer(self, before: _LaunchedStep | None) -> LayerCallback:
+        """Return what is called after each layer of a step with prompt tokens: the role's callback, if it has one. As
+        launching a long step takes time, it also reads the step before once that is done, so the logits rows of P leave
+        early."""
         layer_done = self._role.layer_done
-        if layer_done is None or before is None:
-            return layer_done
 
         def on_layer(layer: int, ready: Ready | None = None, first_layer: int | None = None) -> None:
+            self.turns += 1
+            if layer_done is None:
+                return
             layer_done(layer, ready, first_layer)
-            if self._pending is before and before.handle.is_done():
+            if before is not None and self._pending is before and before.handle.is_done():
                 self._sync_step()
 
         return on_layer

@@ -140,7 +140,8 @@ class DeadlineConfig(Section, frozen=True):
     queue_s: Seconds = 30.0
     """Waiting time for pages or a slot."""
     transfer_s: Seconds = 30.0
-    """Time from the announcement to the last byte (including P's compute)."""
+    """Longest silence of a transfer: time in which P computes and writes nothing of a request that D has announced, or
+    of what comes before it. A slow prompt may take longer, up to `router.request_timeout_s`."""
     heartbeat_interval_s: Seconds = 0.5
     """Interval between two reports of an instance, or of the router."""
     lease_s: Seconds = 3.0
@@ -148,7 +149,8 @@ class DeadlineConfig(Section, frozen=True):
     router_s: Seconds = 30.0
     """Time without a message from the router after which P and D end its requests; it gets the errors if it returns."""
     step_s: Seconds = 60.0
-    """Longest step of computing, or copy of a page by a rank to or from a tier. The process ends if it takes longer."""
+    """Longest layer of a step of computing, or copy of a page by a rank to or from a tier. The process ends if it takes
+    longer."""
     retry_interval_s: Seconds = 0.5
     """Interval at which unacknowledged status, join and abort messages are repeated."""
     drain_s: Seconds = 4.0
@@ -189,8 +191,8 @@ class AdmissionConfig(Section, frozen=True):
 
     max_queue_s: Seconds | None = None
     """Longest predicted wait before a prompt is computed; beyond it the answer is 503 with Retry-After. Default and
-    upper bound: two thirds of the smaller of `deadlines.queue_s` and `deadlines.transfer_s`, since both include this
-    wait. With a target for the first token (such as 2 s), use about half of that."""
+    upper bound: two thirds of `deadlines.queue_s`, which includes this wait. With a target for the first token (such as
+    2 s), use about half of that."""
     requests_per_s: NotNegative = 0.0
     """Rate limit per API key (per client address if no keys are configured), with 429 beyond it; 0: no limit. Each of
     several routers counts separately, as with the limits below."""

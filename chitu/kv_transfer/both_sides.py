@@ -5,9 +5,10 @@ leave after the lock was released, so no lock is ever held across `send_frame`, 
 
 `TransferTable.apply(room, event)` is the only writer of a room's state; the tables of `sender.py` and `receiver.py`
 decide. A side calls it under its lock. Invariants: an event that the state has no transition for changes nothing (so
-terminal states absorb late frames); no state is entered without its deadline, which runs on if the state before had the
-same one; a room that ended leaves a tombstone, and only `apply` on a room without one can create an entry. Tombstones
-are bounded: the oldest is evicted first, long after the last frame of its room could arrive.
+terminal states absorb late frames); no state is entered without its deadline, which bounds silence: it begins anew with
+each state, and with `advance`, so a slow peer has time and a silent one does not; a room that ended leaves a tombstone,
+and only `apply` on a room without one can create an entry. Tombstones are bounded: the oldest is evicted first, long
+after the last frame of its room could arrive.
 
 Invariants of the tables (`test/unit/test_states.py` checks them): a room that succeeded never fails, and the other way
 round; from every state a terminal one can be reached; every state that is not terminal has a deadline by the clock or
@@ -26,7 +27,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import ChituError
+from chitu.errors import ChituError, TransferStalled, TransferTimeout
 from chitu.kv_cache.state_sums import StateSeals
 from chitu.kv_transfer.layout import MetadataBuffers, PagedMemory, PageSums, VerifyKV
 from chitu.kv_transfer.transports.transport import SendFrame, Transport
@@ -87,6 +88,13 @@ class Tick(NamedTuple):
     """Time has passed (either machine)."""
 
 
+def timeout_of(text: str, has_advanced: bool) -> ChituError:
+    """Return the error of a room that did not advance for `transfer_s`. If it had advanced before, P or the link may
+    only be slow: no circuit breaker counts that."""
+    text += " (deadlines.transfer_s)"
+    return TransferStalled(f"{text}; it had advanced before") if has_advanced else TransferTimeout(text)
+
+
 class DropEvents(NamedTuple):
     """Drop the events of a room that the step thread has not polled, except RELEASED (either machine). P emits RELEASED
     if SUCCESS was among them."""
@@ -116,13 +124,12 @@ NEVER_S = float("inf")
 
 
 class Deadline(Enum):
-    """What ends a stay in a state if nothing else does. It runs from the first of the neighbouring states that have the
-    same one: a later state of the same room does not extend it."""
+    """What ends a stay in a state if nothing else does, and nothing advances."""
 
     BOOTSTRAP = auto()
     """P: `queue_s + bootstrap_s` (D may wait that long for pages before it announces). D: `bootstrap_s`."""
     TRANSFER = auto()
-    """`transfer_s` from TransferInfo, on either side."""
+    """`transfer_s` in which nothing of the room, or of what comes before it, is computed, written or checked."""
     REPEAT = auto()
     """`transfer_s` of repeating a status without an acknowledgement; then the room is forgotten."""
     HANDSHAKE = auto()
@@ -148,10 +155,7 @@ class Entry(Generic[S, T]):
     state: S
     data: T
     since_s: float
-    """Time (monotonic seconds) at which the room entered this state."""
-    deadline: Deadline | None
-    deadline_since_s: float
-    """Time from which its deadline runs."""
+    """Time (monotonic seconds) at which the room entered this state, or advanced last in it."""
     deadline_s: float
     """Time at which the owner applies its DEADLINE event."""
 
@@ -199,20 +203,19 @@ class TransferTable(Generic[S, E, T]):
         if entry is None:
             if new is None or room in self._tombstones:
                 return None
-            entry = self._entries[room] = Entry(target, new, NEVER_S, None, NEVER_S, NEVER_S)
-        entry.state, entry.since_s = target, now_s
-        deadline = self.deadlines[target]
-        if deadline is not entry.deadline:
-            entry.deadline, entry.deadline_since_s = deadline, now_s
-            entry.deadline_s = now_s + self.limits_s.get(deadline, NEVER_S)
+            entry = self._entries[room] = Entry(target, new, NEVER_S, NEVER_S)
+        entry.state = target
+        self.advance(entry, now_s)
         return before, entry
+
+    def advance(self, entry: Entry[S, T], now_s: float) -> None:
+        """Begin the deadline of the room's state anew: what the room waits for is slow, and not silent."""
+        entry.since_s = now_s
+        entry.deadline_s = now_s + self.limits_s.get(self.deadlines[entry.state], NEVER_S)
 
     def overdue_text(self, entry: Entry[S, T], who: str, peer: str, awaits: Mapping[S, str], now_s: float) -> str:
         """Return why a room whose deadline passed ends: state, peer, seconds. `awaits`: what is missing, by state."""
-        text = waited_text(who, now_s - entry.since_s, entry.state, awaits[entry.state].format(peer=peer))
-        if entry.deadline_since_s == entry.since_s:
-            return text
-        return f"{text} ({now_s - entry.deadline_since_s:.1f} s since the announcement)"
+        return waited_text(who, now_s - entry.since_s, entry.state, awaits[entry.state].format(peer=peer))
 
     def bury(self, room: bytes, tombstone: Tombstone) -> None:
         """Drop the entry (if any) and remember the room, so that no late frame brings it back."""
@@ -252,6 +255,11 @@ class KVManagerConfig:
     """Most KV bytes of one write, unless the transport is fast (one layer of a chunk is never split)."""
     verify_kv: VerifyKV = "off"
     """KV pages that are verified, on both sides: P sends their checksums, D requires them."""
+
+    @property
+    def progress_interval_s(self) -> float:
+        """Shortest time between two reports of P that a room advances: ten within the silence that D bears."""
+        return max(self.deadlines.retry_interval_s, self.deadlines.transfer_s / 10)
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)

@@ -263,6 +263,8 @@ class ChunkFeed:
         """Layers of them that are computed."""
         self._ready: Ready | None = None
         """Event of the newest of these layers; it passes after those of all other layers."""
+        self.num_layers_done = 0
+        """Layers that steps have reported, of whatever room, and steps that ended: a sign that P advances."""
 
     # --------------------------------------------------------------------------------------------- calls of the machine
 
@@ -313,12 +315,14 @@ class ChunkFeed:
         """Send `layer`, or all from `first_layer` to it, of the announced chunks of this step: their K and V are in the
         pages once `ready` has passed. Returns at once."""
         with self._lock:
+            self.num_layers_done += 1
             self._layers_are_done(layer if first_layer is None else first_layer, layer + 1, ready)
 
     def end_step(self) -> None:
         """End the step. Layers that the executor did not report are done too; chunks of rooms not announced yet are
         kept for later."""
         with self._lock:
+            self.num_layers_done += 1
             for layer in range(self._num_layers):
                 self._layers_are_done(layer, layer + 1, self._ready)
             for room, chunk in self._step.items():

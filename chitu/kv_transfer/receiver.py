@@ -26,7 +26,6 @@ from chitu.errors import (
     Internal,
     PrefillLost,
     TransferFailed,
-    TransferTimeout,
     from_code,
 )
 from chitu.kv_cache.state_row import StateStamp
@@ -45,6 +44,7 @@ from chitu.kv_transfer.both_sides import (
     TransferTable,
     ViewChanged,
     edges,
+    timeout_of,
 )
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.peers import PeerView, PrefillDirectory, RegistrationState
@@ -57,6 +57,7 @@ from chitu.protocol import (
     RegisterReply,
     StatusAck,
     TransferInfo,
+    TransferProgress,
     TransferStatus,
     TransferSums,
     TransportMessage,
@@ -69,7 +70,7 @@ class ReceiverState(Enum):
     BOOTSTRAPPING = auto()
     """Announced by the scheduler; P does not have D's registration yet, so it was not sent the pages."""
     WAITING = auto()
-    """TransferInfo was sent (and is repeated until P's first sign)."""
+    """TransferInfo was sent (and is repeated until P's first message about the room)."""
     CHECKING = auto()
     """P reported that the aux row is here; D verifies it."""
     LOGITS = auto()
@@ -184,6 +185,8 @@ class ReceiveRoom:
     """Prompt tokens that P did not have to compute; known with the logits row."""
     status: TransferStatus | None = None
     """P's Success status."""
+    num_advances: int = 0
+    """How often it has advanced on P, by P's word."""
     repeat_due_s: float = NEVER_S
     error: ChituError | None = None
     is_traced: bool = False
@@ -443,13 +446,15 @@ class ReceiverMachine:
             raise BadFrame(f"a {type(message).__name__} in room {room_text(room)}")
         elif isinstance(message, TransferStatus) and message.poll not in (KVPoll.Success, KVPoll.Failed):
             raise BadFrame(f"a status with poll {message.poll}")
-        elif isinstance(message, AuxReady | TransferStatus | AbortAck | AbortTransfer):
+        elif isinstance(message, AuxReady | TransferProgress | TransferStatus | AbortAck | AbortTransfer):
             self.prefills.on_frame(message.incarnation, self._now_s)
             self._on_room_message(room, message)
         else:
             raise BadFrame(f"a {type(message).__name__} sent to D")
 
-    def _on_room_message(self, room: bytes, message: AuxReady | TransferStatus | AbortAck | AbortTransfer) -> None:
+    def _on_room_message(
+        self, room: bytes, message: AuxReady | TransferProgress | TransferStatus | AbortAck | AbortTransfer
+    ) -> None:
         entry = self.table.get(room)
         if isinstance(message, TransferStatus):  # also for forgotten rooms: P repeats it until acknowledged
             address = (entry.data.host, entry.data.port) if entry is not None and entry.data.port else None
@@ -462,6 +467,10 @@ class ReceiverMachine:
             self.stale_frames += 1
         elif isinstance(message, AuxReady):
             self._apply(room, E.ROW_SENT)
+        elif isinstance(message, TransferProgress):
+            if message.number > record.num_advances and entry.state in _WRITTEN_TO:
+                record.num_advances = message.number
+                self.table.advance(entry, self._now_s)
         elif isinstance(message, AbortAck):
             # P stopped for good, so a room that still waits has failed; its Failed status was lost or is late.
             self._apply(room, E.STOPPED, TransferFailed("P stopped writing"))
@@ -508,6 +517,9 @@ class ReceiverMachine:
 
     def _pages_checked(self, room: bytes, error: ChituError | None, sums: TransferSums | None) -> None:
         entry = self.table.get(room)
+        for _, other in self.table.items():  # one thread checks one room after the other
+            if other.state is S.VERIFYING:
+                self.table.advance(other, self._now_s)
         if error is None:
             if entry is not None:
                 entry.data.sums = sums
@@ -534,7 +546,8 @@ class ReceiverMachine:
         assert entry is not None
         peer = instance_name(Role.PREFILL, entry.data.prefill_rank)
         text = self.table.overdue_text(entry, self._name, peer, RECEIVER_AWAITS, self._now_s)
-        error = BootstrapTimeout(text) if entry.state is S.BOOTSTRAPPING else TransferTimeout(text)
+        is_first = entry.state is S.BOOTSTRAPPING
+        error = BootstrapTimeout(text) if is_first else timeout_of(text, entry.data.num_advances > 0)
         self._apply(room, E.DEADLINE, error)
 
     def _repeat(self, room: bytes, entry: ReceiveEntry) -> None:
@@ -543,7 +556,7 @@ class ReceiverMachine:
         if entry.state is S.QUARANTINED:
             self._send_abort(room, record)
             return
-        if entry.state is S.WAITING:
+        if entry.state is S.WAITING and not record.num_advances:
             self._send_repeated(room, record, record.info)
         record.repeat_due_s = self._now_s + self._retry_interval_s
         self._effects += self.prefills.probe(record.prefill_rank, record.prefill_incarnation, self._now_s)

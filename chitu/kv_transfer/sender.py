@@ -22,7 +22,7 @@ from itertools import zip_longest
 from typing import Final, NamedTuple, Union
 
 from chitu import log
-from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, TransferTimeout, from_code
+from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, from_code
 from chitu.kv_transfer.both_sides import (
     NEVER_S,
     Aborted,
@@ -38,13 +38,24 @@ from chitu.kv_transfer.both_sides import (
     TransferTable,
     ViewChanged,
     edges,
+    timeout_of,
 )
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import ComputedPrompt, TransferJob
 from chitu.kv_transfer.layout import RoomSums
 from chitu.kv_transfer.peers import DecodePeer, PeerView, check_announcement
 from chitu.kv_transfer.transports.transport import WriteError
-from chitu.protocol import AbortAck, AbortTransfer, AuxReady, StateSeal, StatusAck, TransferInfo, TransferStatus, Wire
+from chitu.protocol import (
+    AbortAck,
+    AbortTransfer,
+    AuxReady,
+    StateSeal,
+    StatusAck,
+    TransferInfo,
+    TransferProgress,
+    TransferStatus,
+    Wire,
+)
 from chitu.protocol.account import PrefillTimes
 from chitu.protocol.peer import KVPoll
 from chitu.types import Role, instance_name, room_text
@@ -207,6 +218,8 @@ WRITABLE_STATES = frozenset(
     }
 )
 """States in which a write to D's pages may run, may start or may still land."""
+_ADVANCING = frozenset({S.ANNOUNCED, S.WAITING, S.TRANSFERRING, S.WRITING})
+"""States in which a room waits for P's own work. The router's half, too, is read only between two steps."""
 _TO_WRITE = frozenset({S.WAITING, S.TRANSFERRING})
 """States in which a write may begin."""
 _QUIET = frozenset({S.WRITING, S.TRANSFERRING})
@@ -251,6 +264,13 @@ class SendRoom:
     """Seal of its state row, set by the thread that writes it."""
     error: ChituError | None = None
     repeat_due_s: float = NEVER_S
+    seen: tuple[int, int] = (0, 0)
+    """What was last seen of it, and of what comes before it (`SenderMachine._place_of`)."""
+    num_advances: int = 0
+    num_reported: int = 0
+    """Of these, how many D knows of."""
+    report_due_s: float = 0.0
+    """When D may be told again that the room advances."""
     requested_s: float = 0.0
     """Time of the router's request. `PrefillTimes` is made of it, the times in `computed`, and `landed_s`."""
     landed_s: float = 0.0
@@ -284,6 +304,12 @@ class FrameReceived(NamedTuple):
     """Reason why no connection to this D could be opened."""
 
 
+class LayersComputed(NamedTuple):
+    """P's steps have computed so many layers since its start."""
+
+    num_layers: int
+
+
 class JobDequeued(NamedTuple):
     """A transfer thread dequeued a job and asks whether it may still be done."""
 
@@ -312,7 +338,9 @@ class DecodeDead(NamedTuple):
     peer: DecodePeer
 
 
-Event = Union[Requested, Aborted, FrameReceived, JobDequeued, Written, FenceResult, ViewChanged, DecodeDead, Tick]
+Event = Union[
+    Requested, Aborted, FrameReceived, LayersComputed, JobDequeued, Written, FenceResult, ViewChanged, DecodeDead, Tick
+]
 
 # -------------------------------------------------------------------------------------------------------------- effects
 
@@ -382,6 +410,8 @@ class SenderMachine:
         )
         self._now_s = 0.0
         self._effects: list[Effect] = []
+        self._num_layers = self._num_writes = 0
+        """Layers that P has computed, and writes that have landed, of all rooms."""
         self.bytes_moved = 0
         self.stale_frames = 0
         """Number of acknowledgements from a D that is not the room's own."""
@@ -390,6 +420,8 @@ class SenderMachine:
         """Apply one event and return the effects to carry out, in order."""
         self._now_s, self._effects = now_s, []
         match event:
+            case LayersComputed(num_layers):
+                self._num_layers = num_layers
             case JobDequeued(job):
                 self._begin_job(job)
             case Written():
@@ -534,8 +566,10 @@ class SenderMachine:
         first_page = info.prefix_pages if pages else self._config.num_pages(info.num_tokens)
         record.destination = Destination(info, peer, pages, first_page)
         record.decode_rank, record.decode_incarnation = peer.info.engine_rank, info.incarnation
+        record.report_due_s = self._now_s + self._config.progress_interval_s
         num_rows = 1 + self._config.has_state(len(pages))
         record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + num_rows
+        record.seen = self._place_of(record)
         self._apply(room, E.ANNOUNCE, new=record)
 
     def _announced_again(self, room: bytes, info: TransferInfo, peer: DecodePeer, destination: Destination) -> None:
@@ -608,7 +642,10 @@ class SenderMachine:
         totals = zip_longest(record.bytes_per_rank, event.bytes_per_rank, fillvalue=0)
         record.bytes_per_rank = tuple(before + now for before, now in totals)
         self.bytes_moved += sum(event.bytes_per_rank)
+        self._num_writes += 1
         record.units_left -= job.num_units
+        if entry.state is S.WRITING:
+            self._note_progress(room, entry, destination.peer)
         if job.is_aux and entry.state is S.WRITING:  # else the room failed meanwhile
             self._log(logging.INFO, log.FINISHED_AUX, record.request_id, request_id=record.request_id)
             self._send(room, destination.peer, AuxReady(self._config.incarnation))
@@ -637,6 +674,9 @@ class SenderMachine:
 
     def _tick(self) -> None:
         """Apply deadlines, start fence attempts that are due, and repeat statuses."""
+        for room, entry in self.table.items():
+            if entry.state in _ADVANCING and entry.data.destination is not None:
+                self._note_progress(room, entry, entry.data.destination.peer)
         for room in self.table.expired(self._now_s):
             self._expire(room)
         for room, entry in self.table.items():
@@ -648,13 +688,31 @@ class SenderMachine:
             if entry.data.repeat_due_s <= self._now_s:
                 self._send_status(room, entry, peer)
 
+    def _place_of(self, record: SendRoom) -> tuple[int, int]:
+        """Return what is left to write of a room, and how far P has come with what is before it: other prompts until
+        its own is computed, then the pages of others."""
+        return record.units_left, self._num_writes if record.computed.computed_s else self._num_layers
+
+    def _note_progress(self, room: bytes, entry: SendEntry, peer: DecodePeer) -> None:
+        """Extend the room's deadline if it has advanced, and tell D from time to time."""
+        record, place = entry.data, self._place_of(entry.data)
+        if place != record.seen:
+            record.num_advances += 1
+            record.seen = place
+            self.table.advance(entry, self._now_s)
+        if record.num_advances > record.num_reported and record.report_due_s <= self._now_s:
+            record.num_reported = record.num_advances
+            record.report_due_s = self._now_s + self._config.progress_interval_s
+            self._send(room, peer, TransferProgress(self._config.incarnation, record.num_advances))
+
     def _expire(self, room: bytes) -> None:
         entry = self.table.get(room)
         if entry is None:
             return
         peer = instance_name(Role.DECODE, entry.data.decode_rank)
         text = self.table.overdue_text(entry, self._name, peer, SENDER_AWAITS, self._now_s)
-        error = BootstrapTimeout(text) if entry.state is S.REQUESTED else TransferTimeout(text)
+        is_first = entry.state is S.REQUESTED
+        error = BootstrapTimeout(text) if is_first else timeout_of(text, entry.data.num_advances > 0)
         self._apply(room, E.DEADLINE, error)
 
     def _ask_to_fence(self, room: bytes, peer: DecodePeer) -> None:

@@ -47,6 +47,7 @@ from chitu.kv_transfer.sender import (
     FenceWrites,
     FrameReceived,
     JobDequeued,
+    LayersComputed,
     QueueFence,
     Requested,
     SenderMachine,
@@ -461,6 +462,7 @@ class PrefillSender:
             self._handle(ViewChanged())
         for peer in dead:
             self._handle(DecodeDead(peer))
+        self._handle(LayersComputed(self.feed.num_layers_done))
         self._handle(Tick())
         with self._lock:
             in_use = [entry.data.destination.peer for _, entry in self.machine.table.items() if entry.data.destination]

@@ -156,6 +156,15 @@ class AuxReady(Wire, frozen=True, tag="aux_ready"):
     incarnation: int
 
 
+class TransferProgress(Wire, frozen=True, tag="transfer_progress"):
+    """P -> D: P has computed or written since its last message about the room, for it or for what comes before it. A
+    short prompt needs none; for a long one they come several times within `transfer_s`, so some may be lost."""
+
+    incarnation: int
+    number: int
+    """Grows from message to message of a room, so that an old one shows nothing."""
+
+
 class TransportMessage(Wire, frozen=True, tag="transport_message"):
     """Either way, room 0: from one end of a transport to the other one, which alone reads it. The transport itself must
     cope with its loss."""
@@ -187,6 +196,7 @@ PeerMessage = Union[
     TransferStatus,
     StatusAck,
     AuxReady,
+    TransferProgress,
     TransportMessage,
     AbortTransfer,
     AbortAck,

@@ -11,7 +11,7 @@ import msgspec
 
 from chitu.errors import BadFrame, UnknownKind
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

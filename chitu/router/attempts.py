@@ -38,7 +38,6 @@ from chitu.router.request import (
     Ended,
     Event,
     Finished,
-    FirstTokenLate,
     GenerateRequest,
     Generation,
     GenerationMachine,
@@ -141,10 +140,7 @@ class Attempts:
         self._machine = GenerationMachine(config)
         self._max_in_flight = config.max_in_flight
         self._max_tokens = config.max_tokens_in_flight
-        deadlines = config.pd_disaggregation.deadlines
-        self._first_token_s = deadlines.queue_s + deadlines.bootstrap_s + deadlines.transfer_s + deadlines.lease_s
         self._deadlines: TimerWheel[Generation] = TimerWheel(DEADLINE_STEP_S, clock.monotonic())
-        self._first_tokens: TimerWheel[bytes] = TimerWheel(DEADLINE_STEP_S, clock.monotonic())
         self.rooms: dict[bytes, Attempt] = {}
         """Running attempts by room, in order of creation."""
         self.groups: dict[bytes, PromptGroup] = {}
@@ -271,12 +267,8 @@ class Attempts:
             self._on_silent(member, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
-        """End requests that are out of time, and attempts whose end must have been lost on its way to the router."""
-        now_s = self._clock.monotonic()
-        for room in self._first_tokens.expired(now_s):
-            if (late := self.rooms.get(room)) is not None:
-                self._apply(late.generation, FirstTokenLate())
-        for generation in self._deadlines.expired(now_s):
+        """End requests that are out of time."""
+        for generation in self._deadlines.expired(self._clock.monotonic()):
             self._apply(generation, OutOfTime())
 
     def on_first_token(self, generation: Generation) -> None:
@@ -327,8 +319,6 @@ class Attempts:
         self.rooms[attempt.room] = attempt
         self.num_tokens += num_tokens
         self._count_waiting(attempt, 1)
-        if attempt.prefill is not None:  # a unified instance has no such deadline
-            self._first_tokens.add(attempt.room, now_s + self._first_token_s)
         self.counters.attempts += 1
         for key in (attempt.prefill, attempt.decode):
             if key is not None and (is_leader or key is attempt.decode):
@@ -442,7 +432,6 @@ class Attempts:
         del self.rooms[attempt.room]
         self._dispatcher.trace.framed.pop(attempt.room, None)
         self.num_tokens -= attempt.num_tokens
-        self._first_tokens.discard(attempt.room, attempt.created_s + self._first_token_s)
         self.journal.add(record)
         if record.stages is not None and record.stages.is_reported:
             self._count_stages(record, record.stages)

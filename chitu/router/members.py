@@ -42,14 +42,14 @@ pause before that is no rate."""
 SHORTEST_S = 1e-6
 """Shortest time of backlog from which a rate is taken."""
 MARGIN = 2 / 3
-"""Largest share of the instances' own deadlines that a wait may take: a request must not time out in the queue that it
+"""Largest share of the instances' own `queue_s` that a wait may take: a request must not time out in the queue that it
 was admitted to."""
 
 
 def longest_wait_s(config: RouterConfig) -> float:
     """Return the longest wait that may be predicted for a request that is admitted."""
     deadlines, wanted_s = config.pd_disaggregation.deadlines, config.admission.max_queue_s
-    survivable_s = min(MARGIN * min(deadlines.queue_s, deadlines.transfer_s), config.request_timeout_s)
+    survivable_s = min(MARGIN * deadlines.queue_s, config.request_timeout_s)
     return survivable_s if wanted_s is None else min(wanted_s, survivable_s)
 
 

@@ -7,7 +7,8 @@ before anything else. The HTTP layer reads a `Generation` after each `wake`. Onl
 Invariants: a request ends once. An attempt that failed is followed by another or by the end, in the same turn, and the
 next one continues after the tokens received. An attempt has one Begin and one Ended, a request one Ended that is not
 `retried`. A Cancel precedes every end that D did not report itself. Every state in which an attempt runs has the
-request's deadline; PREFILL also has its own.
+request's deadline. How long an attempt may wait for its first token is the business of P and D, which know whether it
+advances; a link delivers what they report (`net/link.py`), and a lease ends with them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from chitu.errors import (
     RequestCancelled,
     RequestTimeout,
     SilentLink,
-    TransferTimeout,
     WeightsChanged,
     from_code,
 )
@@ -39,7 +39,7 @@ from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
 from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.costs import NO_SLO, SLO
 from chitu.router.policies import InstanceKey, Target, instance_key
-from chitu.router.retry import MAX_DEATHS, Failure, FailureHistory, failure_of, may_retry
+from chitu.router.retry import DEADLINES, MAX_DEATHS, Failure, FailureHistory, failure_of, may_retry
 from chitu.types import room_text, waited_text
 
 
@@ -76,8 +76,7 @@ class GenerationEvent(Enum):
     FAIL = auto()
     """The present attempt failed."""
     STALL = auto()
-    """The attempt has no token and none can come: a half did not reach its instance, or both sides must have given up
-    by now."""
+    """The attempt has no token and none can come: a half did not reach its instance."""
     PREFILL_LOST = auto()
     """P left, was silent for too long or died. An attempt without a token moves if there is another pair, else it
     stays."""
@@ -415,10 +414,6 @@ class Silent(Event):
     """D receives nothing from P."""
 
 
-class FirstTokenLate(Event):
-    """No first token came, and both sides must have given the attempt up by now."""
-
-
 class OutOfTime(Event):
     """The request's own deadline passed."""
 
@@ -527,9 +522,6 @@ class GenerationMachine:
             self._give_up(generation, attempt, event.error)
         elif isinstance(event, NotDelivered):
             self._failed(generation, attempt, event.error, event.reporter, by=_E.STALL)
-        else:
-            late = TransferTimeout(_waited(generation, attempt, now_s))
-            self._failed(generation, attempt, late, attempt.decode, by=_E.STALL)
         return self._effects
 
     # -------------------------------------------------------------------------------------------------------- internal
@@ -584,6 +576,8 @@ class GenerationMachine:
 
     def _no_pair(self, generation: Generation, attempt: Attempt, failure: Failure) -> None:
         if self._enter(generation, _E.NO_PAIR):
+            if isinstance(failure.error, DEADLINES):
+                failure.error.retry_after_s = self._now_s - attempt.created_s
             self._fail(generation, attempt, failure.error)
 
     def _started(self, generation: Generation, attempt: Attempt) -> None:

@@ -32,16 +32,22 @@ from chitu.errors import (
     SilentLink,
     TokensLost,
     TransferFailed,
+    TransferStalled,
     TransferTimeout,
 )
 from chitu.router.policies import InstanceKey
 
-OF_THE_LINK = (TransferFailed, TransferTimeout, Integrity)
+OF_THE_LINK = (TransferFailed, TransferTimeout, TransferStalled, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)
 """Errors of an instance that has too much to do or does not read its messages: the retry goes to another one."""
-FAULTS = (*OF_THE_LINK, PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, RequestLost, Internal)
-"""Errors that count for an instance's circuit breaker. Having too much to do is no fault. Nor is a cut that took tokens
-of every request that runs there: the next one may well get through."""
+FAULTS = (
+    *(TransferFailed, TransferTimeout, Integrity),
+    *(PrefillLost, DecodeLost, BootstrapTimeout, NoInstance, RequestLost, Internal),
+)
+"""Errors that count for an instance's circuit breaker. Having too much to do is no fault, nor is being slow. Nor is a
+cut that took tokens of every request that runs there: the next one may well get through."""
+DEADLINES = (BootstrapTimeout, QueueTimeout, TransferTimeout, TransferStalled)
+"""Errors that take long: a client that asks again waits as long, unless something has changed."""
 CUTS = (TokensLost, SilentLink, RoleChanged)
 """Errors of a broken or silent connection, or of an instance that changes its role: of no fault of an instance."""
 

@@ -590,6 +590,27 @@ class Process:
         assert not self.executor.saved_keys and not self.executor._host
 
 
+STEP_S = 0.9
+"""What a step of a slow process takes: a prompt of five chunks takes longer than `transfer_s`."""
+
+
+class SlowProcess(Process):
+    """P or D on a machine that computes so slowly that its deadlines are short. Its threads run as usual."""
+
+    free_s = 0.0
+    """When its step is over."""
+
+    def step(self) -> bool:
+        now_s = self.world.clock.monotonic()
+        if now_s < self.free_s:
+            return False
+        num_steps = self.scheduler.load.steps
+        worked = super().step()
+        if self.scheduler.load.steps > num_steps:
+            self.free_s = now_s + STEP_S
+        return worked
+
+
 class LateProcess(Process):
     """P or D with overlapping steps on a late device: a step reads and writes KV, as real bytes, when it runs, after
     its launch. Between any two turns it is checked what a launched, unread step may touch."""

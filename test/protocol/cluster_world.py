@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
-from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, Writes
+from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, SlowProcess, Writes
 from pd_world import mixed
 from support.executors import expected_tokens
 from support.keyed_peer import KeyedPeer
@@ -219,6 +219,10 @@ class ClusterWorld(Cluster):
 
 class LateWorld(ClusterWorld):
     process_type = LateProcess
+
+
+class SlowWorld(ClusterWorld):
+    process_type = SlowProcess
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -526,3 +530,7 @@ class RoutedWorld(Cluster):
 
 class LateRoutedWorld(RoutedWorld):
     process_type = LateProcess
+
+
+class SlowRoutedWorld(RoutedWorld):
+    process_type = SlowProcess

@@ -13,7 +13,7 @@ import random
 import pytest
 from cluster import Op
 from cluster_process import LateProcess, Writes
-from cluster_world import ClusterWorld, LateRoutedWorld, LateWorld, RoutedWorld
+from cluster_world import ClusterWorld, LateRoutedWorld, LateWorld, RoutedWorld, SlowRoutedWorld, SlowWorld
 from hypothesis import HealthCheck, example, given, note, settings
 from hypothesis import strategies as st
 from pd_world import AUX_ROW_BYTES, PAGE_BYTES, PAGE_SIZE
@@ -166,6 +166,50 @@ def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int,
     assert ends <= {"finished", "cancelled", "request_lost"}
     assert num_severed >= 4 or ends <= {"finished", "cancelled"}
     assert num_severed >= 4 or world.router is None or "request_lost" not in world.router.metrics().retries
+
+
+# -------------------------------------------------------------------------------------------------------- slow machines
+
+
+SLOW_S = 120.0
+"""Time for the requests of a script to end on slow machines, one after the other."""
+
+
+@settings(MANY, max_examples=max(1, CASES // 7))
+@given(SHAPES, SCRIPTS, DIRECT | STAGED)
+def test_on_slow_machines_any_script_of_faults_costs_requests_at_most(
+    shape: tuple[int, int], pieces: list[list[Op]], writes: Writes
+) -> None:
+    script = [op for piece in pieces for op in piece]
+    note(f"script = {script}")
+    world = SlowWorld(*shape, writes)
+    world.play(script)
+    world.settle_down(SLOW_S)
+    asked = world.ask(0, 22, 2)
+    world.settle_down(SLOW_S)
+    assert asked is not None and asked.end == "finished"
+
+
+@settings(MANY, max_examples=max(1, CASES // 7))
+@given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS, st.booleans())
+def test_on_slow_machines_with_the_real_router_each_client_gets_each_token_once_and_one_end(
+    shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
+) -> None:
+    script = [op for piece in pieces for op in piece]
+    note(f"script = {script}")
+    world = SlowRoutedWorld(*shape, Writes(has_state=has_state))
+    world.play(script)
+    world.settle_down(SLOW_S)
+
+
+@settings(MANY, max_examples=max(1, CASES // 7))
+@given(st.lists(st.lists(NETWORK_OPS, max_size=12), min_size=4, max_size=4), DIRECT | STAGED)
+def test_slowness_alone_ends_no_transfer_whatever_the_network_loses(pieces: list[list[Op]], writes: Writes) -> None:
+    """A slow cluster may have too much to do: then requests end in its queues, or by their own deadline."""
+    world = SlowWorld(writes=writes)
+    world.play([op for piece in pieces for op in piece])
+    world.settle_down(SLOW_S)
+    assert {asked.end for asked in world.requests.values()} <= {"finished", "queue_timeout", "request_timeout"}
 
 
 # ---------------------------------------------------------------------------------------------------- overlapping steps

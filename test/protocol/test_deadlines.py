@@ -16,9 +16,9 @@ from cluster_world import ClusterWorld
 from pd_world import DEADLINES, Node, Pair, logits_of
 from support.fake_transport import Fault, FaultKind
 
-from chitu.errors import BootstrapTimeout, ChituError, TransferTimeout
+from chitu.errors import BootstrapTimeout, ChituError, TransferStalled, TransferTimeout
 from chitu.instance.sequences import OPEN_STATES, SequenceState
-from chitu.kv_transfer.both_sides import Deadline
+from chitu.kv_transfer.both_sides import TICK_INTERVAL_S, Deadline
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.receiver import RECEIVER_DEADLINES, Received, ReceiverState
 from chitu.kv_transfer.sender import SENDER_DEADLINES, FenceWrites, JobDequeued, SenderState, Write
@@ -184,18 +184,33 @@ WORDS: dict[Enum, tuple[type[ChituError], str]] = {
         TransferTimeout,
         "P0 waited 3.0 s in WAITING for its computation and the first byte to D0",
     ),
-    SenderState.TRANSFERRING: (TransferTimeout, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
-    SenderState.WRITING: (TransferTimeout, "P0 waited 3.0 s in WRITING for a write to D0"),
+    SenderState.TRANSFERRING: (TransferStalled, "P0 waited 3.0 s in TRANSFERRING for the last byte to reach D0"),
+    SenderState.WRITING: (TransferStalled, "P0 waited 3.0 s in WRITING for a write to D0"),
     ReceiverState.BOOTSTRAPPING: (
         BootstrapTimeout,
         "D0 waited 1.0 s in BOOTSTRAPPING for P0 to accept its registration",
     ),
     ReceiverState.WAITING: (TransferTimeout, "D0 waited 3.0 s in WAITING for P0's logits"),
-    ReceiverState.CHECKING: (TransferTimeout, "D0 waited 3.0 s in CHECKING for its check of P0's logits row"),
+    ReceiverState.CHECKING: (
+        TransferTimeout,
+        "D0 waited 3.0 s in CHECKING for its check of P0's logits row",
+    ),
     ReceiverState.LOGITS: (TransferTimeout, "D0 waited 3.0 s in LOGITS for P0's last KV"),
-    ReceiverState.WRITTEN: (TransferTimeout, "D0 waited 3.0 s in WRITTEN for its check of P0's logits row"),
-    ReceiverState.VERIFYING: (TransferTimeout, "D0 waited 3.0 s in VERIFYING for its check of P0's KV"),
+    ReceiverState.WRITTEN: (
+        TransferTimeout,
+        "D0 waited 3.0 s in WRITTEN for its check of P0's logits row",
+    ),
+    ReceiverState.VERIFYING: (
+        TransferTimeout,
+        "D0 waited 3.0 s in VERIFYING for its check of P0's KV",
+    ),
 }
+BEHIND: dict[type[ChituError], str] = {
+    BootstrapTimeout: "",
+    TransferTimeout: " (deadlines.transfer_s)",
+    TransferStalled: " (deadlines.transfer_s); it had advanced before",
+}
+"""What is behind the words."""
 DEADLINE_OF: dict[Enum, Deadline] = dict((*SENDER_DEADLINES.items(), *RECEIVER_DEADLINES.items()))
 LIMITS_S = {Deadline.TRANSFER: DEADLINES.transfer_s, Deadline.REPEAT: DEADLINES.transfer_s}
 BOOTSTRAP_S = {SenderState: DEADLINES.queue_s + DEADLINES.bootstrap_s, ReceiverState: DEADLINES.bootstrap_s}
@@ -230,13 +245,19 @@ def test_a_room_ends_at_its_states_deadline_and_not_before_and_the_error_says_al
     node = side(pair, state)
     role = node.kv.side
     assert role is not None and role.state(pair.room) is state
+    tick(pair, node, TICK_INTERVAL_S)  # sees what was computed on the way to this state
     pair.world.frames.clear()
-    tick(pair, node, limit_s(state) - 0.05)
+    entry = role.machine.table.get(pair.room)
+    assert entry is not None
+    left_s = entry.deadline_s - pair.world.clock.monotonic()
+    assert limit_s(state) - TICK_INTERVAL_S <= left_s + 1e-9 and left_s <= limit_s(state)
+    tick(pair, node, left_s - 0.05)
     assert role.state(pair.room) is state
     pair.world.frames.clear()
     tick(pair, node, 0.05)
     assert role.state(pair.room) is not state
     kind, text = WORDS[state]
+    text += BEHIND[kind]
     if state is SenderState.ANNOUNCED:  # P's step thread never received it; D gets the error
         (status,) = (m for m in map(decoded, pair.world.frames) if isinstance(m, TransferStatus))
         assert (status.code, status.message) == (kind.code, text)
@@ -283,6 +304,7 @@ def test_a_write_that_fails_behind_its_rooms_end_is_not_told_again(kind: FaultKi
     p_transferring(pair)
     visit = begin_visit(pair)
     assert visit is not None
+    tick(pair, pair.p, TICK_INTERVAL_S)
     tick(pair, pair.p, DEADLINES.transfer_s)
     assert pair.p.sender.state(pair.room) is SenderState.STOPPING
     pair.world.fabric.inject(Fault(kind))

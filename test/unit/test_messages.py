@@ -39,6 +39,7 @@ from chitu.protocol import (
     TokenBatch,
     TraceLines,
     TransferInfo,
+    TransferProgress,
     TransferStatus,
     TransferSums,
     TransportMessage,
@@ -196,6 +197,12 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         peer_codec,
         "82a474797065a96175785f7265616479ab696e6361726e6174696f6e09",
         {"type": "aux_ready", "incarnation": 9},
+    ),
+    (
+        TransferProgress(9, 300),
+        peer_codec,
+        "83a474797065b17472616e736665725f70726f6772657373ab696e6361726e6174696f6e09a66e756d626572cd012c",
+        {"type": "transfer_progress", "incarnation": 9, "number": 300},
     ),
     (
         AbortTransfer(7),

@@ -44,6 +44,7 @@ from chitu.protocol import (
     PeerMessage,
     RegisterReply,
     TransferInfo,
+    TransferProgress,
     TransferStatus,
 )
 from chitu.protocol.peer import KVPoll
@@ -150,6 +151,40 @@ def in_state(state: ReceiverState) -> World:
             world.give(name)
     assert world.state is state
     return world
+
+
+@pytest.mark.parametrize("state", [S.WAITING, S.CHECKING, S.LOGITS], ids=str)
+def test_a_room_that_advances_has_time_and_one_that_advanced_is_stalled_and_not_silent(state: ReceiverState) -> None:
+    world = in_state(state)
+    limit_s = KVManagerConfig(0, D, "d", 1, LAYOUT).deadlines.transfer_s
+    for number in range(1, 10):
+        world.now_s += 0.9 * limit_s
+        world.handle(of_p(TransferProgress(P, number)))
+        world.handle(Tick())
+        assert world.state is state
+    world.now_s += 0.9 * limit_s
+    world.handle(of_p(TransferProgress(OTHER_P, 99)))
+    world.handle(of_p(TransferProgress(P, 9)))
+    world.now_s += 0.1 * limit_s
+    world.effects.clear()
+    world.handle(Tick())
+    (failed,) = [effect for effect in world.effects if isinstance(effect, TransferEvent)]
+    assert failed.error is not None and failed.error.code == "transfer_stalled"
+    assert failed.error.message.endswith("(deadlines.transfer_s); it had advanced before")
+
+
+def test_rooms_that_wait_for_the_check_of_another_have_time() -> None:
+    world = in_state(S.VERIFYING)
+    other = b"o" * 16
+    limit_s = KVManagerConfig(0, D, "d", 1, LAYOUT).deadlines.transfer_s
+    world.now_s += 0.9 * limit_s
+    world.handle(PagesChecked(other, None))
+    world.now_s += 0.9 * limit_s
+    world.handle(Tick())
+    assert world.state is S.VERIFYING
+    world.now_s += 0.1 * limit_s
+    world.handle(Tick())
+    assert world.state is None
 
 
 def end_of(target: ReceiverState) -> ReceiverState | None:

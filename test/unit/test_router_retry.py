@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from support.clock import FakeClock
 
 from chitu.config.schema import BreakerConfig, RetryConfig, RouterConfig
 from chitu.errors import NoInstance
+from chitu.net.http import error_headers
 from chitu.protocol import Finish, InstanceInfo, SamplingParams, TokenBatch, pack_i32
 from chitu.router.attempts import TimerWheel
 from chitu.router.dispatch import TOKEN_GROUP
@@ -21,6 +23,7 @@ FAILURES = {
     # code: instances that must not get the next attempt, if D of the pair P0-D0 reports it, and if P does
     "transfer_failed": ({"P0", "D0"}, {"P0", "D0"}),
     "transfer_timeout": ({"P0", "D0"}, {"P0", "D0"}),
+    "transfer_stalled": ({"P0", "D0"}, {"P0", "D0"}),
     "integrity": ({"P0", "D0"}, {"P0", "D0"}),
     "prefill_lost": ({"P0"}, {"P0"}),
     "decode_lost": ({"D0"}, {"D0"}),
@@ -423,6 +426,28 @@ def test_an_instance_that_keeps_failing_gets_nothing_then_a_probe_then_everythin
     assert pairs.count("P0-D0") == 2
 
 
+@pytest.mark.parametrize("code", ["transfer_timeout", "transfer_stalled", "queue_timeout", "bootstrap_timeout"])
+def test_who_asks_again_after_a_deadline_is_told_to_wait_as_long_as_the_last_attempt_took(code: str) -> None:
+    world = two_pairs()
+    client = world.add_client()
+    assert client.generation is not None
+    times_s = iter((30.0, 20.5, 9.5))
+    while not client.generation.done:
+        world.clock.advance(took_s := next(times_s))
+        world.decode_fails(world.room(client.generation), code)
+    assert client.generation.error is not None and client.generation.error.code == code
+    assert error_headers(client.generation.error) == [(b"retry-after", b"%d" % math.ceil(took_s))]
+
+
+def test_who_asks_again_after_a_fault_need_not_wait() -> None:
+    world = two_pairs(retry=ONE_TRY)
+    client = world.add_client()
+    world.clock.advance(30.0)
+    world.decode_fails(world.room(client.generation), "transfer_failed")
+    assert client.generation is not None and client.generation.error is not None
+    assert error_headers(client.generation.error) == [(b"retry-after", b"1")]
+
+
 def test_an_open_breaker_keeps_no_cluster_from_serving() -> None:
     world = pair(breaker=BreakerConfig(failures=1), retry=ONE_TRY)
     world.decode_fails(world.room(world.add_client().generation), "transfer_failed")
@@ -432,9 +457,9 @@ def test_an_open_breaker_keeps_no_cluster_from_serving() -> None:
     assert world.router.metrics().breakers == {"P0": {"closed": 1}, "D0": {"closed": 1}}
 
 
-def test_too_much_to_do_and_clients_faults_open_no_breaker() -> None:
+def test_too_much_to_do_slowness_and_clients_faults_open_no_breaker() -> None:
     world = two_pairs(breaker=BreakerConfig(failures=1), retry=ONE_TRY)
-    for code in ("capacity", "queue_timeout", "invalid_request", "cancelled", "request_timeout"):
+    for code in ("capacity", "queue_timeout", "transfer_stalled", "invalid_request", "cancelled", "request_timeout"):
         world.decode_fails(world.room(world.add_client().generation), code)
     assert world.router.counters.breaker_openings == {}
 

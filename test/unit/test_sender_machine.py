@@ -22,6 +22,7 @@ from chitu.kv_transfer.sender import (
     FenceWrites,
     FrameReceived,
     JobDequeued,
+    LayersComputed,
     QueueFence,
     Requested,
     SenderMachine,
@@ -42,6 +43,7 @@ from chitu.protocol import (
     RankMemory,
     StatusAck,
     TransferInfo,
+    TransferProgress,
     TransferStatus,
     pack_i32,
 )
@@ -220,6 +222,66 @@ def test_every_event_in_every_state_is_a_pair_of_the_table_or_absorbed(state: S,
     assert any(isinstance(effect, Write) for effect in effects) == (event is E.WRITE_BEGAN)
     assert any(isinstance(effect, QueueFence) for effect in effects) == (event is E.FENCE_BEGAN)
     assert world.peer.is_suspended == (target in (S.UNFENCED, S.FENCING))
+
+
+def reports(effects: list[Effect]) -> list[int]:
+    sent = [effect.message for effect in effects if isinstance(effect, Send)]
+    return [message.number for message in sent if isinstance(message, TransferProgress)]
+
+
+@pytest.mark.parametrize("state", [S.ANNOUNCED, S.WAITING, S.TRANSFERRING, S.WRITING], ids=str)
+def test_a_prompt_that_is_not_computed_yet_has_time_while_layers_of_any_prompt_are(state: S) -> None:
+    world = in_state(state)
+    limit_s, told = KVManagerConfig(0, P, "p", 1, LAYOUT).deadlines.transfer_s, []
+    for layer in range(1, 60):
+        world.now_s += limit_s / 4
+        world.machine.handle(LayersComputed(layer), world.now_s)
+        told += reports(world.give("time"))
+        assert world.state is state
+    assert told == sorted(set(told)) and len(told) > 50
+    world.now_s += limit_s - 0.1
+    assert reports(world.give("time")) == [] and world.state is state
+    world.now_s += 0.1
+    world.effects.clear()
+    world.give("time")
+    assert world.state is not state
+    codes = [effect.error.code for effect in world.effects if isinstance(effect, TransferEvent) and effect.error]
+    assert codes == ([] if state is S.ANNOUNCED else ["transfer_stalled"])
+
+
+def test_a_prompt_that_is_computed_has_time_while_pages_are_written_and_not_while_others_compute() -> None:
+    world = in_state(S.WAITING)
+    entry = world.machine.table.get(ROOM)
+    assert entry is not None
+    world.give("time")
+    entry.data.computed.computed_s = world.now_s
+    world.give("time")
+    limit_s = KVManagerConfig(0, P, "p", 1, LAYOUT).deadlines.transfer_s
+    for _ in range(10):
+        world.now_s += limit_s / 2
+        world.machine._num_writes += 1  # a page of another room landed
+        world.give("time")
+        assert world.state is S.WAITING
+    for layer in range(10):
+        world.now_s += limit_s / 9
+        world.machine.handle(LayersComputed(layer), world.now_s)
+        world.give("time")
+    assert world.state is None
+
+
+def test_d_hears_of_progress_a_few_times_within_its_patience_and_never_without() -> None:
+    world = in_state(S.WAITING)
+    deadlines = KVManagerConfig(0, P, "p", 1, LAYOUT).deadlines
+    told = 0
+    for tick in range(1, 1001):
+        world.now_s += deadlines.transfer_s / 1000
+        world.machine.handle(LayersComputed(tick // 2), world.now_s)
+        told += len(reports(world.give("time")))
+    assert told == 10
+    for _ in range(900):
+        world.now_s += deadlines.transfer_s / 1000
+        told += len(reports(world.give("time")))
+    assert told <= 11 and world.state is S.WAITING
 
 
 def test_every_pair_of_the_table_is_one_that_an_event_brings() -> None:

@@ -127,7 +127,7 @@ def test_pd_tokens_ends_and_pages_are_those_without_overlap(
 
     class Watched(DSide):
         def announce(self, room: bytes, request_id: str, pages: list[int], aux_slot: int, *rest: int) -> None:
-            *_, prefix_pages, _ = rest
+            _num_tokens, _rank, _incarnation, prefix_pages, *_ = rest
             for step in decode.late.unread:
                 is_promised = step.pages & set(pages[prefix_pages:])
                 assert not is_promised, "a page is promised to a peer while a launched step has it"

@@ -286,7 +286,7 @@ def test_a_room_that_ended_is_never_created_again_until_its_tombstone_is_pushed_
     assert table.apply(ROOM, ReceiverEvent.ANNOUNCE, 0.0, "y") is not None
 
 
-def test_each_state_sets_its_deadline_and_one_that_shares_it_lets_it_run_on() -> None:
+def test_each_state_begins_its_deadline_and_so_does_an_advance_within_it() -> None:
     clock = FakeClock(100.0)
     table: TransferTable[ReceiverState, ReceiverEvent, str] = TransferTable(
         RECEIVER_TRANSITIONS, RECEIVER_DEADLINES, LIMITS_S
@@ -299,12 +299,15 @@ def test_each_state_sets_its_deadline_and_one_that_shares_it_lets_it_run_on() ->
     table.apply(ROOM, ReceiverEvent.SENT, clock.monotonic())
     assert table.expired(110.9) == [] and table.expired(111.0) == [ROOM]
     clock.advance(4.5)
+    table.advance(entry, clock.monotonic())
+    assert table.expired(115.4) == [] and table.expired(115.5) == [ROOM]
+    clock.advance(1.0)
     table.apply(ROOM, ReceiverEvent.ROW_SENT, clock.monotonic())
     table.apply(ROOM, ReceiverEvent.LOGITS, clock.monotonic())
-    assert entry.since_s == 108.5 and table.expired(111.0) == [ROOM], "logits do not buy time for the rest"
-    clock.advance(2.5)
+    assert entry.since_s == 109.5 and table.expired(116.4) == [] and table.expired(116.5) == [ROOM]
+    clock.advance(7.0)
     text = table.overdue_text(entry, "D1", "P0", RECEIVER_AWAITS, clock.monotonic())
-    assert text == "D1 waited 2.5 s in LOGITS for P0's last KV (7.0 s since the announcement)"
+    assert text == "D1 waited 7.0 s in LOGITS for P0's last KV"
     table.apply(ROOM, ReceiverEvent.DEADLINE, clock.monotonic())
     assert entry.state is ReceiverState.QUARANTINED
     assert entry.deadline_s == NEVER_S and table.expired(1e9) == []
