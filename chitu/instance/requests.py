@@ -504,7 +504,7 @@ class FailureReports:
 
     P has no token stream, so its failures go to the stats port. Messages there have no sequence numbers, and a
     connection that breaks loses those in flight. The router identifies failures by room, so a repeated report costs
-    nothing; a lost one costs a deadline of 73 s. The step thread calls `add`, the heartbeat thread `repeats`."""
+    nothing. Without one D's deadline ends the request. The step thread calls `add`, the heartbeat thread `repeats`."""
 
     def __init__(self, send: Callable[[RequestFailed], None]) -> None:
         """Report by `send`, which runs on the thread that calls `add`."""

@@ -219,7 +219,7 @@ WRITABLE_STATES = frozenset(
 )
 """States in which a write to D's pages may run, may start or may still land."""
 _ADVANCING = frozenset({S.ANNOUNCED, S.WAITING, S.TRANSFERRING, S.WRITING})
-"""States in which a room waits for P's own work. The router's half, too, is read only between two steps."""
+"""States in which a room waits for P's own work; ANNOUNCED for the end of a step, as the router's half is read then."""
 _TO_WRITE = frozenset({S.WAITING, S.TRANSFERRING})
 """States in which a write may begin."""
 _QUIET = frozenset({S.WRITING, S.TRANSFERRING})
@@ -266,6 +266,8 @@ class SendRoom:
     repeat_due_s: float = NEVER_S
     seen: tuple[int, int] = (0, 0)
     """What was last seen of it, and of what comes before it (`SenderMachine._place_of`)."""
+    last_layer: int = 0
+    """Layer of P by which its step thread has read the router's half, if that has come."""
     num_advances: int = 0
     num_reported: int = 0
     """Of these, how many D knows of."""
@@ -569,6 +571,7 @@ class SenderMachine:
         record.report_due_s = self._now_s + self._config.progress_interval_s
         num_rows = 1 + self._config.has_state(len(pages))
         record.units_left = self._config.layout.num_layers * (len(pages) - info.prefix_pages) + num_rows
+        record.last_layer = self._num_layers + 2 * (1 + self._config.layout.num_layers)
         record.seen = self._place_of(record)
         self._apply(room, E.ANNOUNCE, new=record)
 
@@ -689,9 +692,11 @@ class SenderMachine:
                 self._send_status(room, entry, peer)
 
     def _place_of(self, record: SendRoom) -> tuple[int, int]:
-        """Return what is left to write of a room, and how far P has come with what is before it: other prompts until
-        its own is computed, then the pages of others."""
-        return record.units_left, self._num_writes if record.computed.computed_s else self._num_layers
+        """Return what is left to write of a room, and how far P has come with what is before it: the step in which the
+        router's half waits, then other prompts until its own is computed, then the pages of others."""
+        if record.computed.computed_s:
+            return record.units_left, self._num_writes
+        return record.units_left, self._num_layers if record.requested_s else min(self._num_layers, record.last_layer)
 
     def _note_progress(self, room: bytes, entry: SendEntry, peer: DecodePeer) -> None:
         """Extend the room's deadline if it has advanced, and tell D from time to time."""

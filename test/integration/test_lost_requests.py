@@ -1,6 +1,6 @@
 """The connection from the router to one P or D breaks under load, and nothing else does. Every request is right, and
 what was in flight is sent again within two heartbeats and costs no attempt. If nothing gets through, requests move
-elsewhere after a lease, not after the deadline of 73 s of an attempt without a token. The times are printed."""
+elsewhere after a lease. The times are printed."""
 
 from __future__ import annotations
 

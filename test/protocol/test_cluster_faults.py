@@ -159,7 +159,7 @@ def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int,
     world = RoutedWorld(*shape)
     world.play(script)
     num_severed = sum(op.kind == "sever" for op in script)
-    world.settle_down(3.0)  # far below the 6.5 s after which an attempt without a token ends
+    world.settle_down(3.0)
     ends = {client.end for client in world.clients}
     # A request that waits on a full D behind such a request ends by its own deadline, two heartbeats in this world.
     ends -= {"queue_timeout"} if num_severed else set()

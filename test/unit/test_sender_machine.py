@@ -229,7 +229,25 @@ def reports(effects: list[Effect]) -> list[int]:
     return [message.number for message in sent if isinstance(message, TransferProgress)]
 
 
-@pytest.mark.parametrize("state", [S.ANNOUNCED, S.WAITING, S.TRANSFERRING, S.WRITING], ids=str)
+def test_the_routers_half_has_time_while_a_step_runs_and_no_longer() -> None:
+    world = in_state(S.ANNOUNCED)
+    limit_s = KVManagerConfig(0, P, "p", 1, LAYOUT).deadlines.transfer_s
+    num_layers = 2 * (1 + LAYOUT.num_layers)
+    for layer in range(1, num_layers + 1):
+        world.now_s += 0.9 * limit_s
+        world.machine.handle(LayersComputed(layer), world.now_s)
+        world.give("time")
+        assert world.state is S.ANNOUNCED
+    world.now_s += 0.9 * limit_s
+    world.machine.handle(LayersComputed(num_layers + 1), world.now_s)
+    world.give("time")
+    assert world.state is S.ANNOUNCED
+    world.now_s += 0.1 * limit_s
+    world.give("time")
+    assert world.state is None, "P computes on, and the half did not come"
+
+
+@pytest.mark.parametrize("state", [S.WAITING, S.TRANSFERRING, S.WRITING], ids=str)
 def test_a_prompt_that_is_not_computed_yet_has_time_while_layers_of_any_prompt_are(state: S) -> None:
     world = in_state(state)
     limit_s, told = KVManagerConfig(0, P, "p", 1, LAYOUT).deadlines.transfer_s, []
@@ -246,7 +264,7 @@ def test_a_prompt_that_is_not_computed_yet_has_time_while_layers_of_any_prompt_a
     world.give("time")
     assert world.state is not state
     codes = [effect.error.code for effect in world.effects if isinstance(effect, TransferEvent) and effect.error]
-    assert codes == ([] if state is S.ANNOUNCED else ["transfer_stalled"])
+    assert codes == ["transfer_stalled"]
 
 
 def test_a_prompt_that_is_computed_has_time_while_pages_are_written_and_not_while_others_compute() -> None:
