@@ -6,9 +6,10 @@ bounded: a part's head by `MAX_HEAD_BYTES`, its content by what one call of `fee
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from email.message import Message
 from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
 
 from chitu.errors import InvalidRequest
 
@@ -27,12 +28,33 @@ PartData = bytes
 FormEvent = PartBegins | PartData
 
 
+_PARAMETER = re.compile(r'\s*;\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))', re.DOTALL)
+_ESCAPED = re.compile(r'\\(["\\])')
+CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")
+"""Charsets of `filename*`, a name in percent-encoding (RFC 8187). No other codec of Python is tried: some raise what
+their callers do not expect."""
+
+
+def parameters_of(value: str) -> tuple[str, dict[str, str]]:
+    """Return what a header such as Content-Disposition names first, and its parameters, all names in lower case; of
+    one that comes twice the first. InvalidRequest if it has something else."""
+    end = value.find(";") % (len(value) + 1)
+    kind, found = value[:end].strip().lower(), dict[str, str]()
+    while value[end:].strip(" \t;"):
+        match = _PARAMETER.match(value, end)
+        if match is None:
+            raise InvalidRequest(f"the form is broken: {value[end:][:80]!r} is no parameter of a header")
+        name, quoted, plain = match.groups()
+        found.setdefault(name.lower(), plain if quoted is None else _ESCAPED.sub(r"\1", quoted))
+        end = match.end()
+    return kind, found
+
+
 def boundary_of(content_type: str) -> bytes:
     """Return the boundary that a header Content-Type names. InvalidRequest if it is none of a form."""
-    head = Message()
-    head["content-type"] = content_type
-    boundary = head.get_param("boundary")
-    if head.get_content_type() != "multipart/form-data" or not isinstance(boundary, str) or not 0 < len(boundary) <= 70:
+    kind, parameters = parameters_of(content_type)
+    boundary = parameters.get("boundary", "")
+    if kind != "multipart/form-data" or not 0 < len(boundary) <= 70:
         raise InvalidRequest("the body must be multipart/form-data with a boundary, as clients upload files")
     try:
         return boundary.encode("latin-1")
@@ -93,13 +115,30 @@ class FormParser:
 
 
 def _part_of(head: bytes) -> PartBegins:
-    part = Message()
+    kind, parameters = "", dict[str, str]()
     for line in head.split(b"\r\n"):
         name, _, value = line.decode("utf-8", "replace").partition(":")
         if name.strip().lower() == "content-disposition":
-            part["content-disposition"] = value.strip()
-    names = part.get_param("name", header="content-disposition")
-    filename = part.get_filename()
-    if not isinstance(names, str) or part.get_content_disposition() != "form-data":
+            kind, parameters = parameters_of(value)
+    if odd := [name for name in parameters if "*" in name and name != "filename*"]:
+        raise InvalidRequest(f"the form is broken: a part has {odd[0][:80]!r}, which forms do not have (RFC 7578)")
+    if kind != "form-data" or "name" not in parameters:
         raise InvalidRequest("the form is broken: a part has no name")
-    return PartBegins(names, filename)
+    filename = parameters.get("filename")
+    if (encoded := parameters.get("filename*")) is not None:
+        filename = _decoded(encoded)
+    return PartBegins(parameters["name"], filename)
+
+
+def _decoded(encoded: str) -> str:
+    """Return the name that `filename*` encodes."""
+    charset, *rest = encoded.split("'", 2)
+    if charset.lower() not in CHARSETS or len(rest) < 2:
+        raise InvalidRequest(
+            f"the form is broken: filename* is {encoded[:80]!r}; it must be CHARSET'LANGUAGE'NAME with one of the "
+            f"charsets {', '.join(CHARSETS)}"
+        )
+    try:
+        return unquote_to_bytes(rest[1]).decode(charset)
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"the form is broken: filename* is {encoded[:80]!r}, which is not {charset}") from None

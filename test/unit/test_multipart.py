@@ -71,6 +71,41 @@ def test_a_broken_form_is_refused(body: bytes) -> None:
         parsed([body])
 
 
+def named(parameters: str) -> PartBegins:
+    head = f"Content-Disposition: form-data; {parameters}"
+    events = list(FormParser(BOUNDARY).feed(b"--ab-\r\n" + head.encode() + b"\r\n\r\n"))
+    assert isinstance(events[0], PartBegins)
+    return events[0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "filename"),
+    [
+        ("name=a; filename=b.txt", "b.txt"),
+        (r'name="a"; filename="b;\"c\\d"', r'b;"c\d'),
+        (r'name="a"; filename="C:\b\c";', r"C:\b\c"),
+        ("name=a; filename=b; filename*=UTF-8'en'%C3%A9%20f", "é f"),
+        ("name=a; filename*=iso-8859-1''%E9", "é"),
+    ],
+)
+def test_a_file_is_named_as_clients_write_it(parameters: str, filename: str) -> None:
+    assert named(parameters) == ("a", filename)
+
+
+@pytest.mark.parametrize("charset", ["idna", "undefined", "punycode", "utf-16", "hex", "\0", "", "9" * 5000])
+@pytest.mark.parametrize("text", ["a%ffb", "a.b", "%", "a" * 70])
+def test_a_name_in_an_odd_charset_is_refused(charset: str, text: str) -> None:
+    with pytest.raises(InvalidRequest, match="charsets"):
+        named(f"name=file; filename*={charset}''{text}")
+
+
+@pytest.mark.parametrize("parameter", ["filename*=utf-8''%ff", "filename*=us-ascii''%80", "filename*=a", "b"])
+@pytest.mark.parametrize("more", ["", "; filename*0=x", "; name*" + "9" * 5000 + "=x"])
+def test_a_name_that_cannot_be_read_is_refused(parameter: str, more: str) -> None:
+    with pytest.raises(InvalidRequest, match="form is broken"):
+        named(f"name=file; {parameter}{more}")
+
+
 @settings(max_examples=60)
 @given(st.binary(max_size=60))
 def test_noise_is_refused_or_has_no_parts(noise: bytes) -> None:
@@ -83,7 +118,11 @@ def test_noise_is_refused_or_has_no_parts(noise: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 71]
+    "kind",
+    [
+        *("", "application/json", "multipart/form-data", "multipart/form-data; boundary=" + "x" * 71),
+        "multipart/form-data; boundary*" + "9" * 5000 + "=b",
+    ],
 )
 def test_a_body_that_is_no_form_is_refused(kind: str) -> None:
     with pytest.raises(InvalidRequest):
