@@ -12,6 +12,7 @@ operator sees all. Without API keys all clients see all requests, except their t
 from __future__ import annotations
 
 import ipaddress
+import os
 from hashlib import blake2b
 
 from chitu.clock import Clock
@@ -56,6 +57,12 @@ class Access:
         self._salts = _salts(config, self._token)
         self._min_priority = config.min_priority
         self._min_priorities = dict(zip(self._api_keys, config.api_key_min_priorities, strict=False))
+        self._by_name = {_name_of(key): key for key in (*self._api_keys, *self._token)}
+        self._heirs = {salt: os.urandom(32).hex().encode() for salt in self._salts.values()}
+        """Credentials that stand for keys that are gone, by tenant; no client has them."""
+        self._salts |= {heir: salt for salt, heir in self._heirs.items()}
+        if self._min_priorities:
+            self._min_priorities |= dict.fromkeys(self._heirs.values(), 0)
         per_s, burst = config.admission.requests_per_s, config.admission.burst
         self._limiter: RateLimiter[bytes] | None = RateLimiter(clock, per_s, burst) if per_s else None
 
@@ -83,12 +90,25 @@ class Access:
         required. Call after `require`."""
         return self._salts.get(bearer(_authorization(scope)) or b"", "") if self._salts else ""
 
-    def credential_of(self, tenant: str) -> bytes | None:
-        """Return a credential of a tenant, for what it has the router do later: empty if none is required; None if it
-        has none any more."""
+    @property
+    def num_tenants(self) -> int:
+        """How many tenants the API keys have; 1 if none is required."""
+        return max(1, len({self._salts[key] for key in self._api_keys}))
+
+    def key_name(self, scope: Scope) -> str:
+        """Return a name of the request's key for `credential_of`, which does not reveal the key; empty if it has none.
+        Call after `require`."""
+        name = _name_of(bearer(_authorization(scope)) or b"")
+        return name if name in self._by_name else ""
+
+    def credential_of(self, tenant: str, key_name: str) -> bytes | None:
+        """Return the credential for what a tenant's key has the router do later: empty if none is required; None if the
+        tenant has no key any more. If only this key is gone, it is one that may ask for no priority that single keys
+        may have."""
+        key = self._by_name.get(key_name)
         if not self._api_keys:
-            return b""
-        return next((key for key, salt in self._salts.items() if salt == tenant), None)
+            return key or b""
+        return key if key is not None and self._salts[key] == tenant else self._heirs.get(tenant)
 
     def trace_tenant(self, scope: Scope) -> str | None:
         """Return the tenant whose requests the caller may see (records, traces, snapshots); None: those of all. Call
@@ -129,6 +149,10 @@ class Access:
         if address is None:
             return b""
         return address.packed if address.version == 4 else address.packed[:IPV6_NETWORK_BYTES]
+
+
+def _name_of(key: bytes) -> str:
+    return blake2b(key, digest_size=SALT_BYTES, person=b"name of a key").hexdigest()
 
 
 def _salts(config: RouterConfig, tokens: list[bytes]) -> dict[bytes, str]:

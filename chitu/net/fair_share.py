@@ -4,19 +4,19 @@ thread.
 *Token buckets*, one per client, in bounded memory: a bucket holds `burst` requests and fills with `per_s` a second.
 Invariant: at most `max_buckets` are kept; the least recently used one is evicted, which can only help its client.
 
-`Places` are for what many may have at once (event streams, tasks that wait), `Turns` for what is done one at a time.
-Invariants: a client never has more than a third of what it leaves free; it waits for at most one task of each other
-client between two of its own.
+`Places` are for what many may have at once (event streams, tasks that wait), `Turns` for what few tasks can use at a
+time. Invariants: a client never has more than a third of what it leaves free; it waits for at most one task of each
+other client between two of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Hashable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from chitu.clock import Clock
 
@@ -96,52 +96,100 @@ class Places(Generic[Client]):
                 del self._held[client]
 
 
-class Turns(Generic[Client]):
-    """Turns at what one task may use at a time. The clients alternate; tasks of one client are in order of arrival. At
-    most `num_places` tasks have a turn or wait for one, shared as `Places` are."""
+T = TypeVar("T")
 
-    def __init__(self, num_places: int) -> None:
-        self._places: Places[Client] = Places(num_places)
+
+class Turns(Generic[Client]):
+    """Turns at what `count` tasks may use at a time. The client with the fewest comes next, of equal ones each in turn;
+    tasks of one client are in order of arrival. At most `num_places` tasks have a turn or wait for one, shared as
+    `Places` are (None: any number)."""
+
+    def __init__(self, num_places: int | None, count: int = 1) -> None:
+        self._places: Places[Client] | None = None if num_places is None else Places(num_places)
+        self._num_free = count
+        self._held: Counter[Client] = Counter()
         self._waiting: dict[Client, deque[asyncio.Future[None]]] = {}
         """Tasks that wait, by client; the client whose turn is next comes first."""
-        self._is_taken = False
+        self._works: dict[Client, list[asyncio.Future[Any]]] = {}
+        """What `do` does now; the newest is last."""
+        self._owed: Counter[Client] = Counter()
+        """Turns that were taken back for a client that waits, and have not come to it yet."""
 
     @asynccontextmanager
     async def turn(self, client: Client) -> AsyncIterator[None]:
         """Wait for a turn, which lasts as long as the context. Raise NoPlace if too many tasks of the client wait."""
-        with self._places.place(client):
+        with nullcontext() if self._places is None else self._places.place(client):
             await self._wait(client)
             try:
                 yield
             finally:
-                self._pass_on()
+                self._pass_on(client)
+
+    async def do(self, client: Client, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `work`, done in a turn of the client. While another client with fewer turns waits, the
+        newest work of the one with the most is cancelled, and done again in a later turn."""
+        while True:
+            async with self.turn(client):
+                task = asyncio.ensure_future(work())
+                works = self._works.setdefault(client, [])
+                works.append(task)
+                try:
+                    return await task
+                except asyncio.CancelledError:
+                    caller = asyncio.current_task()
+                    if task in works or (caller is not None and caller.cancelling()):
+                        raise
+                finally:
+                    if task in works:
+                        works.remove(task)
+                    if not works:
+                        self._works.pop(client, None)
 
     async def _wait(self, client: Client) -> None:
-        if not self._is_taken:
-            self._is_taken = True
+        if self._num_free:
+            self._num_free -= 1
+            self._held[client] += 1
             return
         turn = asyncio.get_running_loop().create_future()
         queue = self._waiting.setdefault(client, deque())
         queue.append(turn)
+        self._take_back_for(client)
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # it was given the turn just now
-                self._pass_on()
+                self._pass_on(client)
             elif turn in queue:
                 queue.remove(turn)
                 if not queue:
                     del self._waiting[client]
+                    del self._owed[client]
             raise
 
-    def _pass_on(self) -> None:
+    def _take_back_for(self, client: Client) -> None:
+        """Cancel the newest work of the client that has the most, unless this one would then have more."""
+        giver = max(self._works, key=lambda each: len(self._works[each]), default=client)
+        if len(self._works.get(giver, ())) > self._held[client] + self._owed[client] + 1:
+            self._owed[client] += 1
+            self._works[giver].pop().cancel()
+
+    def _pass_on(self, client: Client) -> None:
+        self._held[client] -= 1
+        if not self._held[client]:
+            del self._held[client]
         while self._waiting:
-            client, queue = next(iter(self._waiting.items()))
+            client = min(self._waiting, key=lambda each: self._held[each])
+            queue = self._waiting.pop(client)
             turn = queue.popleft()
-            del self._waiting[client]
             if queue:
                 self._waiting[client] = queue  # behind all others
-            if not turn.done():  # else its task was cancelled, and is about to learn it
-                turn.set_result(None)
-                return
-        self._is_taken = False
+            if turn.done():  # its task was cancelled, and is about to learn it
+                continue
+            self._held[client] += 1
+            if self._owed[client] > 1 and queue:
+                self._owed[client] -= 1
+            else:
+                del self._owed[client]
+            turn.set_result(None)
+            return
+        self._num_free += 1

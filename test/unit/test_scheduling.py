@@ -7,6 +7,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -501,3 +502,78 @@ def test_a_client_that_has_its_share_of_waiting_tasks_is_refused() -> None:
         assert found[:2] == ["a", "a"] and isinstance(found[2], NoPlace) and found[3] == "b"
 
     asyncio.run(main())
+
+
+def test_a_client_that_comes_later_gets_as_many_turns_as_the_one_that_had_all_of_them() -> None:
+    """Work whose turn is taken back begins anew later; the oldest is never taken back."""
+
+    async def main() -> None:
+        turns: Turns[str] = Turns(None, 8)
+        running: list[str] = []
+        ends = asyncio.Event()
+
+        async def work(name: str) -> str:
+            running.append(name)
+            try:
+                await ends.wait()
+            finally:
+                running.remove(name)
+            return name
+
+        def begin(client: str, count: int) -> list[asyncio.Task[str]]:
+            names = [f"{client}{i}" for i in range(count)]
+            return [asyncio.ensure_future(turns.do(client, partial(work, name))) for name in names]
+
+        async def shares() -> Counter[str]:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return Counter(name[0] for name in running)
+
+        tasks = begin("a", 20)
+        assert await shares() == {"a": 8}
+        tasks += begin("b", 20)
+        assert await shares() == {"a": 4, "b": 4}
+        tasks += begin("c", 1)
+        assert await shares() in ({"a": 4, "b": 3, "c": 1}, {"a": 3, "b": 4, "c": 1})
+        assert {"a0", "a1", "a2", "b0", "b1", "b2", "c0"} <= set(running)
+        tasks[-1].cancel()
+        assert await shares() == {"a": 4, "b": 4}
+        ends.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert results[:-1] == [f"{client}{i}" for client in "ab" for i in range(20)]
+        assert isinstance(results[-1], asyncio.CancelledError) and not running
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=16), st.integers(1, 4))
+def test_turns_that_are_taken_back_are_never_lost(tasks: list[tuple[str, int, bool]], count: int) -> None:
+    async def main() -> None:
+        turns: Turns[str] = Turns(None, count)
+        num_running = 0
+
+        async def work(num_steps: int) -> int:
+            nonlocal num_running
+            num_running += 1
+            assert num_running <= count
+            try:
+                for _ in range(num_steps):
+                    await asyncio.sleep(0)
+            finally:
+                num_running -= 1
+            return num_steps
+
+        running: list[asyncio.Task[int]] = []
+        for client, num_steps, is_unwanted in tasks:
+            running.append(asyncio.ensure_future(turns.do(client, partial(work, num_steps))))
+            await asyncio.sleep(0)
+            if is_unwanted:
+                running[len(running) // 2].cancel()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert all(
+            isinstance(result, asyncio.CancelledError) or result == num_steps
+            for result, (_, num_steps, _) in zip(results, tasks, strict=True)
+        )
+        assert await asyncio.gather(*(turns.do("d", partial(work, 1)) for _ in range(count))) == [1] * count
+
+    asyncio.run(asyncio.wait_for(main(), 10))
