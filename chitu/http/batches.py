@@ -3,10 +3,11 @@
 
 Every process looks into the folder once a second and takes what is not over and not locked. The lock of a batch ends
 with its process, so another one goes on with it, behind the answers that are in its files. Each line takes the path of
-a client's request (`inner.py`), with the credential of the batch's tenant and the lowest priority.
+a client's request (`inner.py`), with the credential of the key that made the batch and the lowest priority.
 
 Invariants: a batch runs in one process at a time; a batch that cannot go on ends as `failed`, and the router serves on;
-once a batch is over each of its lines has one answer, unless it failed.
+once a batch is over each of its lines has one answer, unless it failed. No tenant waits for another's batches to end:
+it has its share of runs and of lines in flight.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from typing import BinaryIO
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import BinaryIO, NamedTuple
 
-from chitu.errors import ChituError, UnknownFile
+from chitu.errors import ChituError, DiskFull, UnknownFile
 from chitu.http.batch_lines import (
     Answers,
     BatchLine,
@@ -34,8 +36,10 @@ from chitu.http.batch_lines import (
     answer_rest,
     check_lines,
 )
-from chitu.http.file_store import OVER, BatchRecord, BatchStatus, FileRecord, FileStore, as_full
+from chitu.http.file_index import OVER, BatchFacts, BatchStatus, FileRecord
+from chitu.http.file_store import BatchRecord, FileStore, as_full
 from chitu.http.inner import InnerRoute, ask
+from chitu.net.fair_share import Turns
 from chitu.net.http import Headers
 
 log = logging.getLogger(__name__)
@@ -45,9 +49,26 @@ LOOK_S = 1.0
 CLEAN_S = 60.0
 """Interval between two removals of what is old."""
 MAX_RUNS = 4
-"""Batches that run at once in a process; later ones wait for their turn."""
+"""Batches that run at once in a process; later ones wait for their turn. Shares of tenants may add some."""
 EXPIRED = "batch_expired", "the batch's completion_window ended before this line was answered"
 CANCELLED = "batch_cancelled", "the batch was cancelled before this line was answered"
+
+
+class _Running(NamedTuple):
+    tenant: str
+    task: asyncio.Task[None]
+
+
+def next_tenant(waiting: Iterable[str], running: Collection[str]) -> str | None:
+    """Return the tenant whose batch begins next, of those whose batches wait; None if none may. `running`: the tenants
+    of the running ones, each as often as it has one. Whoever has the fewest comes next, and any may have its share of
+    the places, also if others have taken them."""
+    held = Counter(running)
+    num_tenants = len({*waiting, *running})
+    first = min(waiting, key=lambda tenant: held[tenant], default=None)
+    if first is None or (len(running) >= MAX_RUNS and held[first] >= max(1, MAX_RUNS // num_tenants)):
+        return None
+    return first
 
 
 class Batches:
@@ -55,22 +76,23 @@ class Batches:
         self,
         store: FileStore,
         routes: Mapping[str, InnerRoute],
-        credential_of: Callable[[str], bytes | None],
+        credential_of: Callable[[str, str], bytes | None],
         max_line_bytes: int,
         may_run: Callable[[], bool],
     ) -> None:
-        """`routes`: those that a line may name. `credential_of`: a tenant's credential (`Access`). `may_run`: whether
-        requests can be served now."""
+        """`routes`: those that a line may name. `credential_of`: the credential of a tenant and the name of its key
+        (`Access`). `may_run`: whether requests can be served now."""
         self.store = store
         self.endpoints = tuple(routes)
         self._routes = routes
         self._credential_of = credential_of
         self._max_line_bytes = max_line_bytes
         self._may_run = may_run
-        self._room = asyncio.Semaphore(store.config.max_in_flight)
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._lines: Turns[str] = Turns(None, store.config.max_in_flight)
+        self._running: dict[str, _Running] = {}
         self._counts: dict[str, Counts] = {}
-        self._over: set[str] = set()
+        self.full: dict[str, str] = {}
+        """Tenants that run batches whose outputs may not grow any more, with the reason."""
         self._looking: asyncio.Task[None] | None = None
         self._next_look_s = self._next_clean_s = 0.0
         self._is_ending = False
@@ -90,7 +112,8 @@ class Batches:
     async def stop(self) -> None:
         """Send no more lines, end those that were sent, and release the batches for other processes."""
         self._is_ending = True
-        tasks = [*self._running.values(), *([self._looking] if self._looking is not None else [])]
+        tasks = [each.task for each in self._running.values()]
+        tasks += [self._looking] if self._looking is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -100,17 +123,31 @@ class Batches:
             if now_s >= self._next_clean_s:
                 self._next_clean_s = now_s + CLEAN_S
                 await asyncio.to_thread(self.store.remove_old, time.time())
-            if len(self._running) >= MAX_RUNS or not self._may_run():
-                return
-            for batch in await asyncio.to_thread(self.store.open_batches, self._over):
-                if len(self._running) < MAX_RUNS and batch.id not in self._running:
-                    lock = await asyncio.to_thread(self.store.claim, batch.id)
-                    if lock is not None:
-                        self._running[batch.id] = asyncio.ensure_future(self._run(batch.id, lock))
+            running = {each.tenant for each in self._running.values()}
+            found = await asyncio.to_thread(self.store.open_batches, running)
+            self.full = found.full
+            if self._may_run():
+                await self._begin(found.by_tenant)
         except OSError as error:
             log.error("cannot look for batches in their folder: %s", error)
         finally:
             self._looking = None
+
+    async def _begin(self, by_tenant: dict[str, list[BatchFacts]]) -> None:
+        """Begin what has a place and is not running elsewhere."""
+        waiting = {
+            tenant: deque(batch.id for batch in batches if batch.id not in self._running)
+            for tenant, batches in by_tenant.items()
+        }
+        while True:
+            tenants = [tenant for tenant, names in waiting.items() if names]
+            tenant = next_tenant(tenants, [each.tenant for each in self._running.values()])
+            if tenant is None:
+                return
+            name = waiting[tenant].popleft()
+            lock = await asyncio.to_thread(self.store.claim, name)
+            if lock is not None:
+                self._running[name] = _Running(tenant, asyncio.ensure_future(self._run(name, lock)))
 
     async def _run(self, name: str, lock: BinaryIO) -> None:
         try:
@@ -132,17 +169,19 @@ class Batches:
         return self._counts.get(batch.id) or Counts(batch.completed, batch.failed)
 
     async def send(self, batch: BatchRecord, line: BatchLine) -> Reply:
-        """Send a line once there is room."""
-        credential = self._credential_of(batch.tenant)
+        """Send a line in a turn of its tenant."""
+        credential = self._credential_of(batch.tenant, batch.key_name)
         headers: Headers = [(b"content-type", b"application/json")]
         if credential:
             headers.append((b"authorization", b"Bearer " + credential))
-        async with self._room:
-            return await ask(self._routes[line.url], line.url, line.body, headers, os.urandom(16).hex())
+        route = self._routes[line.url]
+        return await self._lines.do(
+            batch.tenant, lambda: ask(route, line.url, line.body, headers, os.urandom(16).hex())
+        )
 
     def why_not(self, batch: BatchRecord) -> str:
         """Return why the lines of a batch may not be sent; empty if they may."""
-        if self._credential_of(batch.tenant) is None:
+        if self._credential_of(batch.tenant, batch.key_name) is None:
             return "the API key that made the batch is not one of this server's any more"
         return "" if batch.endpoint in self._routes else f"this server has no endpoint {batch.endpoint}"
 
@@ -203,6 +242,8 @@ class _Run:
                     elif (at := await asyncio.to_thread(self._store.cancelled_at, batch.id)) is not None:
                         batch.cancelling_at, ended = at, "cancelled"
                         break
+                    elif why_full := self._batches.full.get(batch.tenant):
+                        raise DiskFull(why_full)
                     elif time.time() >= batch.expires_at:
                         ended = "expired"
                         break

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import FileResponse, Response
+from starlette.background import BackgroundTask
 
 from chitu.errors import InUse, InvalidRequest, PayloadTooLarge, UnknownFile, UnsupportedEncoding
 from chitu.http.access import Access
@@ -24,13 +24,14 @@ from chitu.http.batches import Batches
 from chitu.http.bodies import BATCHES, FILES
 from chitu.http.body_decoder import batch_decoder
 from chitu.http.exchange import EXCHANGE, Exchange
-from chitu.http.file_store import OVER, BatchRecord, FileRecord, as_full, new_id
+from chitu.http.file_index import OVER, FileRecord
+from chitu.http.file_store import BatchRecord, NewFile, as_full, new_id
 from chitu.http.multipart import FormParser, PartBegins, boundary_of
 from chitu.http.replies import (
     BatchErrorsReply,
     BatchesReply,
     BatchReply,
-    FileDeletedReply,
+    DeletedReply,
     FileReply,
     FilesReply,
     RequestCountsReply,
@@ -80,13 +81,21 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
             raise UnknownFile(f"there is no file {file.id!r}")
         # The framework's answers to odd ranges are no error objects; a range may be ignored (RFC 9110, 14.2).
         request.scope["headers"] = [each for each in request.scope["headers"] if each[0] != b"range"]
-        return FileResponse(path, media_type=BINARY, filename=file.filename)
+        exchange: Exchange = request.scope[EXCHANGE]
+
+        async def note_read() -> None:
+            if exchange.is_complete and not exchange.is_client_gone and request.method == "GET":
+                await _disk(served().store.note_read, file.id)
+
+        is_result = file.purpose == "batch_output" and file.tenant == access.cache_salt(request.scope)
+        done = BackgroundTask(note_read) if is_result else None
+        return FileResponse(path, media_type=BINARY, filename=file.filename, background=done)
 
     async def delete_file(request: Request) -> Response:
         """Delete a file. A batch that was made with it goes on."""
         file = await found_file(request)
         await _disk(served().store.remove, file.id)
-        return json_response(FileDeletedReply(file.id, "file", True))
+        return json_response(DeletedReply(file.id, "file", True))
 
     async def found_file(request: Request) -> FileRecord:
         tenant = access.trace_tenant(request.scope)
@@ -118,29 +127,31 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
             expires_at=now_s + window_s,
             output_file_id=new_id("file-"),
             error_file_id=new_id("file-"),
+            key_name=access.key_name(request.scope),
         )
-
-        def make() -> None:
-            store.require_room(0)
-            store.keep_input(batch)
-            try:
-                store.write(batch)
-            except BaseException:
-                store.remove(batch.id)
-                raise
-
-        await _disk(make)
+        await _disk(store.add, batch)
         served().look_soon()
         return json_response(_batch_reply(batch, served(), None))
 
     async def list_batches(request: Request) -> Response:
         found = await _disk(served().store.batches, access.trace_tenant(request.scope))
         kept, has_more = _Page(request, MAX_LISTED_BATCHES, 20).cut(found)
-        data = [await shown(batch) for batch in kept]
+        data: list[BatchReply] = []
+        for batch in kept:
+            with contextlib.suppress(UnknownFile):  # it was deleted meanwhile
+                data.append(await shown(await _disk(served().store.batch, batch.id, None)))
         return json_response(BatchesReply("list", data, *_ends(data), has_more))
 
     async def get_batch(request: Request) -> Response:
         return json_response(await shown(await found_batch(request)))
+
+    async def delete_batch(request: Request) -> Response:
+        """Delete a batch that is over. Its output and error files stay until they are deleted or expire."""
+        batch = await found_batch(request)
+        if batch.status not in OVER:
+            raise InUse(f"batch {batch.id} is {batch.status}: cancel it, and delete it once it is cancelled")
+        await _disk(served().store.remove, batch.id)
+        return json_response(DeletedReply(batch.id, "batch", True))
 
     async def cancel_batch(request: Request) -> Response:
         """Send no more lines of a batch, and end those that run. Lines without an answer get the error
@@ -165,11 +176,12 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
         Route("POST", FILES, create_file, FileReply, (507,), more=UPLOAD),
         Route("GET", FILES, list_files, FilesReply, more={"parameters": FILES_QUERY}),
         Route("GET", FILES + "/{file_id}", get_file, FileReply, (404,)),
-        Route("DELETE", FILES + "/{file_id}", delete_file, FileDeletedReply, (404,)),
+        Route("DELETE", FILES + "/{file_id}", delete_file, DeletedReply, (404,)),
         Route("GET", FILES + "/{file_id}/content", get_file_content, None, (404,), (BINARY,)),
         Route("POST", BATCHES, create_batch, BatchReply, (404, 507)),
         Route("GET", BATCHES, list_batches, BatchesReply, more={"parameters": _page_query(MAX_LISTED_BATCHES)}),
         Route("GET", BATCHES + "/{batch_id}", get_batch, BatchReply, (404,)),
+        Route("DELETE", BATCHES + "/{batch_id}", delete_batch, DeletedReply, (404, 409)),
         Route("POST", BATCHES + "/{batch_id}/cancel", cancel_batch, BatchReply, (404, 409, 507)),
     ]
 
@@ -228,8 +240,7 @@ class _Upload:
         self._part = ""
         self._filename = ""
         self._num_bytes = 0
-        self._file: BinaryIO | None = None
-        self._name = ""
+        self._has_file = False
 
     async def read(self, exchange: Exchange) -> FileRecord:
         """Return the record of the uploaded file. InvalidRequest, PayloadTooLarge, UnsupportedEncoding, DiskFull, and
@@ -242,47 +253,45 @@ class _Upload:
         num_bytes = int(announced) if announced.isdigit() else 0
         if num_bytes > self._max_bytes + (MAX_FIELD_BYTES << 2):
             raise self._too_large(num_bytes)
-        await _disk(self._store.require_room, num_bytes)
+        new: NewFile = await _disk(self._store.create, self._tenant, min(num_bytes, self._max_bytes))
         try:
             while part := await exchange.part():
                 for event in form.feed(part):
-                    await self._take(event)
+                    await self._take(event, new)
             form.close()
-            return await self._finish()
+            return await self._finish(new)
         except BaseException:
-            if self._name:
-                await asyncio.shield(asyncio.to_thread(self._discard))
+            await asyncio.shield(asyncio.to_thread(self._store.discard, new))
             raise
 
-    async def _take(self, event: PartBegins | bytes) -> None:
+    async def _take(self, event: PartBegins | bytes, new: NewFile) -> None:
         if isinstance(event, PartBegins):
-            await self._begin(event)
+            self._begin(event)
         elif self._part == "file":
             self._num_bytes += len(event)
             if self._num_bytes > self._max_bytes:
                 raise self._too_large(self._num_bytes)
-            assert self._file is not None
-            await _disk(self._file.write, event)
+            await _disk(self._store.append, new, event)
         else:
             field = self._fields[self._part]
             field += event
             if len(field) > MAX_FIELD_BYTES:
                 raise InvalidRequest(f"{self._part} has more than {MAX_FIELD_BYTES} bytes", self._part)
 
-    async def _begin(self, part: PartBegins) -> None:
+    def _begin(self, part: PartBegins) -> None:
         self._part = part.name
-        if part.name in self._fields or (part.name == "file" and self._file is not None):
+        if part.name in self._fields or (part.name == "file" and self._has_file):
             raise InvalidRequest(f"the form has {part.name} twice", part.name)
         if part.name == "file":
             self._filename = (part.filename or "upload.jsonl")[:255]
-            self._name, self._file = await _disk(self._store.create)
+            self._has_file = True
         elif part.name in FIELDS:
             self._fields[part.name] = bytearray()
         else:
             raise InvalidRequest(f"{part.name[:80]}: {FILES} has no such field", part.name[:80])
 
-    async def _finish(self) -> FileRecord:
-        if self._file is None:
+    async def _finish(self, new: NewFile) -> FileRecord:
+        if not self._has_file:
             raise InvalidRequest("file is required", "file")
         purpose = self._field("purpose")
         if purpose != PURPOSE:
@@ -296,25 +305,13 @@ class _Upload:
         if not self._num_bytes:
             raise InvalidRequest("file is empty", "file")
         record = FileRecord(
-            *(self._name, self._tenant, self._filename, PURPOSE, self._num_bytes, now_s, now_s + math.ceil(max_age_s))
+            *(new.id, self._tenant, self._filename, PURPOSE, self._num_bytes, now_s, now_s + math.ceil(max_age_s))
         )
-        await _disk(self._close, self._file)
-        await _disk(self._store.write, record)
+        await _disk(self._store.keep, new, record)
         return record
 
     def _field(self, name: str) -> str | None:
         return self._fields[name].decode("utf-8", "replace") if name in self._fields else None
-
-    def _close(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-
-    def _discard(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # what it still holds cannot be written
-                self._file.close()
-        self._store.remove(self._name)
 
     def _too_large(self, num_bytes: int) -> PayloadTooLarge:
         return PayloadTooLarge(

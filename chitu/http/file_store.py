@@ -1,51 +1,49 @@
 """The folder of uploaded files and batches (`router.batches.dir`). Any thread; every method blocks.
 
     file-ID.json    record of a file, written last     file-ID.data    its content
+    file-ID.read    there is one if it is an output that its tenant has read
+    file-ID.TENANT.upload  content that is being uploaded, as large as it may become
     batch_ID.json   record of a batch                  batch_ID.input  another name of its input's content
     batch_ID.lock   locked by the process that runs it batch_ID.cancel there is one if it is to be cancelled
     batch_ID.reserve  room for the records of its end
 
 Several routers may share the folder, and any may be killed anywhere. Invariants: a record under its
 name is complete (written aside, synced, renamed); the record of a batch is written by its maker once, then only by the
-process that has its lock; everything is of mode 0600. Names come from `new_id` alone, never from a client.
+process that has its lock; everything is of mode 0600. Names come from `new_id` alone, never from a client. What this
+process takes of the folder is within its bounds (`file_shares.py`); routers that take some in the same moment may pass
+them by that.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
-import re
 import shutil
+import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import BinaryIO, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from chitu.config.schema import BatchesConfig
 from chitu.errors import DiskFull, UnknownFile
 from chitu.http.batch_lines import LineError
+from chitu.http.file_index import NAME, BatchFacts, BatchStatus, FileRecord, FolderIndex
+from chitu.http.file_shares import Bounds, Room, room_for, room_to_grow
 from chitu.lock_files import claim
 
-_NAME = re.compile(r"(file-|batch_)[0-9a-f]{24}\Z")
+log = logging.getLogger(__name__)
+
 ORPHAN_S = 86400.0
 """Age of a content without a record at which it is removed."""
 RESERVE_BYTES = 128 << 10
+GROWTH = 8
+"""An upload without an announced length takes room for an eighth of what it has more than it needs."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-
-BatchStatus = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelled"]
-OVER = frozenset({"failed", "completed", "expired", "cancelled"})
-
-
-class FileRecord(msgspec.Struct, frozen=True):
-    id: str
-    tenant: str
-    filename: str
-    purpose: str
-    num_bytes: int
-    created_at: int
-    expires_at: int
 
 
 class BatchRecord(msgspec.Struct, kw_only=True):
@@ -69,6 +67,8 @@ class BatchRecord(msgspec.Struct, kw_only=True):
     errors: tuple[LineError, ...] = ()
     output_file_id: str
     error_file_id: str
+    key_name: str = ""
+    """Which key's bounds its lines have (`Access.key_name`)."""
     total: int = 0
     completed: int = 0
     failed: int = 0
@@ -82,10 +82,34 @@ def new_id(prefix: Literal["file-", "batch_"]) -> str:
     return f"{prefix}{time.time_ns() // 1000:014x}{os.urandom(5).hex()}"
 
 
+@dataclass(slots=True)
+class NewFile:
+    """A file that is being uploaded."""
+
+    id: str
+    tenant: str
+    path: Path
+    file: BinaryIO
+    num_taken: int
+    """Bytes of the folder that it has."""
+
+
+class OpenBatches(NamedTuple):
+    by_tenant: dict[str, list[BatchFacts]]
+    """Batches that are not over, the oldest first."""
+    full: dict[str, str]
+    """Why the outputs of a tenant's batches may not grow."""
+
+
 class FileStore:
-    def __init__(self, config: BatchesConfig, folder: Path) -> None:
+    def __init__(self, config: BatchesConfig, folder: Path, num_tenants: int = 1) -> None:
+        """`num_tenants`: how many share the folder."""
         self.config = config
         self._folder = folder
+        self._bounds = Bounds(config.max_files, config.max_mb << 20, num_tenants)
+        self._index = FolderIndex(folder)
+        self._taking = threading.Lock()
+        """Held between a look for room and the taking of it."""
 
     def path(self, name: str, suffix: str) -> Path:
         return self._folder / f"{name}.{suffix}"
@@ -128,19 +152,14 @@ class FileStore:
     def files(self, tenant: str | None) -> list[FileRecord]:
         """Return a tenant's (None: all) files, the newest first."""
         now_s = time.time()
-        return [file for file in self._all(FileRecord, "file-", tenant) if file.expires_at > now_s]
+        files = reversed(self._index.look().files)
+        return [file for file in files if tenant in (None, file.tenant) and file.expires_at > now_s]
 
-    def batches(self, tenant: str | None) -> list[BatchRecord]:
-        return self._all(BatchRecord, "batch_", tenant)
-
-    def _all(self, kind: type[RecordT], prefix: str, tenant: str | None) -> list[RecordT]:
-        names = [name.removesuffix(".json") for name in self._names() if name.startswith(prefix)]
-        read = [self._read(name, kind, prefix) for name in names if _NAME.match(name)]
-        found = [record for record in read if record is not None and tenant in (None, record.tenant)]
-        return sorted(found, key=lambda record: (record.created_at, record.id), reverse=True)
+    def batches(self, tenant: str | None) -> list[BatchFacts]:
+        return [batch for batch in reversed(self._index.look().batches) if tenant in (None, batch.tenant)]
 
     def _read(self, name: str, kind: type[RecordT], prefix: str) -> RecordT | None:
-        if not (name.startswith(prefix) and _NAME.match(name)):
+        if not (name.startswith(prefix) and NAME.match(name)):
             return None
         try:
             return msgspec.json.decode(self.path(name, "json").read_bytes(), type=kind)
@@ -149,46 +168,92 @@ class FileStore:
         except msgspec.DecodeError:
             return None  # of another version, or damaged from outside
 
-    def _names(self) -> list[str]:
-        """Return the names of all records, with `.json`."""
-        try:
-            return [name for name in os.listdir(self._folder) if name.endswith(".json")]
-        except FileNotFoundError:
-            return []
-
     # ----------------------------------------------------------------------------------------------------------- files
 
-    def require_room(self, num_bytes: int) -> None:
-        """Raise DiskFull if the folder may not hold so many bytes more, or no more files. Makes the folder."""
+    def create(self, tenant: str, num_bytes: int) -> NewFile:
+        """Return a new file, with room for so many bytes. DiskFull if the folder has none. Makes the folder."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        total, count = 0, 0
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.name.endswith(".json"):
-                        count += 1
-                    elif entry.name.endswith((".data", ".partial")):
-                        total += entry.stat(follow_symlinks=False).st_size
-        if count >= self.config.max_files:
-            raise DiskFull(f"the server has {count} files and batches already (router.batches.max_files): delete some")
-        if total + num_bytes > self.config.max_mb << 20:
-            raise DiskFull(f"the server has no room for {num_bytes} bytes more (router.batches.max_mb): delete files")
-
-    def create(self) -> tuple[str, BinaryIO]:
-        """Return the id of a new file, and where to write its content."""
         name = new_id("file-")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        return name, open(os.open(self.path(name, "data"), flags, 0o600), "wb")
+        path = self.path(name, f"{tenant}.upload")
+        with self._taking:
+            self._make_room(tenant, 1, num_bytes)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            file = open(os.open(path, flags, 0o600), "wb")  # noqa: SIM115
+            new = NewFile(name, tenant, path, file, num_bytes)
+            try:
+                os.ftruncate(new.file.fileno(), num_bytes)
+            except OSError:
+                self.discard(new)
+                raise
+            return new
+
+    def append(self, new: NewFile, data: bytes) -> None:
+        """Write more of a file. DiskFull or another OSError."""
+        end = new.file.tell() + len(data)
+        if end > new.num_taken:
+            end += end // GROWTH
+            with self._taking:
+                self._make_room(new.tenant, 0, end - new.num_taken)
+                os.ftruncate(new.file.fileno(), end)
+            new.num_taken = end
+        new.file.write(data)
+
+    def keep(self, new: NewFile, record: FileRecord) -> None:
+        """Make it a file."""
+        new.file.flush()
+        os.ftruncate(new.file.fileno(), record.num_bytes)
+        os.fsync(new.file.fileno())
+        new.file.close()
+        with self._taking:  # without a record it is nobody's
+            os.rename(new.path, self.path(new.id, "data"))
+            self.write(record)
+
+    def discard(self, new: NewFile) -> None:
+        """Remove it, however far it has come."""
+        with contextlib.suppress(OSError):  # what it still holds cannot be written
+            new.file.close()
+        new.path.unlink(missing_ok=True)
+        self.remove(new.id)
+
+    def note_read(self, name: str) -> None:
+        """Note that the tenant of an output file has read it to the end."""
+        if self.path(name, "data").exists():
+            self.path(name, "read").touch(0o600)
+
+    def _make_room(self, tenant: str, num_files: int, num_bytes: int) -> None:
+        """Raise DiskFull if the tenant may not have so many more files and bytes, once what is past its use is
+        removed."""
+        room = room_for(self._index.look(), self._bounds, tenant, num_files, num_bytes)
+        if room.refusal:
+            raise DiskFull(room.refusal)
+        self._remove_for(room)
+
+    def _remove_for(self, room: Room) -> None:
+        if room.removed:
+            log.warning("removed what is past its use, for something new: %s", ", ".join(room.removed))
+        for name in room.removed:
+            self.remove(name)
 
     def remove(self, name: str) -> None:
         """Remove a file or batch, its record first, so that nothing refers to what is gone."""
-        for suffix in ("json", "data", "input", "cancel", "reserve", "lock"):
+        for suffix in ("json", "data", "read", "input", "cancel", "reserve", "lock"):
             with contextlib.suppress(FileNotFoundError):
                 self.path(name, suffix).unlink()
 
     # --------------------------------------------------------------------------------------------------------- batches
 
-    def keep_input(self, batch: BatchRecord) -> None:
+    def add(self, batch: BatchRecord) -> None:
+        """Make a batch. DiskFull or another OSError, UnknownFile if there is no such input; then nothing is left."""
+        with self._taking:
+            self._make_room(batch.tenant, 1, RESERVE_BYTES)
+            try:
+                self._keep_input(batch)
+                self.write(batch)
+            except BaseException:
+                self.remove(batch.id)
+                raise
+
+    def _keep_input(self, batch: BatchRecord) -> None:
         """Give the batch its input under a name of its own, so that the file may be deleted."""
         source, target = self.path(batch.input_file_id, "data"), self.path(batch.id, "input")
         try:
@@ -197,6 +262,7 @@ class FileStore:
             raise UnknownFile(f"there is no file {batch.input_file_id!r}") from None
         except OSError:  # a file system without links
             try:
+                self._make_room(batch.tenant, 1, source.stat().st_size)
                 shutil.copyfile(source, target)
                 target.chmod(0o600)
             except OSError as error:
@@ -233,35 +299,33 @@ class FileStore:
         except FileNotFoundError:
             return None
 
-    def open_batches(self, over: set[str]) -> list[BatchRecord]:
-        """Return the batches that are not over, the oldest first. `over`: names that are known to be; it grows, and
-        forgets those that are gone."""
-        names = {name.removesuffix(".json") for name in self._names() if name.startswith("batch_")}
-        over &= names
-        found = [self._read(name, BatchRecord, "batch_") for name in names - over]
-        over |= {record.id for record in found if record is not None and record.status in OVER}
-        left = [record for record in found if record is not None and record.status not in OVER]
-        return sorted(left, key=lambda record: (record.created_at, record.id))
+    def open_batches(self, running: set[str]) -> OpenBatches:
+        """Return the batches that are not over. `running`: tenants with batches that run; if these have no room to
+        grow, what is past its use is removed."""
+        view = self._index.look()
+        found = OpenBatches({}, {})
+        for batch in view.batches:
+            if not batch.is_over:
+                found.by_tenant.setdefault(batch.tenant, []).append(batch)
+        for tenant in running:
+            room = room_to_grow(view, self._bounds, tenant)
+            if room.refusal:
+                found.full[tenant] = room.refusal
+            self._remove_for(room)
+        return found
 
     def remove_old(self, now_s: float) -> None:
         """Remove what has expired, and contents without a record that are old."""
-        for file in self._all(FileRecord, "file-", None):
+        view = self._index.look()
+        for file in view.files:
             if file.expires_at <= now_s:
                 self.remove(file.id)
-        wanted: set[str] = set()
-        for batch in self.batches(None):
-            if batch.status in OVER and batch.created_at + self.config.max_age_s <= now_s:
+        for batch in view.batches:
+            if batch.is_over and batch.created_at + self.config.max_age_s <= now_s:
                 self.remove(batch.id)
-            elif batch.status not in OVER:
-                wanted |= {batch.output_file_id, batch.error_file_id}
-        with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
-            for entry in entries:
-                name, _, suffix = entry.name.partition(".")
-                if suffix == "json" or name in wanted or not _NAME.match(name) or self.path(name, "json").exists():
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.stat(follow_symlinks=False).st_mtime < now_s - ORPHAN_S:
-                        os.unlink(entry.path)
+        for name, at_s in view.loose:
+            if at_s < now_s - ORPHAN_S:
+                (self._folder / name).unlink(missing_ok=True)
 
 
 def as_full(error: OSError) -> OSError | DiskFull:

@@ -294,9 +294,9 @@ class FilesReply(msgspec.Struct):
     has_more: bool
 
 
-class FileDeletedReply(msgspec.Struct):
+class DeletedReply(msgspec.Struct):
     id: str
-    object: Literal["file"]
+    object: Literal["file", "batch"]
     deleted: bool
 
 

@@ -160,7 +160,7 @@ class ApiEndpoint:
         if (stored := config.batches).dir is not None:
             routes = self._routes
             inner = {path: partial(routes.answer, route=name, is_batch=True) for path, name in GENERATION.items()}
-            store = FileStore(stored, Path(stored.dir).expanduser().absolute())
+            store = FileStore(stored, Path(stored.dir).expanduser().absolute(), access.num_tenants)
             limit = config.max_body_bytes
             self._batches = Batches(store, inner, access.credential_of, limit, self._can_serve)
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
