@@ -252,3 +252,41 @@ def test_a_kept_request_has_no_priority_that_no_key_of_its_tenant_may_have() -> 
         with pytest.raises(InvalidRequest):
             guard.require_kept_priority(tenant, priority)
     Access(RouterConfig(), SECRETS, FakeClock()).require_kept_priority("", -7)  # whoever asked
+
+
+def test_a_batch_has_the_bounds_of_the_key_that_made_it() -> None:
+    """Also by another router, and none that single keys may have once its key is gone."""
+    keys = {"api_keys": ("sk-1", "sk-2"), "api_key_salts": ("x", "x"), "api_key_min_priorities": (-9, 0)}
+    guard, again = (Access(RouterConfig(**keys), SECRETS, FakeClock()) for _ in range(2))
+    scopes = [request("/v1/batches", key) for key in ("sk-1", "sk-2", TOKEN)]
+    names = [guard.key_name(scope) for scope in scopes]
+    assert len(set(names)) == 3 and not any("sk-" in name or TOKEN in name for name in names)
+    for scope, name, bound in zip(scopes, names, (-9, 0, -MAX_PRIORITY), strict=True):
+        credential = again.credential_of(guard.cache_salt(scope), name)
+        assert credential is not None
+        assert again.cache_salt(request("/", credential.decode())) == guard.cache_salt(scope)
+        assert allowed(again, bound, credential.decode())
+        assert bound == -MAX_PRIORITY or not allowed(again, bound - 1, credential.decode())
+
+    fewer = {"api_keys": ("sk-1",), "api_key_salts": ("x",), "api_key_min_priorities": (-9,)}
+    left = Access(RouterConfig(**fewer, min_priority=-20), SECRETS, FakeClock())
+    for name in (names[1], "", "unknown"):
+        credential = left.credential_of(guard.cache_salt(scopes[1]), name)
+        assert credential is not None and left.cache_salt(request("/", credential.decode()))
+        assert allowed(left, 0, credential.decode()) and not allowed(left, -1, credential.decode())
+        assert verdict(left, request("/v1/models", credential.decode())) is Unauthorized, "no client has it"
+    moved = Access(RouterConfig(api_keys=("sk-1", "sk-2"), api_key_salts=("y", "z")), SECRETS, FakeClock())
+    assert moved.credential_of(guard.cache_salt(scopes[1]), names[1]) is None, "the tenant is gone"
+
+
+def test_without_api_keys_only_the_token_has_a_name() -> None:
+    guard = access(has_cluster_key=True)[0]
+    name = guard.key_name(request("/v1/batches", TOKEN))
+    assert guard.credential_of("", name) == TOKEN.encode() and guard.key_name(request("/v1/batches", "k")) == ""
+    assert guard.credential_of("", "") == b"" and access()[0].credential_of("", name) == b""
+
+
+def test_keys_with_one_salt_are_one_tenant() -> None:
+    assert access()[0].num_tenants == access(keys=("a",), has_cluster_key=True)[0].num_tenants == 1
+    assert access(keys=("a", "b", "c"))[0].num_tenants == 3
+    assert access(keys=("a", "b", "c"), salts=("x", "y", "x"))[0].num_tenants == 2
