@@ -274,6 +274,97 @@ def test_a_batch_is_cancelled_expires_and_leaves_no_line_unanswered(tmp_path: Pa
         wait_until(is_gone, WAIT_S, "the file to expire")
 
 
+def test_slow_batches_of_some_keys_do_not_hold_up_those_of_another(tmp_path: Path, model: Path) -> None:
+    """Neither their places nor their lines in flight: those are shared as soon as another key has a batch."""
+    keys = [f"key-of-{i}" for i in range(5)]
+    overrides = [f"dp_config.router.batches.dir={tmp_path / 'batches'}"]
+    with running(tmp_path, model, overrides, 0.02, env={"CHITU_API_KEYS": ",".join(keys)}) as router:
+        clients = [client_of(router, key) for key in keys]
+        endless = [line(i, max_tokens=4000) for i in range(20)]
+        slow = [(client, begin(client, endless)) for client in (*[clients[0]] * 5, *clients[1:4])]
+
+        def run() -> int:
+            return sum(client.batches.retrieve(name).status == "in_progress" for client, name in slow)
+
+        wait_until(lambda: run() >= 7, WAIT_S, "the slow batches to run")
+        batch = ended(clients[4], begin(clients[4], [line(i) for i in range(3)]))
+        assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+        assert sum(counts_of(client, name) for client, name in slow) == 0, "no slow line had to end for it"
+        assert clients[0].batches.retrieve(slow[4][1]).status == "validating", "it waits for its own key's batches"
+
+
+def size_of(folder: Path) -> int:
+    return sum({facts.st_ino: facts.st_size for facts in map(os.stat, folder.iterdir())}.values())
+
+
+def test_no_key_takes_the_folder_and_every_byte_in_it_counts(tmp_path: Path, model: Path) -> None:
+    """Without instances, so that all batches wait."""
+    folder = tmp_path / "batches"
+    tmp_path.mkdir(exist_ok=True)
+    limits = [f"dp_config.router.batches.{each}" for each in (f"dir={folder}", "max_mb=8", "max_files=12")]
+    with forked_router(tmp_path, model, ["model.served_name=m", *limits], env=KEYS) as router:
+        one, two = (client_of(router, key) for key in ("key-of-one", "key-of-two"))
+        with pytest.raises(openai.APIStatusError, match="max_mb") as failure:
+            for _ in range(20):
+                file = one.files.create(file=("in.jsonl", b"x" * 900_000), purpose="batch").id
+                one.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+                one.files.delete(file)
+        assert failure.value.status_code == 507 and size_of(folder) <= 4 << 20
+        for _ in range(3):
+            upload(two, [line(0, user="x" * 900_000)])
+        assert size_of(folder) <= 8 << 20
+        with pytest.raises(openai.APIStatusError, match="max_files"):
+            for _ in range(20):
+                upload(one, [line(0)])
+        upload(two, [line(0)])
+
+
+def test_a_batch_that_is_over_can_be_deleted_and_makes_room(tmp_path: Path, model: Path) -> None:
+    """Its results stay until they are deleted, or are read and have to make room."""
+    overrides = [f"dp_config.router.batches.{each}" for each in (f"dir={tmp_path / 'batches'}", "max_files=12")]
+    with running(tmp_path, model, overrides, 0.02, env=KEYS) as router:
+        client, other = (client_of(router, key) for key in ("key-of-one", "key-of-two"))
+        url, head = router.url + "/v1/batches/", {"authorization": "Bearer key-of-one"}
+        name = begin(client, [line(0), line(1, max_tokens=4000)])
+        wait_until(lambda: counts_of(client, name) == 1, WAIT_S, "the short line")
+        reply = httpx.delete(url + name, headers=head)
+        assert reply.status_code == 409 and "in_progress: cancel it" in reply.json()["error"]["message"]
+        client.batches.cancel(name)
+        batch = ended(client, name)
+        assert httpx.delete(url + name, headers={"authorization": "Bearer key-of-two"}).status_code == 404
+        reply = httpx.delete(url + name, headers=head)
+        assert (reply.status_code, reply.json()) == (200, {"id": name, "object": "batch", "deleted": True})
+        assert httpx.delete(url + name, headers=head).status_code == 404 and not client.batches.list().data
+        output, errors = answers(client, batch)
+        assert ids(output, errors) == all_of(2)
+        left = {file.id for file in client.files.list()}
+        assert left == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+
+        unread = ended(client, begin(client, [line(0)]))  # 6 of 6
+        client.files.delete(unread.input_file_id)
+        for _ in range(4):  # 5 + 4: in place of both files that were read, and of the batch
+            upload(client, [line(0)])
+        left = {file.id for file in client.files.list()}
+        assert unread.output_file_id in left and len(left) == 6
+        assert not {batch.output_file_id, batch.error_file_id} & left and not client.batches.list().data
+        with pytest.raises(openai.APIStatusError, match="max_files"):
+            upload(client, [line(0)])
+        assert client.files.content(unread.output_file_id).text.count("\n") == 1
+        upload(client, [line(0)])
+        upload(other, [line(0)])
+
+
+def test_a_line_has_the_bounds_of_the_key_that_made_its_batch(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "batches"
+    bounds = ["api_key_salts=[t, t]", "api_key_min_priorities=[-10, 0]", f"batches.dir={folder}"]
+    with running(tmp_path, model, [f"dp_config.router.{each}" for each in bounds], env=KEYS) as router:
+        for key, status in (("key-of-one", 200), ("key-of-two", 400)):
+            client = client_of(router, key)
+            output, errors = answers(client, ended(client, begin(client, [line(0, priority=-10)])))
+            assert [each["response"]["status_code"] for each in (*output, *errors)] == [status]
+    assert not any(b"key-of-" in path.read_bytes() for path in folder.iterdir())
+
+
 def test_a_full_disk_fails_the_batch_and_not_the_router(tmp_path: Path, model: Path) -> None:
     folder = tmp_path / "batches"
     with running(tmp_path, model, [f"dp_config.router.batches.dir={folder}"]) as router:
