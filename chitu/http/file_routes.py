@@ -84,7 +84,7 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
         exchange: Exchange = request.scope[EXCHANGE]
 
         async def note_read() -> None:
-            if exchange.is_complete and not exchange.is_client_gone and request.method == "GET":
+            if exchange.is_complete and not exchange.is_client_gone and exchange.scope["method"] == "GET":
                 await _disk(served().store.note_read, file.id)
 
         is_result = file.purpose == "batch_output" and file.tenant == access.cache_salt(request.scope)

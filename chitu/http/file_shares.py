@@ -36,8 +36,8 @@ def share_of(whole: int, others: int, num_tenants: int) -> int:
 
 def room_for(view: FolderView, bounds: Bounds, tenant: str, num_files: int, num_bytes: int) -> Room:
     """Return whether a tenant may have so many more files and bytes, once what is past its use is removed."""
-    own_files, own_bytes = view.held().get(tenant, (0, 0))
-    all_files, all_bytes = len(view.counted), view.num_bytes.total()
+    own_files, own_bytes = view.held_files[tenant], view.held_bytes[tenant]
+    all_files, all_bytes = view.held_files.total(), view.held_bytes.total()
 
     def refusal(freed_files: int, freed_bytes: int) -> str:
         amounts = (
@@ -59,7 +59,7 @@ def room_for(view: FolderView, bounds: Bounds, tenant: str, num_files: int, num_
 def room_to_grow(view: FolderView, bounds: Bounds, tenant: str) -> Room:
     """Return whether the outputs of a tenant's running batches may grow. What others took later does not end them, so
     the bound is the largest share."""
-    own_bytes = view.held().get(tenant, (0, 0))[1]
+    own_bytes = view.held_bytes[tenant]
     share = bounds.max_bytes // min(bounds.num_tenants, MAX_EQUAL)
 
     def refusal(freed_files: int, freed_bytes: int) -> str:
@@ -72,7 +72,8 @@ def room_to_grow(view: FolderView, bounds: Bounds, tenant: str) -> Room:
 def _room(view: FolderView, tenant: str, refusal: Callable[[int, int], str]) -> Room:
     """Remove what is past its use, until nothing is refused."""
     removed: list[str] = []
-    for names in [[], *past_use(view, tenant)]:
+    why_not = refusal(0, 0)
+    for names in past_use(view, tenant) if why_not else ():
         removed += names
         why_not = refusal(len(removed), sum(view.num_bytes[name] for name in removed))
         if not why_not:
@@ -84,9 +85,10 @@ def past_use(view: FolderView, tenant: str) -> list[list[str]]:
     """Return what of a tenant may be removed for something new, in this order: batches that are over, the oldest first,
     each with its output files, if these have been read to the end. Batches with one that has not come last, and it
     stays."""
-    outputs = {file.id: file for file in view.files if file.tenant == tenant and file.purpose == "batch_output"}
+    files = view.files.values()
+    outputs = {file.id: file for file in files if file.tenant == tenant and file.purpose == "batch_output"}
     groups: list[tuple[bool, int, list[str]]] = []
-    for batch in view.batches:
+    for batch in view.batches.values():
         if batch.tenant == tenant and batch.is_over:
             own = [name for name in (batch.output_file_id, batch.error_file_id) if outputs.pop(name, None)]
             read = [name for name in own if name in view.read]

@@ -75,6 +75,7 @@ class BatchRecord(msgspec.Struct, kw_only=True):
 
 
 RecordT = TypeVar("RecordT", FileRecord, BatchRecord)
+ListedT = TypeVar("ListedT", FileRecord, BatchFacts)
 
 
 def new_id(prefix: Literal["file-", "batch_"]) -> str:
@@ -152,11 +153,12 @@ class FileStore:
     def files(self, tenant: str | None) -> list[FileRecord]:
         """Return a tenant's (None: all) files, the newest first."""
         now_s = time.time()
-        files = reversed(self._index.look().files)
-        return [file for file in files if tenant in (None, file.tenant) and file.expires_at > now_s]
+        files = self._index.look().files.values()
+        return _newest([file for file in files if tenant in (None, file.tenant) and file.expires_at > now_s])
 
     def batches(self, tenant: str | None) -> list[BatchFacts]:
-        return [batch for batch in reversed(self._index.look().batches) if tenant in (None, batch.tenant)]
+        batches = self._index.look().batches.values()
+        return _newest([batch for batch in batches if tenant in (None, batch.tenant)])
 
     def _read(self, name: str, kind: type[RecordT], prefix: str) -> RecordT | None:
         if not (name.startswith(prefix) and NAME.match(name)):
@@ -304,9 +306,8 @@ class FileStore:
         grow, what is past its use is removed."""
         view = self._index.look()
         found = OpenBatches({}, {})
-        for batch in view.batches:
-            if not batch.is_over:
-                found.by_tenant.setdefault(batch.tenant, []).append(batch)
+        for batch in reversed(_newest([batch for batch in view.batches.values() if not batch.is_over])):
+            found.by_tenant.setdefault(batch.tenant, []).append(batch)
         for tenant in running:
             room = room_to_grow(view, self._bounds, tenant)
             if room.refusal:
@@ -317,15 +318,19 @@ class FileStore:
     def remove_old(self, now_s: float) -> None:
         """Remove what has expired, and contents without a record that are old."""
         view = self._index.look()
-        for file in view.files:
+        for file in view.files.values():
             if file.expires_at <= now_s:
                 self.remove(file.id)
-        for batch in view.batches:
+        for batch in view.batches.values():
             if batch.is_over and batch.created_at + self.config.max_age_s <= now_s:
                 self.remove(batch.id)
         for name, at_s in view.loose:
             if at_s < now_s - ORPHAN_S:
                 (self._folder / name).unlink(missing_ok=True)
+
+
+def _newest(records: list[ListedT]) -> list[ListedT]:
+    return sorted(records, key=lambda record: (record.created_at, record.id), reverse=True)
 
 
 def as_full(error: OSError) -> OSError | DiskFull:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from chitu.config.schema import BatchesConfig
 from chitu.errors import DiskFull
 from chitu.http.batches import MAX_RUNS, next_tenant
-from chitu.http.file_index import BatchFacts, FileRecord, FolderView
+from chitu.http.file_index import BatchFacts, FileRecord, FolderIndex, FolderView
 from chitu.http.file_shares import Bounds, past_use, room_for, room_to_grow
 from chitu.http.file_store import ORPHAN_S, BatchRecord, FileStore, NewFile, new_id
 
@@ -155,26 +155,26 @@ def test_a_damaged_record_is_no_file_and_is_read_once(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------------------------------- bytes
 
 
-def held_of(store: FileStore) -> dict[str | None, tuple[int, int]]:
-    return store._index.look().held()
-
-
 def test_each_byte_of_the_folder_counts_once_for_its_tenant(tmp_path: Path) -> None:
-    store = store_of(tmp_path)
+    store, index = store_of(tmp_path), FolderIndex(tmp_path)
     sizes: list[dict[str | None, int]] = []
 
     def check() -> dict[str | None, int]:
-        held = {tenant: num_bytes for tenant, (_, num_bytes) in held_of(store).items()}
-        assert sum(held.values()) == bytes_of(tmp_path), sorted(os.listdir(tmp_path))
-        sizes.append(held)
-        return held
+        held = index.look().held_bytes
+        assert held == FolderIndex(tmp_path).look().held_bytes, "as for one that begins now"
+        assert held.total() == bytes_of(tmp_path), sorted(os.listdir(tmp_path))
+        sizes.append({tenant: num_bytes for tenant, num_bytes in held.items() if num_bytes})
+        return sizes[-1]
 
     name = upload(store, "a", 1000)
-    batch = batch_of("a", name)
+    batch, second = batch_of("a", name), batch_of("a", name)
     store.add(batch)
     assert 1000 < check()["a"] < 2000, "the input is another name of the file"
+    store.add(second)
     store.remove(name)
-    assert 1000 < check()["a"] < 2000, "its other name is left"
+    assert 1000 < check()["a"] < 3000, "its other names are left"
+    store.remove(second.id)
+    assert 1000 < check()["a"] < 2000
     store.reserve(batch.id)
     store.claim(batch.id)
     store.path(batch.output_file_id, "data").write_bytes(b"x" * 5000)
@@ -230,11 +230,18 @@ def view_of(*held: tuple[str, int]) -> FolderView:
     """Return a view of files, given as their tenant and size."""
     view = FolderView()
     for i, (tenant, num_bytes) in enumerate(held):
-        name = f"file-{i:024x}"
-        view.files.append(FileRecord(name, tenant, "a", "batch", num_bytes, i, 1 << 40))
-        view.num_bytes[name], view.owners[name] = num_bytes, tenant
-        view.counted.add(name)
+        put(view, FileRecord(f"file-{i}", tenant, "a", "batch", num_bytes, i, 1 << 40), num_bytes)
     return view
+
+
+def put(view: FolderView, record: FileRecord | BatchFacts, num_bytes: int) -> None:
+    if isinstance(record, FileRecord):
+        view.files[record.id] = record
+    else:
+        view.batches[record.id] = record
+    view.num_bytes[record.id] = num_bytes
+    view.held_files[record.tenant] += 1
+    view.held_bytes[record.tenant] += num_bytes
 
 
 @given(st.lists(st.integers(0, 14), max_size=300), st.integers(2, 16))
@@ -275,17 +282,12 @@ def view_of_batches(statuses: list[str], outputs: list[str]) -> FolderView:
     """Return a view of batches of one tenant. `outputs`: of each `none`, `read` or `unread`."""
     view = view_of()
     for i, (status, output) in enumerate(zip(statuses, outputs, strict=True)):
-        name, out = f"batch_{i}", f"file-{i}"
-        view.batches.append(BatchFacts(name, "a", status, i, out, ""))  # type: ignore[arg-type]
-        names = [name]
+        out = f"file-{i}"
+        put(view, BatchFacts(f"batch_{i}", "a", status, i, "", out, ""), 10)  # type: ignore[arg-type]
         if output != "none":
-            view.files.append(FileRecord(out, "a", "o", "batch_output", 10, i, 1 << 40))
-            names.append(out)
+            put(view, FileRecord(out, "a", "o", "batch_output", 10, i, 1 << 40), 10)
         if output == "read":
             view.read.add(out)
-        for each in names:
-            view.num_bytes[each], view.owners[each] = 10, "a"
-            view.counted.add(each)
     return view
 
 
@@ -293,13 +295,11 @@ def test_batches_that_are_over_make_room_the_oldest_first_and_results_that_nobod
     view = view_of_batches(
         ["completed", "in_progress", "failed", "completed", "expired"], ["unread", "none", "none", "read", "read"]
     )
-    view.num_bytes["file-9"], view.owners["file-9"] = 10, "a"
-    view.files.append(FileRecord("file-9", "a", "o", "batch_output", 10, 1, 1 << 40))
-    view.read.add("file-9")  # of a batch that was deleted
-    view.counted.add("file-9")
+    put(view, FileRecord("file-9", "a", "o", "batch_output", 10, 1, 1 << 40), 10)  # of a batch that was deleted
+    view.read.add("file-9")
     groups = [["file-9"], ["batch_2"], ["batch_3", "file-3"], ["batch_4", "file-4"], ["batch_0"]]
     assert past_use(view, "a") == groups and past_use(view, "b") == []
-    have = len(view.counted)
+    have = view.held_files.total()
     assert room_for(view, Bounds(have, 1000, 1), "a", 0, 0) == ([], "")
     assert room_for(view, Bounds(have, 1000, 1), "a", 3, 0) == (["file-9", "batch_2", "batch_3", "file-3"], "")
     assert room_for(view, Bounds(1000, 10 * have, 1), "a", 0, 65) == ([name for names in groups for name in names], "")
