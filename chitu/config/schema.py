@@ -308,13 +308,13 @@ class BatchesConfig(Section, frozen=True):
     max_file_mb: Positive = 256
     """Maximum size of an uploaded file (MiB)."""
     max_mb: Positive = 16384
-    """Size of all files in the folder from which on no more are taken (MiB)."""
+    """Size of everything in the folder from which on no more is taken (MiB). Tenants have shares of it."""
     max_files: Positive = 10000
-    """Maximum number of files and batches in the folder."""
+    """Maximum number of files and batches in the folder, with shares, too."""
     max_lines: Positive = 50000
     """Maximum number of lines of a batch."""
     max_in_flight: Positive = 64
-    """Maximum lines of all batches that each router has sent and waits for."""
+    """Maximum lines of all batches that each router has sent and waits for; tenants share them."""
     max_age_s: Seconds = 2592000.0
     """Age at which a file, or a batch that is over, is removed, unless its request asks for less."""
 
