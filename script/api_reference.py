@@ -110,7 +110,8 @@ COMPARISON = (
         "`/v1/files`, `/v1/batches`",
         "OpenAI; Anthropic (its own); vLLM (`run-batch`, a file)",
         "yes",
-        "with `router.batches.dir`; also `DELETE /v1/batches/{id}`; `chitu batch` for a file and any server ([batches](batches.md))",
+        "with `router.batches.dir`; also `DELETE /v1/batches/{id}`; `chitu batch` for a file and any server "
+        "([batches](batches.md))",
     ),
     (
         "weights that change while serving; pause, resume",
