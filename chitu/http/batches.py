@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import BinaryIO, NamedTuple
 
-from chitu.errors import ChituError, DiskFull, UnknownFile
+from chitu.errors import ChituError, UnknownFile
 from chitu.http.batch_lines import (
     Answers,
     BatchLine,
@@ -91,8 +91,8 @@ class Batches:
         self._lines: Turns[str] = Turns(None, store.config.max_in_flight)
         self._running: dict[str, _Running] = {}
         self._counts: dict[str, Counts] = {}
-        self.full: dict[str, str] = {}
-        """Tenants that run batches whose outputs may not grow any more, with the reason."""
+        self._full: dict[str, str] = {}
+        """Tenants that run batches whose outputs may not grow now, with the reason."""
         self._looking: asyncio.Task[None] | None = None
         self._next_look_s = self._next_clean_s = 0.0
         self._is_ending = False
@@ -125,7 +125,9 @@ class Batches:
                 await asyncio.to_thread(self.store.remove_old, time.time())
             running = {each.tenant for each in self._running.values()}
             found = await asyncio.to_thread(self.store.open_batches, running)
-            self.full = found.full
+            for tenant in found.full.keys() - self._full.keys():
+                log.warning("batches of a tenant wait for room in their folder: %s", found.full[tenant])
+            self._full = found.full
             if self._may_run():
                 await self._begin(found.by_tenant)
         except OSError as error:
@@ -169,15 +171,20 @@ class Batches:
         return self._counts.get(batch.id) or Counts(batch.completed, batch.failed)
 
     async def send(self, batch: BatchRecord, line: BatchLine) -> Reply:
-        """Send a line in a turn of its tenant."""
+        """Send a line in a turn of its tenant, once there is room for its answer."""
         credential = self._credential_of(batch.tenant, batch.key_name)
         headers: Headers = [(b"content-type", b"application/json")]
         if credential:
             headers.append((b"authorization", b"Bearer " + credential))
-        route = self._routes[line.url]
-        return await self._lines.do(
-            batch.tenant, lambda: ask(route, line.url, line.body, headers, os.urandom(16).hex())
-        )
+
+        async def asked() -> Reply | None:
+            if batch.tenant in self._full:
+                return None
+            return await ask(self._routes[line.url], line.url, line.body, headers, os.urandom(16).hex())
+
+        while (reply := await self._lines.do(batch.tenant, asked)) is None:
+            await asyncio.sleep(LOOK_S)
+        return reply
 
     def why_not(self, batch: BatchRecord) -> str:
         """Return why the lines of a batch may not be sent; empty if they may."""
@@ -242,8 +249,6 @@ class _Run:
                     elif (at := await asyncio.to_thread(self._store.cancelled_at, batch.id)) is not None:
                         batch.cancelling_at, ended = at, "cancelled"
                         break
-                    elif why_full := self._batches.full.get(batch.tenant):
-                        raise DiskFull(why_full)
                     elif time.time() >= batch.expires_at:
                         ended = "expired"
                         break

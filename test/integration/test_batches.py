@@ -281,12 +281,17 @@ def test_slow_batches_of_some_keys_do_not_hold_up_those_of_another(tmp_path: Pat
     with running(tmp_path, model, overrides, 0.02, env={"CHITU_API_KEYS": ",".join(keys)}) as router:
         clients = [client_of(router, key) for key in keys]
         endless = [line(i, max_tokens=4000) for i in range(20)]
-        slow = [(client, begin(client, endless)) for client in (*[clients[0]] * 5, *clients[1:4])]
+        slow = [(clients[0], begin(clients[0], endless)) for _ in range(5)]
 
-        def run() -> int:
-            return sum(client.batches.retrieve(name).status == "in_progress" for client, name in slow)
+        def wait_for_runs(count: int) -> None:
+            def statuses() -> Counter[str]:
+                return Counter(client.batches.retrieve(name).status for client, name in slow)
 
-        wait_until(lambda: run() >= 7, WAIT_S, "the slow batches to run")
+            wait_until(lambda: statuses()["in_progress"] == count, WAIT_S, statuses)
+
+        wait_for_runs(4)  # one key alone has all places
+        slow += [(client, begin(client, endless)) for client in clients[1:4]]
+        wait_for_runs(7)
         batch = ended(clients[4], begin(clients[4], [line(i) for i in range(3)]))
         assert (batch.status, batch.request_counts.completed) == ("completed", 3)
         assert sum(counts_of(client, name) for client, name in slow) == 0, "no slow line had to end for it"
@@ -317,6 +322,25 @@ def test_no_key_takes_the_folder_and_every_byte_in_it_counts(tmp_path: Path, mod
             for _ in range(20):
                 upload(one, [line(0)])
         upload(two, [line(0)])
+
+
+def test_a_batch_whose_answers_have_no_room_waits_for_it(tmp_path: Path, model: Path) -> None:
+    folder = tmp_path / "batches"
+    overrides = [f"dp_config.router.batches.{each}" for each in (f"dir={folder}", "max_mb=2")]
+    with running(tmp_path, model, overrides, 0.02) as router:
+        client = client_of(router)
+        file = upload(client, [line(i) for i in range(400)])
+        reserve = 128 << 10
+        fill = b"x" * ((2 << 20) - size_of(folder) - reserve - 40_000)  # the answers have some 140,000
+        filling = client.files.create(file=("in.jsonl", fill), purpose="batch").id
+        made = client.batches.create(input_file_id=file, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: "wait for room" in router.log, WAIT_S, lambda: router.log)
+        batch = client.batches.retrieve(made.id)
+        assert batch.status == "in_progress" and 0 < batch.request_counts.completed < 400
+        wait_until(lambda: httpx.get(router.url + "/health").json()["in_flight"] == 0, WAIT_S, "no line to be sent")
+        client.files.delete(filling)
+        output, errors = answers(client, ended(client, made.id))
+        assert (ids(output), errors) == (all_of(400), [])
 
 
 def test_a_batch_that_is_over_can_be_deleted_and_makes_room(tmp_path: Path, model: Path) -> None:
