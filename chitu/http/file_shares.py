@@ -57,8 +57,8 @@ def room_for(view: FolderView, bounds: Bounds, tenant: str, num_files: int, num_
 
 
 def room_to_grow(view: FolderView, bounds: Bounds, tenant: str) -> Room:
-    """Return whether the outputs of a tenant's running batches may grow. What others took later does not end them, so
-    the bound is the largest share."""
+    """Return whether the outputs of a tenant's running batches may grow. What others took later does not hold
+    them up, so the bound is the largest share."""
     own_bytes = view.held_bytes[tenant]
     share = bounds.max_bytes // min(bounds.num_tenants, MAX_EQUAL)
 

@@ -345,7 +345,8 @@ def test_a_batch_whose_answers_have_no_room_waits_for_it(tmp_path: Path, model: 
 
 def test_a_batch_that_is_over_can_be_deleted_and_makes_room(tmp_path: Path, model: Path) -> None:
     """Its results stay until they are deleted, or are read and have to make room."""
-    overrides = [f"dp_config.router.batches.{each}" for each in (f"dir={tmp_path / 'batches'}", "max_files=12")]
+    folder = tmp_path / "batches"
+    overrides = [f"dp_config.router.batches.{each}" for each in (f"dir={folder}", "max_files=12")]
     with running(tmp_path, model, overrides, 0.02, env=KEYS) as router:
         client, other = (client_of(router, key) for key in ("key-of-one", "key-of-two"))
         url, head = router.url + "/v1/batches/", {"authorization": "Bearer key-of-one"}
@@ -361,6 +362,11 @@ def test_a_batch_that_is_over_can_be_deleted_and_makes_room(tmp_path: Path, mode
         assert httpx.delete(url + name, headers=head).status_code == 404 and not client.batches.list().data
         output, errors = answers(client, batch)
         assert ids(output, errors) == all_of(2)
+
+        def wait_until_noted(count: int) -> None:
+            wait_until(lambda: len(list(folder.glob("*.read"))) == count, WAIT_S, lambda: sorted(os.listdir(folder)))
+
+        wait_until_noted(2)
         left = {file.id for file in client.files.list()}
         assert left == {batch.input_file_id, batch.output_file_id, batch.error_file_id}
 
@@ -374,6 +380,7 @@ def test_a_batch_that_is_over_can_be_deleted_and_makes_room(tmp_path: Path, mode
         with pytest.raises(openai.APIStatusError, match="max_files"):
             upload(client, [line(0)])
         assert client.files.content(unread.output_file_id).text.count("\n") == 1
+        wait_until_noted(1)
         upload(client, [line(0)])
         upload(other, [line(0)])
 
