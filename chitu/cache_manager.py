@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from chitu.errors import Capacity, Internal
 from chitu.kv_cache.page_allocator import PageAllocator
@@ -44,6 +45,8 @@ class PagedKVCacheManager:
     def __init__(self, num_pages: int, page_size: int, fingerprint: bytes | None = None) -> None:
         self.page_size = page_size
         self._fingerprint = fingerprint
+        self._epoch = 0
+        """Number of flushes since the start."""
         self.allocator = PageAllocator(num_pages)
         """States of the pages, for readers of their numbers; cached are those that no room uses at the moment."""
         self._index = PrefixIndex(num_pages)
@@ -165,7 +168,12 @@ class PagedKVCacheManager:
         """Return the keys for the pages of one sequence; None if nothing is cached. `adapter_hash`: see `PageKeys`."""
         if self._fingerprint is None:
             return None
-        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash)
+        return PageKeys.of(self._fingerprint, self.page_size, cache_salt, adapter_hash, self._epoch)
+
+    def accepts(self, keys: PageKeys | None) -> TypeGuard[PageKeys]:
+        """Return whether pages are found and cached under these keys. Those from before a flush are not accepted: their
+        sequence may have computed with other weights, or behind damaged pages."""
+        return keys is not None and keys.epoch == self._epoch
 
     def begin(self, room: bytes, keys: PageKeys | None, prompt: bytes, to_compute: int = 1) -> int:
         """Start a new room with the cached pages of its `prompt` (int32 LE). Return how many tokens these hold. They
@@ -216,10 +224,10 @@ class PagedKVCacheManager:
         good: tokens of an unread step do not count. A room that a peer may still write to caches nothing. If `is_copy`,
         another instance has these pages, so `on_cached` is not called."""
         found = self._rooms.get(room)
-        if found is None or keys is None or room in self._in_transfer or room in self._quarantined:
+        if found is None or not self.accepts(keys) or room in self._in_transfer or room in self._quarantined:
             return
         pinned, num_full = found.pinned, num_tokens // self.page_size
-        if num_full <= len(pinned) or (pinned and not self._index.holds(pinned[-1])):  # nothing new, or flushed
+        if num_full <= len(pinned):
             return
         names, num_known = keys.upto(num_full, token_ids), len(pinned)
         for position in range(num_known, num_full):
@@ -237,13 +245,14 @@ class PagedKVCacheManager:
         return self._index.generation(page)
 
     def use_fingerprint(self, fingerprint: bytes | None) -> None:
-        """Drop all cached pages and snapshots, and make the keys of sequences from now on with another fingerprint.
-        What earlier sequences still commit has the old keys, which no later one looks for."""
+        """Drop all cached pages and snapshots, and make the keys of sequences from now on with another fingerprint."""
         self._fingerprint = fingerprint
         self.flush()
 
     def flush(self) -> None:
-        """Drop all cached pages and snapshots. Rooms keep the pages that they use, but no new room finds them."""
+        """Drop all cached pages and snapshots. Rooms keep the pages that they use, but no new room finds them, and what
+        sequences of before compute is not cached: keys that were made up to now are not accepted any more."""
+        self._epoch += 1
         if self.states is not None:
             self.states.drop_all()
         dropped = self._index.flush()
@@ -251,7 +260,7 @@ class PagedKVCacheManager:
             self.allocator.release(dropped)
 
     def _find(self, keys: PageKeys | None, prompt: bytes, to_compute: int) -> list[int]:
-        if keys is None:
+        if not self.accepts(keys):
             return []
         names = keys.upto((len(prompt) // 4 - to_compute) // self.page_size, prompt)
         pages = self._index.find(names)

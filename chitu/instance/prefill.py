@@ -106,13 +106,13 @@ class PrefillManager:
     def _estimate(self, sequence: Sequence) -> None:
         """Set `known_tokens`. Takes constant time if the former value is still right: if a page is cached, so are all
         before it."""
-        if sequence.keys is None:
+        size, keys, prompt = self._cache.page_size, sequence.keys, sequence.prompt
+        if not self._cache.accepts(keys):
             sequence.known_tokens = 0
             return
         if self._resources.has_state:
-            sequence.known_tokens = self._cache.known_tokens(sequence.keys, sequence.prompt)
+            sequence.known_tokens = self._cache.known_tokens(keys, prompt)
             return
-        size, keys, prompt = self._cache.page_size, sequence.keys, sequence.prompt
         most, count = (sequence.prompt_len - 1) // size, sequence.known_tokens // size
         if count and not self._holds(keys.key_at(count - 1, prompt)):
             count = 0
@@ -223,7 +223,7 @@ class PrefillManager:
         elif (source := self._resources.go_on_from_state(sequence)) >= 0:
             plan.copy_state.append(CopyState(sequence.slot, source))
         border = (sequence.prompt_len - 1) // self._cache.page_size * self._cache.page_size
-        sequence.keep_at = border if sequence.keys is not None and border > sequence.kv_len else 0
+        sequence.keep_at = border if self._cache.accepts(sequence.keys) and border > sequence.kv_len else 0
 
     def _keep_state(self, sequence: Sequence, plan: StepPlan) -> None:
         """Have the plan copy the state before its next chunk, if a row is to spare."""
@@ -245,12 +245,13 @@ class PrefillManager:
 
     def _load_pages(self, sequence: Sequence) -> PageLoad | None:
         """Load what the tiers hold of the prompt beyond the pages cached here. The last token is always computed."""
-        if sequence.keys is None:
+        keys = sequence.keys
+        if not self._cache.accepts(keys):
             return None
         num_full = (sequence.prompt_len - 1) // self._cache.page_size
         first = sequence.cached_tokens // self._cache.page_size
         pages = self._cache.get_page_indices(sequence.room)
-        return self._tiers.load(sequence.keys.upto(num_full, sequence.prompt), first, pages[first:num_full])
+        return self._tiers.load(keys.upto(num_full, sequence.prompt), first, pages[first:num_full])
 
     def _take_loaded(self, computing: list[Sequence], plan: StepPlan) -> None:
         """Start the sequences whose pages are loaded, or late, with the pages that have arrived."""

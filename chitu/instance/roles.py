@@ -184,7 +184,9 @@ class PrefillRole(InstanceRole):
 
     def on_computed(self, sequence: Sequence) -> None:
         """Send the logits row and the state row of a prompt (`PromptOwner`)."""
-        self._sender.feed.send_rows(sequence.room, sequence.aux_slot, sequence.prompt_lines, sequence.state_slot)
+        is_uncached = not self._core.engine.cache.accepts(sequence.keys)
+        rows = sequence.aux_slot, sequence.prompt_lines, sequence.state_slot
+        self._sender.feed.send_rows(sequence.room, *rows, is_uncached)
 
 
 class DecodeRole(InstanceRole):
@@ -348,6 +350,8 @@ class DecodeRole(InstanceRole):
             self._core.trace.note_restored(sequence, event, now_s)
         sequence.kv_bytes, sequence.prefill_times, sequence.kv_landed_s = event.kv_bytes, event.times, now_s
         sequence.prompt_lines, sequence.transfer_sums = event.prompt_logprobs, event.sums
+        if event.is_uncached:
+            sequence.keys = None
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
         self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)

@@ -415,9 +415,11 @@ class Resources:
 
     def keep_state(self, sequence: Sequence) -> Snapshot | None:
         """Take a row for a snapshot of the state of a prompt, which has computed its first `kv_len` tokens. Return None
-        if no row is to spare, or there is such a snapshot."""
-        assert sequence.keys is not None
-        key = sequence.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
+        if no row is to spare, there is such a snapshot, or the cache was flushed since the prompt came."""
+        keys = sequence.keys
+        if not self.cache.accepts(keys):
+            return None
+        key = keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
         return self.states.add(key, stamp_of(sequence.prompt, sequence.kv_len))
 
     def hold_forks(self, source: Sequence) -> None:

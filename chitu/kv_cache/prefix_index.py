@@ -59,18 +59,22 @@ class PageKeys:
     root: bytes
     page_size: int
     """Tokens per page."""
+    epoch: int = 0
+    """That of the cache which they were made for (`PagedKVCacheManager.accepts`)."""
     _keys: list[bytes] = field(default_factory=list)
 
     @classmethod
-    def of(cls, fingerprint: bytes, page_size: int, cache_salt: str = "", adapter_hash: str = "") -> PageKeys:
+    def of(
+        cls, fingerprint: bytes, page_size: int, cache_salt: str = "", adapter_hash: str = "", epoch: int = 0
+    ) -> PageKeys:
         """Return no keys yet. `adapter_hash`: 32 hex digits; empty without an adapter."""
         person = bytes.fromhex(adapter_hash)
         root = blake2b(cache_salt.encode(), digest_size=KEY_BYTES, key=fingerprint, person=person).digest()
-        return cls(root, page_size)
+        return cls(root, page_size, epoch)
 
     def copy(self) -> PageKeys:
         """Return a copy for a sequence that begins with the same tokens."""
-        return PageKeys(self.root, self.page_size, list(self._keys))
+        return PageKeys(self.root, self.page_size, self.epoch, list(self._keys))
 
     def upto(self, num_pages: int, token_ids: bytes) -> list[bytes]:
         """Return the keys of the first `num_pages`, all of which are full. `token_ids` (int32 LE) are those of the
@@ -178,10 +182,6 @@ class PrefixIndex:
         if self._keys[page] is not None or self._pins[page]:
             raise Internal(f"page {page} is in the prefix index already")
         self._pins[page] = 1
-
-    def holds(self, page: int) -> bool:
-        """Return whether a page can be found; a pinned page may have been dropped."""
-        return self._keys[page] is not None
 
     def unpin(self, pages: Sequence[int]) -> tuple[list[int], list[int]]:
         """Unpin all pages that a request pinned, given in the order of its chain. Return those that are idle now, and

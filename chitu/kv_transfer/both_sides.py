@@ -70,6 +70,8 @@ class TransferEvent:
     """Logprobs of the prompt, with SUCCESS on D, if they were requested."""
     sums: TransferSums | None = None
     """Checksums of the pages on both sides, with SUCCESS on D, if they were requested."""
+    is_uncached: bool = False
+    """Whether the prompt must not be cached, with SUCCESS on D."""
 
 
 class Aborted(NamedTuple):

@@ -98,6 +98,8 @@ class ComputedPrompt:
     """Row of its state, of which nothing changes any more; -1 until the prompt is computed, or without state."""
     prompt_logprobs: bytes | None = None
     """Logprobs of the whole prompt, for D; None if they were not requested."""
+    is_uncached: bool = False
+    """Whether D must not cache the prompt."""
     started_s: float = 0.0
     """Time at which its first chunk began to compute."""
     computed_s: float = 0.0
@@ -334,14 +336,23 @@ class ChunkFeed:
                     computed.backlog = [TransferKVChunk(0, self._num_layers, 0, chunk.end_page, self._ready)]
             self._step = {}
 
-    def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None, state_slot: int = -1) -> None:
+    def send_rows(
+        self,
+        room: bytes,
+        aux_slot: int,
+        prompt_logprobs: bytes | None = None,
+        state_slot: int = -1,
+        is_uncached: bool = False,
+    ) -> None:
         """Send the logits row of the room's last token, which is in `aux_slot`, once the room is let go, ahead of all
-        KV still queued, and behind that the state row, if there is one. `prompt_logprobs` leave with Success."""
+        KV still queued, and behind that the state row, if there is one. `prompt_logprobs` and `is_uncached` leave with
+        Success."""
         with self._lock:
             computed = self._rooms.get(room)
             if computed is None or computed.aux_slot >= 0:
                 return
             computed.aux_slot, computed.prompt_logprobs, computed.state_slot = aux_slot, prompt_logprobs, state_slot
+            computed.is_uncached = is_uncached
             computed.computed_s = self._clock.monotonic()
             if room in self._first_pages:
                 self._queue_rows(room, computed)

@@ -392,6 +392,7 @@ class ReceiverMachine:
             times=record.status.times,
             prompt_logprobs=record.status.prompt_logprobs,
             sums=record.sums,
+            is_uncached=record.status.uncached,
         )
         self._effects.append(event)
         self.table.bury(room, Tombstone("", ""))

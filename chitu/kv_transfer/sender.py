@@ -753,6 +753,7 @@ class SenderMachine:
             kv_sums=record.kv_sums.message() if record.kv_sums is not None else None,
             state=record.state,
             prompt_logprobs=logprobs,
+            uncached=record.computed.is_uncached,
         )
         self._send(room, peer, status)
 

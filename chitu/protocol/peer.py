@@ -141,6 +141,9 @@ class TransferStatus(Wire, frozen=True, tag="transfer_status"):
     """Sent with Success, if D announced a state row. D always verifies it."""
     prompt_logprobs: bytes | None = None
     """Sent with Success, if the router asked P for them."""
+    uncached: bool = False
+    """Sent with Success: P has not cached the prompt, and D must not either. P's cache was flushed since the request
+    came there, for other weights or by an operator, or the request keeps out of it."""
 
 
 class StatusAck(Wire, frozen=True, tag="status_ack"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import msgspec
@@ -232,6 +233,7 @@ class Wire:
         self.stamps: dict[bytes, tuple[int, StateStamp]] = {}
         """State row on D, and what the state there must have taken in."""
         self.prompt_logprobs: dict[bytes, bytes | None] = {}
+        self.uncached: dict[bytes, bool] = {}
         self.delivered: set[bytes] = set()
         self.dead: set[bytes] = set()
         self.failing: set[bytes] = set()
@@ -254,10 +256,18 @@ class Wire:
 
     def end_step(self) -> None: ...
 
-    def send_rows(self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None, state_slot: int = -1) -> None:
+    def send_rows(
+        self,
+        room: bytes,
+        aux_slot: int,
+        prompt_logprobs: bytes | None = None,
+        state_slot: int = -1,
+        is_uncached: bool = False,
+    ) -> None:
         self.computed[room] = aux_slot
         self.sent_states[room] = state_slot
         self.prompt_logprobs[room] = prompt_logprobs
+        self.uncached[room] = is_uncached
 
     def reset(self, room: bytes) -> bool:
         self.computed.pop(room, None)
@@ -311,10 +321,9 @@ class Wire:
             else:
                 del self.computed[room]
                 self._deliver_state(room)
-                lines = self.prompt_logprobs[room]
-                self.events_d.append(
-                    TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, prompt_logprobs=lines)
-                )
+                lines, is_uncached = self.prompt_logprobs[room], self.uncached[room]
+                success = TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, prompt_logprobs=lines)
+                self.events_d.append(replace(success, is_uncached=is_uncached))
                 self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
 
     def _deliver_state(self, room: bytes) -> None:

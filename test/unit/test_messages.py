@@ -126,6 +126,13 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         {"type": "transfer_status", "incarnation": 9, "poll": 4, "bytes_per_rank": [4096]},
     ),
     (
+        TransferStatus(9, 4, bytes_per_rank=(4096,), uncached=True),
+        peer_codec,
+        "85a474797065af7472616e736665725f737461747573ab696e6361726e6174696f6e09a4706f6c6c04ae62797465735f7065725f72616e6b"
+        "91cd1000a8756e636163686564c3",
+        {"type": "transfer_status", "incarnation": 9, "poll": 4, "bytes_per_rank": [4096], "uncached": True},
+    ),
+    (
         TransferStatus(
             9, 4, bytes_per_rank=(4096,), kv_sums=KVSums(pack_i32([0, 2]), struct.pack("<2q", 7, -1), "shm")
         ),

@@ -5,6 +5,7 @@ and nothing of a launched, unread step is free, promised to a peer or computed b
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -371,12 +372,10 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
         def end_step(self) -> None:
             handed.append("end")
 
-        def send_rows(
-            self, room: bytes, aux_slot: int, prompt_logprobs: bytes | None = None, state_slot: int = -1
-        ) -> None:
+        def send_rows(self, room: bytes, aux_slot: int, *more: Any) -> None:
             handed.append(f"logits of {room[-1]}")
             assert prefill.executor.aux_row(aux_slot)[64:68] == b"FAKE"
-            super().send_rows(room, aux_slot, prompt_logprobs, state_slot)
+            super().send_rows(room, aux_slot, *more)
 
     prefill = Instance(32, sender=Side(Wire()), chunk=16, overlap=True)
     for index in (1, 2):

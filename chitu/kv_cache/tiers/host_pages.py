@@ -29,7 +29,8 @@ class HostPages:
         self._pins: dict[int, int] = {}
         self._orphans: set[int] = set()
         """Slots cleared while pinned; the last unpin frees them."""
-        self._epoch = 0
+        self.epoch = 0
+        """Number of calls of `clear`."""
         self.evictions = 0
         """Pages evicted for other pages since the start."""
 
@@ -46,12 +47,12 @@ class HostPages:
         """Take a slot to fill; return it with the epoch for `publish`. None if all slots are filling or pinned."""
         with self._lock:
             if self._free:
-                return self._free.pop(), self._epoch
+                return self._free.pop(), self.epoch
             for key, slot in self._found.items():
                 if slot not in self._pins:
                     del self._found[key]
                     self.evictions += 1
-                    return slot, self._epoch
+                    return slot, self.epoch
             return None
 
     def give_back(self, slot: int) -> None:
@@ -65,7 +66,7 @@ class HostPages:
         called under the lock, so a `clear` comes before or after all of this."""
         slot, epoch = taken
         with self._lock:
-            if epoch != self._epoch or key in self._found or not holds():
+            if epoch != self.epoch or key in self._found or not holds():
                 self._free.append(slot)
                 return False
             self._found[key] = slot
@@ -99,7 +100,7 @@ class HostPages:
     def clear(self) -> None:
         """Forget all pages, including those that are filling now."""
         with self._lock:
-            self._epoch += 1
+            self.epoch += 1
             for slot in self._found.values():
                 if slot in self._pins:
                     self._orphans.add(slot)

@@ -46,12 +46,14 @@ def _checksum(key: bytes, content: memoryview) -> int:
 
 
 class PageLoad:
-    """A load that puts the page of `keys[i]` into `pages[i]` of the pool. Its deadline is `end_s`."""
+    """A load that puts the page of `keys[i]` into `pages[i]` of the pool. Its deadline is `end_s`. `host_epoch` is that
+    of host memory when it began: what it fetches is not kept there behind a flush."""
 
-    def __init__(self, keys: Sequence[bytes], pages: Sequence[int], end_s: float) -> None:
+    def __init__(self, keys: Sequence[bytes], pages: Sequence[int], end_s: float, host_epoch: int = 0) -> None:
         self.keys = keys
         self.pages = pages
         self.end_s = end_s
+        self.host_epoch = host_epoch
         self._lock = threading.Lock()
         self.is_stopped = False
         self.position = 0

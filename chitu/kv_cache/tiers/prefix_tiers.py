@@ -137,14 +137,14 @@ class SlowTier:
             if key in self._host or load.is_stopped or not self.may_have(key):
                 break
             keys.append(key)
-        count = self._get(keys) if keys else 0
+        count = self._get(keys, load.host_epoch) if keys else 0
         if count:
             self._call(lambda: self._store.touch(load.keys[: begin + count]))
             load.note_source(self.name, begin, begin + count)
         then()
 
-    def _get(self, keys: list[bytes]) -> int:
-        """Fetch pages to host memory. Return how many of the first are there now."""
+    def _get(self, keys: list[bytes], epoch: int) -> int:
+        """Fetch pages to host memory, unless that was cleared since `epoch`. Return how many of the first were found."""
         taken = [slot for _ in keys if (slot := self._host.take()) is not None]
         records = [self._host.record(slot) for slot, _ in taken]
         keys = keys[: len(taken)]
@@ -159,7 +159,7 @@ class SlowTier:
         count = 0
         for place, (key, slot) in enumerate(zip(keys, taken, strict=True)):
             if place == count < got[0] and self._is_whole(key, records[place]):
-                self._host.publish(key, slot)
+                self._host.publish(key, (slot[0], epoch))
                 count += 1
             else:
                 self._host.give_back(slot[0])
@@ -304,7 +304,7 @@ class PrefixTiers:
             return None
         if not self._pays(self._restore_speed):
             return None
-        load = PageLoad(keys, pages, self._clock.monotonic() + self._load_timeout_s)
+        load = PageLoad(keys, pages, self._clock.monotonic() + self._load_timeout_s, self._host.epoch)
         self._thread.put(partial(self._restore, load))
         return load
 
