@@ -140,6 +140,10 @@ class FakeExecutor:
     """Executor without tensors. `aux_rows` is memory `[aux slots, bytes]`, `state_rows` memory `[state slots, bytes]`
     of rows of `FAKE_STATE`; by default there are none."""
 
+    weights = 0
+    """Stands for the weights of the model. KV of `ChecksumExecutor` depends on them, as on the adapter: `adapter` of
+    `expected_tokens` is both."""
+
     def __init__(
         self,
         info: ExecutorInfo,
@@ -611,7 +615,7 @@ class ChecksumExecutor(FakeExecutor):
             self._hold("prefill")
         found, records = self._attention(state, chunk.start), []
         for position in range(chunk.start, end):
-            records.append(kv_of(state.tokens[position], position, found ^ state.adapter))
+            records.append(kv_of(state.tokens[position], position, found ^ state.adapter ^ self.weights))
             found = zlib.crc32(records[-1], found)
         kv = np.frombuffer(b"".join(records), np.uint8).reshape(chunk.length, NUM_REGIONS, RECORD_BYTES)
         self._computed.append((self._rows(state, end)[chunk.start :], kv))
@@ -628,7 +632,8 @@ class ChecksumExecutor(FakeExecutor):
         state = self._live(slot, "decode")
         length = state.kv_len
         self._require_pages(slot, state, length + 1)
-        record = kv_of(state.tokens[length], length, self._attention(state, length) ^ state.adapter)
+        found = self._attention(state, length) ^ state.adapter ^ self.weights
+        record = kv_of(state.tokens[length], length, found)
         self._pool.kv[:, self._rows(state, length + 1)[-1]] = np.frombuffer(record, np.uint8).reshape(NUM_REGIONS, -1)
         state.state = self._attention(state, length + 1)
         super()._decode(slot, result)

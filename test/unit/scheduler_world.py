@@ -28,6 +28,7 @@ from support.executors import (
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo
+from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import ChituError, TransferFailed
 from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
@@ -55,6 +56,7 @@ from chitu.protocol import (
     token_codec,
     unpack_logprobs,
 )
+from chitu.protocol.weights import Weights, WeightsOrder
 from chitu.tracing.tracer import Tracer
 from chitu.types import Ready, Role
 
@@ -79,6 +81,25 @@ class Silence:
         raise AssertionError
 
     def close(self) -> None: ...
+
+
+class Folders:
+    """Reads weights at once from folders that are named by their numbers, 0 for those that an instance starts with."""
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        self._executor = executor
+        self._path = ""
+
+    def begin(self, path: str) -> None:
+        self._path = path
+
+    def poll(self) -> ReadWeights:
+        return ReadWeights(self._path, fingerprint=b"model" if self._path == "0" else self._path.encode())
+
+    def change(self) -> None:
+        self._executor.weights = int(self._path)
+
+    def drop(self) -> None: ...
 
 
 class TracedScheduler(PDScheduler):
@@ -154,6 +175,7 @@ class Instance:
                 self.make_tiers(),
                 self.states,
                 grammars=grammars,
+                weights=Folders(self.executor),
             ),
             TokenManager(1, self._take, self._take_of_second),
             self.failures.__setitem__,
@@ -165,6 +187,10 @@ class Instance:
         else:
             self.role = DecodeRole(core, receiver)
         self.scheduler = TracedScheduler(core, self.role)
+
+    def change_weights(self, number: int, folder: int) -> None:
+        """Let the cluster serve other weights from now on, for what runs, too."""
+        self.scheduler.weights.set_order(WeightsOrder(Weights(number, str(folder), str(folder), is_mixed=True)))
 
     def make_tiers(self) -> PrefixTiers | NoTiers:
         """Return the tiers behind the prefix cache; a subclass makes some."""
@@ -531,8 +557,9 @@ class Stored(Tiered):
         host_pages: int = 256,
         sender: Wire | None = None,
         receiver: Wire | None = None,
+        overlap: bool = False,
     ) -> None:
-        super().__init__(num_pages, host_pages, sender, receiver, stores=stores)
+        super().__init__(num_pages, host_pages, sender, receiver, overlap, stores=stores)
 
     def evict(self) -> None:
         """Evict everything that is in the pool and in host memory."""

@@ -144,7 +144,7 @@ class SlowTier:
         then()
 
     def _get(self, keys: list[bytes], epoch: int) -> int:
-        """Fetch pages to host memory, unless that was cleared since `epoch`. Return how many of the first were found."""
+        """Fetch pages to host memory, unless it was cleared since `epoch`. Return how many of the first were found."""
         taken = [slot for _ in keys if (slot := self._host.take()) is not None]
         records = [self._host.record(slot) for slot, _ in taken]
         keys = keys[: len(taken)]
