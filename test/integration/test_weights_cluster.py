@@ -202,6 +202,51 @@ def test_a_mixed_change_keeps_what_runs_and_says_of_each_token_whose_it_is(
     change(cluster, folders["first"])
 
 
+@pytest.mark.parametrize("topology", ["unified_local", "pd_disagg_1p1d_local"])
+def test_what_ran_through_mixed_changes_is_cached_neither_in_memory_nor_on_disk(
+    folders: dict[str, Path], tmp_path: Path, topology: str
+) -> None:
+    """Its prompt is shorter than a page, so no page is cached before its end."""
+    settings = [f"model.path={folders['first']}", "cache.num_pages=200", "scheduler.threads=1"]
+    settings += ["model.max_model_len=2048", "cache.host_bytes=4000000", f"cache.disk.path={tmp_path}"]
+    max_tokens = 1900
+
+    def run_through(cluster: LocalCluster, prompt: list[int], *changes: str) -> list[int]:
+        """Return prompt and answer of a request that goes on with the weights in these folders, one after the other."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body |= {"return_token_ids": True, "return_proof": True}
+        tokens, proof, due = list(prompt), dict[str, Any](), list(changes)
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, trust_env=False, timeout=60) as reply:
+            for line in reply.iter_lines():
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                tokens += [token for choice in event.get("choices", ()) for token in choice.get("token_ids", ())]
+                proof = event.get("chitu", proof)
+                if due and len(tokens) > 200 * (len(changes) - len(due)) + len(prompt):
+                    operator(cluster, "/admin/pause", mode="keep")
+                    change(cluster, folders[due.pop(0)], mixed=True)
+                    operator(cluster, "/admin/resume")
+        hashes = [each["model_hash"] for each in proof["choices"][0]["weights"]]
+        assert len(tokens) == len(prompt) + max_tokens
+        assert hashes[1:] == [model_hash(folders[name]) for name in changes], "it ended before the changes"
+        return tokens
+
+    def check_behind(cluster: LocalCluster, tokens: list[int]) -> None:
+        prompts = [[*tokens[:length], 7] for length in range(16, len(tokens), 96)]
+        with_cache, without = (complete(cluster, prompts, cache_prompt=each) for each in (True, False))
+        for prompt, one, other in zip(prompts, with_cache, without, strict=True):
+            differs = np.abs(np.subtract(*(each["logprobs"]["token_logprobs"] for each in (one, other)))).max()
+            assert one["token_ids"] == other["token_ids"] and differs < LOGPROB_NATS, f"{differs} behind {len(prompt)}"
+
+    with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        of_start = run_through(cluster, [11, 12, 13], "second")
+        of_second = run_through(cluster, [14, 15, 16], "first", "second")
+        check_behind(cluster, of_second)
+    with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
+        cluster.wait_ready()
+        check_behind(cluster, of_start)
+
+
 def test_requests_wait_while_the_cluster_is_paused(
     cluster: LocalCluster, folders: dict[str, Path], references: dict[str, Reference]
 ) -> None:
