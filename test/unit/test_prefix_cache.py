@@ -235,6 +235,25 @@ def test_what_a_room_computed_before_a_flush_is_not_found_behind_it() -> None:
     assert pool.cache.allocator.num_free == NUM_PAGES
 
 
+def test_under_keys_of_before_a_flush_nothing_is_found_or_cached() -> None:
+    """Not even by a room that used no cached page, or while another room has cached the same prompt anew."""
+    cache, prompt = PagedKVCacheManager(NUM_PAGES, PAGE_SIZE, fingerprint=b"model"), pack_i32([1] * 6)
+    old = cache.page_keys("")
+    assert old is not None
+    cache.reserve(ROOM, 6)
+    cache.flush()
+    for keys in (old, old.copy()):
+        cache.commit(ROOM, keys, prompt, 6)
+    new = cache.page_keys("")
+    assert cache.known_tokens(new, prompt) == 0
+    cache.reserve(OTHER, 6)
+    cache.commit(OTHER, new, prompt, 6)
+    assert (cache.known_tokens(new, prompt), cache.known_tokens(old, prompt)) == (4, 0)
+    for room in (ROOM, OTHER):
+        cache.remove_task(room)
+    cache.check_idle()
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A page never has two owners, and neighbouring pages are kept together.
 
