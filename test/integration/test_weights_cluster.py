@@ -239,12 +239,12 @@ def test_what_ran_through_mixed_changes_is_cached_neither_in_memory_nor_on_disk(
 
     with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
         cluster.wait_ready()
-        of_start = run_through(cluster, [11, 12, 13], "second")
-        of_second = run_through(cluster, [14, 15, 16], "first", "second")
-        check_behind(cluster, of_second)
+        tokens = run_through(cluster, [11, 12, 13], "second")
     with LocalCluster(load_topology(topology, settings), entries=FORKED) as cluster:
         cluster.wait_ready()
-        check_behind(cluster, of_start)
+        check_behind(cluster, tokens)  # before the next change, which clears the disk
+        change(cluster, folders["second"])
+        check_behind(cluster, run_through(cluster, [14, 15, 16], "first", "second"))
 
 
 def test_requests_wait_while_the_cluster_is_paused(
