@@ -208,8 +208,8 @@ def test_what_ran_through_mixed_changes_is_cached_neither_in_memory_nor_on_disk(
 ) -> None:
     """Its prompt is shorter than a page, so no page is cached before its end."""
     settings = [f"model.path={folders['first']}", "cache.num_pages=200", "scheduler.threads=1"]
-    settings += ["model.max_model_len=2048", "cache.host_bytes=4000000", f"cache.disk.path={tmp_path}"]
-    max_tokens = 1900
+    settings += ["model.max_model_len=1400", "cache.host_bytes=4000000", f"cache.disk.path={tmp_path}"]
+    max_tokens = 1300
 
     def run_through(cluster: LocalCluster, prompt: list[int], *changes: str) -> list[int]:
         """Return prompt and answer of a request that goes on with the weights in these folders, one after the other."""
@@ -231,7 +231,7 @@ def test_what_ran_through_mixed_changes_is_cached_neither_in_memory_nor_on_disk(
         return tokens
 
     def check_behind(cluster: LocalCluster, tokens: list[int]) -> None:
-        prompts = [[*tokens[:length], 7] for length in range(16, len(tokens), 96)]
+        prompts = [[*tokens[:length], 7] for length in range(16, len(tokens), 120)]
         with_cache, without = (complete(cluster, prompts, cache_prompt=each) for each in (True, False))
         for prompt, one, other in zip(prompts, with_cache, without, strict=True):
             differs = np.abs(np.subtract(*(each["logprobs"]["token_logprobs"] for each in (one, other)))).max()
