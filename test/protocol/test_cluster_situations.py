@@ -325,6 +325,18 @@ def page_bytes(num_pages: int) -> int:
     return num_pages * 2 * NUM_LAYERS * PAGE_BYTES
 
 
+@pytest.mark.parametrize("is_flushed", [False, True])
+def test_d_caches_nothing_of_a_prompt_during_which_p_flushed_its_cache(is_flushed: bool) -> None:
+    world, p, d = pair()
+    asked = ask(world)
+    until(world, p, SequenceState.COMPUTING)
+    if is_flushed:
+        p.scheduler.flush_cache()
+    world.settle_down()
+    assert (asked.end, d.scheduler.load.pages_cached) == ("finished", 0 if is_flushed else 7)
+    world.check_it_still_serves()
+
+
 def test_the_next_turn_moves_its_new_pages_and_the_row() -> None:
     world, _, d = pair()
     first = ask(world)
