@@ -29,10 +29,13 @@ if not os.path.exists("/dev/nvidiactl"):
 
 import certifi
 import pytest
+from draws import EXAMPLES, IS_NIGHTLY, often
 from hypothesis import settings
 
-# No time limits: a loaded machine is no failure. CI uses the same examples every time; runs by hand draw new ones.
-settings.register_profile("chitu", deadline=None, derandomize="CI" in os.environ, print_blob=True)
+# No time limits: a loaded machine is no failure.
+settings.register_profile(
+    "chitu", deadline=None, derandomize=not IS_NIGHTLY, max_examples=often(EXAMPLES), print_blob=True
+)
 settings.load_profile("chitu")
 
 ROOT_END = "-----END CERTIFICATE-----\n"

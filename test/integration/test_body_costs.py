@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
 import re
 import threading
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from completions import complete_all, instance_loads, is_whole
+from draws import often
 from nursery import forked
 from raw_http import RawClient, http_request
 from support.checksum_scheduler import ENTRIES, EngineConfig, make_checksum_model
@@ -38,7 +38,7 @@ MAX_GROWTH_BYTES = 256 << 20
 TRIES = 6
 SIZE = (2 << 20) - 4096
 """Size of a body, just below the limit."""
-NUM_RANDOM = int(os.environ.get("CHITU_FUZZ_COSTLY_BODIES", "15"))
+NUM_RANDOM = often(15)
 TRY = b"TRY"
 """Placeholder in a body, replaced by another number in each try."""
 NUM_STREAMS = 4

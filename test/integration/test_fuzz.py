@@ -3,7 +3,6 @@ before."""
 
 from __future__ import annotations
 
-import os
 import random
 import string
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import psutil
 import pytest
 import zmq
 from completions import complete_all, instance_loads, is_whole
+from draws import IS_NIGHTLY, often
 from nursery import FORKED
 from support.router_process import wait_until
 
@@ -58,9 +58,9 @@ from chitu.protocol import (
 from chitu.types import REGISTRATION_ROOM, Role
 
 PD = "dp_config.router.pd_disaggregation"
-NUM_FRAMES = int(os.environ.get("CHITU_FUZZ_FRAMES", "100000"))
+NUM_FRAMES = often(30_000)
 """Number of frames over all sockets."""
-SEED = int(os.environ.get("CHITU_FUZZ_SEED", "1"))
+SEED = random.randrange(1 << 32) if IS_NIGHTLY else 1
 ROOM = bytes(range(16))
 PROMPTS = [[20, 30, 40, 50, 60], list(range(100, 180))]
 GREEDY = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import pytest
 import requests
 import schemathesis
 from completions import complete_all, instance_loads, is_whole
+from draws import IS_NIGHTLY, often
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from nursery import forked
@@ -48,9 +48,9 @@ from chitu.net.curve import derive
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-NUM_BODIES = int(os.environ.get("CHITU_FUZZ_BODIES", "10000"))
+NUM_BODIES = often(3000)
 """Number of bodies over all routes."""
-BROKEN_FORMS = int(os.environ.get("CHITU_FUZZ_BROKEN_FORMS", "20"))
+BROKEN_FORMS = 20
 """Number of broken forms per body that schemathesis generates."""
 MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
 ANTHROPIC = ("/v1/messages", "/v1/messages/count_tokens")
@@ -293,11 +293,11 @@ class Broken:
 
 
 def fuzz(num_examples: int, strategy: st.SearchStrategy[Case], check: Callable[[Case, random.Random], None]) -> None:
-    """Run `check` on the same examples every time."""
+    """Run `check` on the same examples every time, unless they are many."""
     phases = (Phase.generate, Phase.shrink)
     run = settings(
         max_examples=num_examples,
-        derandomize=True,
+        derandomize=not IS_NIGHTLY,
         database=None,
         deadline=None,
         phases=phases,

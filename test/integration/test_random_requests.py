@@ -1,7 +1,7 @@
 """Random requests to clusters under pressure have the answers of one engine that gets them one by one, and the tokens
 that `transformers`' logits give: tokens, texts, calls, reasoning, finish reasons, logprobs and usage.
 
-CI runs the first 200. By hand, each further 400 meet another cluster:
+CI runs the first 120. By hand, each further 400 meet another cluster:
 `.venv/bin/python -m pytest test/integration/test_random_requests.py --by-hand`
 """
 
@@ -32,7 +32,7 @@ from chitu.tokenizer import Tokenizer
 VOCAB = 500
 MAX_MODEL_LEN = 1024
 AT_ONCE = 8
-PER_CLUSTER, IN_CI = 400, 200
+PER_CLUSTER, IN_CI = 400, 120
 PD = "dp_config.router.pd_disaggregation"
 TWO_PAIRS = "pd_disagg_2p2d_multi_node.yaml"
 PRESSED = ["cache.page_size=4", "cache.num_pages=300", "scheduler.chunk_size=24", "cache.host_bytes=1000000"]

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.engine import sampling_ops
@@ -121,7 +121,6 @@ params = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(params, min_size=1, max_size=9), st.integers(0, 2**32), st.integers(1, 12))
 def test_every_row_of_any_batch_gets_the_naive_samplers_token(
     batch: list[SamplingParams], seed: int, prompt_len: int

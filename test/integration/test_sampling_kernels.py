@@ -9,6 +9,7 @@ import math
 import msgspec
 import pytest
 import torch
+from draws import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,7 +95,7 @@ options = st.builds(
 )
 
 
-@settings(max_examples=10)
+@settings(max_examples=often(10))
 @given(
     st.lists(options, min_size=1, max_size=3),
     st.integers(0, 999),

@@ -1,13 +1,12 @@
 """Whole P and D under scripts of faults: whatever happens, each request ends once, right and in time, and no page is
 lost.
 
-`CHITU_PROTOCOL_CASES` is the number of scripts (280); by hand run many thousands. A failing script is shrunk and
-printed as the list of `Op` that `Cluster.play` takes: add it to `test_cluster_situations.py` as a test of its own.
+A failing script is shrunk and printed as the list of `Op` that `Cluster.play` takes: add it to
+`test_cluster_situations.py` as a test of its own. `CHITU_NIGHTLY=1` draws a thousand of each kind.
 """
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -22,7 +21,6 @@ from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.types import Role
 
-CASES = int(os.environ.get("CHITU_PROTOCOL_CASES", "280"))
 KINDS = (
     *["change"] * 2,
     *["ask"] * 6,
@@ -53,7 +51,7 @@ DIRECT = st.builds(Writes, BATCH_BYTES, VERIFY, has_state=st.booleans())
 SEGMENT_BYTES = st.sampled_from([AUX_ROW_BYTES, 5 * 2 * PAGE_BYTES, 1 << 12])
 WAYS = st.sampled_from(["staged", "auto"])
 STAGED = st.builds(Writes, BATCH_BYTES, VERIFY, WAYS, SEGMENT_BYTES, st.booleans(), st.booleans())
-MANY = settings(max_examples=CASES, suppress_health_check=list(HealthCheck), print_blob=True)
+MANY = settings(suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("writes", [DIRECT, STAGED], ids=["direct", "staged"])
@@ -82,7 +80,7 @@ def test_in_such_scripts_much_of_what_is_asked_for_is_on_d_already() -> None:
     assert hits >= 6 * PAGE_SIZE
 
 
-@settings(MANY, max_examples=max(1, CASES // 7))
+@MANY
 @given(
     st.lists(
         st.builds(Op, st.sampled_from(["ask", "run", "run"]), st.integers(0, 15), st.integers(0, 400)), max_size=40
@@ -100,7 +98,7 @@ def test_without_faults_every_request_finishes(script: list[Op], writes: Writes)
             assert process.transport.bytes_staged == process.kv.side.machine.bytes_moved
 
 
-@settings(MANY, max_examples=max(1, CASES // 3))
+@MANY
 @given(st.lists(st.lists(NETWORK_OPS, max_size=20), min_size=6, max_size=6), DIRECT | STAGED)
 def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_request(
     pieces: list[list[Op]], writes: Writes
@@ -111,7 +109,7 @@ def test_a_network_that_loses_doubles_delays_and_reorders_costs_time_and_no_requ
     assert {asked.end for asked in world.requests.values()} <= {"finished"}
 
 
-@settings(MANY, max_examples=max(1, CASES // 2))
+@MANY
 @given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS, st.booleans())
 def test_with_the_real_router_each_client_gets_each_token_once_and_one_end(
     shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
@@ -135,7 +133,7 @@ def test_where_a_pair_survives_crashes_of_the_other_cost_no_request(rounds: list
     assert {client.end for client in world.clients} <= {"finished"}
 
 
-@settings(MANY, max_examples=max(1, CASES // 3))
+@MANY
 @given(st.sampled_from([(2, 2), (1, 1)]), st.lists(st.lists(CUT_OPS, max_size=20), min_size=4, max_size=4))
 def test_lost_token_messages_cost_no_token_and_no_attempt(shape: tuple[int, int], pieces: list[list[Op]]) -> None:
     script = [op for ops in pieces for op in ops]
@@ -150,7 +148,7 @@ def test_lost_token_messages_cost_no_token_and_no_attempt(shape: tuple[int, int]
     assert is_often or world.router is None or "tokens_lost" not in world.router.metrics().retries
 
 
-@settings(MANY, max_examples=max(1, CASES // 7))
+@MANY
 @given(st.sampled_from([(2, 2), (1, 1)]), st.lists(st.lists(SEVER_OPS, max_size=20), min_size=4, max_size=4))
 @example((1, 1), [[Op("sever", 0, 1), Op("ask", 12, 0), Op("ask", 12, 0)]])
 def test_lost_requests_cost_two_heartbeats_each_and_no_attempt(shape: tuple[int, int], pieces: list[list[Op]]) -> None:
@@ -175,7 +173,7 @@ SLOW_S = 120.0
 """Time for the requests of a script to end on slow machines, one after the other."""
 
 
-@settings(MANY, max_examples=max(1, CASES // 7))
+@MANY
 @given(SHAPES, SCRIPTS, DIRECT | STAGED)
 def test_on_slow_machines_any_script_of_faults_costs_requests_at_most(
     shape: tuple[int, int], pieces: list[list[Op]], writes: Writes
@@ -190,7 +188,7 @@ def test_on_slow_machines_any_script_of_faults_costs_requests_at_most(
     assert asked is not None and asked.end == "finished"
 
 
-@settings(MANY, max_examples=max(1, CASES // 7))
+@MANY
 @given(st.sampled_from([(2, 2), (1, 2), (3, 1)]), ROUTED_SCRIPTS, st.booleans())
 def test_on_slow_machines_with_the_real_router_each_client_gets_each_token_once_and_one_end(
     shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
@@ -202,7 +200,7 @@ def test_on_slow_machines_with_the_real_router_each_client_gets_each_token_once_
     world.settle_down(SLOW_S)
 
 
-@settings(MANY, max_examples=max(1, CASES // 7))
+@MANY
 @given(st.lists(st.lists(NETWORK_OPS, max_size=12), min_size=4, max_size=4), DIRECT | STAGED)
 def test_slowness_alone_ends_no_transfer_whatever_the_network_loses(pieces: list[list[Op]], writes: Writes) -> None:
     """A slow cluster may have too much to do: then requests end in its queues, or by their own deadline."""
@@ -215,7 +213,7 @@ def test_slowness_alone_ends_no_transfer_whatever_the_network_loses(pieces: list
 # ---------------------------------------------------------------------------------------------------- overlapping steps
 
 
-@settings(MANY, max_examples=max(1, CASES // 4))
+@MANY
 @given(st.sampled_from([(2, 2), (1, 1), (1, 2)]), SCRIPTS, st.booleans())
 def test_overlapping_steps_touch_nothing_of_another_room_in_any_script_of_faults(
     shape: tuple[int, int], pieces: list[list[Op]], has_state: bool
@@ -228,7 +226,7 @@ def test_overlapping_steps_touch_nothing_of_another_room_in_any_script_of_faults
     world.check_it_still_serves()
 
 
-@settings(MANY, max_examples=max(1, CASES // 14))
+@MANY
 @given(ROUTED_SCRIPTS)
 def test_with_overlapping_steps_each_client_gets_each_token_once_and_one_end(pieces: list[list[Op]]) -> None:
     script = [op for piece in pieces for op in piece]

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from shard_pools import AUX_ROW_BYTES, HEAD_BYTES, NUM_AUX, NUM_LAYERS, NUM_PAGES, Ranks, layout_of, mixed_layout
 from support.fake_transport import FakeFabric, Fault, FaultKind
@@ -412,7 +412,6 @@ def test_every_head_of_every_rank_of_d_has_exactly_one_writer_and_the_work_is_ev
         assert min(written) > 0
 
 
-@settings(max_examples=50)
 @given(sizes, st.data())
 def test_every_byte_lands_once_in_its_place(sizes: tuple[int, int, int], data: st.DataObject) -> None:
     heads, src_size, dst_size = sizes

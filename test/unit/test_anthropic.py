@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.agent_requests import TOOL_NAMES, anthropic_agent
 
@@ -290,7 +290,6 @@ PARTS = st.lists(st.one_of(TEXTS, st.builds(MessageDelta, TEXTS, TEXTS, st.lists
 ENDS = (("stop", ""), ("stop", "END"), ("length", ""), ("tool_calls", ""))
 
 
-@settings(max_examples=200, deadline=None)
 @given(PARTS, st.sampled_from(ENDS), st.booleans())
 def test_the_events_of_any_message_add_up_to_its_answer(
     given: list[str | MessageDelta], end: tuple[str, str], fills: bool

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.http import batch_lines
@@ -236,7 +236,6 @@ def test_the_verdict_on_a_reply_says_what_counts() -> None:
     assert verdict_on(Reply(400, b"")) == "answer"
 
 
-@settings(max_examples=30)
 @given(st.binary(max_size=40) | st.text().map(lambda text: json.dumps({"a": text}, indent=2).encode()))
 def test_an_answer_is_one_line_of_json_whatever_the_body_is(body: bytes) -> None:
     raw = answer_line('a"\n', Reply(200, body, "\x00"))

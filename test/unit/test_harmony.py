@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.assets import TINY_MODEL_DIR
@@ -131,7 +131,6 @@ VALUES = st.dictionaries(
 THOUGHTS = TEXTS.filter(lambda text: not any(mark in text for mark in (END, "<|")))
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     thought=THOUGHTS,
     given_calls=st.lists(st.tuples(st.sampled_from(NAMES), VALUES, st.integers(0, 3)), min_size=1, max_size=3),

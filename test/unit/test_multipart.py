@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import InvalidRequest
@@ -40,7 +40,6 @@ names = st.text("abc[]_é", min_size=1, max_size=6)
 contents = st.lists(st.sampled_from([b"\r", b"\n", b"--", b"ab", b"-", b"x", b"\xff"])).map(b"".join)
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(names, st.none() | names, contents), max_size=4), st.data())
 def test_a_form_cut_anywhere_has_the_same_parts(
     parts: list[tuple[str, str | None, bytes]], data: st.DataObject
@@ -106,7 +105,6 @@ def test_a_name_that_cannot_be_read_is_refused(parameter: str, more: str) -> Non
         named(f"name=file; {parameter}{more}")
 
 
-@settings(max_examples=60)
 @given(st.binary(max_size=60))
 def test_noise_is_refused_or_has_no_parts(noise: bytes) -> None:
     parser = FormParser(BOUNDARY)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Values
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -201,7 +201,6 @@ def test_every_flipped_byte_of_a_page_changes_the_sum_of_that_page_only() -> Non
             assert changed == [7], (region, byte)
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_any_set_of_flipped_sign_bits_is_found(data: st.DataObject) -> None:
     """Top bits are where a sum modulo 2**64 is weakest: two of them would cancel out in a sum of 64 bit words."""

@@ -7,7 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, check_prompt, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
@@ -42,7 +42,6 @@ from chitu.protocol import (
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(loads, st.integers(17, 60), st.integers(1, 16))
 def test_unified_tokens_are_right_and_every_page_comes_back(
     load: list[tuple[int, int, int]], num_pages: int, chunk: int
@@ -62,7 +61,6 @@ def test_unified_tokens_are_right_and_every_page_comes_back(
     instance.check_empty()
 
 
-@settings(max_examples=150, deadline=None)
 @given(loads, st.integers(17, 50), st.integers(17, 50), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
     load: list[tuple[int, int, int]], pages_p: int, pages_d: int, aux_slots: int, rng: random.Random

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.assets import TINY_MODEL_DIR
@@ -123,7 +123,6 @@ def listed(calls: list[tuple[str, dict[str, Any]]], write: Callable[[Any], str],
     return f"[{', '.join(made)}]"
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     given_calls=st.lists(st.tuples(st.sampled_from(NAMES), VALUES), min_size=1, max_size=3),
     write=st.sampled_from([repr, json.dumps, lambda value: json.dumps(value, ensure_ascii=False)]),

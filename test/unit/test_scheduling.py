@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 from support.clock import FakeClock
@@ -211,7 +211,6 @@ def test_the_growth_reserve_lets_everybody_grow_soon_and_one_to_its_end() -> Non
     assert reserve.pages == 23 and not reserve.is_empty
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 80), st.integers(0, 20)), max_size=8),
     st.integers(1, 9),

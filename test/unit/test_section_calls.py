@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.assets import TINY_MODEL_DIR
@@ -96,7 +96,6 @@ def raw_breaks(text: str) -> str:
 
 
 @pytest.mark.parametrize("calls", PARSERS)
-@settings(max_examples=60, deadline=None)
 @given(
     given_calls=SOME,
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=9),

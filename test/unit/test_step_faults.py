@@ -8,7 +8,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, LateExecutor, LateStep, expected_tokens
@@ -129,7 +129,6 @@ def test_one_poisonous_request_among_eight_fails_alone(where: str) -> None:
     assert instance.tokens[room_of(8)] == expected_tokens(prompt, 4, INFO.vocab_size)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     loads,
     st.integers(17, 60),
@@ -180,7 +179,6 @@ def test_any_number_of_poisonous_requests_fail_with_retractions_and_cancels(
     instance.check_empty()
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     loads,
     st.integers(17, 50),

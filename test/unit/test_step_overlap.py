@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
@@ -73,7 +73,6 @@ def stopped(index: int, one: tuple[int, int, int], stop: int) -> tuple[bytes, Sa
     return token_ids, sampling, num_emitted, tokens[: tokens.index(tokens[stop]) + 1], "stop"
 
 
-@settings(max_examples=120, deadline=None)
 @given(loads, st.integers(17, 60), st.integers(1, 16), st.lists(stops, min_size=20, max_size=20), st.randoms())
 def test_unified_tokens_ends_and_pages_are_those_without_overlap(
     load: list[tuple[int, int, int]], num_pages: int, chunk: int, stop_at: list[int], rng: random.Random
@@ -107,7 +106,6 @@ def test_unified_tokens_ends_and_pages_are_those_without_overlap(
     assert not instance.late.unread
 
 
-@settings(max_examples=120, deadline=None)
 @given(
     loads,
     st.integers(17, 50),
@@ -459,7 +457,6 @@ def check_group(instance: Instance, index: int, group: tuple[int, int, int, bool
         assert lines == b"".join([fake_logprobs(token, 1) for token in prompt[1:]])
 
 
-@settings(max_examples=60)
 @given(groups, st.integers(24, 70), st.integers(1, 16), st.booleans(), st.randoms(use_true_random=False))
 def test_choices_on_a_unified_instance_are_those_of_single_requests(
     load: list[tuple[int, int, int, bool]], num_pages: int, chunk: int, overlap: bool, rng: random.Random
@@ -487,7 +484,6 @@ def test_choices_on_a_unified_instance_are_those_of_single_requests(
     assert instance.aux.num_free == 4
 
 
-@settings(max_examples=60)
 @given(
     groups, st.integers(17, 50), st.integers(24, 60), st.integers(1, 4), st.booleans(),
     st.randoms(use_true_random=False),

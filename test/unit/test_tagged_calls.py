@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.assets import TINY_MODEL_DIR
@@ -105,7 +105,6 @@ SOME = st.lists(st.one_of(VALUES.map(lambda value: ("write", value)), st.just(("
 
 
 @pytest.mark.parametrize("calls", PARSERS)
-@settings(max_examples=60, deadline=None)
 @given(given_calls=SOME, sizes=st.lists(st.integers(1, 30), min_size=1, max_size=9), end=st.integers(0, 500))
 def test_what_the_template_writes_is_read_as_these_calls_however_it_is_cut(
     calls: type[TaggedParser], given_calls: list[tuple[str, dict[str, Any]]], sizes: list[int], end: int

@@ -108,7 +108,6 @@ def test_each_kind_of_tokenizer_gets_its_detokenizer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_deltas_of_any_ids_concatenate_to_the_decoded_text(name: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = TOKENIZERS[name]
@@ -119,7 +118,6 @@ def test_deltas_of_any_ids_concatenate_to_the_decoded_text(name: str, data: st.D
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "sentencepiece without strip"])
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_runs_of_byte_tokens_are_whole_or_replaced_as_in_decode(name: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[name]
@@ -541,7 +539,6 @@ def test_ids_are_the_librarys(make: Callable[[], Backend]) -> None:
     encoder = WordEncoder.of(backend)
     assert encoder is not None
 
-    @settings(max_examples=400, deadline=None)
     @given(ODD_TEXTS, st.booleans())
     def check(text: str, add_special_tokens: bool) -> None:
         assert encoder is not None

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import transformers
+from draws import often
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -648,7 +649,7 @@ def test_what_the_template_writes_of_a_call_is_read_as_that_call(name: str) -> N
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(NAMES)), ARGUMENTS), min_size=1, max_size=3), st.sampled_from(["", "A."])
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=often(20))
 def test_the_template_in_transformers_is_rendered_as_there_and_read_as_what_it_wrote(
     given_calls: list[tuple[str, dict[str, Any]]], content: str
 ) -> None:
