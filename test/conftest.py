@@ -67,12 +67,16 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is run by hand. Run unit tests last: their files are short, so two workers that take them file by
-    file end together."""
+    """Leave out what is run by hand, and give the many draws of the night their time. Run unit tests last: their files
+    are short, so two workers that take them file by file end together."""
     by_hand = [item for item in items if item.get_closest_marker("by_hand")]
     if by_hand and not config.option.by_hand:
         config.hook.pytest_deselected(items=by_hand)
         items[:] = [item for item in items if item not in set(by_hand)]
+    for item in items if IS_NIGHTLY else ():
+        marker = item.get_closest_marker("timeout")
+        seconds = marker.args[0] if marker is not None else float(config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(often(1) * seconds), append=False)
     items.sort(key=lambda item: item.path.parent.name == "unit")
 
 

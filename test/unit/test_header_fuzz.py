@@ -159,16 +159,10 @@ def require_no_500(server: Server, raw: bytes, caplog: pytest.LogCaptureFixture)
     assert status != 500 and not caplog.records, f"{raw!r}: {status} {caplog.text}"
 
 
-bounded = partial(
-    settings,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],  # it is cleared for each
-)
+FIXTURES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # it is cleared for each
 
 
-@bounded(max_examples=600)
+@FIXTURES
 @given(
     st.sampled_from(PATHS),
     st.sampled_from(("", "?", "/")),
@@ -194,7 +188,7 @@ def test_no_header_path_or_query_is_a_500(
     require_no_500(server, raw, caplog)
 
 
-@bounded(max_examples=400)
+@FIXTURES
 @given(dispositions, more, st.sampled_from(("Content-Disposition", "content-disposition ", "Content-Type", "")))
 def test_no_head_of_a_part_is_a_500(
     server: Server, caplog: pytest.LogCaptureFixture, disposition: str, more: str, name: str
