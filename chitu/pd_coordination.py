@@ -5,13 +5,14 @@ router's loop thread, and its only caller.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank). A process that joins for the first time
 replaces another one, unless it yields. A replaced one is refused from then on, as is one that returns to find its place
-taken. All live P and D can exchange pages (`compatibility.py`). An instance is in the view exactly while its lease
-runs, or until its death is known sooner (by its pid on this machine, from its launcher on another). A lost instance is
-reported once through `on_lost`, after it left the view. The view calls an instance dead only if all its processes are
-known to have ended; silence and a Leave of its own prove nothing. An instance that changes its role drains as what it
-was, then joins as what it becomes, under a new incarnation. That join takes the old one out of the same view, and
-never takes a place that belongs to another process. Nothing here depends on requests, and the work of a join or a
-heartbeat does not depend on the number of members.
+taken; one that changed its role is told another place. All live P and D can exchange pages (`compatibility.py`). An
+instance is in the view exactly while its lease runs, or until its death is known sooner (by its pid on this machine,
+from its launcher on another). A lost instance is reported once through `on_lost`, after it left the view. The view
+calls an instance dead only if all its processes are known to have ended; silence and a Leave of its own prove nothing.
+An instance that changes its role drains as what it was, then joins as what it becomes, under a new incarnation. That
+join takes the old one out of the same view, and never takes a place that belongs to another process. A change of role
+that this router asked for is taken back if nothing serves without that instance any more. Nothing here depends on
+requests, and the work of a join or a heartbeat does not depend on the number of members.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ import msgspec
 
 from chitu.clock import Clock
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity, ChituError, ConfigError, IncompatibleLayout, RankTaken, RoleRefused
+from chitu.errors import (
+    BadFrame,
+    Capacity,
+    ChituError,
+    ConfigError,
+    IncompatibleLayout,
+    LastInstance,
+    RankTaken,
+    RoleRefused,
+)
 from chitu.net.sockets import check_address
 from chitu.net.view_feed import ViewSender
 from chitu.protocol import (
@@ -47,6 +57,7 @@ from chitu.protocol import (
 from chitu.protocol.weights import WeightsOrder, WeightsReport
 from chitu.router.compatibility import MemberKinds
 from chitu.router.metrics import CoordinationMetrics
+from chitu.router.policies import Candidates
 from chitu.router.weights import ClusterWeights
 from chitu.types import Role, instance_name, place_of, place_text
 
@@ -98,8 +109,10 @@ class PDCoordination:
         router_incarnation: int,
         listener: MembershipListener,
         places: Iterable[tuple[Role, int]] = (),
+        index: int = 0,
     ) -> None:
-        """`places`: those of the topology."""
+        """`places`: those of the topology. `index`: that of this router in `router.hosts`."""
+        self._index = index
         self._clock = clock
         self._deadlines = deadlines
         self._listener = listener
@@ -113,6 +126,9 @@ class PDCoordination:
         """Members that changed their role, by the place in which they were started."""
         self._reserved: dict[tuple[Role, int], int] = {}
         """Places that draining members get, with their incarnations."""
+        self._asked: dict[int, bool] = {}
+        """Incarnations of members that change their role because this router asked for it, and whether it takes that
+        back if nothing serves without them."""
         self._kinds = MemberKinds()
         self.weights = ClusterWeights()
         """Whoever calls its methods calls `publish_weights` then."""
@@ -129,6 +145,21 @@ class PDCoordination:
     def view(self) -> ClusterView:
         """The view of the last `next_change`."""
         return self._feed.view
+
+    @property
+    def routed_view(self) -> ClusterView:
+        """The same as requests are routed by it. New ones also wait if another router has them wait, as the members
+        report, or if nothing serves until members have changed their weights."""
+        view = self._feed.view
+        if view.weights.holds or not (self.weights.are_held or self._lacks_weights(view)):
+            return view
+        return msgspec.structs.replace(view, weights=msgspec.structs.replace(view.weights, holds=True))
+
+    def _lacks_weights(self, view: ClusterView) -> bool:
+        if Candidates.in_view(view).usable:
+            return False
+        able = [i for i in view.instances if not self.weights.cannot_read(i.role, i.engine_rank)]
+        return Candidates.among(able).usable
 
     @property
     def has_change(self) -> bool:
@@ -149,7 +180,11 @@ class PDCoordination:
                 return None
             except ChituError as error:
                 log.warning("refused %s: %s", message.instance.name, error)
-                return JoinReply(message.instance.incarnation, code=error.code, message=error.message)
+                reply = JoinReply(message.instance.incarnation, code=error.code, message=error.message)
+                if isinstance(error, RankTaken) and message.instance.former:
+                    free = self._free_rank(message.instance.role, message.instance.home)
+                    reply = msgspec.structs.replace(reply, free_rank=free)
+                return reply
             return JoinReply(message.instance.incarnation, lease_s=self._deadlines.lease_s)
         member = self._live(message.role, message.engine_rank, message.incarnation)
         if member is None:
@@ -180,6 +215,7 @@ class PDCoordination:
                 self.weights.on_info(member.info)
             self.weights.on_report(member.info, heartbeat.weights)
             self.publish_weights()
+            self._listener.on_change()  # `routed_view` may be another one
         return True
 
     def publish_weights(self) -> None:
@@ -237,9 +273,37 @@ class PDCoordination:
         return {key: member.load for key, member in self._members.items()}
 
     @property
+    def routers(self) -> list[int]:
+        """Indices, in order, of the routers that a member is joined to and hears: the first does what one router does
+        for all."""
+        return sorted({index for member in self._members.values() for index in member.routers})
+
+    @property
     def first_router(self) -> int:
-        """Lowest index of a router that a member is joined to and hears: it does what one router does for all."""
-        return min((index for member in self._members.values() for index in member.routers), default=0)
+        return next(iter(self.routers), 0)
+
+    def require_others(self, role: Role, engine_rank: int, command: str) -> None:
+        """Raise LastInstance if requests can be served now but not without this member. Others count if they take new
+        requests and every router has them. `command` does it nevertheless."""
+        member = self._members[role, engine_rank]
+        if member.info.draining or not self._serving(self._members.values()).usable:
+            return
+        routers = set(self.routers) - {self._index}
+        others = [m for m in self._members.values() if m is not member and routers <= set(m.routers)]
+        left = self._serving(others)
+        if not left.usable:
+            raise LastInstance(
+                f"without {member.info.name} nothing could be served ({left.why_unusable()}): start another one first, "
+                f"or force it (`{command} --force`)"
+            )
+
+    def _serving(self, members: Iterable[_Member]) -> Candidates:
+        weights = self.view.weights
+        return Candidates.among([m.info for m in members], None if weights.holds else weights.serve.number)
+
+    def find(self, name: str) -> InstanceInfo | None:
+        """Return the record of a member, as it is now."""
+        return next((m.info for m in self._members.values() if m.info.name == name), None)
 
     def drain(self, role: Role, engine_rank: int) -> tuple[bytes, InstanceInfo] | None:
         """Stop new requests to an instance; the view asks it to finish and leave. Return its connection and record, or
@@ -250,9 +314,10 @@ class PDCoordination:
         self._drain(member)
         return member.identity, member.info
 
-    def change_role(self, role: Role, engine_rank: int, wanted: Role) -> InstanceInfo:
+    def change_role(self, role: Role, engine_rank: int, wanted: Role, *, is_revocable: bool = False) -> InstanceInfo:
         """Stop new requests to a member; the view asks it to finish, or give back, its requests and to join again as
-        another role, with the lowest rank that is free. Return its record. Raises RoleRefused."""
+        another role, with the lowest rank that is free. Return its record. Raises RoleRefused. `is_revocable`: it stays
+        what it is if nothing serves without it any more before it has changed."""
         member = self._members[role, engine_rank]
         info, name = member.info, member.info.name
         if info.draining:
@@ -271,7 +336,21 @@ class PDCoordination:
             raise RoleRefused(reason)
         log.info("%s will become %s", name, new.name)
         self._set_info(member, msgspec.structs.replace(info, draining=True, becomes=becomes))
+        self._asked[info.incarnation] = is_revocable
         return member.info
+
+    def _on_change(self) -> None:
+        """Tell the listener that members have changed. Before that, take back changes of role if nothing serves any
+        more and an instance that is about to change would."""
+        changing = [m for m in self._members.values() if self._asked.get(m.info.incarnation)] if self._asked else []
+        if changing and not Candidates.among(m.info for m in self._members.values()).usable:
+            stays = {m.info.incarnation: msgspec.structs.replace(m.info, draining=False, becomes="") for m in changing}
+            if Candidates.among(stays.get(m.info.incarnation, m.info) for m in self._members.values()).usable:
+                incarnation = changing[0].info.incarnation
+                log.warning("%s stays what it is: nothing else is left that serves", changing[0].info.name)
+                del self._asked[incarnation]
+                self._set_info(changing[0], stays[incarnation])  # which may take back more
+        self._listener.on_change()
 
     def _free_rank(self, role: Role, home: str) -> int:
         """Return the rank that an instance gets which changes to `role`: that of its home, if it has this role, else
@@ -293,6 +372,7 @@ class PDCoordination:
     def _drain(self, member: _Member) -> None:
         if not member.info.draining or member.info.becomes:
             log.info("%s drains", member.info.name)
+            self._asked.pop(member.info.incarnation, None)
             self._set_info(member, msgspec.structs.replace(member.info, draining=True, becomes=""))
 
     def _join(self, join: Join, identity: bytes) -> None:
@@ -338,7 +418,9 @@ class PDCoordination:
         if present is not None and not is_other:
             present.identity = identity
             present.lease_end_s = lease_end_s
-            if not is_repetition and not present.info.draining:
+            # One that drains is told so by this router, or by another one, which alone may take it back.
+            is_free = not present.info.draining or (present.info.becomes and info.incarnation not in self._asked)
+            if not is_repetition and is_free:
                 self._set_info(present, info)
                 self.weights.on_info(info)
                 self.publish_weights()
@@ -380,7 +462,7 @@ class PDCoordination:
             self._reserved[place_of(info.becomes)] = info.incarnation
         member.info = info
         self._feed.put(info)
-        self._listener.on_change()
+        self._on_change()
 
     def _release_place(self, info: InstanceInfo) -> None:
         """Free the place that this member was going to get."""
@@ -398,9 +480,10 @@ class PDCoordination:
             self._moved.pop(place_of(member.info.home), None)
         log.warning("%s is gone: %s", member.info.name, reason)
         self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
+        self._asked.pop(member.info.incarnation, None)
         self.weights.on_lost(member.info)
         self.publish_weights()
-        self._listener.on_change()
+        self._on_change()
         self._listener.on_lost(member.info, reason, has_died)
 
 

@@ -150,6 +150,11 @@ class PDRequestRouter:
     def in_flight(self) -> int:
         return len(self._attempts.rooms)
 
+    @property
+    def num_sent(self) -> int:
+        """Requests in flight that are on instances: they do not wait for the end of a change of weights."""
+        return self.in_flight - len(self._attempts.deferred)
+
     def running(self) -> list[RequestSnapshot]:
         """Return the attempts in flight, oldest first; at most the newest `KEPT_RECORDS`."""
         newest = itertools.islice(reversed(self._attempts.rooms.values()), KEPT_RECORDS)
@@ -465,6 +470,9 @@ class PDRequestRouter:
             self._weights = view.weights.serve.number
             if self._cross_checks is not None:
                 self._cross_checks.forget()
+        self._attempts.is_held = self.is_held
+        self._attempts.resume_deferred()
+        self.flush()
 
     def on_joined(self, instance: InstanceInfo) -> None:
         """Add an instance. Raises Capacity if there is no socket for it; then it is no member."""

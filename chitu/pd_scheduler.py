@@ -151,6 +151,7 @@ class PDScheduler:
             if not self._core.settings.overlap:
                 self._sync_step()
         self._tokens.flush(self._clock.monotonic())
+        self.weights.note_drained(self.is_done)
         worked = launched is not None or (self._load.steps > self._steps_before and self._frozen_since_s is None)
         if worked:
             self._is_checked, self._idle_since_s = False, None
@@ -175,7 +176,7 @@ class PDScheduler:
         """Read the weights that the cluster wants, and change to them once no request runs here, or at once if the
         change is mixed."""
         weights = self.weights.turn()
-        if weights is None or not (weights.is_mixed or self.is_done):
+        if weights is None or not (weights.goes_on_from(self.weights.serves) or self.is_done):
             return
         self._sync_step()
         fingerprint = self.weights.change(weights)

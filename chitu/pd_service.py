@@ -132,6 +132,8 @@ class PDSchedulerService:
         """Number of the last cache flush that a view of each router requested."""
         self._orders = [WeightsOrder() for _ in comm.routers]
         """What the newest view of each router wants of the weights."""
+        self._heard: set[int] = set()
+        """Indices of the routers that are not silent."""
 
     def _make_tokens(self, info: InstanceInfo) -> TokenManager:
         if info.role is not Role.PREFILL and not self._token_sockets:
@@ -187,7 +189,7 @@ class PDSchedulerService:
         for thread in threads:
             thread.start()
         self._stop.wait()
-        while self._becomes and self._change_role():
+        while not self._must_end and self._change_role():
             self._stop.wait()
         self._finish_running()
         self._stop_step.set()
@@ -248,10 +250,12 @@ class PDSchedulerService:
 
     def _change_role(self) -> bool:
         """Finish the running requests, or give them back after `role_change_s`; then begin the life that a router has
-        asked for. Return False if the process is to end instead: it is asked to, or a peer does not answer that may
-        write to pages of this instance, or to whose pages this one may still write."""
-        info = self._life.info
-        role, rank = place_of(self._becomes)
+        asked for, unless that router takes it back. Return False if the process is to end instead: it is asked to, or a
+        peer does not answer that may write to pages of this instance, or to whose pages this one may still write."""
+        info, becomes = self._life.info, self._becomes
+        if not becomes:
+            return self._go_on()
+        role, rank = place_of(becomes)
         name = instance_name(role, rank)
         logger.info("%s will become %s", info.name, name)
         clock = RealClock()
@@ -260,6 +264,8 @@ class PDSchedulerService:
         while now_s - busy_s < QUIET_S or not self._scheduler.is_idle:
             if self._must_end:
                 return False
+            if self._becomes != becomes:
+                return self._go_on()
             time.sleep(0.02)
             now_s = clock.monotonic()
             if not self._scheduler.is_done:
@@ -278,7 +284,7 @@ class PDSchedulerService:
             engine_rank=rank,
             incarnation=new_incarnation(),
             former=(*info.former, info.incarnation)[-KEPT_FORMER:],
-            home="" if home == self._becomes else home,
+            home="" if home == becomes else home,
         )
         self._becomes = ""
         self._waker.wake()
@@ -292,10 +298,14 @@ class PDSchedulerService:
         if not self._comm.change(life.info, life.transfer.side, CHANGE_TIMEOUT_S):
             raise Internal(f"the comm thread did not become {name} within {CHANGE_TIMEOUT_S:g} s")
         old.transfer.retire()
+        logger.info("%s became %s in %.2f s", info.name, name, clock.monotonic() - began_s)
+        return self._go_on()
+
+    def _go_on(self) -> bool:
+        """Serve on after a change of role, or after one that was taken back. Return True."""
         self._stop.clear()
         if self._becomes or self._must_end:  # meanwhile
             self._stop.set()
-        logger.info("%s became %s in %.2f s", info.name, name, clock.monotonic() - began_s)
         return True
 
     def _leave(self) -> None:
@@ -367,7 +377,16 @@ class PDSchedulerService:
             self._cache_flush[router] = view.cache_flush
             self._scheduler.flush_cache()
         self._orders[router] = view.weights
-        self._scheduler.weights.set_order(join_orders(self._orders))
+        self._heard.add(router)
+        self._order_weights()
+
+    def on_silence(self, router: int) -> None:
+        """Count no more what this router wants of the weights (`CommOwner`)."""
+        self._heard.discard(router)
+        self._order_weights()
+
+    def _order_weights(self) -> None:
+        self._scheduler.weights.set_order(join_orders(self._orders, self._heard))
         self._waker.wake()
 
     def on_new_router(self, router: int) -> None:
@@ -382,6 +401,11 @@ class PDSchedulerService:
         self._becomes = becomes
         if not becomes:
             self.was_drained = not self._signalled.is_set()  # else the view reflects our own Drain
+        self._stop.set()
+
+    def on_stay(self) -> None:
+        logger.info("%s stays what it is", self._life.info.name)
+        self._becomes = ""
         self._stop.set()
 
     def on_refused(self, code: str, message: str) -> None:

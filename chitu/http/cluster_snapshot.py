@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -29,6 +29,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus
+from chitu.protocol.weights import PauseMode
 from chitu.router.attempts import KEPT_RECORDS
 from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
@@ -81,7 +82,7 @@ class WeightsState(msgspec.Struct, frozen=True):
     """Changes since the start of the cluster."""
     missing: list[str]
     """Instances that do not have them yet, and get no requests before."""
-    paused: Literal["", "finish", "keep"]
+    paused: PauseMode
     """Whether an operator has paused the cluster, and how."""
 
 
@@ -106,7 +107,7 @@ class ClusterSource(Protocol):
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         """See `serve/weights.py`, as for the next."""
 
-    async def pause(self, mode: Literal["", "finish", "keep"], timeout_s: float) -> WeightsState: ...
+    async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState: ...
 
     async def flush_caches(self) -> None:
         """Make every instance forget its cached prefixes, within about a heartbeat."""

@@ -26,7 +26,7 @@ import zmq
 
 from chitu.clock import Clock, Silence
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity, Internal, UnknownKind
+from chitu.errors import BadFrame, Capacity, Internal, RankTaken, UnknownKind
 from chitu.kv_transfer.kv_manager import TransferSide
 from chitu.net.curve import ClusterSecrets, make_context
 from chitu.net.link import LinkReceivers
@@ -52,6 +52,7 @@ from chitu.protocol import (
 )
 from chitu.protocol.weights import Weights
 from chitu.tracing.tracer import Tracer
+from chitu.types import place_text
 
 ABANDONED = 20
 """An added instance has lost its cluster after so many times `router_s`: after 10 minutes with the default."""
@@ -136,7 +137,9 @@ class RouterContact:
         self.joined = False
         """Whether the newest view lists this instance."""
         self.knows_drain = False
-        """Whether it lists this instance as draining."""
+        """Whether it lists this instance as draining, or not, as it is."""
+        self.taken_back = ""
+        """Change of role that it learnt from this instance, and does not know yet to be taken back."""
         self.num_views = 0
         """How often the router has shown that the view here is its newest."""
         self.is_silent = False
@@ -215,6 +218,12 @@ class CommOwner(Protocol):
         """Finish the running requests and leave, or change the role (`InstanceInfo.becomes`): the routers send no more.
         Called once, and again with "" if it is to leave after all."""
 
+    def on_stay(self) -> None:
+        """Stay what it is, if that is possible still: the router takes its change of role back."""
+
+    def on_silence(self, router: int) -> None:
+        """Count no more what this router wants of the cluster: it was silent for a lease."""
+
     def on_missing(self) -> None:
         """Send the next heartbeat, which reports that a request was lost in transit, without delay."""
 
@@ -248,6 +257,10 @@ class CommLoop:
         self._is_draining = False
         self._becomes = ""
         """What a router has asked this instance to become, while it drains for that."""
+        self._asked_by = 0
+        """Index of that router."""
+        self._gets_other_rank = False
+        """Whether this incarnation joins no more, as its rank was taken: the next one has another rank."""
         self._next: tuple[InstanceInfo, TransferSide] | None = None
         self._has_changed = threading.Event()
         self._first_view = (0, 0)
@@ -340,7 +353,7 @@ class CommLoop:
             now_s = self._clock.monotonic()
             for router in self.routers:
                 if now_s >= router.next_join_s and not self._stopping:
-                    self._keep_in_touch(router, instance, transfer, deadlines, poller)
+                    self._keep_in_touch(router, instance, transfer, owner, deadlines, poller)
             ready = dict(poller.poll(POLL_MS))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
@@ -361,9 +374,9 @@ class CommLoop:
     def _start_again(self) -> None:
         """Forget what the routers know of the former incarnation. The new side learns of its peers by the view that
         lists it, in which its former self is no peer of it."""
-        self._is_draining, self._becomes, self._first_view = False, "", (0, 0)
+        self._is_draining, self._becomes, self._first_view, self._gets_other_rank = False, "", (0, 0), False
         for router in self.routers:
-            router.joined = router.knows_drain = False
+            router.joined, router.taken_back = False, ""
             router.first_view, router.known_at_birth = (0, 0), 0
         self._tell()
         self._has_changed.set()
@@ -371,7 +384,7 @@ class CommLoop:
     def _tell(self) -> None:
         """Tell all routers soon what they do not know."""
         for router in self.routers:
-            router.next_join_s = 0.0
+            router.knows_drain, router.next_join_s = False, 0.0
         os.eventfd_write(self._wake_fd, 1)
 
     def _keep_in_touch(
@@ -379,6 +392,7 @@ class CommLoop:
         router: RouterContact,
         instance: InstanceInfo,
         transfer: TransferSide,
+        owner: CommOwner,
         deadlines: DeadlineConfig,
         poller: zmq.Poller,
     ) -> None:
@@ -392,20 +406,24 @@ class CommLoop:
             if not router.is_silent:
                 router.is_silent = True
                 transfer.on_silence(router.index)
+                owner.on_silence(router.index)
         if router.joined:
-            if self._is_draining and not router.knows_drain:
-                (self._join if self._becomes else self._send_drain)(router, instance)
+            if not router.knows_drain and (self._is_draining or router.taken_back):
+                (self._send_drain if self._is_draining and not self._becomes else self._join)(router, instance)
         elif self._may_join(router, instance):
             self._join(router, instance)
 
     def _may_join(self, router: RouterContact, instance: InstanceInfo) -> bool:
         """Return whether it is this router's turn. All that are up have to be heard before the first membership, which
-        tells the routers that this process is newer than what they list from those that came later. Of two added
-        instances with one rank the first router takes one, and the other routers then the same."""
+        tells the routers that this process is newer than what they list from those that came later. Of two instances
+        that are added or change their roles, with one rank, the first router takes one, and the other routers then the
+        same."""
+        if self._gets_other_rank:
+            return False
         is_new = len(self.routers) > 1 and self._first_view == (0, 0)
         if is_new and not all(other.num_views or other.is_silent for other in self.routers):
             return False
-        before = self.routers[: router.index] if instance.yields else ()
+        before = self.routers[: router.index] if instance.yields or instance.former else ()
         return all(other.joined or other.is_silent for other in before)
 
     def _join(self, router: RouterContact, instance: InstanceInfo) -> None:
@@ -509,9 +527,21 @@ class CommLoop:
                 logger.warning("coordination: bad frame: %s", error)
                 continue
             if isinstance(reply, JoinReply) and reply.code and reply.incarnation == instance.incarnation:
-                owner.on_refused(reply.code, reply.message)
+                if reply.code == RankTaken.code and reply.free_rank >= 0:
+                    self._take_rank(router, instance, reply, owner)
+                else:
+                    owner.on_refused(reply.code, reply.message)
             elif isinstance(reply, Drain) and reply.incarnation == instance.incarnation:
-                self._take_drain(owner, "")
+                self._take_drain(owner, "", router)
+
+    def _take_rank(self, router: RouterContact, instance: InstanceInfo, refusal: JoinReply, owner: CommOwner) -> None:
+        """Begin anew with another rank, as this one was taken while the role changed. If a router before this one has
+        the instance, the other one is on its way to another rank: Join is sent again."""
+        logger.warning("a router refused %s: %s", instance.name, refusal.message)
+        if self._gets_other_rank or self._is_draining or any(each.joined for each in self.routers[: router.index]):
+            return
+        self._gets_other_rank = True
+        self._take_drain(owner, place_text(instance.role, refusal.free_rank), router)
 
     def _drain_views(
         self, router: RouterContact, instance: InstanceInfo, transfer: TransferSide, owner: CommOwner
@@ -535,15 +565,14 @@ class CommLoop:
         if router.joined and own is None:
             router.next_join_s = 0.0
         router.joined = own is not None
-        router.knows_drain = own is not None and own.draining and own.becomes == self._becomes
         if own is not None and router.first_view == (0, 0):
             router.first_view = view.router_incarnation, view.version
             if self._first_view == (0, 0):
                 self._first_view = router.first_view
                 for each in self.routers:
                     each.known_at_birth = each.feed.view.router_incarnation
-        if own is not None and own.draining:
-            self._take_drain(owner, own.becomes)
+        if own is not None:
+            self._take_order(router, own, owner)
         if view.router_incarnation != router.incarnation:
             if router.incarnation:
                 logger.warning("a new router took over")
@@ -554,11 +583,25 @@ class CommLoop:
         transfer.on_view(view, router.index)
         owner.on_view(view, router.index)
 
-    def _take_drain(self, owner: CommOwner, becomes: str) -> None:
+    def _take_order(self, router: RouterContact, own: InstanceInfo, owner: CommOwner) -> None:
+        """Drain, or stay after all, as the record of this instance in a new view says."""
+        if not (own.draining and own.becomes and own.becomes == router.taken_back):
+            router.taken_back = ""
+            if own.draining:
+                self._take_drain(owner, own.becomes, router)
+            elif self._becomes and router.index == self._asked_by and not self._gets_other_rank:
+                for other in self.routers:
+                    other.taken_back = self._becomes if other is not router else ""
+                self._is_draining, self._becomes = False, ""
+                self._tell()
+                owner.on_stay()
+        router.knows_drain = (own.draining, own.becomes) == (self._is_draining, self._becomes)
+
+    def _take_drain(self, owner: CommOwner, becomes: str, router: RouterContact) -> None:
         """Note that this instance drains; call `on_drain` once. The other routers learn it from the instance, and one
         that restarts meanwhile by Join. To leave wins over a change of role."""
         if not self._is_draining or (self._becomes and not becomes):
-            self._is_draining, self._becomes = True, becomes
+            self._is_draining, self._becomes, self._asked_by = True, becomes, router.index
             self._tell()
             owner.on_drain(becomes)
 

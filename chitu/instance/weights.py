@@ -9,7 +9,7 @@ here. An arrival for other weights than `serves` is refused, so no request is co
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
@@ -19,23 +19,22 @@ from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 10.0
+"""Pause before a folder that could not be read is tried again, if the cluster serves it."""
 
-def join_orders(orders: Sequence[WeightsOrder]) -> WeightsOrder:
+
+def join_orders(orders: Sequence[WeightsOrder], heard: Collection[int]) -> WeightsOrder:
     """Return what several routers want together: each serves the newest weights that it has seen any instance serve, so
-    an older order is one that has not been renewed yet."""
-    if len(orders) == 1:
-        return orders[0]
-    prepares = [order.prepare for order in orders if order.prepare is not None]
+    an older order is one that has not been renewed yet. `heard`: indices of the routers that are not silent. Of the
+    others only `serve` counts, which nobody can take back, unless all are silent."""
+    present = [order for index, order in enumerate(orders) if index in heard] or orders
+    prepares = [order.prepare for order in present if order.prepare is not None]
     return WeightsOrder(
         max((order.serve for order in orders), key=lambda weights: weights.age),
         max(prepares, key=lambda weights: (weights.number, weights.path)) if prepares else None,
-        holds=any(order.holds for order in orders),
-        freezes=any(order.freezes for order in orders),
+        holds=any(order.holds for order in present),
+        pause=max((order.pause for order in present), key=lambda pause: pause.age),
     )
-
-
-RETRY_S = 10.0
-"""Pause before a folder that could not be read is tried again, if the cluster serves it."""
 
 
 class WeightsKeeper:
@@ -54,6 +53,8 @@ class WeightsKeeper:
         """Whether there is nothing to do until the next order."""
         self.freezes = False
         """Whether no step may start."""
+        self.is_drained = False
+        """Whether no request runs here; see `note_drained`."""
         self._order = WeightsOrder()
         self._reading: Weights | None = None
         """What the loader reads or has read."""
@@ -66,11 +67,19 @@ class WeightsKeeper:
             self._order, self.freezes = order, order.freezes
             self.is_settled = False
 
+    def note_drained(self, is_drained: bool) -> None:
+        """Report whether no request runs here, if routers have new ones wait. The step thread says so with every
+        turn."""
+        if is_drained != self.is_drained:
+            self.is_drained = is_drained
+            self._set_report(self.report)
+
     def turn(self) -> Weights | None:
         """Read what is wanted. Return weights that are read and are to serve now: `change` to them once this is
         possible."""
         self.is_settled = True  # before the order is read: a new one makes it False again
         order = self._order
+        self._set_report(self.report)
         is_due = order.serve.age > self.serves.age
         self.accepts = -1 if is_due else self.serves.number
         wanted = order.serve if is_due else order.prepare
@@ -130,6 +139,9 @@ class WeightsKeeper:
             self._set_report(WeightsReport(self.serves))
 
     def _set_report(self, report: WeightsReport) -> None:
+        order = self._order
+        is_drained = order.holds and self.is_drained
+        report = msgspec.structs.replace(report, holds=order.holds, pause=order.pause, is_drained=is_drained)
         if report != self.report:
             self.report = report
             self.on_news()

@@ -121,18 +121,23 @@ def change_role(
     Internal if the instance has left instead, and the errors of `RouterClient`.
     """
     name, started_s = name.upper(), time.monotonic()
+    before = _find(client.cluster(), name)
+    home = name if before is None else before.home or name
     change = client.change_role(name, role, force)
     say(f"{name} becomes {change.becomes}: it gets no new requests, and finishes its own or gives them back")
     while wait:
         snapshot = client.cluster()
-        old, new = _find(snapshot, name), _find(snapshot, change.becomes)
-        if new is not None and new.status == "up":
-            say(f"{change.becomes} serves, {time.monotonic() - started_s:.1f} s after the call")
+        old = _find(snapshot, name)
+        up = [instance for instance in snapshot.instances if instance.status == "up" and instance.role == role]
+        new = next((instance for instance in up if (instance.home or instance.name) == home), None)
+        if new is not None:  # with another rank if that one was taken meanwhile
+            say(f"{new.name} serves, {time.monotonic() - started_s:.1f} s after the call")
             return
         if old is None or old.incarnation != change.incarnation:
             raise Internal(f"{name} has left the cluster and has not joined as {change.becomes}: see its log")
         if old.becomes != change.becomes:
-            raise Internal(f"{name} does not become {change.becomes} any more: it was asked to leave")
+            why = "nothing else was left that serves" if old.status == "up" else "it was asked to leave"
+            raise Internal(f"{name} does not become {change.becomes} any more: {why}")
         time.sleep(POLL_S)
 
 

@@ -510,6 +510,8 @@ class JoinReply(Wire, frozen=True, tag="join_reply"):
     lease_s: float = 0.0
     code: str = ""
     message: str = ""
+    free_rank: int = -1
+    """With `rank_taken`, for an instance that has changed its role: a rank of that role that is free."""
 
 
 class Leave(Wire, frozen=True, tag="leave"):

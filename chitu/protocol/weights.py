@@ -3,7 +3,12 @@ heartbeats). Both are repeated as a whole, so nothing depends on a message that 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from chitu.protocol.wire import Wire
+
+PauseMode = Literal["", "finish", "keep"]
+"""How an operator has paused a cluster: running requests end, or stop where they are. Empty: not at all."""
 
 
 class Weights(Wire, frozen=True):
@@ -17,11 +22,31 @@ class Weights(Wire, frozen=True):
     """Folder, on every instance."""
     is_mixed: bool = False
     """Requests that ran when they came went on with them."""
+    unmixed: int = 0
+    """Of mixed ones: number of the last change before them that was not mixed."""
 
     @property
     def age(self) -> tuple[int, str]:
         """Sort key: the larger one is newer. Two changes of one number, of two routers, are ordered by their hash."""
         return self.number, self.model_hash
+
+    def goes_on_from(self, earlier: Weights) -> bool:
+        """Return whether a request that has tokens of earlier weights may have tokens of these, too: every change in
+        between was mixed."""
+        return earlier.number >= (self.unmixed if self.is_mixed else self.number)
+
+
+class Pause(Wire, frozen=True):
+    """An operator's last word on whether a cluster is paused, as a router has it."""
+
+    number: int = 0
+    """Grows with every pause and every end of one, at any router: the largest counts."""
+    mode: PauseMode = ""
+
+    @property
+    def age(self) -> tuple[int, str]:
+        """Sort key: the larger one counts. Of two with one number, of two routers, the one that pauses more."""
+        return self.number, self.mode
 
 
 class WeightsOrder(Wire, frozen=True):
@@ -32,9 +57,13 @@ class WeightsOrder(Wire, frozen=True):
     prepare: Weights | None = None
     """To be read and checked beside those that serve; without a hash, which the instances report."""
     holds: bool = False
-    """New requests wait on the router."""
-    freezes: bool = False
-    """Instances start no step: what runs there stays as it is."""
+    """New requests wait on the routers."""
+    pause: Pause = Pause()
+
+    @property
+    def freezes(self) -> bool:
+        """Whether instances start no step: what runs there stays as it is."""
+        return self.pause.mode == "keep"
 
 
 class WeightsReport(Wire, frozen=True):
@@ -45,3 +74,9 @@ class WeightsReport(Wire, frozen=True):
     """Weights that it has read, or could not read."""
     error: str = ""
     """Why it could not."""
+    holds: bool = False
+    """As in the orders that it has: so the other routers learn that new requests wait."""
+    pause: Pause = Pause()
+    """The one that counts, of those in the orders."""
+    is_drained: bool = False
+    """With `holds`: no request runs here, of any router."""

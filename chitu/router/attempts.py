@@ -149,6 +149,10 @@ class Attempts:
         """Tokens that the attempts in `rooms` prefill."""
         self.num_held = self.num_held_tokens = 0
         """Choices of requests that wait for the end of a pause, and their prompt tokens."""
+        self.is_held = False
+        """Whether new requests wait, because the cluster is paused or changes its weights."""
+        self.deferred: dict[Generation, Choose] = {}
+        """Requests whose attempt was ended by a change of weights, and that wait for its end; still in `rooms`."""
         self.num_waiting = 0
         """Attempts in `rooms` without a token."""
         self.num_new_tokens = 0
@@ -267,7 +271,8 @@ class Attempts:
             self._on_silent(member, frozenset(heartbeat.silent))
 
     def tick(self) -> None:
-        """End requests that are out of time."""
+        """End requests that are out of time; send deferred requests again."""
+        self.resume_deferred()
         for generation in self._deadlines.expired(self._clock.monotonic()):
             self._apply(generation, OutOfTime())
 
@@ -341,13 +346,36 @@ class Attempts:
         text = f"{full.name} accepts no requests (its queue is full)"
         return AttemptFailed(NoInstance(text), full)
 
-    def _choose(self, generation: Generation, wanted: Choose) -> Event:
+    def resume_deferred(self) -> None:
+        """Send the deferred requests again, unless new ones wait, too."""
+        if self.is_held or not self.deferred:
+            return
+        deferred, self.deferred = self.deferred, {}
+        for generation, wanted in deferred.items():
+            wanted.token_ids = generation.request.token_ids + generation.output.tobytes()  # some were on their way
+            if (event := self._choose(generation, wanted, is_again=True)) is not None:
+                self._apply(generation, event)
+
+    def _defer(self, generation: Generation, wanted: Choose) -> None:
+        """Have a request wait, and nothing of it run: the instances change once they have nothing to do."""
+        if generation.attempt is not None:
+            self._dispatcher.cancel(generation.attempt)
+        self.deferred[generation] = wanted
+
+    def _choose(self, generation: Generation, wanted: Choose, is_again: bool = False) -> Event | None:
+        """Return what follows a failed attempt; None if that is decided later."""
+        if wanted.failure.is_early and not is_again:  # the instance knows of the change, this router perhaps not yet
+            self._defer(generation, wanted)
+            return None
         blocked = self._members.blocked(self._clock.monotonic())
         try:
             request = generation.request
             limits = request.prefix_salt, request.sampling.max_tokens, request.slo
             target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits)
         except NoInstance:
+            if self.is_held:
+                self._defer(generation, wanted)
+                return None
             return NoPair(wanted.failure)
         prefill, decode = target.prefill, instance_key(target.decode)
         is_cut_off = prefill is not None and self._members.is_cut_off(instance_key(prefill), decode)
@@ -430,6 +458,7 @@ class Attempts:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
         new_tokens = attempt.target.new_tokens
         del self.rooms[attempt.room]
+        self.deferred.pop(attempt.generation, None)
         self._dispatcher.trace.framed.pop(attempt.room, None)
         self.num_tokens -= attempt.num_tokens
         self.journal.add(record)

@@ -23,7 +23,7 @@ every request uses spreads as far as its load needs, a short one at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -103,9 +103,13 @@ class Candidates:
     @classmethod
     def in_view(cls, view: ClusterView) -> Candidates:
         # While new requests wait, those that change their weights count, too: nothing goes there before they have.
-        served = None if view.weights.holds else view.weights.serve.number
+        return cls.among(view.instances, None if view.weights.holds else view.weights.serve.number)
+
+    @classmethod
+    def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
+        """Return those of the instances that serve weights of this number; None: whatever they serve."""
         usable = sorted(
-            (i for i in view.instances if not i.draining and served in (None, i.weights.number)),
+            (i for i in instances if not i.draining and weights in (None, i.weights.number)),
             key=lambda i: i.engine_rank,
         )
         return cls(

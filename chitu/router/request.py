@@ -437,7 +437,7 @@ class Begin(Struct):
 
 
 class Choose(Struct):
-    """Find a pair for these tokens: PairChosen or NoPair is the answer."""
+    """Find a pair for these tokens: PairChosen or NoPair is the answer, now or once requests need not wait."""
 
     token_ids: bytes
     avoid: frozenset[InstanceKey]
@@ -702,7 +702,7 @@ def _other_weights(generation: Generation, before: Attempt, target: Target) -> W
     """Return why a request with tokens cannot go on there: it would have tokens of two models, which only a mixed
     change allows. None if it can."""
     old, new = before.target.decode.weights, target.decode.weights
-    if old.number == new.number or not generation.num_emitted or new.is_mixed:
+    if old.number == new.number or not generation.num_emitted or new.goes_on_from(old):
         return None
     return WeightsChanged(
         f"{generation.num_emitted} tokens were computed with weights {old.number}, and the cluster serves {new.number}"

@@ -5,7 +5,8 @@ and neither end alone can tell which is broken, so both are suspects; later succ
 
 Three bounds: `max_attempts` of failures that have a cause; `MAX_DEATHS`, since a request that kills its instances would
 kill the next one too; `MAX_CUTS` in a row without a token, since a cut is no instance's fault and the next attempt may
-get through.
+get through. A request that came while its instance changed its weights is bounded by its own deadline alone: it never
+began there.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from chitu.errors import (
     TransferFailed,
     TransferStalled,
     TransferTimeout,
+    WeightsChanged,
 )
 from chitu.router.policies import InstanceKey
 
@@ -80,6 +82,11 @@ class Failure:
     def is_cut(self) -> bool:
         return isinstance(self.error, CUTS)
 
+    @property
+    def is_early(self) -> bool:
+        """Whether the request came while its instance changed its weights. The next attempt waits until it has."""
+        return isinstance(self.error, WeightsChanged)
+
 
 class FailureHistory(msgspec.Struct):
     """Account of a request's failed attempts."""
@@ -103,6 +110,8 @@ class FailureHistory(msgspec.Struct):
 
     def add(self, failure: Failure, has_progressed: bool) -> None:
         """Record a failed attempt that another one follows."""
+        if failure.is_early:
+            return
         self.avoid |= failure.suspects
         self.cuts = 0 if has_progressed else self.cuts
         if not failure.is_cut:
@@ -120,7 +129,10 @@ def failure_of(
 ) -> Failure:
     """Return what an error means. `reporter` is one of the pair, or the instance that the router itself found at fault;
     `prefill` is None if one unified instance did both halves."""
-    if prefill is None:
+    suspects: set[InstanceKey]
+    if isinstance(error, WeightsChanged):
+        suspects = set()  # it serves again once it has changed
+    elif prefill is None:
         suspects = {decode}
     elif isinstance(error, OF_THE_LINK):
         suspects = {prefill, decode}
@@ -145,6 +157,8 @@ def may_retry(
         return False
     if num_emitted and not config.continue_streams:
         return False
+    if failure.is_early:
+        return left_s > 0
     if left_s <= 0 or config.max_attempts == 1:
         return False
     if failure.is_cut:

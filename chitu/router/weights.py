@@ -3,12 +3,13 @@
 Owned by `pd_coordination.py`, on the loop thread of the process that keeps the membership; its shell publishes `order`
 with the view. A change has two phases. *Prepare*: every member reads the folder beside the weights that serve, checks
 it, and reports its hash; one that cannot ends the change, with nothing lost. *Commit*: `serve` names the new weights,
-and each member changes between two steps. In between new requests wait on the router until the running ones are over,
-unless the change is mixed.
+and each member changes between two steps. In between new requests wait on all routers, which learn of it from the
+members' reports, until these say that no request runs, unless the change is mixed.
 
 Invariant: nothing but `serve` decides what answers are made of. A member with older weights gets no request until it
 has read those of `serve`. So it does not matter who dies: a new router takes the newest weights that any member has,
-which exist only if that change was committed, and an instance that starts again learns them from the view.
+which exist only if that change was committed, and an instance that starts again learns them from the view. Of all
+pauses and ends of pauses, at any router, the last one counts.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from chitu.errors import ChituError, WeightsRefused
 from chitu.protocol import InstanceInfo
-from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
+from chitu.protocol.weights import Pause, PauseMode, Weights, WeightsOrder, WeightsReport
 from chitu.types import Role, instance_name
 
 Phase = Literal["prepare", "drain", "commit", "done", "failed"]
-Pause = Literal["", "finish", "keep"]
 Place = tuple[Role, int]
 
 
@@ -49,8 +51,10 @@ class WeightsChange:
 class ClusterWeights:
     def __init__(self) -> None:
         self.serve = Weights()
-        self.pause: Pause = ""
-        """By an operator: `finish` lets running requests end, `keep` stops them where they are."""
+        self._pause = Pause()
+        """The last word about pauses that this router was given; of a pause that another one has ended, the number."""
+        self._last_pause = 0
+        """Largest number that such a word has had, at any router."""
         self._change: WeightsChange | None = None
         self._last = 0
         """Largest number that a change has had."""
@@ -64,9 +68,44 @@ class ClusterWeights:
         return WeightsOrder(
             self.serve,
             change.wanted if change is not None and is_waiting else None,
-            holds=bool(self.pause) or is_held,
-            freezes=self.pause == "keep",
+            holds=bool(self._pause.mode) or is_held,
+            pause=self._pause,
         )
+
+    @property
+    def are_held(self) -> bool:
+        """Whether a member says that new requests wait."""
+        return any(report.holds for _, report in self._members.values())
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether every member says that new requests wait and none runs there, of any router."""
+        return all(report.is_drained for _, report in self._members.values())
+
+    @property
+    def pause(self) -> PauseMode:
+        """How the cluster is paused, by an operator at any router: `finish` lets running requests end, `keep` stops
+        them where they are."""
+        return max((self._pause, *self._reported_pauses()), key=lambda pause: pause.age).mode
+
+    @pause.setter
+    def pause(self, mode: PauseMode) -> None:
+        if mode or self.pause or self._last_pause > self._pause.number:
+            self._last_pause += 1
+            self._pause = Pause(self._last_pause, mode)
+
+    @property
+    def is_pause_known(self) -> bool:
+        """Whether every member has this router's last word about pauses, or a later one."""
+        return all(pause.age >= self._pause.age for pause in self._reported_pauses())
+
+    def _reported_pauses(self) -> list[Pause]:
+        return [report.pause for _, report in self._members.values()]
+
+    def cannot_read(self, role: Role, rank: int) -> bool:
+        """Return whether a member says that it cannot read the weights of `serve`."""
+        _, report = self._members.get((role, rank), (None, WeightsReport()))
+        return bool(report.error) and report.prepared == self.serve
 
     def missing(self) -> list[str]:
         """Return the members that do not have the weights of `serve` yet, with the reason if they cannot read them."""
@@ -92,11 +131,12 @@ class ClusterWeights:
                 "change: resume, or ask for a mixed one"
             )
         self._last = max(self._last, self.serve.number) + 1
-        self._change = WeightsChange(Weights(self._last, "", path, is_mixed))
+        before = self.serve.unmixed if self.serve.is_mixed else self.serve.number
+        self._change = WeightsChange(Weights(self._last, "", path, is_mixed, before if is_mixed else 0))
         return self._change
 
     def on_drained(self, change: WeightsChange) -> None:
-        """Commit: no request of this router runs, and new ones wait."""
+        """Commit: no request runs, and new ones wait."""
         if change is self._change and change.phase == "drain":
             self._commit(change)
 
@@ -124,15 +164,18 @@ class ClusterWeights:
     def on_report(self, info: InstanceInfo, report: WeightsReport) -> None:
         """Take a report of a member, whose record already has the weights that it reports."""
         self._members[info.role, info.engine_rank] = info, report
+        self._last_pause = max(self._last_pause, report.pause.number)
+        if self._pause.mode and report.pause.age > self._pause.age:
+            self._pause = Pause(self._pause.number)
         self._advance()
 
     # --------------------------------------------------------------------------------------------------------- internal
 
     def _adopt(self, info: InstanceInfo) -> None:
-        """Serve the newer weights that a member brought from an earlier router."""
+        """Serve the newer weights that a member brought, from an earlier router or another one."""
         change = self._change
         if change is not None and info.weights != change.wanted:
-            self._fail(change, f"{info.name} joined, and has newer weights from an earlier change")
+            self._fail(change, f"{info.name} has weights {info.weights.number} of another change by now")
         self.serve = info.weights
 
     def _advance(self) -> None:
@@ -161,9 +204,8 @@ class ClusterWeights:
             found = ", ".join(f"{name} reads {model_hash}" for model_hash, name in sorted(hashes.items()))
             self._fail(change, f"{change.wanted.path} is not the same folder everywhere: {found}")
         else:
-            wanted = change.wanted
-            change.wanted = Weights(wanted.number, next(iter(hashes)), wanted.path, wanted.is_mixed)
-            if wanted.is_mixed:
+            change.wanted = msgspec.structs.replace(change.wanted, model_hash=next(iter(hashes)))
+            if change.wanted.is_mixed:
                 self._commit(change)
             else:
                 change.phase = "drain"

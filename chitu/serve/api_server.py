@@ -50,6 +50,7 @@ from chitu.process.progress import ProgressWriter
 from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking
 from chitu.serve.balancing import Balancing
 from chitu.serve.membership import Membership, OwnCluster
+from chitu.serve.other_routers import OtherRouters
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,8 @@ class RouterProcess:
         self._context = context = make_context(secrets)
 
         def cluster_of(router: PDRequestRouter) -> OwnCluster:
-            self._membership = Membership(config, context, router, secrets, lambda lines: self._api.on_trace(lines))
-            self._cluster = OwnCluster(router, self._membership)
+            self._membership = Membership(config, context, router, secrets, lambda got: self._api.on_trace(got), index)
+            self._cluster = OwnCluster(router, self._membership, OtherRouters(routers, index, secrets))
             return self._cluster
 
         self._api = ApiEndpoint(topology, model, context, cluster_of, secrets=secrets, index=index)

@@ -102,7 +102,9 @@ class Balancing:
         busy = ""
         if self._changing is not None and not self._changing.done():
             busy = "a change is being ordered"
-        elif view.weights.holds or view.weights.prepare is not None or coordination.weights.missing():
+        elif (
+            coordination.routed_view.weights.holds or view.weights.prepare is not None or coordination.weights.missing()
+        ):
             busy = "the cluster is paused, or changes its weights"
         elif flow.is_cut_off:
             busy = "a P and a D cannot reach each other"

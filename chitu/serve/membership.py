@@ -25,8 +25,9 @@ import zmq
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.config.topology import SECTIONS
-from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
+from chitu.errors import BadFrame, ConfigError, UnknownInstance
 from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState
+from chitu.http.replies import DrainReply, RoleReply
 from chitu.http.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.aio import FrameReader
@@ -48,9 +49,9 @@ from chitu.protocol import (
     encode,
     stats_codec,
 )
+from chitu.protocol.weights import PauseMode
 from chitu.router.metrics import BalanceMetrics, CoordinationMetrics
-from chitu.router.policies import Candidates
-from chitu.router.weights import Pause
+from chitu.serve.other_routers import OtherRouters
 from chitu.serve.weights import WeightsDriver
 from chitu.types import Role, instance_name, new_incarnation, place_of
 
@@ -74,8 +75,9 @@ class Membership:
         router: PDRequestRouter,
         secrets: ClusterSecrets | None,
         on_trace: Callable[[TraceLines], None],
+        index: int = 0,
     ) -> None:
-        """Call on the running loop."""
+        """Call on the running loop. `index`: that of this router in `router.hosts`."""
         pd = config.pd_disaggregation
         self._interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock = RealClock()
@@ -88,6 +90,7 @@ class Membership:
             new_incarnation(),
             self,
             ((role, rank) for role, section in SECTIONS.items() for rank in range(len(getattr(config, section)))),
+            index,
         )
 
         def open_port(kind: int, port: int) -> tuple[zmq.Socket[bytes], int]:
@@ -154,9 +157,9 @@ class Membership:
             self._readers["coordination"].poke()
             self._publish()
 
-    def change_role(self, role: Role, engine_rank: int, wanted: Role) -> InstanceInfo:
+    def change_role(self, role: Role, engine_rank: int, wanted: Role, force: bool) -> InstanceInfo:
         """Have a member change its role, as `PDCoordination.change_role` does. The view alone tells it."""
-        info = self.coordination.change_role(role, engine_rank, wanted)
+        info = self.coordination.change_role(role, engine_rank, wanted, is_revocable=not force)
         self._publish()
         return info
 
@@ -188,9 +191,10 @@ class Membership:
         if had_change or self._published_s >= self._next_beat_s:
             self._next_beat_s = self._published_s + self._interval_s
             change = encode(core.next_change())
-            if had_change:
-                self._router.on_view(core.view)
             self._pub.send_multipart([VIEW_TOPIC, change], zmq.NOBLOCK)
+        view = core.routed_view
+        if had_change or view.weights.holds != self._router.is_held:
+            self._router.on_view(view)
         if self._asked:
             whole = zmq.Frame(encode(core.view), copy=True)  # one copy for all who get it
             for topic in list(islice(self._asked, MAX_WHOLES)):
@@ -243,13 +247,15 @@ class Membership:
 
 
 class OwnCluster:
-    """`ClusterSource` of the router process."""
+    """`ClusterSource` of the router process. What two routers must not decide at once, the first living one decides:
+    another one asks it (`others`)."""
 
-    def __init__(self, router: PDRequestRouter, membership: Membership) -> None:
+    def __init__(self, router: PDRequestRouter, membership: Membership, others: OtherRouters) -> None:
         self._router = router
         self._membership = membership
+        self._others = others
         self.is_ending = False
-        self._weights = WeightsDriver(membership.coordination, lambda: router.in_flight)
+        self._weights = WeightsDriver(membership.coordination, lambda: router.num_sent)
         self.balance: Callable[[], BalanceMetrics | None] = lambda: None
         """Return what the balancer says; None if there is none."""
 
@@ -276,15 +282,24 @@ class OwnCluster:
         )
 
     async def drain(self, instance: str, force: bool) -> Draining:
+        body = {"instance": instance, "force": force}
+        if (reply := await self._others.ask(self._routers(), "/admin/drain", body, DrainReply)) is not None:
+            return Draining(reply.instance, int(reply.incarnation))
         return drain_instance(self._membership, instance, force)
 
     async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
+        body = {"instance": instance, "role": role, "force": force}
+        if (reply := await self._others.ask(self._routers(), "/admin/role", body, RoleReply)) is not None:
+            return RoleChange(reply.instance, int(reply.incarnation), reply.becomes)
         return change_role(self._membership, instance, role, force)
+
+    def _routers(self) -> list[int]:
+        return self._membership.coordination.routers
 
     async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
         return await self._weights.change(path, is_mixed, timeout_s)
 
-    async def pause(self, mode: Pause, timeout_s: float) -> WeightsState:
+    async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:
         return await self._weights.pause(mode, timeout_s)
 
     async def flush_caches(self) -> None:
@@ -296,10 +311,9 @@ def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
 
     Raises UnknownInstance; without `force` LastInstance if requests can be served now but not without this instance.
     """
-    view = membership.coordination.view
-    info = _find(view, name)
+    info = _find(membership, name)
     if not force:
-        _require_others(view, info, f"chitu drain {info.name}")
+        membership.coordination.require_others(info.role, info.engine_rank, f"chitu drain {info.name}")
     membership.request_drain(info.role, info.engine_rank)
     return Draining(info.name, info.incarnation)
 
@@ -309,29 +323,16 @@ def change_role(membership: Membership, name: str, role: Role, force: bool) -> R
 
     Raises UnknownInstance, RoleRefused; without `force` LastInstance if requests can be served now but not without it.
     """
-    view = membership.coordination.view
-    info = _find(view, name)
+    info = _find(membership, name)
     if not force and role is not info.role:
-        _require_others(view, info, f"chitu role {info.name} {role}")
-    info = membership.change_role(info.role, info.engine_rank, role)
+        membership.coordination.require_others(info.role, info.engine_rank, f"chitu role {info.name} {role}")
+    info = membership.change_role(info.role, info.engine_rank, role, force)
     return RoleChange(info.name, info.incarnation, instance_name(*place_of(info.becomes)))
 
 
-def _find(view: ClusterView, name: str) -> InstanceInfo:
-    for info in view.instances:
-        if info.name == name.upper():
-            return info
-    names = ", ".join(info.name for role in Role for info in view.instances if info.role is role) or "none"
+def _find(membership: Membership, name: str) -> InstanceInfo:
+    if (found := membership.coordination.find(name.upper())) is not None:
+        return found
+    members = membership.coordination.view.instances
+    names = ", ".join(info.name for role in Role for info in members if info.role is role) or "none"
     raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")
-
-
-def _require_others(view: ClusterView, info: InstanceInfo, command: str) -> None:
-    if info.draining or not Candidates.in_view(view).usable:
-        return
-    others = tuple(other for other in view.instances if other is not info)
-    left = Candidates.in_view(msgspec.structs.replace(view, instances=others))
-    if not left.usable:
-        raise LastInstance(
-            f"without {info.name} nothing could be served ({left.why_unusable()}): start another one first, "
-            f"or force it (`{command} --force`)"
-        )

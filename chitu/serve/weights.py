@@ -13,7 +13,8 @@ from collections.abc import Callable
 from chitu.errors import RequestTimeout
 from chitu.http.cluster_snapshot import WeightsState
 from chitu.pd_coordination import PDCoordination
-from chitu.router.weights import Pause, WeightsChange
+from chitu.protocol.weights import PauseMode
+from chitu.router.weights import WeightsChange
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ POLL_S = 0.02
 
 class WeightsDriver:
     def __init__(self, coordination: PDCoordination, in_flight: Callable[[], int]) -> None:
-        """`in_flight` returns how many requests this router runs."""
+        """`in_flight` returns how many requests of this router are on instances."""
         self._coordination = coordination
         self._in_flight = in_flight
         self._tasks: set[asyncio.Task[None]] = set()
@@ -49,25 +50,32 @@ class WeightsDriver:
         log.info("the weights in %s serve (model_hash %s)", path, change.wanted.model_hash)
         return self.state()
 
-    async def pause(self, mode: Pause, timeout_s: float) -> WeightsState:
-        """Have new requests wait, and running ones end or, with `keep`, stop where they are; empty: let all go on.
-        Return once that is so. Raises RequestTimeout if requests still run after `timeout_s`; the pause stays."""
-        self._coordination.weights.pause = mode
+    async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:
+        """Have new requests wait at all routers, and running ones end or, with `keep`, stop where they are; empty: let
+        all go on, whichever router was asked for the pause. Return once that is so, or another router was told
+        otherwise. Raises RequestTimeout if it is not after `timeout_s`; the pause stays."""
+        weights, loop = self._coordination.weights, asyncio.get_running_loop()
+        weights.pause = mode
         self._coordination.publish_weights()
-        end_s = asyncio.get_running_loop().time() + timeout_s
-        while self._coordination.view.weights != self._coordination.weights.order:
+        end_s = loop.time() + timeout_s
+        while self._coordination.view.weights != weights.order or not weights.is_pause_known:
+            if loop.time() > end_s:
+                raise RequestTimeout(f"not all instances know after {timeout_s:g} s; they will")
             await asyncio.sleep(POLL_S)
-        while mode == "finish" and (running := self._in_flight()):
-            if asyncio.get_running_loop().time() > end_s:
-                raise RequestTimeout(f"{running} requests still run after {timeout_s:g} s; new ones wait")
+        while mode == "finish" and weights.pause == mode and not self._is_drained():
+            if loop.time() > end_s:
+                raise RequestTimeout(f"requests still run after {timeout_s:g} s; new ones wait")
             await asyncio.sleep(POLL_S)
         return self.state()
+
+    def _is_drained(self) -> bool:
+        return not self._in_flight() and self._coordination.weights.is_drained
 
     async def _drive(self, change: WeightsChange, timeout_s: float) -> None:
         weights, end_s = self._coordination.weights, asyncio.get_running_loop().time() + timeout_s
         while not change.is_over:
             if change.phase == "drain" and self._coordination.view.weights.holds:
-                if self._in_flight() == 0:
+                if self._is_drained():
                     weights.on_drained(change)
             elif asyncio.get_running_loop().time() > end_s and change.is_committed:
                 return

@@ -104,6 +104,10 @@ class Router:
         self.drains += 1
         self.happened.wake()
 
+    def on_stay(self) -> None: ...
+
+    def on_silence(self, router: int) -> None: ...
+
     def joins(self, count: int, first_view: tuple[int, int] = (0, 0)) -> bytes:
         """Take so many joins; return the identity that sent them. `first_view`: that of an earlier member, if it was
         one."""

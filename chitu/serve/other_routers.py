@@ -1,0 +1,76 @@
+"""What this router asks of the other ones: operators' calls on which two routers must not decide at once.
+
+The first living router of the list decides (`PDCoordination.routers`); each call goes to it over the HTTP API that it
+has alone. Loop thread; the connection is made and read in another one. A router asks none behind it in the list, so no
+call goes round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from chitu.config.schema import RouterConfig
+from chitu.config.topology import own_api_url
+from chitu.errors import Forbidden, NoInstance, Unauthorized, from_code
+from chitu.net.curve import ClusterSecrets
+from chitu.net.http import ErrorReply
+
+log = logging.getLogger(__name__)
+
+REPLY_S = 5.0
+"""Time to connect, and time to answer from memory. A router that takes longer is taken for silent soon."""
+
+ReplyT = TypeVar("ReplyT")
+
+
+class OtherRouters:
+    def __init__(self, config: RouterConfig, index: int, secrets: ClusterSecrets | None) -> None:
+        """`config`: of all routers. `index`: that of this one."""
+        self._config, self._index = config, index
+        credential = secrets.token if secrets is not None else next(iter(config.api_keys), "")
+        self._headers = {"Content-Type": "application/json"}
+        if credential:
+            self._headers["Authorization"] = f"Bearer {credential}"
+
+    async def ask(self, living: Sequence[int], path: str, body: Mapping[str, Any], kind: type[ReplyT]) -> ReplyT | None:
+        """Return the answer of the router that decides; None if this one does. `living`: indices, in order. Raises the
+        error that it answers with, and NoInstance if it does not answer."""
+        for index in living:
+            if index >= self._index:
+                break
+            url = own_api_url(self._config, index)
+            log.info("%s is asked of the router at %s, which decides", path, url)
+            try:
+                status, answer = await asyncio.to_thread(self._post, url, path, json.dumps(body).encode())
+            except ConnectionRefusedError:  # its process has ended, and the instances do not know yet
+                log.warning("no router listens at %s any more", url)
+                continue
+            except (OSError, http.client.HTTPException) as error:
+                reason = str(error) or type(error).__name__
+                raise NoInstance(f"the router at {url}, which decides on this, does not answer: {reason}") from error
+            if status == 200:
+                return msgspec.json.decode(answer, type=kind)
+            said = msgspec.json.decode(answer, type=ErrorReply).error
+            refusal = from_code(said.code or "internal", said.message)
+            if isinstance(refusal, Unauthorized | Forbidden):
+                raise Forbidden(f"the router at {url}, which decides on this, takes no such call: {said.message}")
+            raise refusal
+        return None
+
+    def _post(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REPLY_S)
+        try:
+            connection.request("POST", path, body, self._headers)
+            reply = connection.getresponse()
+            return reply.status, reply.read()
+        finally:
+            connection.close()
