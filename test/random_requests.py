@@ -8,6 +8,8 @@ requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -47,6 +49,8 @@ WORDS = [
     "\n",
     "def f(x):",
 ]
+BREAKS = 10
+"""Broken connections of a request, if there are several routers."""
 SHARED = " ".join(WORDS * 3)
 """Prompts that begin with it share cached pages."""
 TOOLS: list[dict[str, Any]] = [
@@ -197,17 +201,29 @@ def _text(rng: random.Random) -> str:
 # ----------------------------------------------------------------------------------------------------------- the runner
 
 
-def ask(url: str, drawn: Sequence[Drawn], at_once: int, streamed: float) -> list[Answer]:
-    """Return the answers in order. A share `streamed` of the requests that allow it is streamed."""
+def ask(url: str, drawn: Sequence[Drawn], at_once: int, streamed: float, others: Sequence[str] = ()) -> list[Answer]:
+    """Return the answers in order. A share `streamed` of the requests that allow it is streamed. With `others`, the
+    requests go to all these routers in turn, and each to the next one if its connection breaks."""
 
     async def run() -> list[Answer]:
         gate = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient(base_url=url, timeout=170.0, trust_env=False) as client:
+        async with contextlib.AsyncExitStack() as stack:
+            clients = [
+                await stack.enter_async_context(httpx.AsyncClient(base_url=each, timeout=170.0, trust_env=False))
+                for each in (url, *others)
+            ]
 
             async def one(each: Drawn) -> Answer:
                 async with gate:
-                    is_streamed = each.streams and random.Random(-each.number).random() < streamed
-                    return await (_streamed if is_streamed else _whole)(client, each)
+                    send = _streamed if each.streams and random.Random(-each.number).random() < streamed else _whole
+                    for attempt in itertools.count(each.number):
+                        try:
+                            return await send(clients[attempt % len(clients)], each)
+                        except httpx.TransportError:
+                            if attempt == each.number + BREAKS * len(others):
+                                raise
+                            await asyncio.sleep(0.05)
+                    raise AssertionError
 
             return await asyncio.gather(*map(one, drawn))
 

@@ -47,7 +47,7 @@ from chitu.net.threads import end_process
 from chitu.pd_request_router import PDRequestRouter
 from chitu.process.child import router_name
 from chitu.process.progress import ProgressWriter
-from chitu.serve.api_endpoint import ApiEndpoint, Ending, freeze_gc, keep_ticking
+from chitu.serve.api_endpoint import TICK_S, ApiEndpoint, Ending, freeze_gc, keep_ticking
 from chitu.serve.balancing import Balancing
 from chitu.serve.membership import Membership, OwnCluster
 from chitu.serve.other_routers import OtherRouters
@@ -63,7 +63,7 @@ class RouterProcess:
         `router.hosts`."""
         self._flush_log = flush_log
         self._index = index
-        routers = topology.dp_config.router
+        self._routers = routers = topology.dp_config.router
         config = router_at(routers, index)
         self._deadlines = config.pd_disaggregation.deadlines
         host = listening_host(config)
@@ -101,9 +101,19 @@ class RouterProcess:
         ticks = [self._membership.tick, self._api.tick, self._flush_log, self._progress.beat]
         keep_ticking(*ticks, *([] if self._balancing is None else [self._balance]))
         await self._membership.start()
+        if len(router_hosts(self._routers)) > 1:
+            await self._meet_instances()
         await self._http.start()
         if self._alone is not None:
             self._alone.resume()
+
+    async def _meet_instances(self) -> None:
+        """Wait until requests can be served here, at most a lease: until then the other routers serve, and connections
+        wait."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._deadlines.lease_s):
+                while self._api.router.why_unusable():
+                    await asyncio.sleep(TICK_S)
 
     def _balance(self) -> None:
         """Tick, if this is the first living router of the list: one of them changes the fleet."""
