@@ -3,6 +3,7 @@ messages on."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 
@@ -70,6 +71,9 @@ class Router:
             Role.DECODE, 0, 77, "127.0.0.1", self.loop.port, self.loop.control_port, LAYOUT, 128, os.getpid()
         )
         self.drains = 0
+        self.orders: list[str] = []
+        """What it was asked to become, "" to leave; `stay` where that was taken back."""
+        self.silent: list[int] = []
         self.alarms = 0
         deadlines = DeadlineConfig(retry_interval_s=JOIN_S, lease_s=LEASE_S)
         self.thread = ServiceThread("comm", lambda: self.loop.run(self.info, NoPeers(), self, deadlines))
@@ -102,11 +106,15 @@ class Router:
 
     def on_drain(self, becomes: str) -> None:
         self.drains += 1
+        self.orders.append(becomes)
         self.happened.wake()
 
-    def on_stay(self) -> None: ...
+    def on_stay(self) -> None:
+        self.orders.append("stay")
+        self.happened.wake()
 
-    def on_silence(self, router: int) -> None: ...
+    def on_silence(self, router: int) -> None:
+        self.silent.append(router)
 
     def joins(self, count: int, first_view: tuple[int, int] = (0, 0)) -> bytes:
         """Take so many joins; return the identity that sent them. `first_view`: that of an earlier member, if it was
@@ -440,3 +448,75 @@ def test_a_router_that_is_silent_for_a_lease_counts_as_away_and_the_other_one_do
     publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (1,))
     first.publish(1, 2)
     assert first.loop.joined_routers == (0, 1)
+    assert first.silent == [0], "its orders count"
+
+
+def shown(first: Router, version: int, **changes: object) -> None:
+    """Show a record of the instance in the first router's view, until the loop has it."""
+    record = msgspec.structs.replace(first.info, **changes)
+
+    def has_come() -> bool:
+        first.send_view(ClusterView(1, version, (record,)))
+        return any(view.router_incarnation == 1 and view.version == version for view in first.views)
+
+    wait_until(has_come, 10, "the view never arrived")
+
+
+def test_a_change_of_role_that_its_router_takes_back_is_over_for_the_other_one_too(two: tuple[Router, Second]) -> None:
+    first, second = two
+    first.publish(1, 1)
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    shown(first, 2, draining=True, becomes="prefill:2")
+    told = second.next()
+    while not (isinstance(told, Join) and told.instance.becomes == "prefill:2"):
+        told = second.next()
+    shown(first, 3)
+    changing = msgspec.structs.replace(first.info, draining=True, becomes="prefill:2")
+    before = len(first.views)
+    publish_until(second, ClusterView(9, 2, (changing,)), lambda: len(first.views) > before)  # it comes late
+    told = second.next()
+    while not (isinstance(told, Join) and not told.instance.draining):
+        told = second.next()
+    publish_until(second, ClusterView(9, 3, (first.info,)), lambda: first.loop.routers[1].knows_drain)
+    assert first.orders == ["prefill:2", "stay"]
+    publish_until(second, ClusterView(9, 4, (changing,)), lambda: len(first.orders) > 2)
+    assert first.orders[2:] == ["prefill:2"], "the other router asks anew"
+
+
+def test_one_whose_rank_was_taken_while_its_role_changed_gets_the_one_that_the_first_router_names(
+    two: tuple[Router, Second],
+) -> None:
+    first, second = two
+    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.num_views[1] > 0)
+    versions = itertools.count(1)
+
+    def begin_again(**changes: object) -> None:
+        first.publish(1, next(versions))  # lest it is silent for a lease
+        first.info = msgspec.structs.replace(first.info, **changes)
+        assert first.loop.change(first.info, NoPeers(), 5.0)
+
+    def refuse(router: Router | Second, free_rank: int) -> None:
+        """Refuse the next join of the present incarnation."""
+        while True:
+            assert router.coordination.poll(5000), "no join came"
+            identity, frame = router.coordination.recv_multipart()
+            join = coordination_codec.decode(frame)
+            if isinstance(join, Join) and join.instance.incarnation == first.info.incarnation:
+                break
+        refusal = JoinReply(first.info.incarnation, code="rank_taken", message="for a test", free_rank=free_rank)
+        router.coordination.send_multipart([identity, encode(refusal)])
+
+    begin_again(role=Role.PREFILL, engine_rank=2, incarnation=78, former=(77,))
+    refuse(first, 5)
+    wait_until(lambda: first.orders, 5, "it was not told")
+    assert first.orders == ["prefill:5"] and not first.refusals
+    while second.coordination.poll(0):
+        join = second.next()
+        assert isinstance(join, Join) and join.instance.incarnation == 77, (
+            "it joined the second router before the first"
+        )
+    begin_again(engine_rank=5, incarnation=79, former=(77, 78))
+    first.publish(1, next(versions))
+    refuse(second, 6)
+    refuse(second, 6)  # it asks again: the first router's word counts
+    assert first.orders == ["prefill:5"] and not first.refusals

@@ -13,7 +13,7 @@ from support.clock import FakeClock
 
 from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
-from chitu.errors import BadFrame, Capacity, Internal, RoleRefused
+from chitu.errors import BadFrame, Capacity, Internal, LastInstance, RoleRefused
 from chitu.instance.comm import SilenceWatch
 from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.net.view_feed import KEPT_DEAD
@@ -31,6 +31,7 @@ from chitu.protocol import (
     LoadReport,
     RequestFailed,
 )
+from chitu.router.policies import Candidates
 from chitu.types import Role, place_of, place_text
 
 LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
@@ -41,14 +42,14 @@ def info(role: Role = Role.PREFILL, rank: int = 0, incarnation: int = 1, layout:
 
 
 class World:
-    def __init__(self, places: Sequence[tuple[Role, int]] = ()) -> None:
+    def __init__(self, places: Sequence[tuple[Role, int]] = (), index: int = 0) -> None:
         self.clock = FakeClock()
         self.lost: list[tuple[int, str]] = []
         self.died: list[int] = []
         """Incarnations in `lost` that were reported as dead."""
         self.views: list[ClusterView] = []
         self.on_joined: Callable[[InstanceInfo], None] = lambda instance: None
-        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, self, places)
+        self.core = PDCoordination(self.clock, DeadlineConfig(lease_s=3.0), 7, self, places, index)
 
     def on_change(self) -> None:
         self.core.next_change()
@@ -477,9 +478,9 @@ def test_a_flood_of_failures_is_told_once_and_takes_no_more_memory() -> None:
 BOTH = (Role.PREFILL, Role.DECODE)
 
 
-def pairs() -> World:
+def pairs(index: int = 0) -> World:
     """Return a cluster of P0, P1, D0 and D1, which can change their roles; the topology lists P2, too."""
-    world = World([(Role.PREFILL, rank) for rank in range(3)])
+    world = World([(Role.PREFILL, rank) for rank in range(3)], index)
     for place, (role, rank) in enumerate([(role, rank) for role in BOTH for rank in range(2)], 1):
         world.join(msgspec.structs.replace(info(role, rank, place), roles=BOTH, pid=100 + place))
     world.pass_time(0.1)
@@ -599,3 +600,95 @@ def test_a_place_that_is_none_is_a_bad_frame() -> None:
     world = World()
     assert world.join(msgspec.structs.replace(info(), home="prefill")).code == BadFrame.code
     assert world.join(msgspec.structs.replace(info(), becomes="none:1")).code == BadFrame.code and not world.views
+
+
+def two_cores() -> tuple[World, World]:
+    """Return two routers over P0, P1, D0 and D1, whose heartbeats say that both have them."""
+    both = pairs(), pairs(index=1)
+    for world in both:
+        for each in world.core.view.instances:
+            beat_from(world, each, 0, 1)
+    return both
+
+
+def beat_from(world: World, instance: InstanceInfo, *routers: int) -> None:
+    place = instance.role, instance.engine_rank, instance.incarnation
+    world.core.on_heartbeat(Heartbeat(*place, LoadReport(), routers=routers))
+
+
+def is_usable(world: World) -> bool:
+    return Candidates.in_view(world.core.view).usable
+
+
+def test_of_two_that_got_one_name_from_two_routers_the_second_is_told_another_rank() -> None:
+    world, other = two_cores()
+    first = world.core.change_role(Role.DECODE, 0, Role.PREFILL)
+    second = other.core.change_role(Role.DECODE, 1, Role.PREFILL)
+    assert first.becomes == second.becomes == "prefill:3"
+    for each in (world, other):
+        each.join(first)
+        each.join(second)
+    assert world.join(life_after(first, 30)).code == ""
+    refused = world.join(life_after(second, 31))
+    assert (refused.code, refused.free_rank) == ("rank_taken", 4)
+    again = life_after(msgspec.structs.replace(second, becomes="prefill:4", former=(31,)), 32)
+    for each in (world, other):
+        assert each.join(again).code == ""
+        assert each.join(life_after(first, 30)).code == ""
+        assert [i.name for i in each.core.view.instances] == ["P0", "P1", "P3", "P4"]
+    plain = msgspec.structs.replace(info(Role.PREFILL, 3, 77), yields=True)
+    assert world.join(plain).free_rank == -1, "one that never changed its role was started for another rank"
+
+
+def test_two_routers_that_together_take_the_last_p_both_take_their_change_back() -> None:
+    world, other = two_cores()
+    one = world.core.change_role(Role.PREFILL, 0, Role.DECODE, is_revocable=True)
+    two = other.core.change_role(Role.PREFILL, 1, Role.DECODE, is_revocable=True)
+    world.join(two)  # each instance tells the other router
+    other.join(one)
+    assert is_usable(world) and is_usable(other)
+    assert not member(world, "P0").draining and not member(other, "P1").draining
+    for each in (world, other):
+        for name in ("P0", "P1"):
+            stays = msgspec.structs.replace(member(pairs(), name), draining=False, becomes="")
+            each.join(stays)
+            assert not member(each, name).draining, "the other router does not learn that it stays"
+    assert world.core.change_role(Role.PREFILL, 0, Role.DECODE).becomes == "decode:2", "its place is free again"
+
+
+def test_a_change_is_taken_back_if_the_last_other_one_dies_or_drains_and_not_if_it_was_forced() -> None:
+    def asked(is_revocable: bool) -> World:
+        world = pairs()
+        world.core.change_role(Role.PREFILL, 0, Role.DECODE, is_revocable=is_revocable)
+        return world
+
+    for is_revocable in (True, False):
+        world = asked(is_revocable)
+        world.core.on_death(Role.PREFILL, 1, 2)
+        assert is_usable(world) is is_revocable and member(world, "P0").draining is not is_revocable
+        world = asked(is_revocable)
+        world.core.on_message(Drain(Role.PREFILL, 1, 2))
+        assert member(world, "P0").draining is not is_revocable
+        world = asked(is_revocable)
+        world.core.drain(Role.PREFILL, 0)
+        world.core.on_death(Role.PREFILL, 1, 2)
+        assert member(world, "P0").draining, "an operator wants it to leave"
+    world = asked(True)
+    late = member(pairs(), "P0")
+    world.join(late)
+    assert member(world, "P0").becomes == "decode:2", "a late repetition of a join ended the change"
+
+
+def test_an_instance_may_go_only_if_others_serve_that_every_router_has() -> None:
+    world = pairs()
+    world.core.require_others(Role.PREFILL, 0, "chitu drain P0")
+    world.core.change_role(Role.PREFILL, 1, Role.DECODE)
+    with pytest.raises(LastInstance, match="without P0 nothing could be served"):
+        world.core.require_others(Role.PREFILL, 0, "chitu drain P0")
+    world.core.require_others(Role.PREFILL, 1, "chitu drain P1")  # it drains already
+    world, _ = two_cores()
+    beat_from(world, member(world, "P1"), 0)
+    with pytest.raises(LastInstance):
+        world.core.require_others(Role.PREFILL, 0, "chitu drain P0")
+    beat_from(world, member(world, "P1"), 1)  # this router has it, whatever it has heard
+    world.core.require_others(Role.PREFILL, 0, "chitu drain P0")

@@ -375,3 +375,22 @@ def test_a_paused_cluster_holds_requests_and_freezes_only_if_running_ones_are_ke
 def test_errors_of_weights_have_codes() -> None:
     codes: Sequence[str] = [WeightsRefused.code, WeightsChanged.code]
     assert codes == ["weights_refused", "weights_changed"] and WeightsChanged("x").retryable
+
+
+def test_a_mixed_change_names_the_last_change_that_was_not() -> None:
+    world = World(5)
+    found = []
+    for path, is_mixed in (("/new", True), ("/newer", False), ("/new", True), ("/newer", True), ("/new", False)):
+        world.begin(path, is_mixed)
+        world.settle()
+        (weights,) = world.served()
+        found.append(
+            (weights.number, weights.unmixed, weights.goes_on_from(Weights(1)), weights.goes_on_from(Weights()))
+        )
+    assert found == [
+        (1, 0, True, True),
+        (2, 0, False, False),
+        (3, 2, False, False),
+        (4, 2, False, False),
+        (5, 0, False, False),
+    ]
