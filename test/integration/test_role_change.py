@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import zmq
 from nursery import FORKED
 from support.router_process import wait_until
 
@@ -25,7 +26,9 @@ from chitu.config.load import load_topology
 from chitu.errors import LastInstance, RoleRefused, UnknownInstance
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_client import RouterClient
-from chitu.net.curve import derive
+from chitu.net.curve import derive, make_context
+from chitu.net.sockets import connect
+from chitu.protocol import PROTOCOL_VERSION, InstanceInfo, Join, encode
 from chitu.types import Role
 
 pytestmark = pytest.mark.timeout(180)
@@ -84,6 +87,16 @@ def role(cluster: LocalCluster, name: str, wanted: str) -> float:
     return float(done.stdout.rsplit(" s after", 1)[0].rsplit(" ", 1)[1])
 
 
+@pytest.fixture
+def whole(cluster: LocalCluster) -> LocalCluster:
+    """Return the cluster, with what an earlier test has drained."""
+    for name in ("P0", "P1", "D0", "D1"):
+        if not cluster.alive(name):
+            cluster.restart(name)
+    wait_until(lambda: cluster.poll() or len(names(cluster)) == 4, 60, lambda: f"all serve: {names(cluster)}")
+    return cluster
+
+
 def names(cluster: LocalCluster) -> dict[str, str]:
     return {i.name: i.home for i in client(cluster).cluster().instances if i.status == "up"}
 
@@ -133,3 +146,36 @@ def test_what_is_refused_names_the_reason(cluster: LocalCluster) -> None:
         router.change_role("D7", Role.PREFILL, force=False)
     with pytest.raises(RoleRefused, match="D1 is a decode instance already"):
         router.change_role("d1", Role.DECODE, force=False)
+
+
+def test_one_whose_name_was_taken_meanwhile_gets_another_one(whole: LocalCluster) -> None:
+    """Another router may have given the same name. Here a member that nobody runs has it."""
+    known = next(i for i in client(whole).cluster().instances if i.name == "P0")
+    assert known.layout is not None
+    taker = InstanceInfo(Role.PREFILL, 2, 999, "127.0.0.1", 1, 1, known.layout, 512, draining=True, former=(998,))
+    pid = whole.pid("D1")
+    assert client(whole).change_role("D1", Role.PREFILL, force=False).becomes == "P2"
+    context = make_context(derive(cluster_key_of(whole.topology)))
+    socket = connect(context, zmq.DEALER, "127.0.0.1", whole.ports["coordination_port"])
+    socket.send(encode(Join(PROTOCOL_VERSION, taker)))
+    wait_until(lambda: names(whole).get("P3") == "D1", 30, lambda: f"D1 is P3: {names(whole)}")
+    assert whole.pid("D1") == pid and whole.alive("D1"), "its process ended"
+    wait_until(lambda: "P2" not in {i.name for i in client(whole).cluster().instances}, 30, "the lease of P2 ends")
+    role(whole, "P3", "decode")
+    assert names(whole) == {"P0": "", "P1": "", "D0": "", "D1": ""}
+    socket.close(0)
+    context.term()
+
+
+def test_one_that_changes_its_role_stays_if_the_last_other_one_of_its_kind_dies(whole: LocalCluster) -> None:
+    client(whole).change_role("P0", Role.DECODE, force=False)
+    whole.kill("P1")
+    whole.wait_exit("P1")
+    wait_until(lambda: "P0" in names(whole), 5, lambda: f"P0 is there again: {names(whole)}")
+    answer(whole, 1, 5)
+    whole.restart("P1")
+    wait_until(lambda: whole.poll() or "P1" in names(whole), 60, "P1 is back")
+    assert names(whole) == {"P0": "", "P1": "", "D0": "", "D1": ""}
+    role(whole, "P0", "decode")
+    assert names(whole) == {"P1": "", "D0": "", "D1": "", "D2": "P0"}
+    role(whole, "D2", "prefill")

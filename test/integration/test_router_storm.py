@@ -1,5 +1,7 @@
-"""Random requests at two routers while operators change roles and weights at both, pause the cluster at one and resume
-it at the other, and a router is killed: every answer is that of one engine with one of the weights, and none is a 503.
+"""Operators' orders at two routers at once: what one of them is told, both do, and no request is refused meanwhile.
+
+Then random requests while operators change roles and weights at both, pause the cluster at one and resume it at the
+other, and a router is killed: every answer is that of one engine with one of the weights, and none is a 503.
 
 CI sends the first 200. By hand, 2,000: `.venv/bin/python -m pytest test/integration/test_router_storm.py --by-hand`
 """
@@ -11,6 +13,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +79,90 @@ def two_routers(folder: Path) -> Iterator[LocalCluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def cluster(folders: list[Path]) -> Iterator[LocalCluster]:
+    with two_routers(folders[0]) as cluster:
+        yield cluster
+
+
+def operator(cluster: LocalCluster, name: str, route: str, **body: object) -> httpx.Response:
+    """Ask a router as an operator does."""
+    secrets = derive(cluster_key_of(cluster.topology))
+    assert secrets is not None
+    headers = {"Authorization": f"Bearer {secrets.token}"}
+    return httpx.post(f"{cluster.router_urls[name]}{route}", json=body, headers=headers, trust_env=False, timeout=60.0)
+
+
+def complete(cluster: LocalCluster, name: str, max_tokens: int = 3) -> int:
+    """Return the status of a completion."""
+    body = {"prompt": [20, 21, 22], "max_tokens": max_tokens, "ignore_eos": True}
+    return httpx.post(
+        f"{cluster.router_urls[name]}/v1/completions", json=body, trust_env=False, timeout=60.0
+    ).status_code
+
+
+def up(cluster: LocalCluster, name: str) -> list[str]:
+    shown = httpx.get(f"{cluster.router_urls[name]}/cluster", trust_env=False).json()
+    return [each["name"] for each in shown["instances"] if each["status"] == "up"]
+
+
+def test_of_two_changes_of_role_at_once_at_two_routers_one_leaves_the_last_p(cluster: LocalCluster) -> None:
+    def ask_for(name: str, instance: str, role: str) -> httpx.Response:
+        return operator(cluster, name, "/admin/role", instance=instance, role=role)
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(ask_for, NAMES, ("P0", "P1"), ["decode"] * 2))
+        assert sorted(reply.status_code for reply in told) == [200, 409], [reply.text for reply in told]
+        for _ in range(20):
+            assert {complete(cluster, name) for name in NAMES} == {200}
+        for name in NAMES:
+            wait_until(lambda name=name: len(up(cluster, name)) == 4, 20, lambda: [up(cluster, each) for each in NAMES])
+        assert len({*up(cluster, NAMES[0])} & {"P0", "P1"}) == 1
+        told = list(pool.map(ask_for, NAMES, ("D0", "D1"), ["prefill"] * 2))
+        names = {reply.json()["becomes"] for reply in told}
+        assert len(names) == 2, [reply.text for reply in told]
+        for name in NAMES:
+            wait_until(
+                lambda name=name: names <= {*up(cluster, name)}, 20, lambda: [up(cluster, each) for each in NAMES]
+            )
+    assert all(cluster.alive(name) for name in ("P0", "P1", "D0", "D1")), "a process ended"
+    assert {complete(cluster, name) for name in NAMES} == {200}
+
+
+def test_new_requests_at_one_router_wait_for_a_change_of_weights_at_the_other(
+    cluster: LocalCluster, folders: list[Path]
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        long = pool.submit(complete, cluster, NAMES[1], 900)
+        wait_until(
+            lambda: any(load["running"] for load in instance_loads(cluster.router_urls[NAMES[1]]).values()), 20, ""
+        )
+        change = pool.submit(operator, cluster, NAMES[0], "/admin/weights", path=str(folders[1]))
+        statuses = Counter[int]()
+        while not change.done():
+            statuses.update(complete(cluster, name) for name in NAMES)
+        assert change.result().status_code == 200, change.result().text
+        assert (long.result(), statuses.keys()) == (200, {200})
+
+
+@pytest.mark.parametrize("mode", ["keep", "finish"])
+def test_a_pause_at_one_router_ends_by_a_word_at_the_other_or_with_it(cluster: LocalCluster, mode: str) -> None:
+    for paused, other in (NAMES, NAMES[::-1]):
+        assert operator(cluster, paused, "/admin/pause", mode=mode).json()["paused"] == mode
+        with ThreadPoolExecutor(2) as pool:
+            waiting = [pool.submit(complete, cluster, name) for name in NAMES]
+            assert not wait(waiting, 0.3).done, "the pause does not count"
+            assert operator(cluster, other, "/admin/resume").json()["paused"] == ""
+            assert [each.result() for each in waiting] == [200, 200]
+    assert operator(cluster, NAMES[0], "/admin/pause", mode=mode).json()["paused"] == mode
+    cluster.kill(NAMES[0])
+    cluster.wait_exit(NAMES[0])
+    assert complete(cluster, NAMES[1]) == 200
+    cluster.restart(NAMES[0])
+    wait_until(cluster.ready, 60, "the router is back")
+    assert complete(cluster, NAMES[0]) == 200
+
+
 @dataclass
 class Operator:
     """One who asks one router for random things until `stop` is set, and resumes at the other."""
@@ -88,12 +175,8 @@ class Operator:
     told: Counter[str] = field(default_factory=Counter)
 
     def post(self, name: str, route: str, **body: object) -> None:
-        secrets = derive(cluster_key_of(self.cluster.topology))
-        assert secrets is not None
-        headers = {"Authorization": f"Bearer {secrets.token}"}
-        url = f"{self.cluster.router_urls[name]}{route}"
         try:
-            reply = httpx.post(url, json=body, headers=headers, trust_env=False, timeout=60.0)
+            reply = operator(self.cluster, name, route, **body)
         except httpx.TransportError:  # this router is being killed, or was
             self.told["connection"] += 1
             self.stop.wait(0.2)
