@@ -457,13 +457,14 @@ def operator_routes(
         return json_response(state)
 
     async def pause(request: Request) -> Response:
-        """Have new requests wait, and return when the running ones have ended or, with `keep`, have stopped where they
-        are."""
+        """Have new requests wait at all routers, and return when the running ones have ended or, with `keep`, have
+        stopped where they are."""
         body = await read_body(request, pause_decoder)
         return json_response(await cluster.pause(body.mode or "finish", _timeout_s(body.timeout_s)))
 
     async def resume(request: Request) -> Response:
-        """End a pause: requests go on where they are, and those that waited start in their order."""
+        """End a pause, whichever router was asked for it: requests go on where they are, and those that waited start in
+        their order."""
         if await request.body():
             await read_body(request, resume_decoder)
         return json_response(await cluster.pause("", MAX_CHANGE_S))

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from chitu.config.schema import RouterConfig
-from chitu.config.topology import own_api_url
+from chitu.config.topology import api_url, own_api_port, own_api_url, router_hosts, same_host
 from chitu.errors import Forbidden, NoInstance, Unauthorized, from_code
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import ErrorReply
@@ -46,7 +46,7 @@ class OtherRouters:
         for index in living:
             if index >= self._index:
                 break
-            url = own_api_url(self._config, index)
+            url = self._url(index)
             log.info("%s is asked of the router at %s, which decides", path, url)
             try:
                 status, answer = await asyncio.to_thread(self._post, url, path, json.dumps(body).encode())
@@ -61,9 +61,16 @@ class OtherRouters:
             said = msgspec.json.decode(answer, type=ErrorReply).error
             refusal = from_code(said.code or "internal", said.message)
             if isinstance(refusal, Unauthorized | Forbidden):
-                raise Forbidden(f"the router at {url}, which decides on this, takes no such call: {said.message}")
+                raise Forbidden(f"the router at {url} decides on this, so ask it there: {said.message}")
             raise refusal
         return None
+
+    def _url(self, index: int) -> str:
+        """Return where another router has its API alone. `http_host` is an address of this machine."""
+        hosts = [same_host(host) for host in router_hosts(self._config)]
+        if hosts[index] == hosts[self._index]:
+            return own_api_url(self._config, index)
+        return api_url(router_hosts(self._config)[index], own_api_port(self._config, index))
 
     def _post(self, url: str, path: str, body: bytes) -> tuple[int, bytes]:
         parts = urlsplit(url)
