@@ -156,7 +156,7 @@ class PDCoordination:
         return msgspec.structs.replace(view, weights=msgspec.structs.replace(view.weights, holds=True))
 
     def _lacks_weights(self, view: ClusterView) -> bool:
-        if Candidates.in_view(view).usable:
+        if self.weights.is_uniform or Candidates.in_view(view).usable:
             return False
         able = [i for i in view.instances if not self.weights.cannot_read(i.role, i.engine_rank)]
         return Candidates.among(able).usable
@@ -280,6 +280,7 @@ class PDCoordination:
 
     @property
     def first_router(self) -> int:
+        """The first of `routers`; the first of the list while no member has reported."""
         return next(iter(self.routers), 0)
 
     def require_others(self, role: Role, engine_rank: int, command: str) -> None:

@@ -59,6 +59,10 @@ class ClusterWeights:
         self._last = 0
         """Largest number that a change has had."""
         self._members: dict[Place, tuple[InstanceInfo, WeightsReport]] = {}
+        self._holding: set[Place] = set()
+        """Members that say that new requests wait."""
+        self._behind: set[Place] = set()
+        """Members that do not have the weights of `serve`."""
 
     @property
     def order(self) -> WeightsOrder:
@@ -75,7 +79,12 @@ class ClusterWeights:
     @property
     def are_held(self) -> bool:
         """Whether a member says that new requests wait."""
-        return any(report.holds for _, report in self._members.values())
+        return bool(self._holding)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all members have the weights of `serve`."""
+        return not self._behind
 
     @property
     def is_drained(self) -> bool:
@@ -110,10 +119,9 @@ class ClusterWeights:
     def missing(self) -> list[str]:
         """Return the members that do not have the weights of `serve` yet, with the reason if they cannot read them."""
         found = []
-        for (role, rank), (info, report) in sorted(self._members.items()):
-            if info.weights != self.serve:
-                why = report.error if report.prepared == self.serve else ""
-                found.append(instance_name(role, rank) + (f" ({why})" if why else ""))
+        for role, rank in sorted(self._behind):
+            why = self._members[role, rank][1].error if self.cannot_read(role, rank) else ""
+            found.append(instance_name(role, rank) + (f" ({why})" if why else ""))
         return found
 
     # ------------------------------------------------------------------------------------------------------ an operator
@@ -153,17 +161,20 @@ class ClusterWeights:
         before = self._members.get(place)
         is_same = before is not None and before[0].incarnation == info.incarnation
         self._members[place] = info, before[1] if before is not None and is_same else WeightsReport()
+        self._note(place)
         if info.weights.age > self.serve.age:
             self._adopt(info)
         self._advance()
 
     def on_lost(self, info: InstanceInfo) -> None:
         self._members.pop((info.role, info.engine_rank), None)
+        self._note((info.role, info.engine_rank))
         self._advance()
 
     def on_report(self, info: InstanceInfo, report: WeightsReport) -> None:
         """Take a report of a member, whose record already has the weights that it reports."""
         self._members[info.role, info.engine_rank] = info, report
+        self._note((info.role, info.engine_rank))
         self._last_pause = max(self._last_pause, report.pause.number)
         if self._pause.mode and report.pause.age > self._pause.age:
             self._pause = Pause(self._pause.number)
@@ -176,7 +187,19 @@ class ClusterWeights:
         change = self._change
         if change is not None and info.weights != change.wanted:
             self._fail(change, f"{info.name} has weights {info.weights.number} of another change by now")
-        self.serve = info.weights
+        self._serve(info.weights)
+
+    def _serve(self, weights: Weights) -> None:
+        self.serve = weights
+        for place in self._members:
+            self._note(place)
+
+    def _note(self, place: Place) -> None:
+        """Note what a member's record and report say, or that it is gone."""
+        info, report = self._members.get(place, (None, WeightsReport()))
+        (self._holding.add if report.holds else self._holding.discard)(place)
+        is_behind = info is not None and info.weights != self.serve
+        (self._behind.add if is_behind else self._behind.discard)(place)
 
     def _advance(self) -> None:
         change = self._change
@@ -184,7 +207,7 @@ class ClusterWeights:
             return
         if change.phase == "prepare":
             self._compare(change)
-        if change.phase == "commit" and self._members and not self.missing():
+        if change.phase == "commit" and self._members and self.is_uniform:
             change.phase, self._change = "done", None
 
     def _compare(self, change: WeightsChange) -> None:
@@ -211,7 +234,8 @@ class ClusterWeights:
                 change.phase = "drain"
 
     def _commit(self, change: WeightsChange) -> None:
-        change.phase, self.serve = "commit", change.wanted
+        change.phase = "commit"
+        self._serve(change.wanted)
         self._advance()
 
     def _fail(self, change: WeightsChange, reason: str) -> None:
