@@ -1,7 +1,7 @@
 """The router process: `python -m chitu.serve.api_server --config FILE.yaml [a.b=c ...]`.
 
 Composition root: one asyncio loop (uvloop) with the cluster membership and the HTTP API. It holds no policy and imports
-no torch. There may be several (`router.hosts`), which know nothing of each other.
+no torch. There may be several (`router.hosts`), each complete.
 On SIGTERM or SIGINT `/health` answers 503; after `drain_delay_s` new connections and requests are refused, running
 requests may finish within `drain_s`, the rest fail, and the process exits with 0. A second signal ends both waits.
 """

@@ -12,6 +12,7 @@ from support.executors import expected_tokens
 
 from chitu.instance.token_manager import TokenManager
 from chitu.protocol import DecodeRequest, Finish, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
+from chitu.protocol.weights import WeightsOrder
 
 PROMPT = prompt_of(1, 10)
 SAMPLING = SamplingParams(12, temperature=0.0)
@@ -105,3 +106,22 @@ def test_a_request_of_a_router_that_is_not_on_the_list_is_ignored_and_the_next_o
     assert not instance.failures
     assert instance.tokens == {room_of(3): expected_tokens(PROMPT, 12, INFO.vocab_size, SAMPLING)}
     instance.check_empty()
+
+
+def test_an_instance_reports_that_it_is_drained_once_no_request_of_any_router_runs() -> None:
+    instance = Instance(60)
+    weights = instance.scheduler.weights
+    for number in (0, 1):
+        room = room_of(number)
+        instance.scheduler.submit(UnifiedRequest(room, "r", pack_i32(PROMPT), SAMPLING, router=number))
+    instance.scheduler.step()
+    weights.set_order(WeightsOrder(holds=True))
+    reported = []
+    for _ in range(2 * SAMPLING.max_tokens):
+        instance.scheduler.step()
+        assert weights.report.holds and weights.report.is_drained is instance.scheduler.is_done
+        reported.append(weights.report.is_drained)
+    assert reported == sorted(reported) and {*reported} == {False, True}, reported
+    weights.set_order(WeightsOrder())
+    instance.scheduler.step()
+    assert not weights.report.holds and not weights.report.is_drained
