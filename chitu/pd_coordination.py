@@ -289,14 +289,20 @@ class PDCoordination:
         member = self._members[role, engine_rank]
         if member.info.draining or not self._serving(self._members.values()).usable:
             return
-        routers = set(self.routers) - {self._index}
-        others = [m for m in self._members.values() if m is not member and routers <= set(m.routers)]
+        routers = {*self.routers} - {self._index}
+        others = [m for m in self._members.values() if m is not member and routers <= {*m.routers}]
         left = self._serving(others)
         if not left.usable:
             raise LastInstance(
                 f"without {member.info.name} nothing could be served ({left.why_unusable()}): start another one first, "
                 f"or force it (`{command} --force`)"
             )
+
+    @property
+    def are_everywhere(self) -> bool:
+        """Whether every router has every member, as far as the members have reported."""
+        routers = {*self.routers} - {self._index}
+        return all(routers <= {*member.routers} for member in self._members.values())
 
     def _serving(self, members: Iterable[_Member]) -> Candidates:
         weights = self.view.weights

@@ -134,6 +134,8 @@ class PDSchedulerService:
         """What the newest view of each router wants of the weights."""
         self._heard: set[int] = set()
         """Indices of the routers that are not silent."""
+        self._joined: tuple[int, ...] = ()
+        """`joined_routers` of the comm thread at the last view."""
 
     def _make_tokens(self, info: InstanceInfo) -> TokenManager:
         if info.role is not Role.PREFILL and not self._token_sockets:
@@ -379,6 +381,9 @@ class PDSchedulerService:
         self._orders[router] = view.weights
         self._heard.add(router)
         self._order_weights()
+        if self._comm.joined_routers != self._joined:  # what routers decide depends on it
+            self._joined = self._comm.joined_routers
+            self._heartbeat_wake.wake()
 
     def on_silence(self, router: int) -> None:
         """Count no more what this router wants of the weights (`CommOwner`)."""

@@ -18,6 +18,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from itertools import islice
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -25,7 +26,7 @@ import zmq
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.config.topology import SECTIONS
-from chitu.errors import BadFrame, ConfigError, UnknownInstance
+from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
 from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState
 from chitu.http.replies import DrainReply, RoleReply
 from chitu.http.server import HTTPServer, listen
@@ -64,6 +65,9 @@ MAX_WHOLES = 32
 to 2,000 instances."""
 
 
+DecisionT = TypeVar("DecisionT")
+
+
 class Membership:
     """The membership of one cluster. Binds at construction (port 0: OS-picked; ConfigError if that fails). Call
     `start`, then `tick` about every 50 ms."""
@@ -79,7 +83,7 @@ class Membership:
     ) -> None:
         """Call on the running loop. `index`: that of this router in `router.hosts`."""
         pd = config.pd_disaggregation
-        self._interval_s = pd.deadlines.heartbeat_interval_s
+        self.interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock = RealClock()
         self._router = router
         self._on_trace = on_trace
@@ -189,7 +193,7 @@ class Membership:
         self._published_s, core = self._clock.monotonic(), self.coordination
         had_change = core.has_change
         if had_change or self._published_s >= self._next_beat_s:
-            self._next_beat_s = self._published_s + self._interval_s
+            self._next_beat_s = self._published_s + self.interval_s
             change = encode(core.next_change())
             self._pub.send_multipart([VIEW_TOPIC, change], zmq.NOBLOCK)
         view = core.routed_view
@@ -285,13 +289,26 @@ class OwnCluster:
         body = {"instance": instance, "force": force}
         if (reply := await self._others.ask(self._routers(), "/admin/drain", body, DrainReply)) is not None:
             return Draining(reply.instance, int(reply.incarnation))
-        return drain_instance(self._membership, instance, force)
+        return await self._decide(lambda: drain_instance(self._membership, instance, force))
 
     async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
         body = {"instance": instance, "role": role, "force": force}
         if (reply := await self._others.ask(self._routers(), "/admin/role", body, RoleReply)) is not None:
             return RoleChange(reply.instance, int(reply.incarnation), reply.becomes)
-        return change_role(self._membership, instance, role, force)
+        return await self._decide(lambda: change_role(self._membership, instance, role, force))
+
+    async def _decide(self, decide: Callable[[], DecisionT]) -> DecisionT:
+        """Decide who may go. What has just joined counts once all routers have it, so a refusal waits for that a
+        little."""
+        loop, coordination = asyncio.get_running_loop(), self._membership.coordination
+        end_s = loop.time() + 2 * self._membership.interval_s
+        while True:
+            try:
+                return decide()
+            except LastInstance:
+                if coordination.are_everywhere or loop.time() > end_s:
+                    raise
+            await asyncio.sleep(GATHER_S)
 
     def _routers(self) -> list[int]:
         return self._membership.coordination.routers

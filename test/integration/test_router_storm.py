@@ -65,7 +65,7 @@ def right(folders: list[Path], drawn: list[Drawn]) -> list[list[Answer]]:
         settings = [f"model.path={folder}", *COMMON, "cache.num_pages=400", "cache.prefix_cache=false"]
         with LocalCluster(load_topology("unified_local", settings), entries=FORKED) as cluster:
             cluster.wait_ready(300)
-            answers.append(ask(cluster.url, drawn, at_once=4, streamed=0.0))
+            answers.append(ask(cluster.url, drawn, at_once=16, streamed=0.0))
     return answers
 
 
