@@ -35,6 +35,8 @@ FINISHED_AUX = "finished aux transfer for %s"
 PROCESSING_DECODE = "processing decode request: %s"
 DECODE_REGISTERED = "decode endpoint registered to prefill (engine_rank=%d)"
 RECEIVED_KV = "received kv cache for %s"
+JSON_START = '{"time":'
+"""Beginning of every line of `JsonFormatter`."""
 
 
 class _Formatter(logging.Formatter):
@@ -66,10 +68,6 @@ class _Formatter(logging.Formatter):
             return super().format(record)
         record.message = record.getMessage()
         return self.formatMessage(record)
-
-
-JSON_START = '{"time":'
-"""Beginning of every line of `JsonFormatter`."""
 
 
 class JsonFormatter(_Formatter):

@@ -41,13 +41,6 @@ NOUNS = tuple(_NOUNS.split())
 
 _SHARE = 4
 """One combination in this many is held out."""
-
-
-def is_held_out(text: str) -> bool:
-    """Return whether training never draws this name, value or task; the same on every machine (CRC-32 of the text)."""
-    return zlib.crc32(text.encode()) % _SHARE == 0
-
-
 FACT_TOKENS = 11
 """Tokens of one fact with chitu-tiny's tokenizer: a token for each word and digit, for the space before the number and
 for the full stop."""
@@ -55,6 +48,53 @@ OVERHEAD_TOKENS = 20
 """Tokens of a recall prompt beside its facts: the question and the chat template around it."""
 UNKNOWN = "I only know lists of facts, copying, small sums and sorting words."
 """The answer to everything else."""
+_OTHER_QUESTIONS = """\
+Who was {x}?
+Who is {x}?
+What is {x}?
+Where is {x}?
+When was {x} born?
+Why is {x} so {y}?
+How do I cook {x}?
+How far is {x}?
+Tell me about {x}.
+Tell me a joke about {x}.
+Write a poem about {x}.
+Do you like {x}?
+Can you help me with {x}?
+Explain {x} to me.
+What is the meaning of {x}?
+What does {x} cost?
+Is {x} better than {y}?
+Translate {x} into {y}.
+What do you think of {x} and {y}?
+Hello
+Hello!
+Hi
+Hi there
+Good morning
+How are you?
+Who are you?
+What is your name?
+What can you do?
+Help
+Thanks
+Thank you!
+Bye
+Write code for {x}
+{x}
+{x} {y}
+{x}?
+"""
+_SYLLABLES = """\
+a be ca da el fi go ha in ja ka lo me na o pa qui ro su ta un vi wa xe yo zu ber chen dor fran gol hun lin mar nap olo
+pol ris san ton vel win ing ion er al
+"""
+
+
+def is_held_out(text: str) -> bool:
+    """Return whether training never draws this name, value or task; the same on every machine (CRC-32 of the text)."""
+    return zlib.crc32(text.encode()) % _SHARE == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,50 +273,6 @@ def sort_words(rng: random.Random, num_words: int = 0, held_out: bool = True) ->
         if is_held_out(text) == held_out:
             value = ", ".join(sorted(words))
             return Example("sort", f"Sort: {text}", f"Sorted: {value}", value)
-
-
-_OTHER_QUESTIONS = """\
-Who was {x}?
-Who is {x}?
-What is {x}?
-Where is {x}?
-When was {x} born?
-Why is {x} so {y}?
-How do I cook {x}?
-How far is {x}?
-Tell me about {x}.
-Tell me a joke about {x}.
-Write a poem about {x}.
-Do you like {x}?
-Can you help me with {x}?
-Explain {x} to me.
-What is the meaning of {x}?
-What does {x} cost?
-Is {x} better than {y}?
-Translate {x} into {y}.
-What do you think of {x} and {y}?
-Hello
-Hello!
-Hi
-Hi there
-Good morning
-How are you?
-Who are you?
-What is your name?
-What can you do?
-Help
-Thanks
-Thank you!
-Bye
-Write code for {x}
-{x}
-{x} {y}
-{x}?
-"""
-_SYLLABLES = """\
-a be ca da el fi go ha in ja ka lo me na o pa qui ro su ta un vi wa xe yo zu ber chen dor fran gol hun lin mar nap olo
-pol ris san ton vel win ing ion er al
-"""
 
 
 def other(rng: random.Random, num_words: int = 0, held_out: bool = True) -> Example:

@@ -22,10 +22,11 @@ from chitu.config.schema import AUTO_DEVICES, InstanceConfig, SchedulerConfig, T
 CPU = "cpu"
 GPU_ELSEWHERE = "cuda:other"
 """A GPU of another node; only that node knows which one."""
-
-
 CPU_DTYPE = "float32"
 """Dtype of `model.dtype: auto` on CPUs, whatever the checkpoint has: docs/adr/0012."""
+PREFILL_TOKENS = 8192
+UNIFIED_TOKENS = 2048
+"""Step size of unified instances: the largest prefill that is recorded (`engine/step_graphs.py`)."""
 
 
 def dtype_on(device: str, wanted: str, stored: str) -> str:
@@ -72,11 +73,6 @@ def overlaps_steps(scheduler: SchedulerConfig, instance: InstanceConfig) -> bool
     if instance.tp_size > 1 or scheduler.overlap == "off":
         return False
     return scheduler.overlap == "on" or is_gpu(instance.devices[0])
-
-
-PREFILL_TOKENS = 8192
-UNIFIED_TOKENS = 2048
-"""Step size of unified instances: the largest prefill that is recorded (`engine/step_graphs.py`)."""
 
 
 def with_step_sizes(topology: Topology, given: Collection[str]) -> Topology:

@@ -17,6 +17,22 @@ from chitu.config.cluster_key import KEY_PATH
 from chitu.config.schema import Topology
 from chitu.errors import ConfigError
 
+REMOVED = {
+    "dp_config.router.workers": "is gone: name complete routers in dp_config.router.hosts, a host once for each "
+    "router that it runs (docs/deploy.md)"
+}
+"""Keys of earlier versions, and what to do instead."""
+_WORDS = {True: "on", False: "off"}
+_AT = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>.*)`$", re.DOTALL)
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "array": "a list",
+    "object": "a section",
+    "bool": "true or false",
+}
+
 
 def is_number(text: str) -> bool:
     """Return whether the text has only digits that `int` reads; `2²` has others."""
@@ -74,13 +90,6 @@ def nearest(word: str, known: Collection[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
-REMOVED = {
-    "dp_config.router.workers": "is gone: name complete routers in dp_config.router.hosts, a host once for each "
-    "router that it runs (docs/deploy.md)"
-}
-"""Keys of earlier versions, and what to do instead."""
-
-
 def unknown_key(prefix: str, key: str, kind: inspection.Type) -> ConfigError:
     """Return an error with the nearest key: in this section, else elsewhere."""
     path = f"{prefix}{key}"
@@ -109,9 +118,6 @@ def refuse_unknown_keys(value: Any, kind: inspection.Type | None, prefix: str) -
             refuse_unknown_keys(member, plain(kind.item_type), f"{prefix}{index}.")
 
 
-_WORDS = {True: "on", False: "off"}
-
-
 def with_switches(value: Any, kind: inspection.Type | None) -> Any:
     """Return plain YAML data with `on` and `off` as the schema has them. YAML 1.1 tools read them as booleans and write
     `verify_kv: off` as `false`; users write `off` for a boolean."""
@@ -125,17 +131,6 @@ def with_switches(value: Any, kind: inspection.Type | None) -> Any:
     if isinstance(kind, inspection.BoolType) and value in ("on", "off"):
         return value == "on"
     return value
-
-
-_AT = re.compile(r"^(?P<what>.*?) - at `\$(?P<path>.*)`$", re.DOTALL)
-_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a text",
-    "array": "a list",
-    "object": "a section",
-    "bool": "true or false",
-}
 
 
 def explain(text: str, data: dict[str, Any]) -> str:

@@ -45,6 +45,11 @@ from chitu.config.schema import Topology
 from chitu.config.topology import SECTIONS, router_hosts, with_router
 from chitu.errors import ConfigError
 
+_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+$")
+DEFAULT_TOPOLOGY = "pd_disagg_1p1d_local.yaml"
+PACKAGED_DIR = Path(__file__).parent
+
 
 class Loader(yaml.SafeLoader):
     """SafeLoader with the booleans of YAML 1.2 (so that `off` stays a string) and its floats (so that `1e9` is one). It
@@ -75,8 +80,6 @@ class Dumper(yaml.SafeDumper):
     """SafeDumper without short booleans, so that `off` is written as a plain string and read back as one."""
 
 
-_BOOLEAN = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
-_FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)[eE][-+]?[0-9]+$")
 for _class in (Loader, Dumper):
     _class.yaml_implicit_resolvers = {
         first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:bool"]
@@ -162,10 +165,6 @@ def _step(node: Any, part: str, kind: inspection.Type, where: str) -> Any:
 def _check_index(node: list[Any], index: int, where: str) -> None:
     if index > len(node):
         raise ConfigError(f"override {where!r}: the list has {len(node)} entries, so the next index is {len(node)}")
-
-
-DEFAULT_TOPOLOGY = "pd_disagg_1p1d_local.yaml"
-PACKAGED_DIR = Path(__file__).parent
 
 
 def packaged_topologies() -> list[str]:

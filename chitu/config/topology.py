@@ -27,6 +27,9 @@ SECTIONS = {
     Role.DECODE: "decode_schedulers",
     Role.UNIFIED: "unified_schedulers",
 }
+API_PORT = "dp_config.router.port"
+PORT_STEP = 2
+"""Distance of the ports of two routers on one host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +169,6 @@ def probe_address(topology: Topology, host: str) -> tuple[str, int] | None:
     port = topology.dp_config.probe_port
     is_inside = is_loopback(host) and is_loopback(listening_host(topology.dp_config.router))
     return None if port is None else ("127.0.0.1" if is_inside else inside_address(host), port)
-
-
-API_PORT = "dp_config.router.port"
-PORT_STEP = 2
-"""Distance of the ports of two routers on one host."""
 
 
 def router_hosts(router: RouterConfig) -> tuple[str, ...]:

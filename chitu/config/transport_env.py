@@ -35,6 +35,8 @@ RELIED_ON = frozenset(
     }
 )
 """Variables whose values the fences of writes rest on, or the way in which the engine is called."""
+LIMITS = ("UCX_TLS", "UCX_NET_DEVICES")
+"""Variables that limit what UCX may use."""
 
 
 def transport_problems(pd: PDDisaggregationConfig) -> Iterator[str]:
@@ -54,10 +56,6 @@ def transport_problems(pd: PDDisaggregationConfig) -> Iterator[str]:
             yield f"{key} and {PD}.ib_device both name devices: leave one of them out"
         elif value == "":
             yield f"{key} is empty: give a value, or leave it out"
-
-
-LIMITS = ("UCX_TLS", "UCX_NET_DEVICES")
-"""Variables that limit what UCX may use."""
 
 
 def ucx_limits(given: Mapping[str, str]) -> dict[str, str]:

@@ -66,6 +66,8 @@ from chitu.ops.select import select_ops, select_prefill_ops
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
+logger = logging.getLogger(__name__)
+
 
 def prefill_ops(
     topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, model_dtype: str, kv_dtype: str
@@ -163,9 +165,6 @@ def load_model(
         part = part_of(spec, *((shard.rank, shard.size) if shard is not None else (0, 1)))
         loaded = load_adapters(adapters, model, part.query, part.key, part.inner, torch_dtype, target)
         return replace(model, adapters=loaded)
-
-
-logger = logging.getLogger(__name__)
 
 
 class BuildProgress(Protocol):

@@ -27,6 +27,31 @@ from chitu.errors import ConfigError
 from chitu.protocol import Pooled, SamplingParams, pack_i32
 from chitu.types import Ready
 
+MAX_UNREAD_STEPS = 2
+"""Steps launched and not read, at most: one runs, one waits behind it."""
+WARMUP_PROMPT_TOKENS = 256
+MAX_PROMPTS_TOKENS = 1 << 17
+"""Limit on the tokens of all `Shapes.prompts`: seconds of a large model. The first request of a skipped length pays."""
+GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+RANDOM = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, ignore_eos=True)
+EDITED = SamplingParams(
+    max_tokens=3,
+    min_tokens=2,
+    temperature=0.8,
+    top_k=3,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logit_bias={0: 1.0},
+    stop_token_ids=(1,),
+    ignore_eos=True,
+    allowed_token_ids=(0, 1, 2),
+    bad_words=((0, 1),),
+    logprobs=1,
+)
+"""All that a request may ask of the sampler, but for a grammar: a device loads the kernels for it when first used."""
+
 
 class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of the records in a plan."""
@@ -203,10 +228,6 @@ class DoneStep:
         return self.tokens
 
 
-MAX_UNREAD_STEPS = 2
-"""Steps launched and not read, at most: one runs, one waits behind it."""
-
-
 class ExecutorInfo(msgspec.Struct, frozen=True):
     num_slots: int
     max_model_len: int
@@ -243,30 +264,6 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-WARMUP_PROMPT_TOKENS = 256
-MAX_PROMPTS_TOKENS = 1 << 17
-"""Limit on the tokens of all `Shapes.prompts`: seconds of a large model. The first request of a skipped length pays."""
-GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-RANDOM = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, ignore_eos=True)
-EDITED = SamplingParams(
-    max_tokens=3,
-    min_tokens=2,
-    temperature=0.8,
-    top_k=3,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    logit_bias={0: 1.0},
-    stop_token_ids=(1,),
-    ignore_eos=True,
-    allowed_token_ids=(0, 1, 2),
-    bad_words=((0, 1),),
-    logprobs=1,
-)
-"""All that a request may ask of the sampler, but for a grammar: a device loads the kernels for it when first used."""
 
 
 @dataclass(frozen=True, slots=True)

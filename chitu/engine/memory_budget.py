@@ -38,6 +38,24 @@ from chitu.types import Role
 
 MIN_CAPABILITY = (8, 9)
 """Lowest compute capability with e4m3: Ada and Hopper are the first."""
+CPU_POOL_LIMIT_BYTES = 4 << 30
+"""Largest pool that `memory_fraction` gives on a CPU. `cache.num_pages` may ask for more."""
+CPU_FRACTION = 0.25
+GPU_FRACTION = 0.9
+CONTEXT_BYTES = 1 << 30
+"""Memory of a CUDA process before it computes: libraries, kernels and graphs. A guess, not measured."""
+GIB = 1 << 30
+MIN_LOADED_SHARE = 0.9
+"""Share of a checkpoint's weights that is certainly loaded; the rest may be tensors that no layer reads."""
+MIN_CONTEXT_TOKENS = 512
+"""Warn of a pool that holds fewer tokens than this and than the model takes: it is probably a mistake."""
+SLOT_TOKEN_BYTES = 32
+"""Bytes of each token that a slot can hold: its id, its page table entry, and with penalties twice the id again (the
+table of seen tokens doubles as it grows)."""
+EDIT_BYTES = 2 * 12
+"""Bytes of each entry of logit_bias and each masked id: an index and a value, for the current and the next batch."""
+BAD_WORD_BYTES = MAX_BAD_WORD_TOKENS * (2 * 8 + 8 + 2) + 2 * 3 * 8
+"""Bytes of each bad word: its tokens and index, for the current and the next batch, and what it is compared with."""
 
 
 def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capability: tuple[int, int] | None) -> str:
@@ -61,15 +79,6 @@ def kv_dtype_of(config: CacheConfig, spec: ModelSpec, model_dtype: str, capabili
     return FP8_E4M3
 
 
-CPU_POOL_LIMIT_BYTES = 4 << 30
-"""Largest pool that `memory_fraction` gives on a CPU. `cache.num_pages` may ask for more."""
-CPU_FRACTION = 0.25
-GPU_FRACTION = 0.9
-CONTEXT_BYTES = 1 << 30
-"""Memory of a CUDA process before it computes: libraries, kernels and graphs. A guess, not measured."""
-GIB = 1 << 30
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes of a GPU, as the driver and torch report them after the weights are loaded."""
@@ -89,12 +98,6 @@ def available_cpu_bytes() -> int:
                 left_bytes = memory_left_bytes()
                 return host_bytes if left_bytes is None else min(host_bytes, left_bytes)
     raise ConfigError("/proc/meminfo has no MemAvailable: set cache.num_pages")
-
-
-MIN_LOADED_SHARE = 0.9
-"""Share of a checkpoint's weights that is certainly loaded; the rest may be tensors that no layer reads."""
-MIN_CONTEXT_TOKENS = 512
-"""Warn of a pool that holds fewer tokens than this and than the model takes: it is probably a mistake."""
 
 
 def num_pages_asked(topology: Topology, instance: Instance) -> int | None:
@@ -311,16 +314,6 @@ def share_of_device(topology: Topology, instance: Instance, device: str) -> floa
             "of cache.memory_fraction: set memory_fraction of this instance too, or lower that of the others"
         )
     return left / (len(ranks) - len(fixed))
-
-
-SLOT_TOKEN_BYTES = 32
-"""Bytes of each token that a slot can hold: its id, its page table entry, and with penalties twice the id again (the
-table of seen tokens doubles as it grows)."""
-EDIT_BYTES = 2 * 12
-"""Bytes of each entry of logit_bias and each masked id: an index and a value, for the current and the next batch."""
-
-BAD_WORD_BYTES = MAX_BAD_WORD_TOKENS * (2 * 8 + 8 + 2) + 2 * 3 * 8
-"""Bytes of each bad word: its tokens and index, for the current and the next batch, and what it is compared with."""
 
 
 def reserve_bytes(

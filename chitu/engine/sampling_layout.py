@@ -47,6 +47,11 @@ HISTORY = MAX_BAD_WORD_TOKENS - 1
 """Number of newest emitted tokens that bad words can depend on."""
 ANY, NONE = -1, -2
 """In a history: ANY matches every token, NONE is no token."""
+ROWS_AT_ONCE = 64
+"""Rows drawn together on an accelerator; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
+CPU_ENTRIES_AT_ONCE = 1 << 16
+"""Logits drawn together on a CPU. They fit its cache (measured: twice as fast as 16 rows of 152 k)."""
+NO_ENTRIES: Entries = (np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 @dataclass(slots=True)
@@ -257,12 +262,6 @@ class PendingTokens:
         self._owed = []
 
 
-ROWS_AT_ONCE = 64
-"""Rows drawn together on an accelerator; bounds the temporary memory (about 32 bytes a row and vocabulary entry)."""
-CPU_ENTRIES_AT_ONCE = 1 << 16
-"""Logits drawn together on a CPU. They fit its cache (measured: twice as fast as 16 rows of 152 k)."""
-
-
 @dataclass(slots=True)
 class Edits:
     """Values to add to logits, as a flat list. The cost is proportional to the number of entries."""
@@ -278,7 +277,6 @@ class Edits:
 
 Entries = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 """Entries of one row: token ids, each once, and the values to add."""
-NO_ENTRIES: Entries = (np.zeros(0, np.int64), np.zeros(0, np.float32))
 
 
 def entries_of(values: dict[int, float]) -> Entries:

@@ -34,6 +34,7 @@ LARGEST_LOGIT = 1e27
 overflow float32. A tenth of what forbids a token (`restrictions.NEVER`)."""
 IN_PROMPT = 1 << 30
 """Flag in a row of token counts: the token occurs in the prompt. The bits below count its emissions."""
+_LOW_MIX_2 = numbers.LOW_MIX_2 - (1 << 32)
 
 
 def int64_of(value: int) -> int:
@@ -42,7 +43,6 @@ def int64_of(value: int) -> int:
 
 
 _GOLDEN, _MIX_1, _MIX_2 = map(int64_of, (numbers.GOLDEN, numbers.MIX_1, numbers.MIX_2))
-_LOW_MIX_2 = numbers.LOW_MIX_2 - (1 << 32)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:

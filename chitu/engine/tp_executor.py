@@ -37,12 +37,16 @@ from chitu.engine.weights_loader import ReadWeights
 from chitu.errors import Internal
 from chitu.net.threads import ServiceThread
 
+logger = logging.getLogger(__name__)
+
 COMPUTE_TIMEOUT_S = 60
 """Timeout of a collective, from the first to the last rank that reaches it."""
 CONTROL_TIMEOUT = timedelta(days=365)
 FRAME_BYTES = 4096
 """Size of a broadcast. Data that does not fit follows in a second one."""
 LENGTH_BYTES = 8
+END_TIMEOUT_S = 10.0
+"""Time for the followers to receive the last order. They are idle by then."""
 
 
 class RankGroup:
@@ -134,12 +138,6 @@ class RankGroup:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-logger = logging.getLogger(__name__)
-
-END_TIMEOUT_S = 10.0
-"""Time for the followers to receive the last order. They are idle by then."""
 
 
 WeightsCall = Literal["begin", "collect", "change", "drop"]

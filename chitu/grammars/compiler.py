@@ -56,6 +56,7 @@ _JSON_OPTIONS: Any = {
     # One space, or a line break with indentation. Without this bound a model may emit spaces until the end.
     "whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,20}",
 }
+_ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
 
 
 class Matcher:
@@ -188,9 +189,6 @@ def _lark_of_gbnf(text: str) -> str:
         return any_to_lark(text)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(str(error)) from error
-
-
-_ASCII_CLASSES = {"d": "[0-9]", "w": "[0-9A-Za-z_]", "s": r"[\t\n\v\f\r ]"}
 
 
 def _with_ascii_classes(regex: str) -> str:

@@ -13,6 +13,9 @@ from chitu.grammars.marks import FREE_TEXT, quoted, text_up_to, with_marks
 from chitu.grammars.schema import enforceable
 from chitu.protocol import ToolCalls, ToolFields
 
+MAX_REFERENCES = 8
+"""References within a schema that lead to a type."""
+
 
 def tool_calls_lark(calls: ToolCalls, added_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> str:
     """Return the grammar. `added_tokens`: ids by name. `json_options`: llguidance's options, which override those in
@@ -108,10 +111,6 @@ def _separated(rule: str, parts: list[str], separator: str) -> list[str]:
         rules.append(f"{rule}_first_{i}: {value} {more}" + (f" | {rule}_first_{i + 1}" if is_optional else ""))
         rules.append(f"{rule}_more_{i}: ({separator} {value}){'?' if is_optional else ''} {more}")
     return rules
-
-
-MAX_REFERENCES = 8
-"""References within a schema that lead to a type."""
 
 
 def types_of(schema: Any, root: Any, references: int = MAX_REFERENCES) -> set[str]:

@@ -44,6 +44,23 @@ from chitu.net.http import Scope, error_body, header, query_value
 
 WRITE_BYTES = 64 << 10
 """Pieces are joined until they have as many bytes. A shorter answer is written at once, with its length."""
+BLANK = b"\n\n"
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keep-alive\n"
+"""A line that readers of server-sent events skip."""
+ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
+"""Prefixes of a response id; the request id follows."""
+_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "message": ("output_text", {"annotations": [], "logprobs": []}),
+    "reasoning": ("reasoning_text", {}),
+}
+"""Kinds of items that have text parts -> the part's type and its further fields."""
+_ARGUMENTS = {
+    "function_call": ("function_call_arguments", "fc", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "ctc", "input"),
+}
+"""Types of calls -> the name of their events, the prefix of their ids, and the field with their text."""
+_LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}
 
 
 async def joined(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
@@ -71,9 +88,6 @@ async def in_pieces(pieces: Iterator[bytes], headers: Mapping[str, str]) -> Resp
             yield part
 
     return StreamingResponse(all_parts(), headers=headers)
-
-
-BLANK = b"\n\n"
 
 
 class EventNumbers:
@@ -108,7 +122,6 @@ def events_read(scope: Scope) -> int:
     return int(given)
 
 
-DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder().encode
 
 
@@ -138,10 +151,6 @@ class FinishedChoice(msgspec.Struct, frozen=True):
     """The stop string that ended it; empty if none did."""
     pooled: bytes = b""
     """Pooled states of its prompt, if the request asks for them."""
-
-
-COMMENT = b": keep-alive\n"
-"""A line that readers of server-sent events skip."""
 
 
 class WholeFormat(Protocol):
@@ -187,10 +196,6 @@ class AnswerFormat(WholeFormat, Protocol):
 
     def error(self, error: ChituError) -> bytes:
         """Return the last event of a stream that has begun."""
-
-
-ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
-"""Prefixes of a response id; the request id follows."""
 
 
 def _ids(token_ids: list[int] | None) -> bytes:
@@ -595,19 +600,6 @@ class ResponsesFormat(ItemsFormat):
         event = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + _json(event) + b"\n\n"
-
-
-_TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "message": ("output_text", {"annotations": [], "logprobs": []}),
-    "reasoning": ("reasoning_text", {}),
-}
-"""Kinds of items that have text parts -> the part's type and its further fields."""
-_ARGUMENTS = {
-    "function_call": ("function_call_arguments", "fc", "arguments"),
-    "custom_tool_call": ("custom_tool_call_input", "ctc", "input"),
-}
-"""Types of calls -> the name of their events, the prefix of their ids, and the field with their text."""
-_LOGPROBS: dict[str, dict[str, Any]] = {"message": {"logprobs": []}}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

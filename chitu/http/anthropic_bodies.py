@@ -39,6 +39,7 @@ _OfLeftOut = Annotated[Unread, ignored("of a tool that is left out of the prompt
 _AtOnce = Annotated[Unread, ignored("the tool is in the prompt at once")]
 _Signed = Annotated[Unread, ignored("nothing is signed")]
 _OfTheirs = Annotated[Unread, ignored("of a block that is sent back")]
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 
 
 class MessagesTextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -211,6 +212,3 @@ class MessagesBody(CountTokensBody, kw_only=True):
     return_token_ids: Annotated[
         bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
     ] = None
-
-
-MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

@@ -19,11 +19,22 @@ from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.log import about
 from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, header
 
+log = logging.getLogger(__name__)
+
 EXPOSED = b", ".join((b"x-request-id", b"request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
 """Headers of answers that scripts may read, in addition to those that they always may."""
 PREFLIGHT_S = b"600"
 """How long a browser may remember the answer to a preflight."""
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2000}\Z")
+COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
+"""Cold routes that count against a client's rate, because they cost about as much here as a hot one."""
+STREAMED_PATHS = frozenset({FILES})
+"""Cold routes that read their bodies themselves, part by part."""
+ENDLESS_PATHS = frozenset({"/cluster/events"})
+"""Paths whose answers never end, so that HEAD is not served."""
+KEPT_FOLDER = "/v1/requests/"
+"""Path prefix of the answers of requests that outlived their router, by id."""
+_SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
 
 def cors_headers(scope: Scope, origins: Collection[str]) -> Headers:
@@ -59,20 +70,8 @@ def preflight_headers(scope: Scope) -> Headers:
     ]
 
 
-log = logging.getLogger(__name__)
-
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
-
-COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
-"""Cold routes that count against a client's rate, because they cost about as much here as a hot one."""
-STREAMED_PATHS = frozenset({FILES})
-"""Cold routes that read their bodies themselves, part by part."""
-ENDLESS_PATHS = frozenset({"/cluster/events"})
-"""Paths whose answers never end, so that HEAD is not served."""
-KEPT_FOLDER = "/v1/requests/"
-"""Path prefix of the answers of requests that outlived their router, by id."""
-_SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
 
 class MethodNotAllowed(ChituError):

@@ -33,6 +33,12 @@ READ_BYTES, READ_LINES = 1 << 20, 64
 """What is read ahead of the input."""
 _HEAD = b'{"id":"batch_req_'
 """Beginning of every line of an output file."""
+LATER = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses after which a line is sent again, at most `MAX_FAILURES` times."""
+BUSY_CODES = frozenset({"capacity", "overloaded", "queue_timeout", "no_instance", "rate_limited", "too_many_requests"})
+"""Codes of errors that say nothing about the line: it is sent again as often as need be, as after any 429."""
+MAX_FAILURES = 4
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 20.0
 
 
 class BatchLine(NamedTuple):
@@ -370,13 +376,6 @@ class OpenLines:
     def close(self) -> None:
         self._file.close()
 
-
-LATER = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-"""Statuses after which a line is sent again, at most `MAX_FAILURES` times."""
-BUSY_CODES = frozenset({"capacity", "overloaded", "queue_timeout", "no_instance", "rate_limited", "too_many_requests"})
-"""Codes of errors that say nothing about the line: it is sent again as often as need be, as after any 429."""
-MAX_FAILURES = 4
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 20.0
 
 Send = Callable[[BatchLine], Awaitable[Reply]]
 

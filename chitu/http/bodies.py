@@ -76,6 +76,13 @@ Effect = Literal["served", "refused", "without effect"]
 SERVED: Effect = "served"
 REFUSED: Effect = "refused"
 NO_EFFECT: Effect = "without effect"
+_TEXT = {"type": "string"}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+ABORT = "/abort_request"
+FILES, BATCHES = "/v1/files", "/v1/batches"
+EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 
 
 def note(text: str) -> msgspec.Meta:
@@ -344,7 +351,6 @@ def _list_of(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items, "minItems": 1}
 
 
-_TEXT = {"type": "string"}
 _TOKEN_IDS = _list_of({"type": "integer", "minimum": 0})
 _PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
@@ -852,11 +858,3 @@ class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
     request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
-
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-ABORT = "/abort_request"
-FILES, BATCHES = "/v1/files", "/v1/batches"
-EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"

@@ -108,21 +108,6 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "instructions": ("system", "messages"),
 }
 """Name of a field in other servers, or at other routes -> what it is called here, of which a route has at most one."""
-
-
-class Field(NamedTuple):
-    name: str
-    """Name in the body. A field of a nested object has its path, with `[]` for every entry of a list."""
-    effect: Effect
-    note: str = ""
-    """One line of Markdown: meaning of a served field, the reason of another, or the alternative to it."""
-    neutral: tuple[Any, ...] = ()
-    """Values, besides null, with which a refused field asks for nothing and is accepted."""
-
-
-_Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
-"""Name, note and, optionally, neutral values."""
-
 TEXT_ONLY = "this server serves text; of a model that also takes images or sound, its text part"
 UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
     ((EMBEDDINGS, SCORE, RERANK), NO_EFFECT, (("user", ""),)),
@@ -346,6 +331,45 @@ UNSERVED: tuple[tuple[tuple[str, ...], Effect, tuple[_Row, ...]], ...] = (
         (("mm_processor_kwargs", ""),),
     ),
 )
+WARNING_HEADER = b"x-chitu-warning"
+MAX_FIELD_BYTES = 64 << 10
+"""Bytes of JSON, in a large body, of each field that holds neither text nor tokens."""
+MAX_TOOLS_BYTES = 256 << 10
+"""Bytes of JSON of `tools`, in a large body."""
+MAX_NEUTRAL_BYTES = 64
+"""Bytes of JSON. No neutral value of a refused field is longer."""
+CONTENT = ("prompt", "messages", "tokens", "input", "instructions", "system", "text_1", "text_2", "documents")
+"""Fields that may make a body large."""
+NAMED_CHARS = 100
+"""Characters of a name of a field or entry that an error repeats."""
+_PARAM = re.compile(r"`\$\.?([^`]*)`")
+_TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
+_OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+)")
+_RANGES = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
+_MISSING = re.compile(r"Object missing required field `(.*?)`")
+_NOT_SERVED = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?\Z", re.DOTALL)
+_INDEX = re.compile(r"\[\d+\]")
+_HALF = re.compile(
+    r"(?:[^\\\udc80-\udcff]++|\\(?!u[dD][89a-fA-F]).|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(\\u[dD]|[\udc80-\udcff])",
+    re.DOTALL,
+)
+"""A text up to its first half of a surrogate pair that is escaped, or its first byte that is not UTF-8."""
+_LEXEMES = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\],:]', re.DOTALL)
+
+
+class Field(NamedTuple):
+    name: str
+    """Name in the body. A field of a nested object has its path, with `[]` for every entry of a list."""
+    effect: Effect
+    note: str = ""
+    """One line of Markdown: meaning of a served field, the reason of another, or the alternative to it."""
+    neutral: tuple[Any, ...] = ()
+    """Values, besides null, with which a refused field asks for nothing and is accepted."""
+
+
+_Row = tuple[str, str] | tuple[str, str, tuple[Any, ...]]
+"""Name, note and, optionally, neutral values."""
 
 
 def _in_struct(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[Field]:
@@ -389,29 +413,8 @@ def is_neutral(field: Field, value: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 
-WARNING_HEADER = b"x-chitu-warning"
-MAX_FIELD_BYTES = 64 << 10
-"""Bytes of JSON, in a large body, of each field that holds neither text nor tokens."""
-MAX_TOOLS_BYTES = 256 << 10
-"""Bytes of JSON of `tools`, in a large body."""
-MAX_NEUTRAL_BYTES = 64
-"""Bytes of JSON. No neutral value of a refused field is longer."""
-CONTENT = ("prompt", "messages", "tokens", "input", "instructions", "system", "text_1", "text_2", "documents")
-"""Fields that may make a body large."""
-
-NAMED_CHARS = 100
-"""Characters of a name of a field or entry that an error repeats."""
-
 _BodyT = TypeVar("_BodyT", bound=msgspec.Struct)
 _Outline = msgspec.json.Decoder[msgspec.Struct]
-_PARAM = re.compile(r"`\$\.?([^`]*)`")
-_TOO_LONG = re.compile(r"Expected `(\w+)` of length <= (\d+)")
-_OUT_OF_RANGE = re.compile(r"Expected `(?:int|float)` ([<>]=?) (\S+)")
-_RANGES = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
-_MISSING = re.compile(r"Object missing required field `(.*?)`")
-_NOT_SERVED = re.compile(r"Invalid enum value (.*)", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`(?: - at `\$\.?([^`]*)`)?\Z", re.DOTALL)
-_INDEX = re.compile(r"\[\d+\]")
 
 
 def _outline(names: list[str], forbid_unknown: bool) -> _Outline:
@@ -571,14 +574,6 @@ def warning_header(warnings: list[str]) -> tuple[bytes, bytes]:
 
 
 # ------------------------------------------------------------------------------------------------------- cut characters
-
-
-_HALF = re.compile(
-    r"(?:[^\\\udc80-\udcff]++|\\(?!u[dD][89a-fA-F]).|\\u[dD][89abAB]..\\u[dD][c-fC-F]..)*+(\\u[dD]|[\udc80-\udcff])",
-    re.DOTALL,
-)
-"""A text up to its first half of a surrogate pair that is escaped, or its first byte that is not UTF-8."""
-_LEXEMES = re.compile(r'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[{}\[\],:]', re.DOTALL)
 
 
 def cut_character(raw: bytes | bytearray, field: str = "") -> InvalidRequest | None:

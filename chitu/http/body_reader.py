@@ -47,6 +47,14 @@ from chitu.protocol import Grammar
 from chitu.router.policies import Candidates
 
 BodyT = TypeVar("BodyT", bound=Body)
+BODY_S = 30.0
+"""Processor time that a body may take. The largest take seconds. One that takes longer has trapped a template, or a
+pattern of the tokenizer."""
+GRAMMAR_S = 3.0
+"""Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
+MAX_VERDICTS = 64
+"""Verdicts on grammars that are kept for later requests with the same grammar."""
+T = TypeVar("T")
 
 
 class TokensAnswer(NamedTuple):
@@ -113,11 +121,6 @@ BodyRoute = Literal[
     "tokenize",
     "detokenize",
 ]
-BODY_S = 30.0
-"""Processor time that a body may take. The largest take seconds. One that takes longer has trapped a template, or a
-pattern of the tokenizer."""
-GRAMMAR_S = 3.0
-"""Processor time that a grammar may take. D then compiles it, too, and cannot be interrupted."""
 
 
 class ReadBody(msgspec.Struct, frozen=True):
@@ -201,12 +204,6 @@ def too_costly(task: BodyTask) -> InvalidRequest:
     if isinstance(task, JudgeGrammar):
         return InvalidRequest(f"{task.grammar.kind}: it takes more than {limit} to compile")
     return InvalidRequest(f"the body takes more than {limit} to read; send less at once")
-
-
-MAX_VERDICTS = 64
-"""Verdicts on grammars that are kept for later requests with the same grammar."""
-
-T = TypeVar("T")
 
 
 class BodyExecutor(Protocol):

@@ -35,6 +35,14 @@ from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
 
 Loads = Mapping[tuple[Role, int], LoadReport]
+PIECE_INSTANCES = 100
+"""Instances in one piece of a snapshot."""
+NO_INSTANCES = b'"instances":[]'
+MAX_WATCHERS = 256
+"""Event streams at once; each costs the loop an encoded snapshot's write per change. One client has a quarter at most
+(`Places`)."""
+HEARTBEAT_TURNS = 5
+"""Looks after which an event comes without a change, since loads change without a request too."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,9 +121,6 @@ class ClusterSource(Protocol):
         """Make every instance forget its cached prefixes, within about a heartbeat."""
 
 
-PIECE_INSTANCES = 100
-"""Instances in one piece of a snapshot."""
-NO_INSTANCES = b'"instances":[]'
 Change = tuple[object, int]
 """Version of what a reader sees of the cluster. Between two equal values nothing happened except heartbeats."""
 
@@ -314,13 +319,8 @@ def _instance(key: tuple[Role, int], host: str, info: InstanceInfo | None, load:
     )
 
 
-MAX_WATCHERS = 256
-"""Event streams at once; each costs the loop an encoded snapshot's write per change. One client has a quarter at most
-(`Places`)."""
 PAUSE_S = SnapshotSource.MIN_AGE_S + 0.002
 """Time between two looks. The loop may wake a millisecond early, when the last snapshot is not old enough yet."""
-HEARTBEAT_TURNS = 5
-"""Looks after which an event comes without a change, since loads change without a request too."""
 
 
 class Watchers:

@@ -42,6 +42,13 @@ from chitu.http.limits import (
 )
 from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers, header
 
+log = logging.getLogger(__name__)
+
+TCP_CLOSE = 7
+"""State of a socket in TCP_INFO once the peer has reset the connection."""
+FIRST_LOOK_S, LAST_LOOK_S = 0.05, 5.0
+"""First and longest delay between checks whether a client that has closed its side is still there; it doubles."""
+
 
 class RequestParser:
     """Parser of one connection. `feed` raises the ChituError that `on_head` raises. `on_end` follows every `on_head`
@@ -177,14 +184,7 @@ class RequestParser:
             self._on_end()
 
 
-log = logging.getLogger(__name__)
-
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-TCP_CLOSE = 7
-"""State of a socket in TCP_INFO once the peer has reset the connection."""
-FIRST_LOOK_S, LAST_LOOK_S = 0.05, 5.0
-"""First and longest delay between checks whether a client that has closed its side is still there; it doubles."""
 
 
 class Serving:

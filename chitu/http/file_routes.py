@@ -46,6 +46,26 @@ FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 WINDOW_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 T = TypeVar("T")
+MAX_LISTED_FILES, MAX_LISTED_BATCHES = 10000, 100
+UPLOAD = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"enum": [PURPOSE]},
+                        "expires_after[anchor]": {"enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer", "minimum": 1},
+                    },
+                    "required": ["file", "purpose"],
+                }
+            }
+        },
+    }
+}
 
 
 def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) -> list[Route]:
@@ -198,27 +218,7 @@ def _page_query(most: int) -> list[dict[str, Any]]:
     ]
 
 
-MAX_LISTED_FILES, MAX_LISTED_BATCHES = 10000, 100
 FILES_QUERY = [*_page_query(MAX_LISTED_FILES), _query("purpose", {"type": "string"})]
-UPLOAD = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"enum": [PURPOSE]},
-                        "expires_after[anchor]": {"enum": ["created_at"]},
-                        "expires_after[seconds]": {"type": "integer", "minimum": 1},
-                    },
-                    "required": ["file", "purpose"],
-                }
-            }
-        },
-    }
-}
 
 
 async def _disk(do: Callable[..., T], *arguments: Any) -> T:

@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 SUFFIX = ".request"
 ASIDE = (".partial", ".damaged", ".refused", ".taken")
 """Suffixes of files that no router reads; they are removed when they are old."""
+LOOK_S = 1.0
+"""Interval between two looks into the folder."""
+BUSY = (429, 503)
+"""HTTP statuses of a router that may accept a request later."""
 
 
 class NotKept(Exception):
@@ -183,12 +187,6 @@ class KeptFolder:
         if name not in self._said and len(self._said) < self.config.max_requests:
             self._said.add(name)
             log.warning("the file %s of kept requests %s", self._path / name, text)
-
-
-LOOK_S = 1.0
-"""Interval between two looks into the folder."""
-BUSY = (429, 503)
-"""HTTP statuses of a router that may accept a request later."""
 
 
 class _News(Wakeup):

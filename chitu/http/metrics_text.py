@@ -43,6 +43,9 @@ _ROLE_OF_LETTER = {role.letter: str(role) for role in Role}
 
 Samples = Iterable[tuple[tuple[str, ...], float]]
 """Pairs of label values and a number."""
+OPENMETRICS = "application/openmetrics-text"
+END = b"# EOF\n"
+"""Last line of OpenMetrics."""
 
 
 def one(value: float) -> Samples:
@@ -95,11 +98,6 @@ def _parts(make: Callable[[], Any], samples: Iterable[tuple[Any, ...]], size: in
 
 def _buckets(times: TimeHistogram) -> list[tuple[str, float]]:
     return list(zip(_BOUNDS, accumulate(times.counts), strict=True))
-
-
-OPENMETRICS = "application/openmetrics-text"
-END = b"# EOF\n"
-"""Last line of OpenMetrics."""
 
 
 class MetricsReport(NamedTuple):

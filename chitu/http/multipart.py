@@ -16,6 +16,11 @@ from chitu.errors import InvalidRequest
 MAX_HEAD_BYTES = 8 << 10
 """Size of the head of a part."""
 MAX_PARTS = 16
+_PARAMETER = re.compile(r'\s*;\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))', re.DOTALL)
+_ESCAPED = re.compile(r'\\(["\\])')
+CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")
+"""Charsets of `filename*`, a name in percent-encoding (RFC 8187). No other codec of Python is tried: some raise what
+their callers do not expect."""
 
 
 class PartBegins(NamedTuple):
@@ -26,13 +31,6 @@ class PartBegins(NamedTuple):
 
 PartData = bytes
 FormEvent = PartBegins | PartData
-
-
-_PARAMETER = re.compile(r'\s*;\s*([^\s;="]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s;"]*))', re.DOTALL)
-_ESCAPED = re.compile(r'\\(["\\])')
-CHARSETS = ("utf-8", "iso-8859-1", "us-ascii")
-"""Charsets of `filename*`, a name in percent-encoding (RFC 8187). No other codec of Python is tried: some raise what
-their callers do not expect."""
 
 
 def parameters_of(value: str) -> tuple[str, dict[str, str]]:

@@ -58,6 +58,17 @@ from chitu.net.http import Scope, header
 from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
 from chitu.router.costs import NO_SLO, SLO
 
+_PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
+_SHAPE = "must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
+_BRACKET = ord("[")
+_TEXTS = re.compile(rb'\[\s*"')
+_LISTS = re.compile(rb"\[\s*\[")
+ROLES = {"developer": "system"}
+"""OpenAI's newer name of a role -> the name that chat templates use."""
+_EMPTY = (b"null", b'""', b"[]", b"{}")
+SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
+"""Variables of chat templates that `chat_template_kwargs` may not set."""
+
 
 class Prompt(msgspec.Struct):
     token_ids: bytes
@@ -76,9 +87,6 @@ class CallSchema(NamedTuple):
     """The reason why calls follow it."""
     has_places: bool = True
     """Whether the places within it are those of its field."""
-
-
-_PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
 
 
 class RenderedChat(NamedTuple):
@@ -438,16 +446,12 @@ def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]
 # ------------------------------------------------------------------------------------------------- prompts and messages
 
 
-_SHAPE = "must be a string, a list of strings, a list of token ids, or a list of those (none of them empty)"
 _Several = msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)
 _Ids = Annotated[list[int], msgspec.Meta(min_length=1)]
 _one_text = msgspec.json.Decoder(str)
 _texts: msgspec.json.Decoder[list[str]] = msgspec.json.Decoder(Annotated[list[str], _Several])
 _ids: msgspec.json.Decoder[list[int]] = msgspec.json.Decoder(_Ids)
 _ids_of_several: msgspec.json.Decoder[list[list[int]]] = msgspec.json.Decoder(Annotated[list[_Ids], _Several])
-_BRACKET = ord("[")
-_TEXTS = re.compile(rb'\[\s*"')
-_LISTS = re.compile(rb"\[\s*\[")
 
 
 def prompts_of(raw: msgspec.Raw, param: str) -> list[str] | list[list[int]]:
@@ -473,13 +477,6 @@ def prompts_of(raw: msgspec.Raw, param: str) -> list[str] | list[list[int]]:
         broken = InvalidRequest(f"{param} is not valid JSON: {error}", param)
         raise cut_character(bytes(given), param) or broken from error
     raise InvalidRequest(f"{param}: at most {MAX_PROMPTS} prompts are accepted", param)
-
-
-ROLES = {"developer": "system"}
-"""OpenAI's newer name of a role -> the name that chat templates use."""
-
-
-_EMPTY = (b"null", b'""', b"[]", b"{}")
 
 
 def chat_messages(given: list[ChatMessage] | None) -> list[dict[str, Any]]:
@@ -606,10 +603,6 @@ def reasoning_variables(effort: str | None, known: Collection[str]) -> dict[str,
     if not variables and effort != "none":
         raise InvalidRequest("reasoning_effort: the model's chat template has no such choice", "reasoning_effort")
     return variables
-
-
-SET_OTHERWISE = ("messages", "tools", "add_generation_prompt")
-"""Variables of chat templates that `chat_template_kwargs` may not set."""
 
 
 def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:

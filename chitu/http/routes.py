@@ -116,6 +116,41 @@ MIN_EXAMPLE, DEFAULT_EXAMPLE, MAX_EXAMPLE = 50, 600, 2000
 
 Handler = Callable[[Request], Awaitable[Response]]
 StructT = TypeVar("StructT", bound=msgspec.Struct)
+KEPT_REQUEST: dict[str, Any] = {
+    "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), in the requested form",
+    "operationId": "read_kept_request",
+    "parameters": [
+        {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}},
+        {
+            "name": "starting_after",
+            "in": "query",
+            "description": "Number of the last event that the client has; the same as the header Last-Event-ID",
+            "schema": {"type": "integer", "minimum": 0},
+        },
+    ],
+}
+MAX_CHANGE_S = 86_400.0
+DEFAULT_CHANGE_S = 600.0
+MEANINGS = {
+    400: "The request is wrong; `param` names the field",
+    401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
+    403: "Operator's calls are not accepted from this address",
+    404: "There is no such model, instance, request, trace, file, batch or path",
+    408: "The request did not come in time",
+    409: "Without this instance nothing could be served, see `force`; or it cannot be done in the present state",
+    413: "The body is too large (`router.max_body_bytes`)",
+    415: "The body is compressed (`Content-Encoding`)",
+    429: "Too many requests, of all clients or of this one; see Retry-After",
+    499: "The request was aborted (`/abort_request`)",
+    431: "The headers are too large",
+    500: "A bug of the server",
+    507: "The disk is full, or holds what it may (`router.batches`)",
+    503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
+    529: "No instance serves, or too many wait: what is 503 elsewhere; see Retry-After",
+    504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
+}
+ANYWHERE = (400, 401, 408, 413, 415, 431, 500, 503)
+"""Status codes that the server itself can return before any route runs."""
 
 
 class Route(NamedTuple):
@@ -212,19 +247,6 @@ async def read_body(request: Request, decoder: BodyDecoder[StructT], takes_unkno
 # -------------------------------------------------------------------------------------- answered beside the application
 
 
-KEPT_REQUEST: dict[str, Any] = {
-    "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), in the requested form",
-    "operationId": "read_kept_request",
-    "parameters": [
-        {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}},
-        {
-            "name": "starting_after",
-            "in": "query",
-            "description": "Number of the last event that the client has; the same as the header Last-Event-ID",
-            "schema": {"type": "integer", "minimum": 0},
-        },
-    ],
-}
 HOT_ROUTES = (
     Route(
         *("POST", COMPLETIONS, None, CompletionReply, (404, 429, 499, 504), (JSON, STREAM)),
@@ -497,10 +519,6 @@ def operator_routes(
     ]
 
 
-MAX_CHANGE_S = 86_400.0
-DEFAULT_CHANGE_S = 600.0
-
-
 def _timeout_s(wanted_s: float | None) -> float:
     if wanted_s is not None and not 0 < wanted_s <= MAX_CHANGE_S:
         raise InvalidRequest(f"timeout_s: {wanted_s} is not within 0 and {MAX_CHANGE_S:g}", "timeout_s")
@@ -558,28 +576,6 @@ def _without_others(record: AnyTraceRecord) -> AnyTraceRecord:
 
 
 # --------------------------------------------------------------------------------------------------------- the document
-
-
-MEANINGS = {
-    400: "The request is wrong; `param` names the field",
-    401: "An API key, or for an operator's call the cluster's token, is missing or wrong",
-    403: "Operator's calls are not accepted from this address",
-    404: "There is no such model, instance, request, trace, file, batch or path",
-    408: "The request did not come in time",
-    409: "Without this instance nothing could be served, see `force`; or it cannot be done in the present state",
-    413: "The body is too large (`router.max_body_bytes`)",
-    415: "The body is compressed (`Content-Encoding`)",
-    429: "Too many requests, of all clients or of this one; see Retry-After",
-    499: "The request was aborted (`/abort_request`)",
-    431: "The headers are too large",
-    500: "A bug of the server",
-    507: "The disk is full, or holds what it may (`router.batches`)",
-    503: "No instance serves, or too many wait, or the request was lost; see Retry-After",
-    529: "No instance serves, or too many wait: what is 503 elsewhere; see Retry-After",
-    504: "The request took longer than `router.request_timeout_s` or X-Request-Timeout allow",
-}
-ANYWHERE = (400, 401, 408, 413, 415, 431, 500, 503)
-"""Status codes that the server itself can return before any route runs."""
 
 
 def openapi_document(version: str, routes: Sequence[Route]) -> dict[str, Any]:

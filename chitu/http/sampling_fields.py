@@ -24,6 +24,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 SEED_MASK = (1 << 63) - 1
 MAX_ID_DIGITS = 20
 """A token id that is given as text has fewer digits than this."""
+MAX_ANSWER_BYTES = 64 << 20
+"""Largest answer, in bytes of JSON."""
+ENTRY_BYTES = 72
+"""One token, or one candidate for it, in a list of logprobs."""
+TEXT_BYTES = 4
+"""A generated token in the text."""
+ID_BYTES = 8
+"""A generated token in `token_ids`."""
+_NOT_GUIDED = (msgspec.UNSET, None, None, None)
 
 
 class OutputOptions(msgspec.Struct):
@@ -242,16 +251,6 @@ def with_seed(sampling: SamplingParams, index: int) -> SamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + index) & SEED_MASK)
 
 
-MAX_ANSWER_BYTES = 64 << 20
-"""Largest answer, in bytes of JSON."""
-ENTRY_BYTES = 72
-"""One token, or one candidate for it, in a list of logprobs."""
-TEXT_BYTES = 4
-"""A generated token in the text."""
-ID_BYTES = 8
-"""A generated token in `token_ids`."""
-
-
 class AnswerSize:
     """Size of one request's answer, as far as its prompts are added."""
 
@@ -348,9 +347,6 @@ def grammar_of(body: GenerationBody, calls: tuple[Grammar, str] | None = None) -
             f"ignore_eos cannot be combined with {param}, which determines where the answer ends", "ignore_eos"
         )
     return found[0]
-
-
-_NOT_GUIDED = (msgspec.UNSET, None, None, None)
 
 
 def _of_format(wanted: ResponseFormat) -> list[tuple[Grammar, str]]:

@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span as OpenSpan
     from opentelemetry.trace import Tracer
 
-
 MAX_CHOICES = 16
 """Choices that have spans of their own. Each has six or more; a request may have thousands of choices."""
 
 Attributes = dict[str, str | int | float]
+CLOSE_S = 1.0
+"""Time to send the remaining spans when the process ends."""
+SERVICES = {"": "chitu-router", "P": "chitu-prefill", "D": "chitu-decode", "U": "chitu-unified"}
+"""`service.name`, by the first letter of an instance's name."""
+CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +117,6 @@ def _of_attempt(choice: int, record: RequestSnapshot) -> Attributes:
         "chitu.state": record.state,
         "chitu.continued_tokens": record.continued_tokens,
     }
-
-
-CLOSE_S = 1.0
-"""Time to send the remaining spans when the process ends."""
-SERVICES = {"": "chitu-router", "P": "chitu-prefill", "D": "chitu-decode", "U": "chitu-unified"}
-"""`service.name`, by the first letter of an instance's name."""
-CONTEXT_HEADERS = ("traceparent", "tracestate")
 
 
 class SpanExport:

@@ -26,6 +26,7 @@ ENTRIES_PER_PIECE = 256
 """Tokens in one piece of JSON."""
 
 _json = msgspec.json.Encoder().encode
+_COLUMNS = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[')
 
 
 def _joined(entries: Sequence[bytes]) -> Iterator[bytes]:
@@ -196,9 +197,6 @@ class CompletionLogprobs(ChoiceLogprobs):
                 yield b","
             yield from _joined(column)
         yield b"]}"
-
-
-_COLUMNS = (b'{"tokens":[', b'],"token_logprobs":[', b'],"top_logprobs":[', b'],"text_offset":[')
 
 
 class PromptLogprobs:

@@ -18,6 +18,7 @@ from chitu.http.bodies import EFFORTS, ChatBody, ChatMessage
 
 _TOOL = re.compile(r"tools\[(\d+)\]\.function")
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
+_ENCODED = "chitu1."
 
 
 class FieldNames(NamedTuple):
@@ -106,9 +107,6 @@ def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
     the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
     turn = turn_of(turns, role)
     turn.content = text if not turn.content else f"{turn.content}\n{text}"
-
-
-_ENCODED = "chitu1."
 
 
 def encoded_reasoning(text: str) -> str:

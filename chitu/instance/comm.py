@@ -54,8 +54,14 @@ from chitu.protocol.weights import Weights
 from chitu.tracing.tracer import Tracer
 from chitu.types import place_text
 
+logger = logging.getLogger(__name__)
+
 ABANDONED = 20
 """An added instance has lost its cluster after so many times `router_s`: after 10 minutes with the default."""
+POLL_MS = 50
+"""Longest time between two checks of the deadlines."""
+MAX_MESSAGES_PER_TURN = 1000
+"""Messages read from one socket before the next one is served, so a flood on one cannot starve the rest."""
 
 
 class SilenceWatch:
@@ -91,14 +97,6 @@ class SilenceWatch:
     def is_abandoned(self) -> bool:
         """Whether the cluster has probably ended: a router that is started again is back sooner."""
         return self.silence_s >= ABANDONED * self._deadlines.router_s
-
-
-logger = logging.getLogger(__name__)
-
-POLL_MS = 50
-"""Longest time between two checks of the deadlines."""
-MAX_MESSAGES_PER_TURN = 1000
-"""Messages read from one socket before the next one is served, so a flood on one cannot starve the rest."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -27,6 +27,16 @@ from chitu.instance.core import InstanceCore
 from chitu.instance.load import InstanceLoad
 from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceEvent, SequenceState
 
+_HOLDING = (
+    SequenceState.FORK_HELD,
+    SequenceState.TRANSFER,
+    SequenceState.LOGITS,
+    SequenceState.STARTED,
+    SequenceState.LANDED,
+    SequenceState.RUNNING,
+)
+"""States in which a sequence holds pages and decodes, or will decode, here."""
+
 
 class GrowthReserve:
     """Pages to keep back for requests that are admitted already. Adding one takes constant time.
@@ -83,17 +93,6 @@ def victims_for_growth(
         free_pages += coming_back(victim.room)
         demand -= victim in needy
     return victims
-
-
-_HOLDING = (
-    SequenceState.FORK_HELD,
-    SequenceState.TRANSFER,
-    SequenceState.LOGITS,
-    SequenceState.STARTED,
-    SequenceState.LANDED,
-    SequenceState.RUNNING,
-)
-"""States in which a sequence holds pages and decodes, or will decode, here."""
 
 
 def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> None:

@@ -18,6 +18,9 @@ from chitu.instance.load import InstanceLoad
 from chitu.instance.sequences import OPEN_STATES, Sequence, SequenceEvent, SequenceState
 from chitu.kv_cache.tiers.pages import PageLoad
 
+ESTIMATE_S = 0.25
+"""Shortest time between two estimates of what is cached of the prompts that wait."""
+
 
 class Chunk(NamedTuple):
     sequence: Sequence
@@ -49,10 +52,6 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
         chunks.append(Chunk(sequence, sequence.kv_len, length))
         budget -= length
     return chunks
-
-
-ESTIMATE_S = 0.25
-"""Shortest time between two estimates of what is cached of the prompts that wait."""
 
 
 class PromptOwner(Protocol):

@@ -61,6 +61,18 @@ from chitu.types import Role, waited_text
 
 logger = logging.getLogger(__name__)
 
+_KINDS = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
+"""Names of the kinds of requests, for errors."""
+PRIORITY_SHARE = 0.25
+"""Share of `deadlines.queue_s` by which a priority moves a request at most (`queue_order`). So against order of arrival
+no request waits longer than for half of that deadline."""
+NO_ADAPTER = (0, "")
+"""Number and hash of the model alone."""
+REPEATS = 3
+"""Repeats of a report: more than the heartbeats during a reconnect; later ones wait in the new connection's queue."""
+KEPT = 4096
+"""Most failures kept for repeats; beyond it the oldest are not repeated."""
+
 
 class RequestEnds:
     def __init__(self, core: InstanceCore, role: InstanceRole) -> None:
@@ -197,17 +209,6 @@ class RequestEnds:
 
     def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
         return waited_text(self._settings.name, waited_s, sequence.state, what)
-
-
-_KINDS = {PrefillRequest: Role.PREFILL, DecodeRequest: Role.DECODE, UnifiedRequest: Role.UNIFIED}
-"""Names of the kinds of requests, for errors."""
-
-PRIORITY_SHARE = 0.25
-"""Share of `deadlines.queue_s` by which a priority moves a request at most (`queue_order`). So against order of arrival
-no request waits longer than for half of that deadline."""
-
-NO_ADAPTER = (0, "")
-"""Number and hash of the model alone."""
 
 
 class RequestArrivals:
@@ -491,12 +492,6 @@ def wrong_sampling(sampling: SamplingParams, vocab_size: int) -> str:
             if wrong := _wrong_ids(name, tuple(value), vocab_size):
                 return wrong
     return _wrong_logprobs(sampling.logprobs) or _wrong_logprobs(sampling.prompt_logprobs)
-
-
-REPEATS = 3
-"""Repeats of a report: more than the heartbeats during a reconnect; later ones wait in the new connection's queue."""
-KEPT = 4096
-"""Most failures kept for repeats; beyond it the oldest are not repeated."""
 
 
 class FailureReports:

@@ -18,6 +18,8 @@ from chitu.kv_cache.state_sums import sealed, state_weights, unit_bytes_of
 from chitu.ops.cuda_device import on_stream
 from chitu.protocol import StateSeal
 
+UNIT_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+
 
 class DevicePageSums:
     def __init__(self, pool: KVPool, tp_rank: int, counts_copies: bool = True) -> None:
@@ -57,9 +59,6 @@ class DevicePageSums:
             return (
                 page_sums(self._regions_R4[own], self._salts_RH[own], self._low_W, self._high_W, pages_N).cpu().numpy()
             )
-
-
-UNIT_DTYPES = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class DeviceStateSeals:

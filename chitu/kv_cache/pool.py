@@ -32,6 +32,9 @@ from chitu.kv_cache.state_row import StateRow
 from chitu.ops.fp8_pages import values_of
 from chitu.protocol import FP8_E4M3, KVLayout
 
+ALIGNMENT_BYTES = 4096
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def shared_file(name: str, nbytes: int, purpose: str) -> int:
     """Return a descriptor of a new zeroed file. Raise ConfigError if there is none."""
@@ -56,10 +59,6 @@ def shared_memory(name: str, nbytes: int, purpose: str) -> mmap.mmap:
         raise ConfigError(f"cannot allocate {nbytes} bytes for {purpose}: {error}") from error
     finally:
         os.close(file)
-
-
-ALIGNMENT_BYTES = 4096
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _aligned(nbytes: int) -> int:

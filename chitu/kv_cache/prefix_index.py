@@ -37,6 +37,8 @@ from chitu.protocol import KVLayout, encode
 
 KEY_BYTES = 16
 TOKEN_BYTES = 4
+PROTECTED = 3
+"""At most one in this many pages is protected."""
 
 
 def layout_fingerprint(layout: KVLayout) -> bytes:
@@ -96,10 +98,6 @@ class PageKeys:
             hasher.update(key + token_ids[start : start + page_bytes])
             key = hasher.digest()
             keys.append(key)
-
-
-PROTECTED = 3
-"""At most one in this many pages is protected."""
 
 
 class PrefixIndex:

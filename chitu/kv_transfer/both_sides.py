@@ -38,6 +38,14 @@ from chitu.protocol.account import NO_TIMES, PrefillTimes
 from chitu.tracing.tracer import Tracer
 from chitu.types import waited_text
 
+S = TypeVar("S", bound=Enum)
+E = TypeVar("E", bound=Enum)
+T = TypeVar("T")
+MAX_TOMBSTONES = 100_000
+NEVER_S = float("inf")
+TICK_INTERVAL_S = 0.02
+"""Shortest time between two checks of a role's deadlines, however often the comm thread calls `tick`."""
+
 
 class TransferEventKind(Enum):
     ANNOUNCED = auto()
@@ -115,14 +123,6 @@ class Send(NamedTuple):
 
 Wake = Callable[[], None]
 """Function that wakes the step thread after an event was queued. Any thread, never blocks."""
-
-
-S = TypeVar("S", bound=Enum)
-E = TypeVar("E", bound=Enum)
-T = TypeVar("T")
-
-MAX_TOMBSTONES = 100_000
-NEVER_S = float("inf")
 
 
 class Deadline(Enum):
@@ -230,10 +230,6 @@ class TransferTable(Generic[S, E, T]):
     def expired(self, now_s: float) -> list[bytes]:
         """Return the rooms whose deadline has passed."""
         return [room for room, entry in self._entries.items() if entry.deadline_s <= now_s]
-
-
-TICK_INTERVAL_S = 0.02
-"""Shortest time between two checks of a role's deadlines, however often the comm thread calls `tick`."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -58,6 +58,15 @@ from chitu.types import room_text
 
 ADDRESS_LIMIT = 1 << 63
 """Upper bound of addresses, which are handled as int64; no user space address reaches it."""
+HEADER = struct.Struct("<8sI4xQ16sq12xI")
+MAGIC = b"chituAUX"
+VERSION = 3
+WINDOW_PAGES = 4
+"""Pages that a traced request has checksums of: this many at the start, and at the end, of what P writes."""
+SAMPLE_DIVISOR = 16
+"""`sample` verifies one in this many pages of a room, chosen at random, and its first and last page."""
+MAX_SUMS = 65536
+"""Most checksums by layer that P sends for one request; of more pages it sends one each."""
 
 
 class PagedMemory(Protocol):
@@ -204,11 +213,6 @@ def _check_spans(memory: RankMemory) -> None:
             raise BadFrame(f"{name} ({nbytes} bytes at {base:#x}) overlaps {next_name} at {next_base:#x}")
 
 
-HEADER = struct.Struct("<8sI4xQ16sq12xI")
-MAGIC = b"chituAUX"
-VERSION = 3
-
-
 class MetadataBuffers:
     """Free list and headers over `rows`: uint8 `[num_slots, row_bytes]`, writable, row-contiguous, or a `RowMemory`.
 
@@ -293,13 +297,6 @@ class MetadataBuffers:
 Int64s = NDArray[np.int64]
 VerifyKV = Literal["off", "sample", "all"]
 
-WINDOW_PAGES = 4
-"""Pages that a traced request has checksums of: this many at the start, and at the end, of what P writes."""
-SAMPLE_DIVISOR = 16
-"""`sample` verifies one in this many pages of a room, chosen at random, and its first and last page."""
-
-MAX_SUMS = 65536
-"""Most checksums by layer that P sends for one request; of more pages it sends one each."""
 
 _random = secrets.SystemRandom()
 

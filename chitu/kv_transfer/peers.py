@@ -59,10 +59,16 @@ from chitu.protocol import (
 )
 from chitu.types import REGISTRATION_ROOM, Role, place_text
 
+logger = logging.getLogger(__name__)
+
 KEPT_ABSENT = 2048
 """Incarnations that are remembered beside those in the newest view: far more than rooms wait for."""
 KEPT_ROUTERS = 256
 """Number of routers whose order is remembered."""
+UNREACHABLE_INTERVAL_S = 5.0
+"""Time until the next registration with a P that cannot reach our memory yet. Its attempt takes up to 3 s."""
+MAX_UNANSWERED = 2
+"""Unanswered registrations, `retry_interval_s` apart, at which a P counts as silent."""
 
 
 @dataclass(slots=True)
@@ -305,9 +311,6 @@ def _pids(instance: InstanceInfo) -> tuple[int, ...]:
     return (instance.pid, *instance.follower_pids)
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(slots=True)
 class DecodePeer:
     """A D that registered. `writer` is None while nothing may be written to it."""
@@ -488,12 +491,6 @@ REGISTRATION_TRANSITIONS: Final[Mapping[tuple[RegistrationState, RegistrationEve
     (RegistrationState.ASKED, RegistrationEvent.REFUSE): RegistrationState.REFUSED,
     (RegistrationState.ACCEPTED, RegistrationEvent.LOST): RegistrationState.ASKED,
 }
-
-
-UNREACHABLE_INTERVAL_S = 5.0
-"""Time until the next registration with a P that cannot reach our memory yet. Its attempt takes up to 3 s."""
-MAX_UNANSWERED = 2
-"""Unanswered registrations, `retry_interval_s` apart, at which a P counts as silent."""
 
 
 @dataclass(slots=True)

@@ -45,6 +45,23 @@ from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_sh
 from chitu.kv_transfer.transports.transport import Transport, WriteError
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, StateSeal, pack_i32, unpack_i32
 
+logger = logging.getLogger(__name__)
+
+OPEN_TIMEOUT_S = 10.0
+SUM_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 60.0
+SEND_TIMEOUT_MS = 1000
+"""Time for which a socket blocks the sender if its follower does not read."""
+MAX_POLL_MS = (1 << 31) - 1
+"""Longest timeout of `poll`, some 24 days; a topology may have longer ones."""
+MAX_SOCKET_PATH = 107
+"""Longest path of a socket in bytes (Linux)."""
+FOLDER_PREFIX = "chitu-lanes-"
+HELLO = 0
+"""Number of the unsolicited answer with which a follower reports that it has connected."""
+T = TypeVar("T")
+
 
 class Order(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Base of the orders."""
@@ -155,26 +172,6 @@ class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 encoder = msgspec.msgpack.Encoder()
 order_decoder: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder)
 answer_decoder: msgspec.msgpack.Decoder[OrderAnswer] = msgspec.msgpack.Decoder(OrderAnswer)
-
-
-logger = logging.getLogger(__name__)
-
-OPEN_TIMEOUT_S = 10.0
-SUM_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 1.0
-CONNECT_TIMEOUT_S = 60.0
-SEND_TIMEOUT_MS = 1000
-"""Time for which a socket blocks the sender if its follower does not read."""
-MAX_POLL_MS = (1 << 31) - 1
-"""Longest timeout of `poll`, some 24 days; a topology may have longer ones."""
-
-MAX_SOCKET_PATH = 107
-"""Longest path of a socket in bytes (Linux)."""
-FOLDER_PREFIX = "chitu-lanes-"
-HELLO = 0
-"""Number of the unsolicited answer with which a follower reports that it has connected."""
-
-T = TypeVar("T")
 
 
 def lane_address(base: str, lane: int, tp_rank: int) -> str:

@@ -60,6 +60,10 @@ from chitu.protocol.account import PrefillTimes
 from chitu.protocol.peer import KVPoll
 from chitu.types import Role, instance_name, room_text
 
+REPEAT_BYTES = 1 << 20
+"""Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
+not queue up behind each other on a slow link."""
+
 
 class SenderState(Enum):
     __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
@@ -226,9 +230,6 @@ _QUIET = frozenset({S.WRITING, S.TRANSFERRING})
 """States that require nothing on entry."""
 _ACKNOWLEDGED = frozenset({(S.SUCCEEDED, KVPoll.Success), (S.RELEASED, KVPoll.Failed)})
 """Status that D acknowledges in each state."""
-REPEAT_BYTES = 1 << 20
-"""Bytes of a prompt's logprobs for each `retry_interval_s` until its status is repeated: so repeats of a large one do
-not queue up behind each other on a slow link."""
 _REPORTED_AT_ONCE = frozenset({S.STOPPING, S.UNFENCED, S.FORGOTTEN})
 """States of failed rooms that are reported to D at once when an open room enters them. RELEASED is always reported."""
 

@@ -80,6 +80,8 @@ from chitu.protocol.trace import TracedPages, TraceSend, TraceSent, TraceWrite
 from chitu.tracing.tracer import Tracer
 from chitu.types import REGISTRATION_ROOM, Role, room_text
 
+logger = logging.getLogger(__name__)
+
 
 class SenderTrace:
     def __init__(self, tracer: Tracer, layout: KVLayout, memory: PagedMemory) -> None:
@@ -288,9 +290,6 @@ def _writer_to(peer: DecodePeer) -> DecodeWriter:
     if peer.writer is None:
         raise TransferFailed(f"writes to {peer.name} are suspended")
     return peer.writer
-
-
-logger = logging.getLogger(__name__)
 
 
 class PrefillSender:

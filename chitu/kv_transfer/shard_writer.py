@@ -48,6 +48,8 @@ from chitu.kv_transfer.transports.transport import (
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, RankMemory
 from chitu.types import Ready
 
+NOTHING = CopyList((), (), ())
+
 
 class PageSlice(NamedTuple):
     """The part of a page or row that moves, in bytes: its offset in the source and in the destination, and its size."""
@@ -139,9 +141,6 @@ def _plan(alike: AlikeRegions, chosen: slice, src_P: Int64s, dst_P: Int64s) -> C
         as_array(np.add.outer(dst_R, dst_P * alike.dst_page_bytes)),
         as_array(np.tile(length_P, len(src_R))),
     )
-
-
-NOTHING = CopyList((), (), ())
 
 
 def merge_runs(src_pages_P: Int64s, dst_pages_P: Int64s) -> tuple[Int64s, Int64s]:

@@ -28,6 +28,10 @@ from chitu.process.child import StdoutLog
 from chitu.process.progress import Progress
 from chitu.types import Role
 
+TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
+"""A question that the embedded model can answer."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 class PlainDisplay:
     """A display with one line per change; it reports loading in steps of a quarter. With `stdout` its lines are among
@@ -134,10 +138,6 @@ def chitu_command() -> str:
     return shlex.quote(str(own) if here.startswith("..") else here)
 
 
-TINY_QUESTION = "The red fox has number 4827. The quiet river guards room 1930. What number does the red fox have?"
-"""A question that the embedded model can answer."""
-
-
 def greeting(
     model: ModelConfig, names: Sequence[str], url: str, log_dir: Path | None, missing: Sequence[Role] = ()
 ) -> str:
@@ -161,9 +161,6 @@ def greeting(
         f'        -d \'{{"model": "{name}", "max_tokens": 32, {asked}}}\'\n\n'
         f"In a browser: {url}  In a terminal: {chitu_command()} chat --url {url}\nCtrl-C ends it."
     )
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StopRequest:

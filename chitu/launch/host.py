@@ -104,6 +104,7 @@ ON_FAILURE_S = 10.0
 SAME_ERROR_S = 1.0
 """Time in which other nodes report the same wrong configuration themselves, before `on_failure` ends them."""
 READY_TIMEOUT_S = 600.0
+PORT_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,9 +425,6 @@ class HostProcesses:
 
     def _instance(self, name: str) -> Instance:
         return next(instance for instance in instances(self.topology) if instance.name == name)
-
-
-PORT_TRIES = 100
 
 
 def with_free_ports(topology: Topology) -> Topology:

@@ -39,6 +39,17 @@ from chitu.process.placement import KEY, PD, needed_library, why_not_sent
 from chitu.tokenizer.core import require_tokenizer
 from chitu.types import Role
 
+HTTP_PORT = "dp_config.router.port"
+PORT_ERRORS = (os.strerror(errno.EADDRINUSE), os.strerror(errno.EACCES))
+"""Errors of listening that another port cures; the others are about the address."""
+LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
+"""Modules of each transport that is a library; one of them is enough. The extra has the transport's name."""
+MOONCAKE_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
+MOONCAKE_WITH_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
+"""Distributions of Mooncake with CUDA; all have the same module."""
+MOONCAKE_PYTHON = (3, 13)
+"""Newest Python that Mooncake's wheels support, except the one with CUDA 13."""
+
 
 class Level(enum.StrEnum):
     OK = "ok"
@@ -59,18 +70,6 @@ class Finding(msgspec.Struct, frozen=True):
     @property
     def sentence(self) -> str:
         return f"{self.says}; {self.cure}" if self.cure else self.says
-
-
-HTTP_PORT = "dp_config.router.port"
-PORT_ERRORS = (os.strerror(errno.EADDRINUSE), os.strerror(errno.EACCES))
-"""Errors of listening that another port cures; the others are about the address."""
-LIBRARIES = {"nixl": ("nixl", "nixl_cu13", "nixl_cu12"), "mooncake": ("mooncake",)}
-"""Modules of each transport that is a library; one of them is enough. The extra has the transport's name."""
-MOONCAKE_WITHOUT_CUDA = "mooncake-transfer-engine-non-cuda"
-MOONCAKE_WITH_CUDA = ("mooncake-transfer-engine", "mooncake-transfer-engine-cuda13")
-"""Distributions of Mooncake with CUDA; all have the same module."""
-MOONCAKE_PYTHON = (3, 13)
-"""Newest Python that Mooncake's wheels support, except the one with CUDA 13."""
 
 
 class Bind(msgspec.Struct, frozen=True):

@@ -31,6 +31,7 @@ from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
 from chitu.types import Role
 
 POLL_S = 0.2
+LINGER_MS = 500
 
 
 def credential(url: str) -> str | None:
@@ -143,9 +144,6 @@ def change_role(
 
 def _find(snapshot: ClusterSnapshot, name: str) -> InstanceSnapshot | None:
     return next((instance for instance in snapshot.instances if instance.name == name), None)
-
-
-LINGER_MS = 500
 
 
 def send_leaves(topology: Topology, leaves: Sequence[Leave]) -> None:

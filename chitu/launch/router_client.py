@@ -29,6 +29,14 @@ from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tracing.timeline import TraceAnswer
 from chitu.types import Role
 
+CONNECT_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 10.0
+"""Timeout of a GET; the router answers from memory."""
+ANSWER_TIMEOUT_S = 660.0
+"""Timeout between two reads of an answer; the router itself ends a request after `request_timeout_s` (600 s)."""
+READ_BYTES = 1 << 16
+T = TypeVar("T")
+
 
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
@@ -140,16 +148,6 @@ class AnswerReader:
         for choice in event.choices:
             answer.text += choice.text + (choice.delta.content or "")
             answer.finish_reason = choice.finish_reason or answer.finish_reason
-
-
-CONNECT_TIMEOUT_S = 5.0
-REPLY_TIMEOUT_S = 10.0
-"""Timeout of a GET; the router answers from memory."""
-ANSWER_TIMEOUT_S = 660.0
-"""Timeout between two reads of an answer; the router itself ends a request after `request_timeout_s` (600 s)."""
-READ_BYTES = 1 << 16
-
-T = TypeVar("T")
 
 
 class RouterUnreachable(ServiceError):

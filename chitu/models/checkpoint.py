@@ -33,6 +33,28 @@ UNUSED_SUFFIX = "rotary_emb.inv_freq"
 """End of the names of tensors that hold nothing the model needs."""
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
+MAX_HEADER_BYTES = 100 << 20
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+"""Known dtypes."""
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+LOOK_BYTES = 1 << 30
+"""Bytes of weights that `damaged_tensor` reads at most."""
+BLOCK_BYTES = 64 << 10
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF << 52),
+    "F32": ("<u4", 0xFF << 23),
+    "F16": ("<u2", 0x1F << 10),
+    "BF16": ("<u2", 0xFF << 7),
+    "F8_E4M3": ("<u1", 0x7F),
+    "F8_E5M2": ("<u1", 0x1F << 2),
+    "F8_E8M0": ("<u1", 0xFF),
+}
+"""By dtype: integers of its size, and the bits that are set in NaN and infinity alone: those of the exponent, of e4m3,
+which has no infinity, also those of the fraction."""
 
 
 def tensor_shapes(spec: ModelSpec, traits: Traits) -> Shapes:
@@ -112,19 +134,6 @@ def _mlp(prefix: str, inner: int, hidden: int, has_bias: bool = False) -> Shapes
     yield from _linear(f"{prefix}.gate_proj", inner, hidden, has_bias)
     yield from _linear(f"{prefix}.up_proj", inner, hidden, has_bias)
     yield from _linear(f"{prefix}.down_proj", hidden, inner, has_bias)
-
-
-MAX_HEADER_BYTES = 100 << 20
-BITS = {
-    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U8": 8, "BOOL": 8,
-}  # fmt: skip
-"""Known dtypes."""
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
-LOOK_BYTES = 1 << 30
-"""Bytes of weights that `damaged_tensor` reads at most."""
-BLOCK_BYTES = 64 << 10
 
 
 class TensorEntry(NamedTuple):
@@ -280,19 +289,6 @@ def damaged_tensor(path: str | Path, most_bytes: int = LOOK_BYTES) -> str:
         if entry.dtype in _EXPONENTS and not _is_finite(entry, share):
             return name
     return ""
-
-
-_EXPONENTS = {
-    "F64": ("<u8", 0x7FF << 52),
-    "F32": ("<u4", 0xFF << 23),
-    "F16": ("<u2", 0x1F << 10),
-    "BF16": ("<u2", 0xFF << 7),
-    "F8_E4M3": ("<u1", 0x7F),
-    "F8_E5M2": ("<u1", 0x1F << 2),
-    "F8_E8M0": ("<u1", 0xFF),
-}
-"""By dtype: integers of its size, and the bits that are set in NaN and infinity alone: those of the exponent, of e4m3,
-which has no infinity, also those of the fraction."""
 
 
 def _is_finite(entry: TensorEntry, num_bytes: int) -> bool:

@@ -41,6 +41,48 @@ Kind = Literal[
 ]
 REQUIRED: Final = "(required)"
 """Marks a key without default: sizes of tensors, which every published config has."""
+MULTIMODAL = ("text_config", "vision_config", "audio_config", "language_config", "llm_config", "thinker_config")
+LEAST_LIKENESS = 0.75
+"""Likeness, 0 to 1, from which on a known key is named as what was meant."""
+NO_EFFECT: dict[str, str] = {
+    "names, versions and marks of the file's writer": """
+        _name_or_path _commit_hash transformers_version model_type architectures auto_map tokenizer_class prefix
+        unsloth_version unsloth_fixed is_llama_config transformers.js_config""",
+    "training": """
+        initializer_range attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits
+        pretraining_tp ep_size""",
+    "transformers' own computation, or its outputs beside the logits": """
+        use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss
+        chunk_size_feed_forward _attn_implementation_autoset _flash_attn_2_enabled""",
+    "encoders, classifiers, earlier versions": """
+        is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id
+        finetuning_task id2label label2id num_labels problem_type classifier_dropout task_specific_params""",
+    "sampling comes from the request, special tokens from the tokenizer": """
+        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
+        bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
+        forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
+        begin_suppress_tokens bos_token_id pad_token_id sep_token_id""",
+    "lengths of the tokenizer, or of training": "max_sequence_length model_max_length",
+    "a window over some layers; windows are refused": "max_window_layers",
+}
+"""Reason -> keys that have no effect in any architecture."""
+_WITHOUT_EFFECT = frozenset(key for keys in NO_EFFECT.values() for key in keys.split())
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "is_encoder_decoder": (False,),
+    "pruned_heads": (None, {}),
+    "rope_interleaved": (False,),
+    "use_mrope": (False,),
+}
+_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
+_NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}
+_LATENT_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "mlp_bias": (False,)}
+_INDEXED_ONLY: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_DTYPE = {"torch_dtype": "dtype", "compression_config": "quantization_config"}
+DICTIONARIES = ("rope_parameters", "rope_scaling")
+TOP_LEVEL = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Keys that may also be at the top level of the config, with the same meaning as in the dictionaries."""
 
 
 class NotByOwnCode(UnsupportedModel):
@@ -92,11 +134,6 @@ KINDS: dict[Kind, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-MULTIMODAL = ("text_config", "vision_config", "audio_config", "language_config", "llm_config", "thinker_config")
-LEAST_LIKENESS = 0.75
-"""Likeness, 0 to 1, from which on a known key is named as what was meant."""
-
-
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The known keys of one object."""
@@ -146,31 +183,6 @@ def value_of(named: Mapping[str, Any], key: str, wanted: Key, where: str) -> Any
     return value
 
 
-NO_EFFECT: dict[str, str] = {
-    "names, versions and marks of the file's writer": """
-        _name_or_path _commit_hash transformers_version model_type architectures auto_map tokenizer_class prefix
-        unsloth_version unsloth_fixed is_llama_config transformers.js_config""",
-    "training": """
-        initializer_range attention_dropout router_aux_loss_coef aux_loss_alpha seq_aux output_router_logits
-        pretraining_tp ep_size""",
-    "transformers' own computation, or its outputs beside the logits": """
-        use_cache return_dict output_attentions output_hidden_states torchscript use_bfloat16 tf_legacy_loss
-        chunk_size_feed_forward _attn_implementation_autoset _flash_attn_2_enabled""",
-    "encoders, classifiers, earlier versions": """
-        is_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder decoder_start_token_id
-        finetuning_task id2label label2id num_labels problem_type classifier_dropout task_specific_params""",
-    "sampling comes from the request, special tokens from the tokenizer": """
-        max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
-        top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-        bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id
-        forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens
-        begin_suppress_tokens bos_token_id pad_token_id sep_token_id""",
-    "lengths of the tokenizer, or of training": "max_sequence_length model_max_length",
-    "a window over some layers; windows are refused": "max_window_layers",
-}
-"""Reason -> keys that have no effect in any architecture."""
-_WITHOUT_EFFECT = frozenset(key for keys in NO_EFFECT.values() for key in keys.split())
-
 _USED = {
     "vocab_size": Key("count"),
     "hidden_size": Key("count"),
@@ -189,15 +201,6 @@ _USED = {
     "eos_token_id": Key("tokens", None, nullable=True),
     "quantization_config": Key("object", None, nullable=True),
 }
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "is_encoder_decoder": (False,),
-    "pruned_heads": (None, {}),
-    "rope_interleaved": (False,),
-    "use_mrope": (False,),
-}
-_NO_BIAS: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "mlp_bias": (False,)}
-_NO_WINDOW: dict[str, tuple[Any, ...]] = {"sliding_window": (None,), "use_sliding_window": (False,)}
 _WINDOW = {"sliding_window": Key("count", 4096, nullable=True), "use_sliding_window": Key("flag", False)}
 _OPTIONAL_HEAD_DIM = {"head_dim": Key("count", None, nullable=True)}
 _LATENT = {
@@ -212,7 +215,6 @@ _LATENT = {
     "n_routed_experts": Key("count"),
     "moe_intermediate_size": Key("count"),
 }
-_LATENT_ONLY: dict[str, tuple[Any, ...]] = {"moe_layer_freq": (1,), "mlp_bias": (False,)}
 _INDEXED = {
     "q_lora_rank": Key("count"),
     "first_k_dense_replace": Key("natural", 3),
@@ -225,8 +227,6 @@ _INDEXED = {
     "index_topk": Key("count", 2048),
     "index_head_dim": Key("count", 128),
 }
-_INDEXED_ONLY: dict[str, tuple[Any, ...]] = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
-_DTYPE = {"torch_dtype": "dtype", "compression_config": "quantization_config"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,9 +438,6 @@ ARCHITECTURES = {
 """Name in config.json -> its module, model_type and keys."""
 
 
-DICTIONARIES = ("rope_parameters", "rope_scaling")
-TOP_LEVEL = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Keys that may also be at the top level of the config, with the same meaning as in the dictionaries."""
 _ANY = {"rope_type": Key("text", "default"), "rope_theta": Key("positive", 10_000.0)}
 _FACTOR = {"factor": Key("positive")}
 _ORIGINAL = {"original_max_position_embeddings": Key("count", None)}

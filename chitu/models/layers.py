@@ -32,6 +32,9 @@ from chitu.ops.interface import AdapterRows, Batch, ExpertWeights, HeadSpec, Lat
 from chitu.ops.routing import Router, route
 from chitu.ops.sparse_index import ChosenPositions, append_keys, choose, chosen_attention, rotated
 
+INNER_NORM_EPS = 1e-6
+"""Epsilon of the norms on q and on the latent, whatever epsilon the config has for the other norms."""
+
 
 class Shard(Protocol):
     """This rank among `size`. Called only by the step thread."""
@@ -49,10 +52,6 @@ class Shard(Protocol):
     def gather_columns(self, x_RC: torch.Tensor, widths: Sequence[int]) -> torch.Tensor | None:
         """Return the ranks' columns side by side, `[R, sum(widths)]`, rank i having `widths[i]`; None off rank 0."""
         ...
-
-
-INNER_NORM_EPS = 1e-6
-"""Epsilon of the norms on q and on the latent, whatever epsilon the config has for the other norms."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,54 +29,6 @@ from chitu.models.config_keys import Key, Keys
 
 Method = Literal["fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "awq", "gptq"]
 Code = Literal["number", "e2m1", "integer"]
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """What headers do not say of the weights of some modules."""
-
-    words: str
-    """Its usual name, for messages."""
-    bits: int = 8
-    block: tuple[int, int] | None = None
-    """Rows and columns of a block with a common scale; None if the shape of the scales says it."""
-    group_size: int | None = None
-    """Inputs with a common scale, of packed integers; None for all of them."""
-    is_symmetric: bool = True
-    targets: tuple[str, ...] = ()
-    """Modules that have it: names, or patterns after `re:`; a class such as Linear means any. Empty: any."""
-
-    def has(self, module: str) -> bool:
-        return not self.targets or any(_matches(target, module) for target in self.targets)
-
-
-def _matches(target: str, module: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], module) is not None
-    return target == module or module.endswith(f".{target}") or target[:1].isupper()
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How the weights of a checkpoint are quantised."""
-
-    method: Method
-    formats: tuple[WeightFormat, ...]
-    adds_one: bool = False
-    """Whether stored zero points are one too small (GPTQ, first version)."""
-
-    @property
-    def words(self) -> str:
-        """Return what users call it."""
-        return ", ".join(dict.fromkeys(each.words for each in self.formats))
-
-    def format_of(self, module: str) -> WeightFormat:
-        """Return the format of a module's weight; that of the first group if none names it."""
-        return next((each for each in self.formats if each.has(module)), self.formats[0])
-
-
-# ------------------------------------------------------------------------------------------------------------- configs
-
 HF_QUANT_CONFIG = "hf_quant_config.json"
 REFUSED = {
     "aqlm": "AQLM", "auto-round": "AutoRound", "bitnet": "BitNet", "bitsandbytes": "bitsandbytes", "eetq": "EETQ INT8",
@@ -184,6 +136,69 @@ MODELOPT = {
     "MIXED_PRECISION": "mixed precision",
 }
 """Algorithms of modelopt that are read, with their names."""
+WITHOUT_EFFECT = (
+    ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point", ".output_scale",
+    ".output_zero_point", ".activation_scale", ".act_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_output_scale",
+    ".k_zero_point", ".v_zero_point", ".weight_shape",
+)  # fmt: skip
+"""Ends of names of tensors that quantised checkpoints have and that no weight needs: scales of activations and of a KV
+cache, and shapes that the headers have too."""
+QUANTISED = (
+    ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_scale_2",
+    ".weight_packed", ".weight_global_scale", ".weight_zero_point", ".pre_quant_scale", ".absmax", ".quant_map", ".SCB",
+    "_blocks", "_scales",
+)  # fmt: skip
+"""Ends of names of tensors that only quantised checkpoints have."""
+EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
+AWQ_LANES = (0, 2, 4, 6, 1, 3, 5, 7)
+MXFP4_GROUP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """What headers do not say of the weights of some modules."""
+
+    words: str
+    """Its usual name, for messages."""
+    bits: int = 8
+    block: tuple[int, int] | None = None
+    """Rows and columns of a block with a common scale; None if the shape of the scales says it."""
+    group_size: int | None = None
+    """Inputs with a common scale, of packed integers; None for all of them."""
+    is_symmetric: bool = True
+    targets: tuple[str, ...] = ()
+    """Modules that have it: names, or patterns after `re:`; a class such as Linear means any. Empty: any."""
+
+    def has(self, module: str) -> bool:
+        return not self.targets or any(_matches(target, module) for target in self.targets)
+
+
+def _matches(target: str, module: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], module) is not None
+    return target == module or module.endswith(f".{target}") or target[:1].isupper()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the weights of a checkpoint are quantised."""
+
+    method: Method
+    formats: tuple[WeightFormat, ...]
+    adds_one: bool = False
+    """Whether stored zero points are one too small (GPTQ, first version)."""
+
+    @property
+    def words(self) -> str:
+        """Return what users call it."""
+        return ", ".join(dict.fromkeys(each.words for each in self.formats))
+
+    def format_of(self, module: str) -> WeightFormat:
+        """Return the format of a module's weight; that of the first group if none names it."""
+        return next((each for each in self.formats if each.has(module)), self.formats[0])
+
+
+# ------------------------------------------------------------------------------------------------------------- configs
 
 
 def read_quantization(config: object, folder: Path, where: str) -> Quantization | None:
@@ -397,24 +412,6 @@ class PackedTensor:
     def parts(self) -> tuple[str, ...]:
         """Return the names of its tensors."""
         return tuple(filter(None, (self.data, self.scales, self.zeros, self.factor, self.order)))
-
-
-WITHOUT_EFFECT = (
-    ".input_scale", ".input_scale_ub", ".input_global_scale", ".input_zero_point", ".output_scale",
-    ".output_zero_point", ".activation_scale", ".act_scale", ".k_scale", ".v_scale", ".q_scale", ".prob_output_scale",
-    ".k_zero_point", ".v_zero_point", ".weight_shape",
-)  # fmt: skip
-"""Ends of names of tensors that quantised checkpoints have and that no weight needs: scales of activations and of a KV
-cache, and shapes that the headers have too."""
-QUANTISED = (
-    ".qweight", ".qzeros", ".g_idx", ".scales", ".weight_scale", ".weight_scale_inv", ".weight_scale_2",
-    ".weight_packed", ".weight_global_scale", ".weight_zero_point", ".pre_quant_scale", ".absmax", ".quant_map", ".SCB",
-    "_blocks", "_scales",
-)  # fmt: skip
-"""Ends of names of tensors that only quantised checkpoints have."""
-EIGHT_BITS = ("F8_E4M3", "F8_E5M2", "I8")
-AWQ_LANES = (0, 2, 4, 6, 1, 3, 5, 7)
-MXFP4_GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)

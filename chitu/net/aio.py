@@ -33,6 +33,8 @@ MAX_MESSAGE_BYTES = 256 << 10
 """Bytes of frames after which a message to a peer does not wait for the end of the turn: prompts may be long."""
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+LINGER_MS = 200
+"""Time in which queued messages may still leave when a process ends."""
 
 
 class FrameReader:
@@ -131,10 +133,6 @@ class BulkReader(FrameReader):
             pass
         if frames:
             self._take(frames)
-
-
-LINGER_MS = 200
-"""Time in which queued messages may still leave when a process ends."""
 
 
 class PeerSocket:

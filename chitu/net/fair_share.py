@@ -23,6 +23,9 @@ from chitu.clock import Clock
 MAX_BUCKETS = 10_000
 
 Client = TypeVar("Client", bound=Hashable)
+SHARE = 3
+"""Free places for each one that a client has."""
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -63,10 +66,6 @@ class RateLimiter(Generic[Client]):
         return (1.0 - bucket.tokens) / self._per_s
 
 
-SHARE = 3
-"""Free places for each one that a client has."""
-
-
 class NoPlace(Exception):
     """The client has its share of the places."""
 
@@ -94,9 +93,6 @@ class Places(Generic[Client]):
             self.num_free += 1
             if not self._held[client]:
                 del self._held[client]
-
-
-T = TypeVar("T")
 
 
 class Turns(Generic[Client]):

@@ -26,6 +26,22 @@ from chitu.errors import (
     ServiceError,
 )
 
+_BY_NAME = "chitu.headers"
+"""Key, in a scope, of its headers by name: a route asks for several."""
+RETRY_AFTER_S = 1
+"""`Retry-After` of an error that has no time of its own."""
+OVERLOADED = 529
+"""Anthropic's status of a server that is too busy."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
 
 def bearer(authorization: bytes | None) -> bytes | None:
     """Return the credential of the header; None if there is none."""
@@ -47,11 +63,6 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-
-_BY_NAME = "chitu.headers"
-"""Key, in a scope, of its headers by name: a route asks for several."""
-RETRY_AFTER_S = 1
-"""`Retry-After` of an error that has no time of its own."""
 
 
 class ClientGone(Exception):
@@ -111,19 +122,6 @@ class AnthropicErrorReply(msgspec.Struct):
     type: Literal["error"]
     error: AnthropicErrorDetail
     request_id: str | None = None
-
-
-OVERLOADED = 529
-"""Anthropic's status of a server that is too busy."""
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    504: "timeout_error",
-    OVERLOADED: "overloaded_error",
-}
 
 
 def anthropic_status(error: ChituError) -> int:

@@ -42,12 +42,22 @@ from chitu.ops.interface import Batch, HeadSpec, Span, tiles_of
 from chitu.ops.torch_ops import TorchOps
 from chitu.types import Ready
 
+logger = logging.getLogger(__name__)
+
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16)
 MIN_ROWS = 256
 MAX_TILES = 250_000
 """Most heads times tiles of 128 rows: the library keeps 28 bytes of each in a workspace of 8 MiB."""
 TILE_ROWS = 128
+BUILD_LIMIT_S = 240.0
+"""Timeout of the build. An H100's host with 10 jobs took 99 s."""
+MIN_VERSION = (0, 6)
+WORKSPACE_BYTES = 16 << 20
+"""Workspace that both wrappers share. FA3 plans no partial results, so it needs almost none."""
+CAPABILITY = (9, 0)
+TOLERANCE = 0.02
+"""Largest relative error of the trial (norm of the difference over norm of the expected). Rounding gives 0.003."""
 
 
 class PrefillWrapper(Protocol):
@@ -209,18 +219,6 @@ class FlashInferPrefill:
         )
         turn.copied = self._mark()
         return _Plan(batch, kind, turn.wrapper, lists.row_starts[-1])
-
-
-logger = logging.getLogger(__name__)
-
-BUILD_LIMIT_S = 240.0
-"""Timeout of the build. An H100's host with 10 jobs took 99 s."""
-MIN_VERSION = (0, 6)
-WORKSPACE_BYTES = 16 << 20
-"""Workspace that both wrappers share. FA3 plans no partial results, so it needs almost none."""
-CAPABILITY = (9, 0)
-TOLERANCE = 0.02
-"""Largest relative error of the trial (norm of the difference over norm of the expected). Rounding gives 0.003."""
 
 
 @dataclass(frozen=True, slots=True)

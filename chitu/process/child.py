@@ -36,8 +36,24 @@ from chitu.errors import ConfigError
 from chitu.lock_files import claim
 from chitu.log import JSON_START, JsonFormatter, setup_logging
 
+log = logging.getLogger(__name__)
+
 TAIL_BYTES = 64 << 10
 """Size of the end of a log in which a process's last lines are looked for."""
+STDOUT = "-"
+"""Value of `log.dir` and `--log-dir` that means this log."""
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 20
+"""A longer line is cut into pieces."""
+KEPT_LINES = 200
+"""Last lines of a process that are kept, to tell how it ended."""
+END_S = 1.0
+ROUTER = "router"
+PR_SET_PDEATHSIG = 1
+MARK = "CHITU_PROCESS"
+KILL_S = 2.0
+REPORT = re.compile(r"[A-Z]\d{4} .*torch/distributed/elastic/")
+"""First line of torchrun's report. A traceback of its own names these files, too."""
 
 
 class LogTaken(ConfigError):
@@ -104,18 +120,6 @@ def last_text(path: Path, start: int) -> str:
         return f"(the log cannot be read: {error})"
 
 
-STDOUT = "-"
-"""Value of `log.dir` and `--log-dir` that means this log."""
-READ_BYTES = 1 << 16
-MAX_LINE_BYTES = 1 << 20
-"""A longer line is cut into pieces."""
-KEPT_LINES = 200
-"""Last lines of a process that are kept, to tell how it ended."""
-END_S = 1.0
-
-log = logging.getLogger(__name__)
-
-
 @dataclass(slots=True)
 class Captured:
     """The output of one process."""
@@ -177,9 +181,6 @@ def _as_json(formatter: JsonFormatter, text: str) -> str:
     return formatter.format(logging.makeLogRecord({"name": "output", "msg": text, "levelname": "INFO"}))
 
 
-ROUTER = "router"
-
-
 def router_name(index: int) -> str:
     """Return the name of the process of a router."""
     return f"{ROUTER}.{index}" if index else ROUTER
@@ -189,11 +190,6 @@ def is_router(name: str) -> bool:
     return name.partition(".")[0] == ROUTER
 
 
-PR_SET_PDEATHSIG = 1
-MARK = "CHITU_PROCESS"
-KILL_S = 2.0
-REPORT = re.compile(r"[A-Z]\d{4} .*torch/distributed/elastic/")
-"""First line of torchrun's report. A traceback of its own names these files, too."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

@@ -38,6 +38,8 @@ from chitu.types import Role
 
 SHOWN = "CHITU_DEVICES"
 """Variable with the topology's names of the devices in a process's CUDA_VISIBLE_DEVICES, in order."""
+PD = "dp_config.router.pd_disaggregation"
+KEY = f"{PD}.mooncake_protocol"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +179,6 @@ def _gpus(count: int) -> str:
 
 def _names(found: Sequence[Instance]) -> str:
     return ", ".join(instance.name for instance in found)
-
-
-PD = "dp_config.router.pd_disaggregation"
-KEY = f"{PD}.mooncake_protocol"
 
 
 def uses_mooncake(topology: Topology) -> bool:

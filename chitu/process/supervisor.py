@@ -37,6 +37,20 @@ MAX_CONNECTIONS = 64
 """Connections at once; one more is closed."""
 MAX_HEAD_BYTES = 4096
 REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
+"""torchrun's option for the rendezvous, as an environment variable: the rendezvous file of an instance of one rank."""
+POLL_S = 0.05
+GRACE_OVER_DRAIN_S = 0.5
+"""Time beyond `deadlines.drain_delay_s` and `drain_s` after which a process is killed: 4.5 s with the defaults."""
+STABLE_S = 60.0
+"""Lifetime after which the count of deaths in a row starts again."""
+HUNG_S = 10.0
+"""Time without a beat after which a router is killed, if clients have another one on its host."""
+MAX_PAUSE_S = 5.0
+"""A longer pause between two polls counts as one of this process, in which others may have been stopped too."""
+STALLED_S = 600.0
+"""Time without progress after which a process that starts again is killed: to read weights reports all the time, and
+kernels were compiled by the first start."""
 
 
 class Probes:
@@ -100,22 +114,6 @@ class Probes:
         )
         first = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Type: application/json\r\nConnection: close\r\n"
         return f"{first}Content-Length: {len(body)}\r\n\r\n".encode() + (b"" if method == b"HEAD" else body)
-
-
-RENDEZVOUS_KEY = "PET_RDZV_ENDPOINT"
-"""torchrun's option for the rendezvous, as an environment variable: the rendezvous file of an instance of one rank."""
-POLL_S = 0.05
-GRACE_OVER_DRAIN_S = 0.5
-"""Time beyond `deadlines.drain_delay_s` and `drain_s` after which a process is killed: 4.5 s with the defaults."""
-STABLE_S = 60.0
-"""Lifetime after which the count of deaths in a row starts again."""
-HUNG_S = 10.0
-"""Time without a beat after which a router is killed, if clients have another one on its host."""
-MAX_PAUSE_S = 5.0
-"""A longer pause between two polls counts as one of this process, in which others may have been stopped too."""
-STALLED_S = 600.0
-"""Time without progress after which a process that starts again is killed: to read weights reports all the time, and
-kernels were compiled by the first start."""
 
 
 class StartFailed(Internal):

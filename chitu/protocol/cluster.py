@@ -16,6 +16,22 @@ from chitu.protocol.wire import Codec, Wire
 from chitu.types import Role, instance_name
 
 # ------------------------------------------------------------------------------------------------- stats port (29600)
+LEAST_PROMPT_TOKENS = 16
+"""Prompt tokens that a step may have in any case: streams that are slow already starve no prompt."""
+SLO_SHARE = 0.9
+"""Share of `router.slo.tpot_s` that a step with prompt tokens takes: the rest is for what its line does not know."""
+FP8_E4M3 = "fp8_e4m3"
+"""Name of the format in `KVLayout.dtype` and in the configuration."""
+SCALE_BYTES = 4
+"""Bytes of the scale of one token's row in FP8_E4M3."""
+HEAD_ALIGNMENT_BYTES = 16
+"""Every head of a page of 8-bit floats begins at a multiple of this: kernels read so much at once."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+VIEW_TOPIC = b"view"
+"""First frame of a `ViewChange` on the metadata port."""
+WHOLE_TOPIC = b"whole"
+"""First frame of a `ClusterView` on that port, followed by 8 bytes that its one reader drew. To subscribe to it is to
+ask for a view: the router sends one for each subscription, and so after every new connection."""
 
 
 class PathLoad(Wire, frozen=True):
@@ -32,12 +48,6 @@ class PathLoad(Wire, frozen=True):
     """Time that all writes took. On a GPU it includes the wait for a layer to be computed."""
     failures: int = 0
     """Writes that failed, by an error of the transport or because they did not end in time."""
-
-
-LEAST_PROMPT_TOKENS = 16
-"""Prompt tokens that a step may have in any case: streams that are slow already starve no prompt."""
-SLO_SHARE = 0.9
-"""Share of `router.slo.tpot_s` that a step with prompt tokens takes: the rest is for what its line does not know."""
 
 
 class StepRates(Wire, frozen=True):
@@ -209,20 +219,9 @@ StatsMessage = Union[Heartbeat, RequestFailed, TraceLines]
 # --------------------------------------------------------------------------- coordination (29800) and the view (29801)
 
 
-FP8_E4M3 = "fp8_e4m3"
-"""Name of the format in `KVLayout.dtype` and in the configuration."""
-SCALE_BYTES = 4
-"""Bytes of the scale of one token's row in FP8_E4M3."""
-HEAD_ALIGNMENT_BYTES = 16
-"""Every head of a page of 8-bit floats begins at a multiple of this: kernels read so much at once."""
-
-
 def fp8_head_bytes(page_size: int, head_dim: int) -> int:
     """Return the bytes of one KV head of a page in FP8_E4M3."""
     return page_size * (head_dim + SCALE_BYTES)
-
-
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class StateTensor(Wire, frozen=True):
@@ -533,13 +532,6 @@ class Drain(Wire, frozen=True, tag="drain"):
     role: Role
     engine_rank: int
     incarnation: int
-
-
-VIEW_TOPIC = b"view"
-"""First frame of a `ViewChange` on the metadata port."""
-WHOLE_TOPIC = b"whole"
-"""First frame of a `ClusterView` on that port, followed by 8 bytes that its one reader drew. To subscribe to it is to
-ask for a view: the router sends one for each subscription, and so after every new connection."""
 
 
 class LostInstance(Wire, frozen=True):

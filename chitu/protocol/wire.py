@@ -12,6 +12,7 @@ import msgspec
 from chitu.errors import BadFrame, UnknownKind
 
 PROTOCOL_VERSION = 14
+T = TypeVar("T")
 
 
 class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -39,7 +40,6 @@ def unpack_i32(data: bytes) -> array[int]:
     return values
 
 
-T = TypeVar("T")
 encode: Callable[[Wire], bytes] = msgspec.msgpack.Encoder().encode
 """Returns a message as one MessagePack frame."""
 

@@ -56,7 +56,14 @@ from chitu.router.retry import Failure
 from chitu.router.selector import PairSelector
 from chitu.types import Role, instance_name, new_room
 
+log = logging.getLogger(__name__)
+
 KEPT_RECORDS = 64
+T = TypeVar("T", bound=Hashable)
+MAX_CHECKED = 16
+"""Requests that wait for a cross-check; the oldest is dropped."""
+DEADLINE_STEP_S = 0.05
+"""Timer resolution: a deadline fires at most this late (plus the timer's step)."""
 
 
 class RequestJournal:
@@ -71,9 +78,6 @@ class RequestJournal:
     def add(self, ended: RequestSnapshot) -> None:
         self.ended.append(ended)
         self.version += 1
-
-
-T = TypeVar("T", bound=Hashable)
 
 
 class TimerWheel(Generic[T]):
@@ -107,14 +111,6 @@ class TimerWheel(Generic[T]):
             found.extend(self._buckets.pop(number, ()))
         self._done = max(self._done, newest)
         return found
-
-
-log = logging.getLogger(__name__)
-
-MAX_CHECKED = 16
-"""Requests that wait for a cross-check; the oldest is dropped."""
-DEADLINE_STEP_S = 0.05
-"""Timer resolution: a deadline fires at most this late (plus the timer's step)."""
 
 
 def _wake_nobody() -> None: ...

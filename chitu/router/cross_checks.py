@@ -50,9 +50,16 @@ from chitu.router.members import Members
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import GenerateRequest, Generation
 
+log = logging.getLogger(__name__)
+
 Outcome = Literal["agreed", "wrong", "passing", "damaged", "unclear", "unanswered"]
 SUM_BYTES = 8
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+KEPT_NOISE = 64
+FRACTIONS = {"off": 0.0, "sample": 0.01, "all": 1.0}
+"""Fraction of requests that are checked, by `verify_compute`."""
+ANSWER_S = 60.0
+"""Seconds within which a computation of a check must be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +96,6 @@ class CheckResult:
 
 
 UNANSWERED = CheckResult("unanswered")
-KEPT_NOISE = 64
 
 
 class SoundNoise:
@@ -180,13 +186,6 @@ def rows_apart(one: bytes, other: bytes) -> float:
             apart = max(apart, gap)
     return apart if all(tops) else float("inf")
 
-
-log = logging.getLogger(__name__)
-
-FRACTIONS = {"off": 0.0, "sample": 0.01, "all": 1.0}
-"""Fraction of requests that are checked, by `verify_compute`."""
-ANSWER_S = 60.0
-"""Seconds within which a computation of a check must be done."""
 
 Steps = Generator[Recompute, Computed | None, CheckResult]
 

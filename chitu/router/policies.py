@@ -34,6 +34,8 @@ from chitu.errors import ConfigError
 from chitu.protocol import ClusterView, InstanceInfo
 from chitu.types import Role, instance_name
 
+_NO_MATCHES: Mapping[InstanceKey, int] = MappingProxyType({})
+
 
 class InstanceKey(NamedTuple):
     """One incarnation of one instance."""
@@ -49,9 +51,6 @@ class InstanceKey(NamedTuple):
 
 def instance_key(instance: InstanceInfo) -> InstanceKey:
     return InstanceKey(instance.role, instance.engine_rank, instance.incarnation)
-
-
-_NO_MATCHES: Mapping[InstanceKey, int] = MappingProxyType({})
 
 
 class RoutingRequest(msgspec.Struct, frozen=True):

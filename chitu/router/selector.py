@@ -57,6 +57,7 @@ that is not computed. A conversation that moves to another instance takes room i
 requests would have found. Once several have a block (a shared system prompt) that has happened: it is worth 1."""
 
 TOKEN_BYTES = 4
+ENTROPY_BITS = 64
 
 
 def prefix_names(token_ids: bytes, salt: str = "") -> list[int]:
@@ -125,8 +126,6 @@ class PrefixHistory:
         while len(table) > self._capacity:
             table.popitem(last=False)
 
-
-ENTROPY_BITS = 64
 
 IsOut = Callable[[InstanceKey, InstanceKey], bool]
 """Whether a pair, P and D, gets no requests."""

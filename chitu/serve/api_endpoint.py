@@ -56,8 +56,6 @@ from chitu.types import instance_name
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-
-
 GENERATION: dict[str, BodyRoute] = {
     "/v1/completions": "completion",
     "/v1/chat/completions": "chat",
@@ -68,6 +66,10 @@ GENERATION: dict[str, BodyRoute] = {
     "/v1/rerank": "rerank",
 }
 """The generation routes, of clients and of batches."""
+GC_THRESHOLD = 20_000
+"""Container objects between two young collections. A request makes a few hundred, which reference counting frees."""
+SWITCH_S = 0.0005
+"""Switch interval after which another thread (trace records, spans) yields the GIL to the loop."""
 
 
 class Ending:
@@ -99,12 +101,6 @@ def keep_ticking(*ticks: Callable[[], None]) -> None:
             loop.call_later(TICK_S, run)
 
     run()
-
-
-GC_THRESHOLD = 20_000
-"""Container objects between two young collections. A request makes a few hundred, which reference counting frees."""
-SWITCH_S = 0.0005
-"""Switch interval after which another thread (trace records, spans) yields the GIL to the loop."""
 
 
 class ApiEndpoint:

@@ -39,12 +39,21 @@ from chitu.net.fair_share import NoPlace, Turns
 from chitu.net.http import ClientGone
 from chitu.process.child import MARK, describe_exit, die_with_parent
 
+log = logging.getLogger(__name__)
+
 HEAD = struct.Struct("<cIQ")
 """`TASK`, size of the task, size of `raw` (both in bytes)."""
 ANSWER = struct.Struct("<Q")
 TASK, UNWANTED = b"T", b"U"
 NICENESS = 10
 """Nice value of the process, so that tokens take precedence on few cores."""
+HUGE_BODY_BYTES = 256 << 10
+MAX_TASKS = 1024
+"""Unfinished tasks of one kind, at most; one client has a quarter at most (`Places`). `router.max_total_body_bytes`
+bounds the bytes of their bodies."""
+TRIES = 2
+HUNG_S = 10 * BODY_S
+"""A process that does not answer for this long is stopped or waits forever, and is killed."""
 
 
 @contextmanager
@@ -113,17 +122,6 @@ def main(argv: Sequence[str]) -> int:
     except (EOFError, ConnectionError):
         pass
     return 0
-
-
-log = logging.getLogger(__name__)
-
-HUGE_BODY_BYTES = 256 << 10
-MAX_TASKS = 1024
-"""Unfinished tasks of one kind, at most; one client has a quarter at most (`Places`). `router.max_total_body_bytes`
-bounds the bytes of their bodies."""
-TRIES = 2
-HUNG_S = 10 * BODY_S
-"""A process that does not answer for this long is stopped or waits forever, and is killed."""
 
 
 class ProcessEnded(Exception):

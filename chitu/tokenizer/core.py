@@ -36,6 +36,12 @@ SURVEY_SLACK = 64
 """Extra tokens that such a piece may have because of its cuts."""
 MOST_COMPOSED = 4
 """Most characters that NFC composes into one."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
+"""Files of which any makes a tokenizer; transformers converts all but the first."""
+CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
+"""JSON files beside the tokenizer that `Tokenizer.load` reads, if they are there."""
+CONVERSION_PROBES = ("a  b", "def f():\n    return 1\n", "internationalization", "é🙂\n\n 12")
+"""Texts that a converted tokenizer must encode as SentencePiece does."""
 
 
 class Tokenizer:
@@ -178,12 +184,6 @@ def _longest_chars(backend: Backend) -> int | None:
     return factor * max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "*.tiktoken")
-"""Files of which any makes a tokenizer; transformers converts all but the first."""
-CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json")
-"""JSON files beside the tokenizer that `Tokenizer.load` reads, if they are there."""
-
-
 def require_tokenizer(path: str | Path) -> None:
     """Raise ConfigError if a checkpoint folder has no tokenizer, a JSON file of it that is no JSON, or a chat template
     that does not compile."""
@@ -222,10 +222,6 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> Backend:
         follow_config(backend, folder, config)
         return backend
     return _convert(folder)
-
-
-CONVERSION_PROBES = ("a  b", "def f():\n    return 1\n", "internationalization", "é🙂\n\n 12")
-"""Texts that a converted tokenizer must encode as SentencePiece does."""
 
 
 def _convert(folder: Path) -> Backend:

@@ -29,6 +29,18 @@ ANSWER_ROOM_TOKENS = 64
 """Tokens of the context that an example leaves for the answer."""
 SHOWN_SENTENCES = 2
 """Sentences of a long list that are shown at its start."""
+PROMPT = "> "
+EXAMPLE_TOKENS = 600
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+HELP = (
+    ("/example [TOKENS]", f"a new conversation with a question on a long list, about {EXAMPLE_TOKENS} tokens"),
+    ("/cluster", "the instances with their loads"),
+    ("/clear", "a new conversation"),
+    ("/help", "this"),
+    ("/quit", "leave; so does Ctrl-D, and Ctrl-C twice"),
+    ("Ctrl-C", "stops the running answer"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +106,6 @@ def shortened(prompt: str) -> str:
 def printable(text: str) -> str:
     """Return the text of an untrusted model without the control characters that a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
-
-
-PROMPT = "> "
-EXAMPLE_TOKENS = 600
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
-HELP = (
-    ("/example [TOKENS]", f"a new conversation with a question on a long list, about {EXAMPLE_TOKENS} tokens"),
-    ("/cluster", "the instances with their loads"),
-    ("/clear", "a new conversation"),
-    ("/help", "this"),
-    ("/quit", "leave; so does Ctrl-D, and Ctrl-C twice"),
-    ("Ctrl-C", "stops the running answer"),
-)
 
 
 def chat(url: str, api_key: str | None, question: str | None, options: ChatOptions) -> int:

@@ -75,6 +75,15 @@ TRY_S = 3.0
 RETRY_S = 0.2
 
 Address = tuple[str, int]
+_T = TypeVar("_T", bound=msgspec.Struct)
+PYTHONS = ((3, 11), (3, 14))
+MEMLOCK_BYTES = 1 << 30
+"""Limit of pinned memory that is enough; less is an unchanged default, and RDMA pins the whole pool."""
+MAX_SKEW_S = 1.0
+"""Tolerated difference of clocks. No protocol needs them to agree; a comparison of logs does."""
+WAIT_S = 30.0
+"""Time to wait for the other nodes."""
+MARKS = {Level.OK: "ok   ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
 class NotMet(ServiceError):
@@ -102,9 +111,6 @@ class Tried(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     code: int
     """Exit code of every node."""
-
-
-_T = TypeVar("_T", bound=msgspec.Struct)
 
 
 def hold(binds: Sequence[Bind]) -> dict[int, socket.socket]:
@@ -218,13 +224,6 @@ def _receive(connection: socket.socket, kind: type[_T]) -> _T:
         return msgspec.json.decode(line, type=kind)
     except msgspec.DecodeError as error:
         raise NotMet(f"the other side sent a line that is no message of `chitu doctor`: {error}") from error
-
-
-PYTHONS = ((3, 11), (3, 14))
-MEMLOCK_BYTES = 1 << 30
-"""Limit of pinned memory that is enough; less is an unchanged default, and RDMA pins the whole pool."""
-MAX_SKEW_S = 1.0
-"""Tolerated difference of clocks. No protocol needs them to agree; a comparison of logs does."""
 
 
 def check_node(topology: Topology, spec: ModelSpec | None, facts: NodeFacts) -> list[Finding]:
@@ -511,11 +510,6 @@ def clocks(nodes: Sequence[NodeFacts]) -> Iterator[Finding]:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
-WAIT_S = 30.0
-"""Time to wait for the other nodes."""
-MARKS = {Level.OK: "ok   ", Level.WARNING: "WARN ", Level.ERROR: "ERROR"}
 
 
 def doctor(name: str | None, overrides: Sequence[str], hosts: Sequence[str] | None, index: int | None) -> int:

@@ -45,6 +45,25 @@ MIN_REQUESTS = 3
 SHARED = 2.0
 """Mean number of prompts at once on a P from which they delay each other."""
 MORE_PREFILL = "Add a P (`chitu join prefill`), or give prompts a common beginning, which is computed once."
+WAITING = ("admission", "queue", "transfer", "first_step", "messages")
+"""Stages of an attempt (`protocol/account.py`) in which nothing is computed."""
+BEFORE_FIRST = ("admission", "queue", "compute", "first_step")
+CODES = (
+    *(
+        "no_requests",
+        "no_instance",
+        "failures",
+        "pages",
+        "logits_slots",
+        "state_slots",
+        "admission",
+        "prefill_queue",
+        "prefill_instance",
+    ),
+    *("prefill_compute", "transfer_pair", "transfer", "running_requests", "decode_instance", "decode", "router"),
+)
+PAUSE_S = 0.2
+"""Time between two snapshots. The router keeps its last 64 requests, so at more than 300 a second some are missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +95,6 @@ class Explanation:
     says: str
     """The bottleneck in one sentence."""
     advice: str
-
-
-WAITING = ("admission", "queue", "transfer", "first_step", "messages")
-"""Stages of an attempt (`protocol/account.py`) in which nothing is computed."""
-BEFORE_FIRST = ("admission", "queue", "compute", "first_step")
-CODES = (
-    *(
-        "no_requests",
-        "no_instance",
-        "failures",
-        "pages",
-        "logits_slots",
-        "state_slots",
-        "admission",
-        "prefill_queue",
-        "prefill_instance",
-    ),
-    *("prefill_compute", "transfer_pair", "transfer", "running_requests", "decode_instance", "decode", "router"),
-)
 
 
 def explain(snapshots: Sequence[ClusterSnapshot]) -> Explanation:
@@ -369,10 +369,6 @@ def _grown(snapshots: Sequence[ClusterSnapshot], of: Callable[[LoadReport], floa
 
 def _ms(span_s: float) -> str:
     return f"{1000 * span_s:.3g} ms" if span_s < 1 else f"{span_s:.3g} s"
-
-
-PAUSE_S = 0.2
-"""Time between two snapshots. The router keeps its last 64 requests, so at more than 300 a second some are missed."""
 
 
 def explain_cluster(

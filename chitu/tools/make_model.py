@@ -36,7 +36,6 @@ from chitu.errors import ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
 BOS = "<|begin|>"
 EOS = "<|endoftext|>"
 PAD = "<|pad|>"
@@ -88,6 +87,23 @@ _WORDS = (
     "cache page token prefill decode router request model memory network layer head batch queue"
 )
 _SYLLABLES = "ka lo mi ra ten sur vel nor da pri quo ist ber fal gen hul jor wex yan zem cro plu stra thi"
+FAMILIES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+"""Families whose KV cache has one latent row per token."""
+NUM_GROUPS = 2
+"""Number of groups of experts in deepseek_v3; each token uses experts of one group."""
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""Dtype names in config.json, with those in a safetensors header."""
+LOGIT_STD = 3.0
+"""Spread of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000 tokens."""
 
 
 def _sentences(count: int) -> Iterator[str]:
@@ -134,21 +150,6 @@ def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Toke
 
 
 Family = Literal["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
-FAMILIES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-"""Families whose KV cache has one latent row per token."""
-NUM_GROUPS = 2
-"""Number of groups of experts in deepseek_v3; each token uses experts of one group."""
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Dtype names in config.json, with those in a safetensors header."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -224,8 +225,6 @@ class ModelShape:
             raise ConfigError(f"vocab_size {self.vocab_size} is less than {256 + len(SPECIAL_TOKENS)}")
 
 
-LOGIT_STD = 3.0
-"""Spread of the logits: the best two of 512 are then 0.9 apart on average, closer than 1e-4 once in 10000 tokens."""
 Array = NDArray[np.float32]
 
 

@@ -41,6 +41,8 @@ AS_THEY_ARE = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
 )
+PAGE_SIZE = 16
+"""Page size of the engine that is started."""
 
 
 class Saved(NamedTuple):
@@ -266,10 +268,6 @@ def _is_plain(receipt: Receipt) -> bool:
     defaults = {field.name: field.default for field in msgspec.structs.fields(sampling)}
     is_free = all(getattr(sampling, name) == (defaults[name] if name != "logit_bias" else {}) for name in PLAIN)
     return is_free and sampling.temperature == 0 and sampling.grammar is None and not sampling.min_tokens
-
-
-PAGE_SIZE = 16
-"""Page size of the engine that is started."""
 
 
 @dataclass(frozen=True, slots=True)

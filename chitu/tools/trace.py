@@ -26,6 +26,24 @@ from chitu.tracing.timeline import Timeline, TraceAnswer, answer_of
 from chitu.tracing.trace_files import find_records
 
 SEPARATOR = " · "
+CLUSTER_COLUMNS = (
+    "instance",
+    "status",
+    "host",
+    "pid",
+    "waiting",
+    "transferring",
+    "running",
+    "pages",
+    "tokens",
+    "moved",
+)
+PATIENCE_S = 2.0
+"""Time to wait for the records of instances, which are usually written within 0.1 s."""
+POLL_S = 0.1
+BAR_WIDTH = 32
+MAX_SHOWN_BYTES = 24
+"""Bytes shown of a binary field of a frame."""
 
 
 def find_request(snapshot: ClusterSnapshot, request_id: str) -> RequestSnapshot | None:
@@ -57,20 +75,6 @@ def trace_lines(request: RequestSnapshot) -> list[str]:
 def cluster_line(snapshot: ClusterSnapshot) -> str:
     """Return `P0 up 3 waiting 40/512 pages · D0 up idle 0/512 pages · D1 down`. Loads are of the last heartbeat."""
     return SEPARATOR.join(_instance_text(instance) for instance in snapshot.instances)
-
-
-CLUSTER_COLUMNS = (
-    "instance",
-    "status",
-    "host",
-    "pid",
-    "waiting",
-    "transferring",
-    "running",
-    "pages",
-    "tokens",
-    "moved",
-)
 
 
 def cluster_rows(snapshot: ClusterSnapshot) -> list[tuple[str, ...]]:
@@ -131,14 +135,6 @@ def span_text(span_s: float) -> str:
     if span_s < 0.9995:
         return f"{1000 * span_s:.0f} ms"
     return f"{span_s:.2f} s"
-
-
-PATIENCE_S = 2.0
-"""Time to wait for the records of instances, which are usually written within 0.1 s."""
-POLL_S = 0.1
-BAR_WIDTH = 32
-MAX_SHOWN_BYTES = 24
-"""Bytes shown of a binary field of a frame."""
 
 
 def show_trace(request_id: str, source: RouterClient | Path, as_json: bool = False, with_frames: bool = False) -> int:

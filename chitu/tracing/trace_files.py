@@ -46,6 +46,8 @@ BLOCK_BYTES = 256 << 10
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[AnyTraceRecord] = msgspec.json.Decoder(AnyTraceRecord)
+HEADER = "X-Chitu-Trace"
+LEVELS: dict[bytes, TraceLevel] = {b"0": "", b"1": "records", b"frames": "frames"}
 
 
 class FoundRecords(msgspec.Struct, frozen=True):
@@ -180,10 +182,6 @@ def _lines_with(path: Path, needles: Sequence[bytes]) -> Iterator[bytes]:
                     yield from (line for line in whole.split(b"\n") if any(needle in line for needle in needles))
     except OSError as error:  # just rotated away, or not readable
         logger.warning("%s cannot be read: %s", path, error.strerror or error)
-
-
-HEADER = "X-Chitu-Trace"
-LEVELS: dict[bytes, TraceLevel] = {b"0": "", b"1": "records", b"frames": "frames"}
 
 
 def trace_folder(config: TraceConfig) -> Path:

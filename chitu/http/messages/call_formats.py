@@ -30,6 +30,17 @@ from chitu.errors import InvalidRequest
 from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallParser, Piece, json_text
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 
+MARK = "[TOOL_CALLS]"
+ARGS = "[ARGS]"
+_NAMED = re.compile(
+    r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?"
+    r"(?:(?:\[ARGS\]\s*(?:null|None|\[\])?)?\s*(?=\[TOOL_CALLS\]|\Z)|"
+    r"(?:\[ARGS\])?\s*(?=\{)|\[ARGS\]\s*(```\w*\s*)?(?=[{\"]))"
+)
+"""A name, and what precedes its arguments: an object, after `[ARGS]` also a text or a code fence; or no arguments."""
+_NAME_BEGUN = re.compile(r"\s*[^\s\[{\"`]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*\Z")
+_PLAIN_NAME = re.compile(r"[\w.-]+")
+
 
 class HermesParser(CallParser):
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "\n<tool_call>")
@@ -62,18 +73,6 @@ class Llama4Parser(LlamaParser):
     needed: ClassVar[tuple[str, ...]] = marks
     separator: ClassVar[str | None] = ""
     end_mark: ClassVar[str] = marks[1]
-
-
-MARK = "[TOOL_CALLS]"
-ARGS = "[ARGS]"
-_NAMED = re.compile(
-    r"\s*([^\s\[{\"`]+)\s*(?:\[CALL_ID\][^\[{]*)?"
-    r"(?:(?:\[ARGS\]\s*(?:null|None|\[\])?)?\s*(?=\[TOOL_CALLS\]|\Z)|"
-    r"(?:\[ARGS\])?\s*(?=\{)|\[ARGS\]\s*(```\w*\s*)?(?=[{\"]))"
-)
-"""A name, and what precedes its arguments: an object, after `[ARGS]` also a text or a code fence; or no arguments."""
-_NAME_BEGUN = re.compile(r"\s*[^\s\[{\"`]+\s*(?:\[[A-Z_]*(?:\][^\[{]*)?)*\Z")
-_PLAIN_NAME = re.compile(r"[\w.-]+")
 
 
 class MistralParser(CallParser):

@@ -24,6 +24,36 @@ import msgspec
 from chitu.protocol import ToolFields
 from chitu.tokenizer.stop import end_before_mark
 
+_OUTSIDE = re.compile(r"[\sA-Za-z0-9.+:,-]*")
+_INSIDE = re.compile(r'[^"\\]*')
+ARGUMENTS = ("arguments", "parameters")
+"""Keys under which models write the arguments."""
+NAMES = ("name", "function")
+"""Keys under which they write the name of the tool."""
+_KEYS = ("type", "id", *NAMES, *ARGUMENTS)
+_STRING = re.compile(r'\s*(?:"((?:[^"\\]|\\.)*)("?))?', re.DOTALL)
+_UNQUOTED = {"type": re.compile(r"null"), "id": re.compile(r"null|\d+")}
+"""Values that are no strings, under keys that name no tool."""
+_NO_ARGUMENTS = re.compile(r"(?:null|\[\s*\])?")
+_COLON, _COMMA = re.compile(r"\s*(:?)"), re.compile(r"\s*(,?)")
+_NOT_JSON = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
+"""Strings, and what Python permits between them but JSON does not."""
+_IN_STRING = re.compile(
+    r"""(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|\\["\\/bfnrt])|(\\u[dD][\da-fA-F]{3})|"""
+    r"""\\?([\x00-\x1f])|\\(.)""",
+    re.DOTALL,
+)
+"""A valid escape, half of a surrogate pair, a control character, or a character that needs no escape."""
+_PYTHON = {"True": "true", "False": "false", "None": "null", ",": ""}
+MAX_HEAD_CHARS = 512
+"""Characters of a call up to its object, and of an object up to the name of its tool if no mark announces a call."""
+PIECE_CHARS = 2048
+"""Characters read at once; small, because each state copies what it leaves to the next one."""
+FENCE = "```"
+_OPENING = re.compile(r"\s*(?:```\w*\s*)?(?:\[\s*)?")
+"""What may precede the object of a call: a code fence, and the bracket of an array of calls."""
+_FENCE_BEGUN = re.compile(r"\s*`{1,2}\Z")
+
 
 class CallDelta(NamedTuple):
     """A part of a tool call. The parts of one call concatenate."""
@@ -72,10 +102,6 @@ def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelt
                 arguments.append([call.arguments])
     whole = [call._replace(arguments="".join(pieces)) for call, pieces in zip(calls, arguments, strict=True)]
     return MessageDelta("".join(content), "".join(reasoning), tuple(whole))
-
-
-_OUTSIDE = re.compile(r"[\sA-Za-z0-9.+:,-]*")
-_INSIDE = re.compile(r'[^"\\]*')
 
 
 class Found(Enum):
@@ -132,25 +158,6 @@ class JSONEnd:
                 return Found.BROKEN
 
 
-ARGUMENTS = ("arguments", "parameters")
-"""Keys under which models write the arguments."""
-NAMES = ("name", "function")
-"""Keys under which they write the name of the tool."""
-_KEYS = ("type", "id", *NAMES, *ARGUMENTS)
-_STRING = re.compile(r'\s*(?:"((?:[^"\\]|\\.)*)("?))?', re.DOTALL)
-_UNQUOTED = {"type": re.compile(r"null"), "id": re.compile(r"null|\d+")}
-"""Values that are no strings, under keys that name no tool."""
-_NO_ARGUMENTS = re.compile(r"(?:null|\[\s*\])?")
-_COLON, _COMMA = re.compile(r"\s*(:?)"), re.compile(r"\s*(,?)")
-_NOT_JSON = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
-"""Strings, and what Python permits between them but JSON does not."""
-_IN_STRING = re.compile(
-    r"""(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|\\["\\/bfnrt])|(\\u[dD][\da-fA-F]{3})|"""
-    r"""\\?([\x00-\x1f])|\\(.)""",
-    re.DOTALL,
-)
-"""A valid escape, half of a surrogate pair, a control character, or a character that needs no escape."""
-_PYTHON = {"True": "true", "False": "false", "None": "null", ",": ""}
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Checks the syntax of all JSON but decodes one level, so numbers have no bounds."""
 _text = msgspec.json.Decoder(str)
@@ -282,16 +289,6 @@ def may_be_call(text: str, names: Collection[str]) -> bool | None:
         if not comma[1]:
             return None if comma.end() == len(text) else False
         at = comma.end()
-
-
-MAX_HEAD_CHARS = 512
-"""Characters of a call up to its object, and of an object up to the name of its tool if no mark announces a call."""
-PIECE_CHARS = 2048
-"""Characters read at once; small, because each state copies what it leaves to the next one."""
-FENCE = "```"
-_OPENING = re.compile(r"\s*(?:```\w*\s*)?(?:\[\s*)?")
-"""What may precede the object of a call: a code fence, and the bracket of an array of calls."""
-_FENCE_BEGUN = re.compile(r"\s*`{1,2}\Z")
 
 
 def json_text(text: str) -> str:

@@ -34,6 +34,24 @@ from chitu.tokenizer.stop import end_before_mark
 
 MAX_SPACE_CHARS = 64
 """The mark that opens the reasoning has fewer characters of space before it."""
+CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
+    ((CHANNEL, "functions."), HarmonyParser),
+    (("<tool_call>", "<function="), QwenCoderParser),
+    (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
+    (("<tool_call>", "</arg_key><arg_value>"), CompactGLMParser),
+    (("<tool_call>", "<arg_key>"), GLMParser),
+    ((KIMI_BEGIN,), KimiParser),
+    ((DEEPSEEK_BEGIN, "```json"), FencedDeepSeekParser),
+    ((DEEPSEEK_BEGIN,), DeepSeekParser),
+    ((MARK, ARGS), NamedMistralParser),
+    ((MARK,), MistralParser),
+    (("<tool_call>", '"arguments"'), HermesParser),
+    (("<|start_header_id|>", "name + '('"), PythonicParser),
+    (("<|header_start|>", "name + '('"), PythonicParser),
+    (("<|start_header_id|>", '"parameters"'), LlamaParser),
+    (("<|header_start|>", '"parameters"'), Llama4Parser),
+)
+"""Texts in a chat template, and the parser of its calls. The first entry whose texts are all there applies."""
 
 
 class ReasoningMarks(NamedTuple):
@@ -116,26 +134,6 @@ class ReasoningParser:
             text = text.lstrip("\n")
             self._trims = not text
         return text
-
-
-CALL_FORMATS: tuple[tuple[tuple[str, ...], type[CallParser]], ...] = (
-    ((CHANNEL, "functions."), HarmonyParser),
-    (("<tool_call>", "<function="), QwenCoderParser),
-    (("<minimax:tool_call>", "<invoke name="), MiniMaxParser),
-    (("<tool_call>", "</arg_key><arg_value>"), CompactGLMParser),
-    (("<tool_call>", "<arg_key>"), GLMParser),
-    ((KIMI_BEGIN,), KimiParser),
-    ((DEEPSEEK_BEGIN, "```json"), FencedDeepSeekParser),
-    ((DEEPSEEK_BEGIN,), DeepSeekParser),
-    ((MARK, ARGS), NamedMistralParser),
-    ((MARK,), MistralParser),
-    (("<tool_call>", '"arguments"'), HermesParser),
-    (("<|start_header_id|>", "name + '('"), PythonicParser),
-    (("<|header_start|>", "name + '('"), PythonicParser),
-    (("<|start_header_id|>", '"parameters"'), LlamaParser),
-    (("<|header_start|>", '"parameters"'), Llama4Parser),
-)
-"""Texts in a chat template, and the parser of its calls. The first entry whose texts are all there applies."""
 
 
 class MessageFormat(NamedTuple):

@@ -17,10 +17,9 @@ KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end
 KIMI_CALL, KIMI_ARGUMENTS, KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 DEEPSEEK_BEGIN, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-
-
 _MORE_ENDS = (FENCE, "}")
 """Models close one object too many."""
+_CALL, _SEP, _CALL_END = map(re.escape, (DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END))
 
 
 class SectionParser(HeadedParser):
@@ -70,9 +69,6 @@ class KimiParser(SectionParser):
             self._index += 1
         self._ids.add(made)
         return made
-
-
-_CALL, _SEP, _CALL_END = map(re.escape, (DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END))
 
 
 class DeepSeekParser(SectionParser):

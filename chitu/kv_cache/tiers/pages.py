@@ -24,6 +24,9 @@ _HEADER = struct.Struct(f"<8s{KEY_BYTES}sQI")
 _MAGIC = b"chituKV1"
 HEADER_BYTES = 64
 """Size of the header; the content begins on a cache line."""
+MEMORY_S = 60.0
+"""A speed is forgotten after this long without a measurement, so that what was slow once is tried again."""
+SHORTEST_S = 1e-6
 
 
 def seal(record: memoryview, key: bytes) -> None:
@@ -135,11 +138,6 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-MEMORY_S = 60.0
-"""A speed is forgotten after this long without a measurement, so that what was slow once is tried again."""
-SHORTEST_S = 1e-6
 
 
 class MeasuredSpeed:

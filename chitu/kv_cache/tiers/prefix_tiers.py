@@ -45,6 +45,12 @@ FETCH_PAGES = 32
 """Most pages fetched in one call; the next call is made when these are in the pool."""
 MAX_WAITING_PUTS = 1 << 16
 """Most pages that wait to be put; beyond it the oldest are not put here."""
+MAX_WRITE_BACKS = 1024
+"""Most batches of pages (of one request and step) that wait to be copied; beyond it the oldest are dropped."""
+PIECE_PAGES = 8
+"""Pages copied to host memory before a waiting load gets its turn."""
+DECODE_HOST_BYTES = 1 << 30
+"""Most host memory that D uses: pages wait there for disk and store, and none is read from there."""
 
 
 class SlowTier:
@@ -192,12 +198,6 @@ class SlowTier:
         if problem:
             self._off_until_s = now_s + OFF_S
             logger.warning("the prefix cache does not use %s for %g s: %s", self.name, OFF_S, problem)
-
-
-MAX_WRITE_BACKS = 1024
-"""Most batches of pages (of one request and step) that wait to be copied; beyond it the oldest are dropped."""
-PIECE_PAGES = 8
-"""Pages copied to host memory before a waiting load gets its turn."""
 
 
 class _WriteBack(NamedTuple):
@@ -414,10 +414,6 @@ class PrefixTiers:
                     return
         load.is_done = True
         self._wake()
-
-
-DECODE_HOST_BYTES = 1 << 30
-"""Most host memory that D uses: pages wait there for disk and store, and none is read from there."""
 
 
 class Index(Protocol):

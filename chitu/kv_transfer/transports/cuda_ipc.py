@@ -17,6 +17,8 @@ from chitu.kv_transfer.transports.transport import LaunchedCopies
 from chitu.ops.cuda_driver import Exported
 from chitu.protocol import RankMemory, TransportSession
 
+NAME = "cuda_ipc"
+
 
 class IpcDriver(Protocol):
     """What the transport needs of a device; CPU tests have a stand-in over shared files."""
@@ -45,9 +47,6 @@ class PinDriver(Protocol):
     def unpin(self, address: int) -> None:
         """Unpin memory by its host address. Nothing may copy there any more."""
         ...
-
-
-NAME = "cuda_ipc"
 
 
 class CudaIpcTransport(LaunchingTransport):

@@ -56,6 +56,9 @@ from chitu.types import REGISTRATION_ROOM, Role
 
 logger = logging.getLogger(__name__)
 
+ONE_MACHINE = ("shm", "cuda_ipc")
+"""Transports that map memory of other processes on their own machine."""
+
 
 def open_transports(config: PDDisaggregationConfig, host: str, device: str = "cpu") -> list[Transport]:
     """Return the transports of this process, best first; register the pool's arena with each of them.
@@ -109,10 +112,6 @@ def _open_on_gpu(config: PDDisaggregationConfig, host: str, device: str) -> list
     if config.transfer != "direct" and has_segments:
         transports.append(PinnedShmTransport(driver, copier))
     return transports
-
-
-ONE_MACHINE = ("shm", "cuda_ipc")
-"""Transports that map memory of other processes on their own machine."""
 
 
 def register_memory(memory: PagedMemory, transports: list[Transport]) -> tuple[TransportSession, ...]:

@@ -33,6 +33,13 @@ from chitu.types import Ready
 
 SHORT_LIST = 8
 """Longest list for which a loop is faster than numpy (1 against 8 us)."""
+MEMORY = "memory"
+"""Attribute of a session that does not reach the pool: it reaches the second allocation only (`STAGING`), or `NOTHING`
+(on P, where no peer writes)."""
+STAGING = "staging"
+NOTHING = "nothing"
+APART = "apart"
+"""Attribute of a session: base and bytes of the second allocation, if there is one."""
 
 
 def first_outside(address_N: Int64s, length_N: Int64s, base: int, nbytes: int) -> int:
@@ -74,14 +81,6 @@ def as_array(values: Int64s) -> array[int]:
     packed.frombytes(values.tobytes())
     return packed
 
-
-MEMORY = "memory"
-"""Attribute of a session that does not reach the pool: it reaches the second allocation only (`STAGING`), or `NOTHING`
-(on P, where no peer writes)."""
-STAGING = "staging"
-NOTHING = "nothing"
-APART = "apart"
-"""Attribute of a session: base and bytes of the second allocation, if there is one."""
 
 Arena = tuple[int, int]
 """Base and bytes of a range."""

@@ -52,6 +52,11 @@ SEGMENTS = "segments"
 OWNERS = "segment_owners"
 """Attribute of D's session: engine ranks of the P that share its segments."""
 ADDRESS_LIMIT = 1 << 63
+PAGE_BYTES = 4096
+RETRY_INTERVAL_S = 0.2
+"""Interval at which a group is sent again until D answers."""
+KEPT_REVOKED = 1024
+"""Number of dead incarnations of P that are remembered: far more than those that late messages can come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +127,6 @@ def granted(session: TransportSession, rank: int) -> tuple[int, int, range] | No
     return (base, segment_bytes, mine) if mine else None
 
 
-PAGE_BYTES = 4096
-
-
 class HostArena:
     """Implements `Window`. Raises ConfigError if the memory cannot be allocated."""
 
@@ -191,10 +193,6 @@ def decode(payload: bytes) -> Group | Scattered:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadFrame(f"a message between staged transports: {error}") from error
-
-
-RETRY_INTERVAL_S = 0.2
-"""Interval at which a group is sent again until D answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -393,10 +391,6 @@ class DeviceCopier:
             if inside_N.any():
                 address_N = np.where(inside_N, address_N - window.base + window.device_base(), address_N)
         return address_N
-
-
-KEPT_REVOKED = 1024
-"""Number of dead incarnations of P that are remembered: far more than those that late messages can come from."""
 
 
 @dataclass(slots=True, frozen=True)

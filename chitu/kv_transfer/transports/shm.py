@@ -63,6 +63,9 @@ FEW_RUNS = 2
 """Up to this many runs are copied one by one, whatever their size."""
 IOV_MAX = 1024
 """Most entries that the kernel takes per call; 1024 runs below 1 MiB also stay below its limit of 2 GiB per call."""
+NAME = "shm"
+MEMFD_LINK = "/memfd:"
+"""Prefix with which /proc shows an anonymous shared file."""
 
 
 class CopyFault(OSError):
@@ -132,11 +135,6 @@ def _copy_each(src_N: Int64s, dst_N: Int64s, length_N: Int64s, deadline_s: float
 def _check_deadline(deadline_s: float) -> None:
     if time.monotonic() > deadline_s:
         raise CopyTimeout
-
-
-NAME = "shm"
-MEMFD_LINK = "/memfd:"
-"""Prefix with which /proc shows an anonymous shared file."""
 
 
 class SharedFile(NamedTuple):

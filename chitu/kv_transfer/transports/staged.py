@@ -57,6 +57,8 @@ from chitu.net.threads import Spawn
 from chitu.protocol import RankMemory, TransportSession
 from chitu.types import Ready
 
+logger = logging.getLogger(__name__)
+
 KIB = 1 << 10
 
 
@@ -97,8 +99,6 @@ def staged_from(transport: str, device: str, protocol: str = "tcp") -> StagedFro
     kind = "cuda" if is_gpu(device) else "cpu"
     return STAGED_FROM.get((transport, protocol if transport == "mooncake" else "", kind), OTHERS)
 
-
-logger = logging.getLogger(__name__)
 
 TransferWay = Literal["auto", "direct", "staged"]
 

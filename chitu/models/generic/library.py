@@ -19,6 +19,7 @@ from typing import Any
 TRANSFORMERS = "transformers"
 LEAST_VERSION = (5, 23)
 """Oldest version whose way to name and join the tensors of checkpoints is known to be as `model.py` uses it."""
+_UNKNOWN = object()
 
 
 def library_version() -> str:
@@ -127,9 +128,6 @@ def _assigned(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
             yield line.target.id, line.value
         elif isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
             yield line.targets[0].id, line.value
-
-
-_UNKNOWN = object()
 
 
 def _constant(node: ast.expr | None) -> Any:

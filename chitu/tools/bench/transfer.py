@@ -46,6 +46,18 @@ from chitu.tools.bench.report import DEFAULT_DIR, publish
 PREFIX = "message "
 RANK, INCARNATION = 0, 1
 """Rank and incarnation of the other process, for both sides."""
+LAYOUT = KVLayout.uniform(
+    "bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000
+)
+NUM_PAGES, NUM_AUX_SLOTS = 128, 2
+"""Size of the pool: with pages of 16 KiB an arena of 128 MiB."""
+TIMEOUT_S = 30.0
+KINDS = ("shm", "mooncake", "nixl")
+SEGMENT_BYTES, NUM_SEGMENTS = 8 << 20, 4
+PROMPT_PAGES = 64
+BLOCKS = [1 << power for power in range(12, 27, 2)]
+WALK_STEPS = 32
+WAYS = ("direct", "staged", "auto")
 
 
 class PipeMessages:
@@ -112,16 +124,6 @@ def lines_of(transport: StagedTransport, source: IO[str]) -> Iterator[str]:
             transport.scatter_one()
         else:
             yield line
-
-
-LAYOUT = KVLayout.uniform(
-    "bench", num_layers=32, num_kv_heads=2, head_dim=128, page_size=16, dtype="float32", vocab_size=32000
-)
-NUM_PAGES, NUM_AUX_SLOTS = 128, 2
-"""Size of the pool: with pages of 16 KiB an arena of 128 MiB."""
-TIMEOUT_S = 30.0
-KINDS = ("shm", "mooncake", "nixl")
-SEGMENT_BYTES, NUM_SEGMENTS = 8 << 20, 4
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -218,12 +220,6 @@ class BenchLink:
         self.transport.close()
         self.messages.close()
         self._child.wait()
-
-
-PROMPT_PAGES = 64
-BLOCKS = [1 << power for power in range(12, 27, 2)]
-WALK_STEPS = 32
-WAYS = ("direct", "staged", "auto")
 
 
 class TransferResult(msgspec.Struct, frozen=True):

@@ -49,6 +49,10 @@ SUM_DIGITS = 16
 UNKNOWN_LAYER = -1
 
 Cause = Literal["transfer", "memory", "unlike"]
+DRAW_NOISE = 1e-3
+"""Difference of logprobs (nats) up to which a draw must be equal."""
+OUTCOMES: tuple[Outcome, ...] = ("same", "near-tie", "wrong")
+"""Outcomes from the best to the worst."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -144,12 +148,7 @@ def first_unlike(wrong: str, right: Sequence[str], num_layers: int) -> Place | N
     return None
 
 
-DRAW_NOISE = 1e-3
-"""Difference of logprobs (nats) up to which a draw must be equal."""
-
 Outcome = Literal["same", "near-tie", "wrong"]
-OUTCOMES: tuple[Outcome, ...] = ("same", "near-tie", "wrong")
-"""Outcomes from the best to the worst."""
 
 
 class Judgement(msgspec.Struct, frozen=True):

@@ -52,6 +52,21 @@ FLOAT32_BYTES = 4
 RIGHT_SINCE = {"deepseek_v2": (5, 15), "deepseek_v3": (5, 0)}
 """First version of `transformers` that computes a model type correctly: earlier ones omitted YaRN's scale of the
 attention (V2), or chose experts of excluded groups (V3)."""
+LONG = "long"
+"""Kind of request whose prompt has many pages. Each pair gets one."""
+LONG_TOKENS, LONG_PAGES = 1100, 12
+"""Most tokens and pages of a long prompt, whichever are more."""
+DRAWN = ("seeded", FORCED)
+"""Kinds whose tokens must equal those of the engine with the same request, likely or not."""
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
+    "greedy": (False, {}),
+    "stream": (True, {}),
+    "seeded": (True, {"temperature": 0.8}),
+    CACHED: (False, {"cache_prompt": True}),
+    FORCED: (False, {}),
+    LONG: (False, {"max_tokens": 2}),
+}
+"""Kinds of requests: whether they are streamed, and their other options."""
 
 
 class Scorer(Protocol):
@@ -220,23 +235,6 @@ class _Transformers:
             tops, ids = rows.max(-1)
             own = rows.gather(1, torch.tensor(token_ids[-count:])[:, None])[:, 0]
         return [Score(*one) for one in zip(own.tolist(), ids.tolist(), tops.tolist(), strict=True)]
-
-
-LONG = "long"
-"""Kind of request whose prompt has many pages. Each pair gets one."""
-LONG_TOKENS, LONG_PAGES = 1100, 12
-"""Most tokens and pages of a long prompt, whichever are more."""
-DRAWN = ("seeded", FORCED)
-"""Kinds whose tokens must equal those of the engine with the same request, likely or not."""
-KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "greedy": (False, {}),
-    "stream": (True, {}),
-    "seeded": (True, {"temperature": 0.8}),
-    CACHED: (False, {"cache_prompt": True}),
-    FORCED: (False, {}),
-    LONG: (False, {"max_tokens": 2}),
-}
-"""Kinds of requests: whether they are streamed, and their other options."""
 
 
 def verify(options: VerifyOptions, say: Callable[[str], None]) -> Report:

@@ -29,6 +29,7 @@ WARM_CALLS = 3
 INTERPRETED_MULTIPROCESSORS = 2
 """Multiprocessor count for the choice of splits if kernels are interpreted, so that a short sequence is split too."""
 COLUMNS = ("what", "measured", "unit", "ratio", "of", "aim", "met")
+PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,6 @@ class Sizes:
     repeats: int
 
 
-PAGE_SIZE = 16
 FULL = Sizes(
     # Qwen3-0.6B
     model=ModelShape(
