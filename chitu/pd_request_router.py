@@ -48,10 +48,10 @@ from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
 from chitu.router.cross_checks import CrossChecks
 from chitu.router.dispatch import Dispatcher
+from chitu.router.generation import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
 from chitu.router.policies import Candidates, InstanceKey, instance_key
-from chitu.router.request import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.selector import make_selector
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role

@@ -13,7 +13,6 @@ from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
 from chitu.http.body_decoder import (
     ABORT,
     BATCHES,
-    BODIES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -22,15 +21,14 @@ from chitu.http.body_decoder import (
     RESPONSES,
     SCORE,
     TOKENIZE,
-    Field,
-    fields_of,
 )
+from chitu.http.body_fields import BODIES, Field, fields_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 TITLE = """# HTTP API: every field
 
-Generated from `chitu/http/bodies.py` and `body_decoder.py` by `script/api_reference.py`; edit there.
+Generated from `chitu/http/bodies.py` and `body_fields.py` by `script/api_reference.py`; edit there.
 `GET /openapi.json` has the same with types. Every field of a body is served, refused, or in the short list of those
 without effect. `null` is the same as leaving a field out.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from chitu.instance.sequences import SEQUENCE_TRANSITIONS
 from chitu.kv_transfer.peers import REGISTRATION_TRANSITIONS
 from chitu.kv_transfer.receiver import RECEIVER_TRANSITIONS
-from chitu.kv_transfer.sender import SENDER_TRANSITIONS
-from chitu.router.request import GENERATION_TRANSITIONS
+from chitu.kv_transfer.sender_table import SENDER_TRANSITIONS
+from chitu.router.generation import GENERATION_TRANSITIONS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "protocol.md"
 BEGIN = "<!-- drawn by script/state_diagrams.py -->\n"

@@ -39,7 +39,7 @@ from typing import Any
 
 import pytest
 
-from chitu.process.child import die_with_parent
+from chitu.process.descendants import die_with_parent
 
 SUBNET, SUBNET_6 = "10.77.0", "fd77::"
 MTU = 1500

@@ -32,7 +32,7 @@ import msgspec
 from support.router_process import RouterUnderTest
 
 from chitu.launch.plan import Entries
-from chitu.process.child import die_with_parent
+from chitu.process.descendants import die_with_parent
 
 CLONE_NEWNET = 0x40000000
 NAMESPACE = -1

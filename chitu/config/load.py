@@ -301,7 +301,7 @@ def device_environment() -> dict[str, str]:
 
 
 def process_mark() -> str | None:
-    """Return `CHITU_PROCESS`: the process tree in a local cluster of this process (`process/child.py`)."""
+    """Return `CHITU_PROCESS`: the process tree in a local cluster of this process (`process/descendants.py`)."""
     return os.environ.get("CHITU_PROCESS")
 
 

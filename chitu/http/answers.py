@@ -22,7 +22,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from chitu.errors import ChituError, InvalidRequest
 from chitu.http.custom_tools import input_of
-from chitu.http.messages.call_parser import CallDelta, MessageDelta
+from chitu.http.messages.call_objects import CallDelta, MessageDelta
 from chitu.http.proof import Proof
 from chitu.http.replies import (
     CachedTokensReply,

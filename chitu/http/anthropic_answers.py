@@ -9,7 +9,7 @@ import msgspec
 
 from chitu.errors import ChituError
 from chitu.http.answers import COMMENT, ID_PREFIXES, FinishedChoice, ItemsFormat, UsageCount
-from chitu.http.messages.call_parser import CallDelta, MessageDelta
+from chitu.http.messages.call_objects import CallDelta, MessageDelta
 from chitu.http.proof import Proof
 from chitu.http.replies import MessagesReply, MessagesUsageReply, StopReason, ThinkingTokensReply
 from chitu.net.http import anthropic_error

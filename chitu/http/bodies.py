@@ -1,8 +1,9 @@
-"""Request bodies of all routes: each field that a route reads, with its type, bounds and description. Pure.
+"""Request bodies of the routes: each field that a route reads, with its type, bounds and description. Pure.
 
 This is the one place of a served field: `body_decoder.py` decodes bodies into these structs, which checks the bounds;
 the OpenAPI document and docs/api.md (`script/api_reference.py`) are made from them. Fields that clients send and no
-route reads are in `body_decoder.py`. `null` is the same as leaving a field out.
+route reads are in `body_fields.py`. `null` is the same as leaving a field out. Other APIs and the operator's routes
+have files of their own (`*_bodies.py`).
 """
 
 from __future__ import annotations
@@ -60,17 +61,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 """Reasoning efforts of OpenAI and vLLM."""
 LARGE_BODY_BYTES = 16 << 10
 """A larger body is checked before it is decoded, and is processed in a separate process (`body_reader.py`)."""
-ITEM_TYPES = (
-    *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
-)
-PART_TYPES = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
 
-ENCRYPTED = "reasoning.encrypted_content"
-INCLUDABLE = (
-    *(ENCRYPTED, "file_search_call.results", "web_search_call.results", "web_search_call.action.sources"),
-    *("message.input_image.image_url", "computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-)
-"""Values of `include`. All but the first are of items that no answer of this server has."""
 
 Effect = Literal["served", "refused", "without effect"]
 SERVED: Effect = "served"
@@ -108,7 +99,7 @@ _UnlessEmpty = Annotated[
     msgspec.Meta(description="Not supported yet, unless empty", extra={"effect": REFUSED, "note": "unless empty"}),
 ]
 Uncached = Annotated[Unread, ignored("prompts are cached by their tokens")]
-_SentBack = Annotated[Unread, ignored("of an answer that is sent back")]
+SentBack = Annotated[Unread, ignored("of an answer that is sent back")]
 _OfAnotherModel = Annotated[Unread, ignored("of an answer of another model; see `reasoning_content`")]
 Without = Annotated[Unread, ignored()]
 
@@ -136,13 +127,13 @@ _BadTokens = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_BAD_
 _TokenIdText = Annotated[str, documented(pattern="^[0-9]+$")]
 _TokenId = Annotated[int, documented(minimum=0)]
 _Bias = Annotated[float, documented(minimum=-100, maximum=100)]
-_FormatType = Annotated[Literal["text", "json_object", "json_schema"], note("`text`, `json_object` or `json_schema`")]
+FormatType = Annotated[Literal["text", "json_object", "json_schema"], note("`text`, `json_object` or `json_schema`")]
 ObjectText = Annotated[Unread, documented(type="object")]
 _Schema = Annotated[Unread, documented(anyOf=[{"type": "object"}, {"type": "string"}])]
 _Choices = Annotated[
     list[Annotated[str, msgspec.Meta(max_length=MAX_CHOICE_CHARS)]], msgspec.Meta(min_length=1, max_length=MAX_CHOICES)
 ]
-_GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
+GrammarText = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -176,7 +167,7 @@ class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: _FormatType
+    type: FormatType
     json_schema: Annotated[JsonSchemaFormat | None, note("with `type` `json_schema` or `json_object`")] = None
     schema: Annotated[ObjectText, note("the same schema, as in other servers")] = msgspec.UNSET
 
@@ -185,7 +176,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     json: Annotated[_Schema, note("a JSON schema, as an object or as JSON text")] = msgspec.UNSET
     json_object: Annotated[bool | None, note("`true`: any JSON object")] = None
     regex: Annotated[
-        _GrammarText | None,
+        GrammarText | None,
         note(
             "the whole answer matches it; syntax of Rust's `regex`, without look-around. `\\d`, `\\w` and `\\s` are "
             "ASCII (in a schema's `pattern` `\\d` and `\\w` are, too); `\\p{...}` has the rest of Unicode"
@@ -195,7 +186,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
         None
     )
     grammar: Annotated[
-        _GrammarText | None,
+        GrammarText | None,
         note(
             "context-free: llguidance's Lark, where `\\d`, `\\w` and `\\s` are Unicode's, or GBNF of up to 2048 "
             "characters"
@@ -263,9 +254,9 @@ class GenerationBody(Body, kw_only=True):
     ] = None
     structured_outputs: Annotated[StructuredOutputs | None, note("with one of its fields")] = None
     guided_json: Annotated[_Schema, note("as `structured_outputs.json`")] = msgspec.UNSET
-    guided_regex: Annotated[_GrammarText | None, note("as `structured_outputs.regex`")] = None
+    guided_regex: Annotated[GrammarText | None, note("as `structured_outputs.regex`")] = None
     guided_choice: Annotated[_Choices | None, note("as `structured_outputs.choice`")] = None
-    guided_grammar: Annotated[_GrammarText | None, note("as `structured_outputs.grammar`")] = None
+    guided_grammar: Annotated[GrammarText | None, note("as `structured_outputs.grammar`")] = None
     allowed_token_ids: Annotated[
         Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS, extra_json_schema={"minItems": 1})]
         | None,
@@ -383,10 +374,10 @@ class CompletionBody(GenerationBody, kw_only=True):
 _FunctionType = Annotated[Literal["function"], note("`function`")]
 ToolName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
 _NameOfTool = Annotated[ToolName, note("1 to 128 characters, each once")]
-_NameOfChosen = Annotated[str, note("name of one of `tools`")]
+NameOfChosen = Annotated[str, note("name of one of `tools`")]
 CallId = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
-_Parameters = Annotated[dict[str, Any] | None, note("a JSON schema")]
-_Role = Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
+Parameters = Annotated[dict[str, Any] | None, note("a JSON schema")]
+RoleText = Annotated[str, msgspec.Meta(max_length=MAX_ROLE_CHARS)]
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -411,7 +402,7 @@ class MessageToolCall(msgspec.Struct, forbid_unknown_fields=True):
 class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: _NameOfTool
     description: str | None = None
-    parameters: _Parameters = None
+    parameters: Parameters = None
     strict: Annotated[
         bool | None,
         note(
@@ -429,7 +420,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChosenFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: _NameOfChosen
+    name: NameOfChosen
 
 
 class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
@@ -438,7 +429,7 @@ class ChosenTool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
-    role: Annotated[_Role, note("up to 64 characters; `developer` is the template's `system`")]
+    role: Annotated[RoleText, note("up to 64 characters; `developer` is the template's `system`")]
     content: Annotated[
         str | Annotated[list[TextPart], msgspec.Meta(max_length=MAX_PARTS)] | None,
         note(
@@ -461,11 +452,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     reasoning: Annotated[str | None, note("the same, if `reasoning_content` is missing")] = None
     function_call: _UnlessEmpty = msgspec.UNSET
     audio: _UnlessEmpty = msgspec.UNSET
-    refusal: _SentBack = msgspec.UNSET
+    refusal: SentBack = msgspec.UNSET
     provider_specific_fields: Annotated[Unread, ignored("of an answer that litellm sends back")] = msgspec.UNSET
-    annotations: _SentBack = msgspec.UNSET
+    annotations: SentBack = msgspec.UNSET
     type: Annotated[Unread, ignored("lm-eval sends `text`")] = msgspec.UNSET
-    id: _SentBack = msgspec.UNSET
+    id: SentBack = msgspec.UNSET
     thinking_blocks: _OfAnotherModel = msgspec.UNSET
     reasoning_details: _OfAnotherModel = msgspec.UNSET
     metadata: Without = msgspec.UNSET
@@ -484,15 +475,15 @@ TemplateKwargs = Annotated[
     Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_TEMPLATE_KWARGS)] | None,
     note("up to 64 variables of the chat template, such as `enable_thinking`; an unused one gets a warning"),
 ]
-_OneCall = Annotated[
+OneCall = Annotated[
     bool | None,
     note(
         "false: the answer ends after its first call, as always if the chat template accepts only one call of an "
         "answer that is sent back (Llama 3's); default true"
     ),
 ]
-_Choice = Annotated[str, documented(enum=list(TOOL_CHOICES))]
-_Effort = Annotated[str, documented(enum=list(EFFORTS))]
+ChoiceOfTool = Annotated[str, documented(enum=list(TOOL_CHOICES))]
+Effort = Annotated[str, documented(enum=list(EFFORTS))]
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -502,16 +493,16 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: TemplateKwargs = None
     tools: _Tools = None
     tool_choice: Annotated[
-        ChosenTool | _Choice | None,
+        ChosenTool | ChoiceOfTool | None,
         note(
             "`auto` (default; text that the model writes as a call of one of `tools` is a call), `none` (the prompt "
             "has no tools), `required` or a function: the answer is a call that follows its schema, or several with "
             "`required`"
         ),
     ] = None
-    parallel_tool_calls: _OneCall = None
+    parallel_tool_calls: OneCall = None
     reasoning_effort: Annotated[
-        _Effort | None,
+        Effort | None,
         note(
             "none, minimal, low, medium, high, xhigh or max, for a chat template that reads it, or `enable_thinking` "
             "(all but `none` are true)"
@@ -528,200 +519,6 @@ class ChatBody(GenerationBody, kw_only=True):
 
 
 # ------------------------------------------------------------------------------------------------------------ responses
-
-
-_OfLeftOutItem = Annotated[Unread, ignored("of an item that is left out of the prompt")]
-_OfLeftOutTool = Annotated[Unread, ignored("of a tool that is left out of the prompt")]
-_AtOnce = Annotated[Unread, ignored("the tool is in the prompt at once")]
-
-
-class InputPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[
-        str,
-        documented(enum=list(PART_TYPES)),
-        note("`input_text`, `output_text`, `reasoning_text`, `summary_text`, `text`"),
-    ]
-    text: str | None = None
-    annotations: Without = msgspec.UNSET
-    logprobs: Without = msgspec.UNSET
-    prompt_cache_breakpoint: Without = msgspec.UNSET
-    cache_control: Without = msgspec.UNSET
-
-
-_Parts = str | Annotated[list[InputPart], msgspec.Meta(max_length=MAX_PARTS)]
-
-
-class InputItem(msgspec.Struct, forbid_unknown_fields=True):
-    """Item of any type. Fields that do not belong to its type are not used."""
-
-    type: Annotated[
-        Annotated[str, documented(enum=list(ITEM_TYPES))] | None,
-        note(
-            "`message` (default), `function_call`, `function_call_output`, `custom_tool_call`, "
-            "`custom_tool_call_output`, `reasoning`. Those of tools that run on other servers (`web_search_call`, "
-            "`local_shell_call`, `mcp_call`, ...) are left out of the prompt, and the header X-Chitu-Warning says so"
-        ),
-    ] = None
-    role: Annotated[_Role | None, note("of a message")] = None
-    content: Annotated[
-        _Parts | None, note("of a message or reasoning: text, or up to 1024 parts, which a line break joins")
-    ] = None
-    call_id: Annotated[CallId | None, note("of a call and its output")] = None
-    name: Annotated[ToolName | None, note("of a call")] = None
-    arguments: Annotated[str | None, note("of a call, JSON")] = None
-    input: Annotated[str | None, note("of a `custom_tool_call`: its text")] = None
-    output: Annotated[_Parts | None, note("of a call's output: text, or parts")] = None
-    encrypted_content: Annotated[
-        str | None, note("of `reasoning` without `content`: its text, if it is of an answer of this server")
-    ] = None
-    id: _SentBack = msgspec.UNSET
-    status: _SentBack = msgspec.UNSET
-    phase: _SentBack = msgspec.UNSET
-    caller: _SentBack = msgspec.UNSET
-    namespace: _SentBack = msgspec.UNSET
-    summary: _SentBack = msgspec.UNSET
-    action: _OfLeftOutItem = msgspec.UNSET
-    result: _OfLeftOutItem = msgspec.UNSET
-    results: _OfLeftOutItem = msgspec.UNSET
-    queries: _OfLeftOutItem = msgspec.UNSET
-    code: _OfLeftOutItem = msgspec.UNSET
-    container_id: _OfLeftOutItem = msgspec.UNSET
-    outputs: _OfLeftOutItem = msgspec.UNSET
-    operation: _OfLeftOutItem = msgspec.UNSET
-    environment: _OfLeftOutItem = msgspec.UNSET
-    execution: _OfLeftOutItem = msgspec.UNSET
-    tools: _OfLeftOutItem = msgspec.UNSET
-    server_label: _OfLeftOutItem = msgspec.UNSET
-    error: _OfLeftOutItem = msgspec.UNSET
-    metadata: Without = msgspec.UNSET
-    cache_control: Uncached = msgspec.UNSET
-
-
-class CustomFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[str, documented(enum=["text", "grammar"]), note("`text` or `grammar`")]
-    syntax: Annotated[Annotated[str, documented(enum=["lark", "regex"])] | None, note("`lark` or `regex`")] = None
-    definition: Annotated[
-        _GrammarText | None,
-        note(
-            "calls follow it. A grammar in Lark with a rule that refers to itself (or `%ignore`, or a terminal of the "
-            "tokenizer) is in the prompt alone, and the header X-Chitu-Warning says so"
-        ),
-    ] = None
-
-
-class ResponsesTool(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[
-        str,
-        note(
-            "`function`, or `custom`: a tool that takes text, which the model sees as a function with the argument "
-            "`input`. Any other (`web_search`, `local_shell`, `mcp`, ...) runs on other servers alone: it is left out "
-            "of the prompt, and the header X-Chitu-Warning says so"
-        ),
-    ]
-    name: Annotated[ToolName | None, note("1 to 128 characters, each once; of a function or custom tool")] = None
-    description: str | None = None
-    parameters: _Parameters = None
-    strict: Annotated[bool | None, note("as of a chat")] = None
-    format: Annotated[CustomFormat | None, note("of a custom tool; default: any text")] = None
-    cache_control: Uncached = msgspec.UNSET
-    defer_loading: _AtOnce = msgspec.UNSET
-    allowed_callers: _AtOnce = msgspec.UNSET
-    output_schema: Annotated[Unread, ignored("no chat template shows it")] = msgspec.UNSET
-    filters: _OfLeftOutTool = msgspec.UNSET
-    user_location: _OfLeftOutTool = msgspec.UNSET
-    search_context_size: _OfLeftOutTool = msgspec.UNSET
-    search_content_types: _OfLeftOutTool = msgspec.UNSET
-    external_web_access: _OfLeftOutTool = msgspec.UNSET
-    environment: _OfLeftOutTool = msgspec.UNSET
-    execution: _OfLeftOutTool = msgspec.UNSET
-    tools: _OfLeftOutTool = msgspec.UNSET
-    container: _OfLeftOutTool = msgspec.UNSET
-    vector_store_ids: _OfLeftOutTool = msgspec.UNSET
-    max_num_results: _OfLeftOutTool = msgspec.UNSET
-    ranking_options: _OfLeftOutTool = msgspec.UNSET
-    display_width: _OfLeftOutTool = msgspec.UNSET
-    display_height: _OfLeftOutTool = msgspec.UNSET
-    server_label: _OfLeftOutTool = msgspec.UNSET
-    server_url: _OfLeftOutTool = msgspec.UNSET
-    server_description: _OfLeftOutTool = msgspec.UNSET
-    connector_id: _OfLeftOutTool = msgspec.UNSET
-    authorization: _OfLeftOutTool = msgspec.UNSET
-    headers: _OfLeftOutTool = msgspec.UNSET
-    allowed_tools: _OfLeftOutTool = msgspec.UNSET
-    require_approval: _OfLeftOutTool = msgspec.UNSET
-    model: _OfLeftOutTool = msgspec.UNSET
-    size: _OfLeftOutTool = msgspec.UNSET
-    quality: _OfLeftOutTool = msgspec.UNSET
-    output_format: _OfLeftOutTool = msgspec.UNSET
-    output_compression: _OfLeftOutTool = msgspec.UNSET
-    background: _OfLeftOutTool = msgspec.UNSET
-    moderation: _OfLeftOutTool = msgspec.UNSET
-    partial_images: _OfLeftOutTool = msgspec.UNSET
-    input_fidelity: _OfLeftOutTool = msgspec.UNSET
-    action: _OfLeftOutTool = msgspec.UNSET
-
-
-class ResponsesToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Annotated[Literal["function", "custom"], note("`function` or `custom`")]
-    name: _NameOfChosen
-
-
-class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
-    effort: Annotated[_Effort | None, note("as `reasoning_effort` of a chat")] = None
-    summary: Annotated[Unread, ignored("reasoning is returned as it is")] = msgspec.UNSET
-    generate_summary: Annotated[Unread, ignored("the same")] = msgspec.UNSET
-
-
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: _FormatType
-    schema: Annotated[ObjectText, note("of `json_schema` or `json_object`: the answer follows it")] = msgspec.UNSET
-    name: Annotated[str | None, ignored()] = None
-    description: Annotated[str | None, ignored()] = None
-    strict: Annotated[bool | None, ignored("the answer always follows the schema")] = None
-
-
-class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: TextFormat | None = None
-    verbosity: Without = msgspec.UNSET
-
-
-class ResponsesBody(Body, kw_only=True):
-    input: Annotated[
-        str | Annotated[list[InputItem], msgspec.Meta(max_length=MAX_MESSAGES)] | None,
-        note("text, or 1 to 2048 items: all turns, since nothing is stored"),
-    ] = None
-    instructions: Annotated[str | None, note("a system message before `input`")] = None
-    max_output_tokens: Annotated[TokenCount | None, note("1 to the rest of the context, which is the default")] = None
-    temperature: Temperature = None
-    top_p: TopP = None
-    stream: Annotated[bool | None, note("server-sent events, each with a `sequence_number`")] = None
-    tools: Annotated[Annotated[list[ResponsesTool], msgspec.Meta(max_length=MAX_TOOLS)] | None, note("up to 128")] = (
-        None
-    )
-    tool_choice: Annotated[ResponsesToolChoice | _Choice | None, note("as of a chat")] = None
-    parallel_tool_calls: _OneCall = None
-    reasoning: ReasoningConfig | None = None
-    text: TextConfig | None = None
-    include: Annotated[
-        list[Annotated[str, documented(enum=list(INCLUDABLE))]] | None,
-        note(
-            "`reasoning.encrypted_content`: reasoning has its text there, too, encoded but not encrypted, for clients "
-            "that send back nothing else of it. What only items of other servers' tools have adds nothing"
-        ),
-    ] = None
-    truncation: Annotated[
-        Annotated[str, documented(enum=["auto", "disabled"])] | None,
-        note("`disabled` (default) or `auto`; with both, an input longer than the context is refused"),
-    ] = None
-    metadata: Annotated[
-        Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None, note("up to 16 texts; repeated in the answer")
-    ] = None
-    chat_template_kwargs: TemplateKwargs = None
-    return_proof: Annotated[bool | None, note("as of a chat; a stream has it in its last event")] = None
-    return_receipt: Annotated[bool | None, note("as of a chat")] = None
-    return_token_ids: Annotated[
-        bool | None, note("`return_proof` with `prompt_token_ids` and `token_ids` in its choice")
-    ] = None
 
 
 # --------------------------------------------------------------------------------------------------------- other routes
@@ -821,40 +618,3 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True):
     output_expires_after: Annotated[
         ExpiresAfter | None, note("age of the output and error files at which they are removed")
     ] = None
-
-
-class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
-    instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
-    force: Annotated[bool | None, note("true: also if no request could be served afterwards")] = None
-
-
-class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
-    instance: Annotated[str, note("name of the instance: `P0`, `D1`, `U0`")]
-    role: Annotated[Literal["prefill", "decode", "unified"], note("the role that it gets")]
-    force: Annotated[bool | None, note("true: also if no request could be served meanwhile")] = None
-
-
-class WeightsBody(msgspec.Struct, forbid_unknown_fields=True):
-    path: Annotated[str, note("folder of safetensors files, by the same absolute path on every instance")]
-    mixed: Annotated[
-        bool | None, note("true: running requests go on with the new weights; otherwise they end before the change")
-    ] = None
-    timeout_s: Annotated[float | None, note("most seconds until all instances serve the weights; 600 by default")] = (
-        None
-    )
-
-
-class PauseBody(msgspec.Struct, forbid_unknown_fields=True):
-    mode: Annotated[
-        Literal["finish", "keep"] | None,
-        note("`finish`, the default: running requests end first; `keep`: they stop where they are"),
-    ] = None
-    timeout_s: Annotated[float | None, note("most seconds until they have ended; 600 by default")] = None
-
-
-class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Has no fields."""
-
-
-class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
-    request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]

@@ -19,13 +19,13 @@ import msgspec
 from chitu.errors import ChituError
 from chitu.http.answers import ID_PREFIXES, AnswerFormat, EventNumbers, UsageCount
 from chitu.http.body_reader import BodyRoute
-from chitu.http.messages.call_parser import MessageDelta, joined
+from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageParser
 from chitu.http.parse import ParsedRequest, Prompt
 from chitu.http.sampling_fields import OutputOptions
 from chitu.http.token_logprobs import ChoiceLogprobs, PromptAnswer
 from chitu.protocol import TraceLevel
-from chitu.router.request import Generation
+from chitu.router.generation import Generation
 from chitu.tokenizer import Detokenizer
 
 

@@ -13,7 +13,8 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.grammars.lark_regex import regex_of_lark
-from chitu.http.bodies import CustomFormat, ResponsesTool, ToolFunction
+from chitu.http.bodies import ToolFunction
+from chitu.http.responses_bodies import CustomFormat, ResponsesTool
 
 ARGUMENT = "input"
 """Name of the one argument."""

@@ -33,7 +33,7 @@ from chitu.http.body_decoder import warning_header
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import Choice, ChoiceDecoder, Origin, RunningAnswer, RunningAnswers, append_events, read_tokens
 from chitu.http.exchange import JSON, Exchange
-from chitu.http.messages.call_parser import joined
+from chitu.http.messages.call_objects import joined
 from chitu.http.parse import ParsedRequest, Prompt, client_timeout_s
 from chitu.http.pooled_answers import PooledFormat
 from chitu.http.proof import ChoiceSums, ChoiceTokens, Proof, headers_of, proof_of, receipt_of
@@ -45,7 +45,7 @@ from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_PRIORITY, SamplingParams, prompt_lines, unpack_i32
 from chitu.protocol.account import Moments
-from chitu.router.request import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
 ABORTED = "the request was aborted"

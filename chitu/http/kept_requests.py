@@ -44,7 +44,7 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Finish, KVLayout, pack_i32, unpack_i32
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
-from chitu.router.request import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest, Generation
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from chitu.http.anthropic_bodies import CountTokensBody
 from chitu.http.anthropic_chat import chat_of_messages
 from chitu.http.bodies import (
     EFFORTS,
-    ENCRYPTED,
     MAX_PROMPTS,
     TOOL_CHOICES,
     ChatBody,
@@ -41,6 +40,7 @@ from chitu.http.custom_tools import with_pattern
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.http.pooled_answers import PooledAnswer
+from chitu.http.responses_bodies import ENCRYPTED
 from chitu.http.responses_chat import chat_of_responses, custom_names, echo_of
 from chitu.http.sampling_fields import (
     DEFAULT_COMPLETION_TOKENS,

@@ -18,7 +18,7 @@ from chitu.protocol import KVLayout, unpack_i32
 from chitu.protocol.account import Moments, RequestSnapshot, RequestState, Stages, request_stages
 from chitu.protocol.receipt import Receipt, ReceiptSampling, sealed
 from chitu.protocol.requests import Finish
-from chitu.router.request import Generation
+from chitu.router.generation import Generation
 
 PREFILL, DECODE, ATTEMPTS = b"x-chitu-prefill", b"x-chitu-decode", b"x-chitu-attempts"
 CACHED_TOKENS, KV_BYTES = b"x-chitu-cached-tokens", b"x-chitu-kv-bytes"

@@ -14,27 +14,29 @@ import msgspec
 
 from chitu.errors import InvalidRequest
 from chitu.http.bodies import (
-    INCLUDABLE,
-    ITEM_TYPES,
-    PART_TYPES,
     CalledFunction,
     ChatBody,
     ChatMessage,
     ChosenFunction,
     ChosenTool,
-    InputItem,
-    InputPart,
     JsonSchemaFormat,
     MessageToolCall,
     ResponseFormat,
-    ResponsesBody,
-    ResponsesTool,
-    ResponsesToolChoice,
-    TextFormat,
     Tool,
     ToolFunction,
 )
 from chitu.http.custom_tools import arguments_of, function_of
+from chitu.http.responses_bodies import (
+    INCLUDABLE,
+    ITEM_TYPES,
+    PART_TYPES,
+    InputItem,
+    InputPart,
+    ResponsesBody,
+    ResponsesTool,
+    ResponsesToolChoice,
+    TextFormat,
+)
 from chitu.http.translation import (
     FieldNames,
     Translation,

@@ -48,11 +48,9 @@ from chitu.http.bodies import (
     TOKENIZE,
 )
 from chitu.http.body_decoder import (
-    BODIES,
     BodyDecoder,
     abort_decoder,
     drain_decoder,
-    fields_of,
     pause_decoder,
     resume_decoder,
     role_decoder,
@@ -60,6 +58,7 @@ from chitu.http.body_decoder import (
     warning_header,
     weights_decoder,
 )
+from chitu.http.body_fields import BODIES, fields_of
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import RunningAnswers
 from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource, Watchers, WeightsState

@@ -1,10 +1,9 @@
-"""Tensor parallelism of a transfer: the main rank orders, its followers write, sum up and copy their own pages.
+"""Tensor parallelism of a transfer: the main rank orders (`rank_orders.py`), its followers write, sum up and copy their
+own pages.
 
 On P all ranks write pages and compute their checksums; on D, which writes nothing, they compute checksums
 (`verify_kv`). If pages are kept in tiers, every rank copies its own. The main rank sends an order to every follower,
-does its own part, then waits for all answers. Orders are MessagePack arrays over `ipc` sockets inside one instance.
-Both ends are the same build, so they are not part of the wire protocol and have no version. Each order carries a number
-that its answer repeats, so an answer that came too late is recognised and dropped.
+does its own part, then waits for all answers.
 
 `FanOut` (main rank) owns the *lanes*: one socket per follower each. One thread at a time uses a lane, under its lock;
 at the other end each follower has one thread per lane (`ShardFollower`), which owns its socket and processes its orders
@@ -15,8 +14,8 @@ until all followers have connected. Invariant: all writes and fences of one D go
 processes in order, so a fence that was answered comes after every earlier write, also after one whose answer the main
 rank did not wait for.
 
-A follower has no rooms and no requests: an order names pages, layers and the incarnation of D. An order that fails is
-answered with its error; only an unreadable order, which our own main rank cannot send, ends the process.
+An order that fails is answered with its error; only an unreadable order, which our own main rank cannot send, ends the
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, Union
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -41,6 +40,23 @@ from chitu.errors import ChituError, ConfigError, Internal, TransferFailed, from
 from chitu.kv_cache.state_sums import StateSeals, reduced
 from chitu.kv_cache.tiers.page_copies import PageCopies, page_content_bytes
 from chitu.kv_transfer.layout import Int64s, PagedMemory, PageSums
+from chitu.kv_transfer.rank_orders import (
+    AnyOrder,
+    ClosePeer,
+    CopyShard,
+    EndOrder,
+    Fence,
+    OpenPeer,
+    Order,
+    OrderAnswer,
+    SealState,
+    SumPages,
+    WritePages,
+    WriteState,
+    answer_decoder,
+    encoder,
+    order_decoder,
+)
 from chitu.kv_transfer.shard_writer import ShardWriter, TransferKVChunk, open_shards, wait_for
 from chitu.kv_transfer.transports.transport import Transport, WriteError
 from chitu.protocol import KVArgsRegisterInfo, KVLayout, StateSeal, pack_i32, unpack_i32
@@ -61,117 +77,6 @@ FOLDER_PREFIX = "chitu-lanes-"
 HELLO = 0
 """Number of the unsolicited answer with which a follower reports that it has connected."""
 T = TypeVar("T")
-
-
-class Order(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of the orders."""
-
-    number: int
-
-
-class OpenPeer(Order, frozen=True, tag="open"):
-    """Connect to those ranks of a D, whose registration was checked, that need our heads."""
-
-    info: KVArgsRegisterInfo
-
-
-class ClosePeer(Order, frozen=True, tag="close"):
-    """Close the connections to a D that is gone. Not answered."""
-
-    incarnation: int
-
-
-class WritePages(Order, frozen=True, tag="write"):
-    """Write our heads of these pages to the D of this incarnation."""
-
-    incarnation: int
-    timeout_s: float
-    chunks: tuple[tuple[int, int, int, int], ...]
-    """First and end layer, first and end position in these page lists, which are int32 LE."""
-    src_pages: bytes
-    dst_pages: bytes
-
-    @classmethod
-    def of(
-        cls,
-        number: int,
-        incarnation: int,
-        timeout_s: float,
-        chunks: Sequence[TransferKVChunk],
-        src_pages: Sequence[int],
-        dst_pages: Sequence[int],
-    ) -> WritePages:
-        """Return the order with the part of the page lists that the chunks need."""
-        first = min(chunk.first_page for chunk in chunks)
-        part = slice(first, max(chunk.end_page for chunk in chunks))
-        rows = tuple((c.first_layer, c.end_layer, c.first_page - first, c.end_page - first) for c in chunks)
-        return cls(number, incarnation, timeout_s, rows, pack_i32(src_pages[part]), pack_i32(dst_pages[part]))
-
-
-class WriteState(Order, frozen=True, tag="write_state"):
-    """Write our part of a state row to the D of this incarnation."""
-
-    incarnation: int
-    timeout_s: float
-    src_slot: int
-    dst_slot: int
-
-
-class Fence(Order, frozen=True, tag="fence"):
-    """Make sure that no earlier write to that D can land any more."""
-
-    incarnation: int
-    timeout_s: float
-
-
-class SumPages(Order, frozen=True, tag="sum"):
-    """Compute checksums of our heads of these pages, over K and V of layers `[first_layer, end_layer)`."""
-
-    first_layer: int
-    end_layer: int
-    pages: bytes
-
-
-class SealState(Order, frozen=True, tag="seal_state"):
-    """Return the seal of our part of a state row."""
-
-    slot: int
-
-
-class CopyShard(Order, frozen=True, tag="copy"):
-    """Copy our heads of this page from the pool to its content in the tiers' memory, or back (`is_restore`)."""
-
-    page: int
-    offset: int
-    """Offset of the content in the tiers' memory, in bytes."""
-    is_restore: bool
-
-
-class EndOrder(Order, frozen=True, tag="end"):
-    """End the lane's thread, because the instance stops. Not answered."""
-
-
-AnyOrder = Union[OpenPeer, ClosePeer, WritePages, WriteState, Fence, SumPages, SealState, CopyShard, EndOrder]
-
-
-class OrderAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Answer of one follower to the order with this number. `code` empty: done."""
-
-    number: int
-    nbytes: int = 0
-    sums: bytes = b""
-    """Answer to `SumPages`: int64, native order."""
-    seal: StateSeal | None = None
-    """Answer to `SealState`."""
-    is_fenced: bool = True
-    """For a failed write: nothing of it can land any more. For a fence order: its result."""
-    code: str = ""
-    message: str = ""
-
-
-encoder = msgspec.msgpack.Encoder()
-order_decoder: msgspec.msgpack.Decoder[AnyOrder] = msgspec.msgpack.Decoder(AnyOrder)
-answer_decoder: msgspec.msgpack.Decoder[OrderAnswer] = msgspec.msgpack.Decoder(OrderAnswer)
 
 
 def lane_address(base: str, lane: int, tp_rank: int) -> str:

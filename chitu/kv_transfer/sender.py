@@ -1,25 +1,24 @@
 """P's side of the transfer protocol as a pure state machine: it takes events and the time, and returns effects.
 
-Here are its states, its table, every rule about states, its events, effects and records. `PrefillSender` owns the
-machine, guards it with its lock, makes the events and carries out the effects in their order. The machine contains no
-thread, socket, lock, clock or logger, and reads only the stored state of `PeerView`. `_apply` is the only way to move a
-room, by `SENDER_TRANSITIONS`, and `_enter` does what each state requires on entry; a (state, event) pair that the table
-does not have changes nothing. Invariants: a room goes on only if the router's request and D's announcement name the
-same D and the same prompt length, and every page and slot that D names was checked against its registered memory; a
-TransferInfo that is not accepted is answered with a Failed status, and so is each repeat of it; FAILED, SUCCESS and
-RELEASED come once per room; RELEASED comes only when no write of the room waits, runs or can still land; Success
-follows the last byte; a write that failed and may still land suspends its D until a fence succeeded, and only one room
-of a D is FENCING at a time.
+Here are its events, effects and records; `sender_table.py` has its states. `PrefillSender` owns the machine, guards it
+with its lock, makes the events and carries out the effects in their order. The machine contains no thread, socket,
+lock, clock or logger, and reads only the stored state of `PeerView`. `_apply` is the only way to move a room, by
+`SENDER_TRANSITIONS`, and `_enter` does what each state requires on entry; a (state, event) pair that the table does not
+have changes nothing. Invariants: a room goes on only if the router's request and D's announcement name the same D and
+the same prompt length, and every page and slot that D names was checked against its registered memory; a TransferInfo
+that is not accepted is answered with a Failed status, and so is each repeat of it; FAILED, SUCCESS and RELEASED come
+once per room; RELEASED comes only when no write of the room waits, runs or can still land; Success follows the last
+byte; a write that failed and may still land suspends its D until a fence succeeded, and only one room of a D is FENCING
+at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from itertools import zip_longest
-from typing import Final, NamedTuple, Union
+from typing import NamedTuple, Union
 
 from chitu import log
 from chitu.errors import BadFrame, BootstrapTimeout, ChituError, DecodeLost, TransferFailed, from_code
@@ -37,13 +36,23 @@ from chitu.kv_transfer.both_sides import (
     TransferEvent,
     TransferTable,
     ViewChanged,
-    edges,
     timeout_of,
 )
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import ComputedPrompt, TransferJob
 from chitu.kv_transfer.layout import RoomSums
 from chitu.kv_transfer.peers import DecodePeer, PeerView, check_announcement
+from chitu.kv_transfer.sender_table import (
+    OPEN_STATES,
+    SENDER_AWAITS,
+    SENDER_DEADLINES,
+    SENDER_NO_STATUS_OWED,
+    SENDER_TRANSITIONS,
+    WRITABLE_STATES,
+    E,
+    S,
+    SenderState,
+)
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import (
     AbortAck,
@@ -65,163 +74,6 @@ REPEAT_BYTES = 1 << 20
 not queue up behind each other on a slow link."""
 
 
-class SenderState(Enum):
-    __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
-
-    REQUESTED = auto()
-    """The router's half is here, D's TransferInfo is not. The prompt may be computed meanwhile."""
-    ANNOUNCED = auto()
-    """TransferInfo is here, the router's half is not."""
-    WAITING = auto()
-    """Both halves are here, and no byte was written yet."""
-    TRANSFERRING = auto()
-    """Some bytes were written; no thread writes now."""
-    WRITING = auto()
-    """A transfer thread is inside a write."""
-    SUCCEEDED = auto()
-    """Every byte landed. The Success status is repeated until D acknowledges it."""
-    STOPPING = auto()
-    """Failed while a transfer thread is inside a write: pages stay allocated on both sides until it returns."""
-    UNFENCED = auto()
-    """Failed, and a write of it that failed may still land. The transport is asked repeatedly to fence it."""
-    FENCING = auto()
-    """As UNFENCED, and a transfer thread fences it now, or will. Rooms of one D are fenced one at a time."""
-    RELEASED = auto()
-    """Failed and over: no write of this room runs or can start. The Failed status is repeated."""
-    FORGOTTEN = auto()
-    """D knows the outcome, has given up itself, or is gone. Also a room that failed before its first byte: D has
-    received nothing, so it repeats TransferInfo, and the tombstone answers."""
-
-
-class SenderEvent(Enum):
-    __hash__ = object.__hash__  # of one batch the table is looked up twice; Enum's own is slow
-
-    ADD_REQUEST = auto()
-    ANNOUNCE = auto()
-    WRITE_BEGAN = auto()
-    WRITE_ENDED = auto()
-    """A write landed, and it was not the last one."""
-    LANDED = auto()
-    """The last byte is in D's memory."""
-    ABORT = auto()
-    """P's own scheduler gave the room up."""
-    PEER_ABORT = auto()
-    """D gave the room up (AbortTransfer)."""
-    PEER_LOST = auto()
-    """D's incarnation left the cluster view or was replaced."""
-    WRITE_FAILED = auto()
-    """A write failed and can no longer land, or D takes no writes."""
-    WRITE_UNFENCED = auto()
-    """A write failed and may still land."""
-    REFUSED = auto()
-    """The two halves contradict each other (prompt length, page list)."""
-    DEADLINE = auto()
-    FENCE_BEGAN = auto()
-    FENCE_FAILED = auto()
-    """The attempt is over; the write may still land."""
-    FENCED = auto()
-    """The write that failed cannot land any more."""
-    ACKNOWLEDGED = auto()
-    """D knows how the room ended."""
-
-
-S = SenderState
-E = SenderEvent
-
-SENDER_FAILURES: Final = frozenset(
-    {
-        E.ABORT,
-        E.PEER_ABORT,
-        E.PEER_LOST,
-        E.WRITE_FAILED,
-        E.REFUSED,
-        E.DEADLINE,
-    }
-)
-
-SENDER_NO_STATUS_OWED: Final = frozenset({E.PEER_ABORT, E.PEER_LOST})
-"""After these P owes D no status."""
-
-SENDER_TRANSITIONS: Final[Mapping[tuple[SenderState | None, SenderEvent], SenderState]] = {
-    (None, E.ADD_REQUEST): S.REQUESTED,
-    (None, E.ANNOUNCE): S.ANNOUNCED,
-    (S.REQUESTED, E.ANNOUNCE): S.WAITING,
-    (S.ANNOUNCED, E.ADD_REQUEST): S.WAITING,
-    **edges((S.WAITING, S.TRANSFERRING), (E.WRITE_BEGAN,), S.WRITING),
-    (S.WRITING, E.WRITE_ENDED): S.TRANSFERRING,
-    (S.WRITING, E.LANDED): S.SUCCEEDED,
-    **edges((S.REQUESTED, S.ANNOUNCED, S.WAITING), SENDER_FAILURES, S.FORGOTTEN),
-    **edges((S.TRANSFERRING,), SENDER_FAILURES - SENDER_NO_STATUS_OWED, S.RELEASED),
-    **edges(
-        (S.TRANSFERRING, S.SUCCEEDED, S.RELEASED),
-        SENDER_NO_STATUS_OWED,
-        S.FORGOTTEN,
-    ),
-    **edges((S.WRITING,), SENDER_FAILURES - {E.WRITE_FAILED}, S.STOPPING),
-    (S.WRITING, E.WRITE_FAILED): S.RELEASED,
-    **edges(
-        (S.STOPPING,),
-        (E.WRITE_ENDED, E.LANDED, E.WRITE_FAILED),
-        S.RELEASED,
-    ),
-    **edges((S.WRITING, S.STOPPING), (E.WRITE_UNFENCED,), S.UNFENCED),
-    (S.UNFENCED, E.FENCE_BEGAN): S.FENCING,
-    (S.FENCING, E.FENCE_FAILED): S.UNFENCED,
-    **edges((S.UNFENCED, S.FENCING), (E.FENCED,), S.RELEASED),
-    **edges(
-        (S.SUCCEEDED, S.RELEASED),
-        (E.ACKNOWLEDGED, E.DEADLINE),
-        S.FORGOTTEN,
-    ),
-}
-"""(state, event) -> next state; a pair that is not here is absorbed. `None`: the room is unknown."""
-
-SENDER_DEADLINES: Final[Mapping[SenderState, Deadline]] = {
-    S.REQUESTED: Deadline.BOOTSTRAP,
-    S.ANNOUNCED: Deadline.TRANSFER,
-    S.WAITING: Deadline.TRANSFER,
-    S.TRANSFERRING: Deadline.TRANSFER,
-    S.WRITING: Deadline.TRANSFER,
-    S.SUCCEEDED: Deadline.REPEAT,
-    S.STOPPING: Deadline.HANDSHAKE,
-    S.UNFENCED: Deadline.HANDSHAKE,
-    S.FENCING: Deadline.HANDSHAKE,
-    S.RELEASED: Deadline.REPEAT,
-    S.FORGOTTEN: Deadline.TERMINAL,
-}
-
-SENDER_AWAITS: Final[Mapping[SenderState, str]] = {
-    S.REQUESTED: "{peer}'s announcement",
-    S.ANNOUNCED: "the router's half of the request that {peer} announced",
-    S.WAITING: "its computation and the first byte to {peer}",
-    S.TRANSFERRING: "the last byte to reach {peer}",
-    S.WRITING: "a write to {peer}",
-    S.SUCCEEDED: "{peer}'s acknowledgement",
-    S.RELEASED: "{peer}'s acknowledgement",
-}
-"""Event that a room waits for in each state that a clock ends."""
-
-OPEN_STATES = frozenset(
-    {
-        S.REQUESTED,
-        S.ANNOUNCED,
-        S.WAITING,
-        S.TRANSFERRING,
-        S.WRITING,
-    }
-)
-"""States in which a room has neither failed nor succeeded."""
-WRITABLE_STATES = frozenset(
-    {
-        S.WAITING,
-        S.TRANSFERRING,
-        S.WRITING,
-        S.STOPPING,
-        S.UNFENCED,
-        S.FENCING,
-    }
-)
-"""States in which a write to D's pages may run, may start or may still land."""
 _ADVANCING = frozenset({S.ANNOUNCED, S.WAITING, S.TRANSFERRING, S.WRITING})
 """States in which a room waits for P's own work; ANNOUNCED for the end of a step, as the router's half is read then."""
 _TO_WRITE = frozenset({S.WAITING, S.TRANSFERRING})

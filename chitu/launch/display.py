@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.schema import ModelConfig
-from chitu.process.child import StdoutLog
+from chitu.process.logs import StdoutLog
 from chitu.process.progress import Progress
 from chitu.types import Role
 

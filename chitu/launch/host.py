@@ -79,17 +79,8 @@ from chitu.launch.preflight import require_preflight
 from chitu.launch.router_calls import Health, ask_health, send_leaves
 from chitu.net.control_groups import usable_cores
 from chitu.net.process_deaths import pid_namespace
-from chitu.process.child import (
-    ROUTER,
-    STDOUT,
-    LogTaken,
-    ProcessSpec,
-    StdoutLog,
-    is_router,
-    make_log_dir,
-    open_private,
-    router_name,
-)
+from chitu.process.child import ROUTER, ProcessSpec, is_router, router_name
+from chitu.process.logs import STDOUT, LogTaken, StdoutLog, make_log_dir, open_private
 from chitu.process.placement import Placement, describe, on_cpus, placed
 from chitu.process.progress import Progress
 from chitu.process.run_dir import Launched

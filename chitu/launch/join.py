@@ -31,7 +31,7 @@ from chitu.launch.plan import Entries
 from chitu.launch.router_calls import credential, known_key
 from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.net.curve import MAX_SOCKETS
-from chitu.process.child import STDOUT
+from chitu.process.logs import STDOUT
 from chitu.protocol.snapshot import InstanceSnapshot
 from chitu.types import Role, instance_name
 

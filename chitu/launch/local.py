@@ -28,7 +28,8 @@ from chitu.config.schema import Topology
 from chitu.config.topology import instances, on_one_host, with_router
 from chitu.launch.host import HostProcesses
 from chitu.launch.plan import Entries
-from chitu.process.child import STDOUT, StdoutLog, is_router
+from chitu.process.child import is_router
+from chitu.process.logs import STDOUT, StdoutLog
 from chitu.process.placement import Placement, assign_devices, look_for, with_shares
 from chitu.process.supervisor import POLL_S, StartFailed
 

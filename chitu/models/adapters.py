@@ -27,7 +27,7 @@ from chitu.models.checkpoint import FLOATS, TensorEntry, read_entries, tensor_sh
 from chitu.models.config import ModelSpec, weight_files
 from chitu.models.config_keys import Key, Keys
 from chitu.models.families import traits_of
-from chitu.models.quantization import logical_tensors
+from chitu.models.logical_tensors import logical_tensors
 
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 HASH_CHARS = 32

@@ -23,9 +23,10 @@ import numpy as np
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.config import ModelSpec, weight_files
-from chitu.models.config_keys import ExpertSpec, IndexSpec, LatentSpec
+from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec
 from chitu.models.families import Traits, traits_of
-from chitu.models.quantization import Quantization, logical_tensors
+from chitu.models.logical_tensors import logical_tensors
+from chitu.models.quantization import Quantization
 
 HEAD = "lm_head.weight"
 DECODER, BARE_EMBEDDING = "model.", "embed_tokens.weight"

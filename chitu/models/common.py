@@ -22,7 +22,7 @@ from chitu.config.tensor_parallel import MAIN_RANK, kv_heads_of, share_of, why_n
 from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import UNUSED_SUFFIX
 from chitu.models.config import ModelSpec
-from chitu.models.config_keys import ExpertSpec, IndexSpec, LatentSpec, RopeSpec
+from chitu.models.config_parts import ExpertSpec, IndexSpec, LatentSpec, RopeSpec
 from chitu.models.families import Traits
 from chitu.models.layers import (
     INNER_NORM_EPS,

@@ -21,18 +21,8 @@ from typing import Any, Literal
 
 from chitu.config.model_files import refuse_lfs_pointer
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import (
-    ARCHITECTURES,
-    ExpertSpec,
-    Key,
-    LatentSpec,
-    NotByOwnCode,
-    RopeSpec,
-    read_expert_spec,
-    read_latent_spec,
-    read_rope,
-    value_of,
-)
+from chitu.models.config_keys import ARCHITECTURES, Key, NotByOwnCode, value_of
+from chitu.models.config_parts import ExpertSpec, LatentSpec, RopeSpec, read_expert_spec, read_latent_spec, read_rope
 from chitu.models.generic.library import is_known, library_version
 from chitu.models.generic.spec import read_text_shape
 from chitu.models.quantization import Quantization, read_quantization

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from chitu.models.quantization import PackedTensor
+from chitu.models.logical_tensors import PackedTensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers of the lower three bits of a 4-bit float; the highest bit is the sign."""

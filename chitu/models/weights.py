@@ -4,7 +4,7 @@
 reports progress in bytes. A model that leaves tensors unread would compute something else than its checkpoint, so
 `finish` refuses leftovers by name. On the thread that builds the service.
 
-Quantised weights are dequantised while they are read (`quantization.py` has their names, `dequantize.py` the
+Quantised weights are dequantised while they are read (`logical_tensors.py` has their names, `dequantize.py` the
 arithmetic): whole or in part, in pieces that are small against the staging buffer, each with the scales of its blocks.
 
 Files are read, not mapped: touched pages of a mapping count as memory of this process until it ends, so a checkpoint
@@ -27,7 +27,8 @@ from chitu.errors import ConfigError, UnsupportedModel
 from chitu.models.checkpoint import read_entries
 from chitu.models.config import weight_files
 from chitu.models.dequantize import Quantized, dequantise, integers, scales_of
-from chitu.models.quantization import PackedTensor, Quantization, logical_tensors
+from chitu.models.logical_tensors import PackedTensor, logical_tensors
+from chitu.models.quantization import Quantization
 from chitu.ops.interface import EightBits
 
 STAGING_BYTES = 16 << 20

@@ -23,11 +23,11 @@ from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
 from chitu.router.admission import Admission
 from chitu.router.dispatch import Dispatcher, max_choices
+from chitu.router.generation import Attempt, GenerateRequest, Generation, PromptGroup
 from chitu.router.members import NO_INSTANCES, ClusterMember, Members
 from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import (
-    Attempt,
     AttemptFailed,
     Begin,
     Blame,
@@ -38,8 +38,6 @@ from chitu.router.request import (
     Ended,
     Event,
     Finished,
-    GenerateRequest,
-    Generation,
     GenerationMachine,
     GivenUp,
     InstanceLost,
@@ -47,7 +45,6 @@ from chitu.router.request import (
     NotDelivered,
     OutOfTime,
     PairChosen,
-    PromptGroup,
     ReaderGone,
     Silent,
     TokensBegan,

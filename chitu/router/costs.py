@@ -6,7 +6,7 @@ row in each step delay. The cheapest way that keeps the request's SLO is taken; 
 
 * **Time of prompts**: tokens that wait there and those of this request, at the measured rates (`StepRates`). Beside
   streams each step also takes their time, and has as many prompt tokens as the SLO leaves (`instance/pace.py`).
-* **Tokens to compute**: the prompt less what the instance is likely to have cached (`selector.py`).
+* **Tokens to compute**: the prompt less what the instance is likely to have cached (`prefix_history.py`).
 * **Bytes to move**: what D has not cached, over that very link. It was measured if P wrote there before
   (`LoadReport.paths`), else it is taken for what is usual within a host, within a rack, or between racks. Layers are
   moved while others are computed, so the longer of the two counts.

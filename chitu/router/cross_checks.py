@@ -46,9 +46,9 @@ from chitu.protocol import (
     unpack_logprobs,
 )
 from chitu.router.attempts import Attempts
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.members import Members
 from chitu.router.policies import InstanceKey, instance_key
-from chitu.router.request import GenerateRequest, Generation
 
 log = logging.getLogger(__name__)
 

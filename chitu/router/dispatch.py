@@ -28,9 +28,9 @@ from chitu.protocol import (
     UnifiedRequest,
     encode,
 )
+from chitu.router.generation import Attempt, GenerateRequest
 from chitu.router.members import ClusterMember, Dispatched, Members
 from chitu.router.policies import InstanceKey
-from chitu.router.request import Attempt, GenerateRequest
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

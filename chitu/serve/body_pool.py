@@ -37,7 +37,8 @@ from chitu.http.body_reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too
 from chitu.http.served_model import ServedModel
 from chitu.net.fair_share import NoPlace, Turns
 from chitu.net.http import ClientGone
-from chitu.process.child import MARK, describe_exit, die_with_parent
+from chitu.process.child import describe_exit
+from chitu.process.descendants import MARK, die_with_parent
 
 log = logging.getLogger(__name__)
 

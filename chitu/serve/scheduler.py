@@ -58,7 +58,7 @@ from chitu.net.process_deaths import pid_namespace, start_ticks
 from chitu.net.sockets import PushSocket
 from chitu.net.threads import Waker, end_process
 from chitu.pd_service import PDSchedulerService
-from chitu.process.child import die_with_torchrun
+from chitu.process.descendants import die_with_torchrun
 from chitu.process.placement import place
 from chitu.process.progress import DRAINED, TAKEN, ProgressWriter
 from chitu.protocol import InstanceInfo, KVLayout

@@ -15,7 +15,7 @@ from anthropic.types.beta import message_create_params as beta_params
 from pydantic import BaseModel
 
 from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.body_decoder import fields_of
+from chitu.http.body_fields import fields_of
 
 URL = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
 ASK = "What number does the red fox have?"

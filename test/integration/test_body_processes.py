@@ -25,7 +25,7 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, InvalidRequest
 from chitu.http.bodies import LARGE_BODY_BYTES
-from chitu.http.body_decoder import fields_of
+from chitu.http.body_fields import fields_of
 from chitu.http.body_reader import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
 from chitu.http.parse import ClusterFacts, ParsedRequest
 from chitu.http.served_model import ModelLimits, ServedModel

@@ -22,7 +22,7 @@ from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster
 from chitu.launch.router_calls import credential
 from chitu.net.curve import ClusterSecrets, derive
-from chitu.process.child import processes_marked
+from chitu.process.descendants import processes_marked
 from chitu.process.run_dir import RunDir
 
 KEY = "a-secret-that-must-stay-one-0123456789"

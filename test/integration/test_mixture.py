@@ -7,7 +7,7 @@ import torch
 from support.reference_ops import ReferenceOps
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.config_keys import read_expert_spec
+from chitu.models.config_parts import read_expert_spec
 from chitu.ops.interface import Ops, Routes
 from chitu.ops.native import NativeOps, load_library
 from chitu.ops.routing import Router, route, rows_by_expert

@@ -13,7 +13,7 @@ import pytest
 from network import require_network
 from transport_process import LAYOUT, NUM_PAGES
 
-from chitu.process.child import die_with_parent
+from chitu.process.descendants import die_with_parent
 
 pytest.importorskip("nixl_cu13")
 DEVICES = ("r0", "r1")

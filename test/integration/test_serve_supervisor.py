@@ -29,9 +29,11 @@ from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster, StartFailed
 from chitu.launch.plan import Entries
 from chitu.launch.router_calls import ask_health
-from chitu.process.child import ROUTER, ChildProcess, ProcessSpec, processes_marked
+from chitu.process.child import ROUTER, ChildProcess, ProcessSpec
+from chitu.process.descendants import processes_marked
+from chitu.process.probes import MAX_CONNECTIONS
 from chitu.process.progress import Progress, read_progress, write_progress
-from chitu.process.supervisor import MAX_CONNECTIONS, Supervisor
+from chitu.process.supervisor import Supervisor
 
 STANDINS = Path(__file__).parent / "standins"
 ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")

@@ -41,7 +41,7 @@ from chitu.kv_transfer.chunks import TransferJob
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_decode, manager_of_prefill
 from chitu.kv_transfer.layout import VerifyKV
 from chitu.kv_transfer.receiver import ReceiverState
-from chitu.kv_transfer.sender import SenderState
+from chitu.kv_transfer.sender_table import SenderState
 from chitu.kv_transfer.transports.staged import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.net.process_deaths import pid_namespace

@@ -21,7 +21,8 @@ from chitu.instance.sequences import OPEN_STATES, SequenceState
 from chitu.kv_transfer.both_sides import TICK_INTERVAL_S, Deadline
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.receiver import RECEIVER_DEADLINES, Received, ReceiverState
-from chitu.kv_transfer.sender import SENDER_DEADLINES, FenceWrites, JobDequeued, SenderState, Write
+from chitu.kv_transfer.sender import FenceWrites, JobDequeued, Write
+from chitu.kv_transfer.sender_table import SENDER_DEADLINES, SenderState
 from chitu.protocol import AuxReady, PeerMessage, TransferStatus, encode, peer_codec
 from chitu.protocol.peer import KVPoll
 from chitu.types import Role, new_room

@@ -11,7 +11,7 @@ from support.faults import FaultConfig
 from chitu.errors import Integrity, TransferFailed
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.receiver import ReceiverState
-from chitu.kv_transfer.sender import SenderState
+from chitu.kv_transfer.sender_table import SenderState
 from chitu.kv_transfer.transports.segments import Group, Scattered, decode, encode
 from chitu.kv_transfer.transports.staged import StagedTransport
 from chitu.kv_transfer.transports.transport import CopyList

@@ -26,7 +26,7 @@ from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_prefill
 from chitu.kv_transfer.layout import VerifyKV
 from chitu.kv_transfer.receiver import ReceiverState
-from chitu.kv_transfer.sender import SenderState
+from chitu.kv_transfer.sender_table import SenderState
 from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.staged import TransferWay
 from chitu.protocol import TransferInfo, TransferStatus, encode, pack_i32, peer_codec

@@ -34,7 +34,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from chitu.process.child import die_with_parent
+from chitu.process.descendants import die_with_parent
 
 HERE = Path(__file__).parent
 KERNEL = HERE.parents[1] / ".venv/vm"

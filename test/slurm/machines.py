@@ -16,7 +16,7 @@ from pathlib import Path
 
 from support.router_process import wait_until
 
-from chitu.process.child import die_with_parent
+from chitu.process.descendants import die_with_parent
 
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "mount": "mount", "ip": "iproute2", "curl": "curl"}
 FREEZER = Path("/sys/fs/cgroup/freezer")

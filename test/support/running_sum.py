@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from chitu.models.config import ModelSpec
-from chitu.models.config_keys import RopeSpec
+from chitu.models.config_parts import RopeSpec
 from chitu.models.model import KVViews
 from chitu.ops.interface import Batch
 from chitu.protocol import CacheGroup, StateTensor

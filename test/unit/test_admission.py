@@ -15,9 +15,9 @@ from chitu.errors import Overloaded
 from chitu.net.http import error_headers
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
 from chitu.router.admission import Admission
+from chitu.router.generation import GenerateRequest
 from chitu.router.members import Members, QueueEstimate
 from chitu.router.policies import InstanceKey, instance_key
-from chitu.router.request import GenerateRequest
 from chitu.types import Role
 
 LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)

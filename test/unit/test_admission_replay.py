@@ -40,9 +40,9 @@ from chitu.protocol import (
 )
 from chitu.protocol.account import PrefillTimes
 from chitu.router.admission import Admission
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.members import Members
 from chitu.router.policies import InstanceKey, instance_key
-from chitu.router.request import GenerateRequest, Generation
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

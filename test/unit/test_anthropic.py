@@ -31,7 +31,7 @@ from chitu.http.answers import COMMENT, FinishedChoice, UsageCount
 from chitu.http.anthropic_answers import SIGNATURE, MessagesFormat
 from chitu.http.anthropic_chat import TOO_LONG, chat_of_messages
 from chitu.http.body_decoder import messages_decoder
-from chitu.http.messages.call_parser import CallDelta, MessageDelta, joined
+from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
 from chitu.http.parse import chat_messages, chosen_tools
 from chitu.http.translation import Translation
 from chitu.net.http import anthropic_error, anthropic_status

@@ -29,7 +29,7 @@ from chitu.http.token_logprobs import (
     completion_texts,
 )
 from chitu.protocol import Finish, SamplingParams, pack_i32, pack_logprobs
-from chitu.router.request import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.tokenizer import StopScanner
 
 CHOICES = 8

@@ -16,7 +16,8 @@ from chitu.router.admission import Admission
 from chitu.router.costs import SLO
 from chitu.router.members import Members
 from chitu.router.policies import InstanceKey, Target, instance_key
-from chitu.router.selector import BLOCK_TOKENS, make_selector
+from chitu.router.prefix_history import BLOCK_TOKENS
+from chitu.router.selector import make_selector
 from chitu.types import Role
 
 RATES = StepRates(

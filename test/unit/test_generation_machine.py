@@ -12,10 +12,17 @@ from chitu.config.schema import RetryConfig, RouterConfig
 from chitu.errors import DecodeLost, InvalidRequest, NoInstance, PrefillLost, RequestLost, TransferFailed
 from chitu.protocol import Finish, InstanceInfo, SamplingParams, pack_i32
 from chitu.protocol.account import RequestState, StageTimes
-from chitu.router.policies import InstanceKey, Target, instance_key
-from chitu.router.request import (
+from chitu.router.generation import (
     GENERATION_TRANSITIONS,
     RUNNING,
+    GenerateRequest,
+    Generation,
+    GenerationEvent,
+    GenerationState,
+    PromptGroup,
+)
+from chitu.router.policies import InstanceKey, Target, instance_key
+from chitu.router.request import (
     AttemptFailed,
     Begin,
     Blame,
@@ -27,18 +34,13 @@ from chitu.router.request import (
     Ended,
     Event,
     Finished,
-    GenerateRequest,
-    Generation,
-    GenerationEvent,
     GenerationMachine,
-    GenerationState,
     GivenUp,
     InstanceLost,
     NoPair,
     NotDelivered,
     OutOfTime,
     PairChosen,
-    PromptGroup,
     ReaderGone,
     Silent,
     TokensBegan,

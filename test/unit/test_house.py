@@ -23,7 +23,12 @@ def constants(node: ast.stmt) -> set[str]:
     if not isinstance(node, ast.Assign | ast.AnnAssign):
         return set()
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {name for target in targets for name in names_in(target, ast.Store) if name.isupper() or name in ("log", "logger")}
+    return {
+        name
+        for target in targets
+        for name in names_in(target, ast.Store)
+        if name.isupper() or name in ("log", "logger")
+    }
 
 
 def misplaced(module: ast.Module) -> Iterator[str]:

@@ -27,7 +27,7 @@ from chitu.net.http import ClientGone
 from chitu.net.link import MAX_KEPT_BYTES
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, pack_logprobs, unpack_i32
-from chitu.router.request import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest, Generation
 
 MAX_LEN = 64
 

@@ -21,7 +21,7 @@ import pytest
 
 from chitu.lock_files import is_ours
 from chitu.log import DeferredHandler, JsonFormatter, LogHandler, _Formatter, _Output, module_levels
-from chitu.process.child import TAIL_BYTES, LogTaken, claim_log, cut, last_text, make_log_dir, open_private
+from chitu.process.logs import TAIL_BYTES, LogTaken, claim_log, cut, last_text, make_log_dir, open_private
 from chitu.types import new_room, room_text
 
 

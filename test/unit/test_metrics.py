@@ -16,10 +16,11 @@ from test_router_requests import World, pair
 
 from chitu.errors import TooManyRequests
 from chitu.http.metrics_text import PART_SAMPLES, MetricsReport, render_metrics, render_pieces
-from chitu.kv_transfer.sending import PathMeter
+from chitu.kv_transfer.page_writer import PathMeter
 from chitu.protocol import Finish, LoadReport, PathLoad, RequestFailed, SamplingParams, pack_i32
 from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.protocol.snapshot import InstanceSnapshot
+from chitu.router.generation import GenerateRequest
 from chitu.router.metrics import (
     TIME_BOUNDS_S,
     BalanceMetrics,
@@ -27,7 +28,6 @@ from chitu.router.metrics import (
     RouterMetrics,
     TimeHistogram,
 )
-from chitu.router.request import GenerateRequest
 from chitu.types import Role
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -14,7 +14,7 @@ from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
 from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
 from chitu.http.body_decoder import responses_decoder
 from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
-from chitu.http.messages.call_parser import CallDelta, MessageDelta, joined
+from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
 from chitu.http.parse import chat_messages
 from chitu.http.responses_chat import chat_of_responses, echo_of
 from chitu.http.sampling_fields import OutputOptions

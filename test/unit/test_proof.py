@@ -13,7 +13,7 @@ from chitu.http.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, 
 from chitu.http.responses_chat import echo_of
 from chitu.protocol import Finish, TokenBatch, TransferSums
 from chitu.protocol.account import Moments, PrefillTimes, StageTimes
-from chitu.router.request import Generation
+from chitu.router.generation import Generation
 from chitu.types import Role
 
 STAGES = StageTimes(PrefillTimes(0.5, 1.0, 0.25), 0.125, 2.0, 2.5, 6.0)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from chitu.assets import TINY_MODEL_DIR
 from chitu.grammars import GrammarCompiler
 from chitu.http.messages.call_formats import grammar_of_calls
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, joined
+from chitu.http.messages.call_objects import joined
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
 from chitu.http.messages.pythonic_calls import PythonicParser
 from chitu.tokenizer import Tokenizer

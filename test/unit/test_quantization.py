@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from chitu.errors import ConfigError, UnsupportedModel
-from chitu.models.quantization import Quantization, WeightFormat, logical_tensors, read_quantization
+from chitu.models.logical_tensors import logical_tensors
+from chitu.models.quantization import Quantization, WeightFormat, read_quantization
 
 BLOCK_FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 WEIGHTS = {

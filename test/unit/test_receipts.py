@@ -15,7 +15,7 @@ from chitu.http.proof import receipt_of
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
 from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed
-from chitu.router.request import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.tools.replay import fields_of, judge, read_receipts, replay
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Prober, Score
 

@@ -46,28 +46,23 @@ from chitu.http.bodies import (
 )
 from chitu.http.body_decoder import (
     ABORT,
-    BODIES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
     MAX_FIELD_BYTES,
     MAX_TOOLS_BYTES,
-    OTHER_NAMES,
     RERANK,
     RESPONSES,
     SCORE,
     TOKENIZE,
-    UNSERVED,
     BodyDecoder,
-    Field,
     abort_decoder,
     chat_decoder,
     completion_decoder,
     count_decoder,
     detokenize_decoder,
     embeddings_decoder,
-    fields_of,
     messages_decoder,
     rerank_decoder,
     responses_decoder,
@@ -75,6 +70,7 @@ from chitu.http.body_decoder import (
     tokenize_decoder,
     warning_header,
 )
+from chitu.http.body_fields import BODIES, OTHER_NAMES, UNSERVED, Field, fields_of
 from chitu.http.connection import RequestParser
 from chitu.http.limits import HTTPLimits
 from chitu.http.parse import chat_messages, offered_tools, prompts_of

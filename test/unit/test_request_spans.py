@@ -12,7 +12,7 @@ from router_world import World, pair, two_pairs
 from chitu.http.spans import MAX_CHOICES, RequestSpan, request_span
 from chitu.protocol import Finish, TokenBatch
 from chitu.protocol.account import Moments, PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
-from chitu.router.request import Generation
+from chitu.router.generation import Generation
 from chitu.types import Role
 
 SPAN_S = st.floats(0, 1e4)

@@ -26,7 +26,7 @@ from chitu.protocol import (
 from chitu.protocol.account import PrefillTimes, StageTimes
 from chitu.router.attempts import KEPT_RECORDS
 from chitu.router.dispatch import max_choices
-from chitu.router.request import GenerateRequest, Generation
+from chitu.router.generation import GenerateRequest, Generation
 from chitu.types import Role
 
 

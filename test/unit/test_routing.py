@@ -18,19 +18,18 @@ from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
 from chitu.router.compatibility import MemberKinds, why_incompatible
+from chitu.router.generation import GenerateRequest
 from chitu.router.members import Members
 from chitu.router.policies import Candidates, InstanceKey, Policy, Target, instance_key, make_policy
-from chitu.router.request import GenerateRequest
-from chitu.router.selector import (
+from chitu.router.prefix_history import (
     BLOCK_TOKENS,
     MAX_OWNERS,
     MAX_PROMPT_BLOCKS,
     PATIENCE,
-    PairSelector,
     PrefixHistory,
-    make_selector,
     prefix_names,
 )
+from chitu.router.selector import PairSelector, make_selector
 from chitu.types import Role
 
 PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")

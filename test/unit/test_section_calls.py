@@ -17,7 +17,8 @@ from chitu.grammars import GrammarCompiler
 from chitu.grammars.marks import with_marks
 from chitu.grammars.tool_calls import tool_calls_lark
 from chitu.http.messages.call_formats import grammar_of_calls
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, MessageDelta, joined
+from chitu.http.messages.call_objects import MessageDelta, joined
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
 from chitu.http.messages.section_calls import (
     KIMI_BEGIN,

@@ -10,11 +10,7 @@ from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import TransferJob, TransferKVChunk
 from chitu.kv_transfer.peers import DecodePeer, PeerView
 from chitu.kv_transfer.sender import (
-    OPEN_STATES,
     REPEAT_BYTES,
-    SENDER_DEADLINES,
-    SENDER_NO_STATUS_OWED,
-    SENDER_TRANSITIONS,
     DecodeDead,
     Effect,
     Event,
@@ -30,8 +26,9 @@ from chitu.kv_transfer.sender import (
     Write,
     Written,
 )
-from chitu.kv_transfer.sender import SenderEvent as E
-from chitu.kv_transfer.sender import SenderState as S
+from chitu.kv_transfer.sender_table import OPEN_STATES, SENDER_DEADLINES, SENDER_NO_STATUS_OWED, SENDER_TRANSITIONS
+from chitu.kv_transfer.sender_table import SenderEvent as E
+from chitu.kv_transfer.sender_table import SenderState as S
 from chitu.kv_transfer.transports.transport import WriteError
 from chitu.protocol import (
     AbortAck,

@@ -15,7 +15,7 @@ from chitu.instance.sequences import OPEN_STATES, SEQUENCE_AWAITS
 from chitu.kv_transfer import receiver, sender
 from chitu.kv_transfer.both_sides import NO_CLOCK, Deadline
 from chitu.protocol.peer import KVPoll
-from chitu.router.request import GENERATION_AWAITS, RUNNING, GenerationState
+from chitu.router.generation import GENERATION_AWAITS, RUNNING, GenerationState
 from chitu.types import waited_text
 
 ROLES = {

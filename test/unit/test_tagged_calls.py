@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chitu.assets import TINY_MODEL_DIR
 from chitu.grammars import GrammarCompiler
 from chitu.http.messages.call_formats import grammar_of_calls
-from chitu.http.messages.call_parser import MessageDelta, joined
+from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan
 from chitu.http.messages.tagged_calls import (
     MAX_ENDS,

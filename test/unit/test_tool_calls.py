@@ -32,7 +32,8 @@ from chitu.http.messages.call_formats import (
     NamedMistralParser,
     grammar_of_calls,
 )
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser, MessageDelta, joined
+from chitu.http.messages.call_objects import MessageDelta, joined
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, PIECE_CHARS, CallParser
 from chitu.http.messages.message_parser import (
     MARKS,
     MAX_SPACE_CHARS,

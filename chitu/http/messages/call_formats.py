@@ -27,7 +27,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, Call, CallParser, Piece, json_text
+from chitu.http.messages.call_objects import Call, Piece, json_text
+from chitu.http.messages.call_parser import FENCE, MAX_HEAD_CHARS, CallParser
 from chitu.protocol import MAX_GRAMMAR_CHARS, Grammar, ToolCall, ToolCalls
 
 MARK = "[TOOL_CALLS]"

@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Collection
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, Call, CallParser, MessageDelta, Piece
+from chitu.http.messages.call_objects import Call, MessageDelta, Piece
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
 from chitu.tokenizer.stop import end_before_mark
 
 START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"

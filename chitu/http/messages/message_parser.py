@@ -18,7 +18,8 @@ from chitu.http.messages.call_formats import (
     MistralParser,
     NamedMistralParser,
 )
-from chitu.http.messages.call_parser import CallParser, MessageDelta, Piece, joined
+from chitu.http.messages.call_objects import MessageDelta, Piece, joined
+from chitu.http.messages.call_parser import CallParser
 from chitu.http.messages.harmony import ANALYSIS, CHANNEL, END, FINAL, NEXT, HarmonyParser
 from chitu.http.messages.pythonic_calls import PythonicParser
 from chitu.http.messages.section_calls import (

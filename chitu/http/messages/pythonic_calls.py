@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import MAX_HEAD_CHARS, Call, CallParser, arguments_of, json_text
+from chitu.http.messages.call_objects import Call, arguments_of, json_text
+from chitu.http.messages.call_parser import MAX_HEAD_CHARS, CallParser
 from chitu.protocol import ToolFields
 
 _HEAD = re.compile(r"\s*(\[?)\s*([^\s\[(]+)\s*\(")

@@ -10,7 +10,8 @@ import re
 from collections.abc import Collection
 from typing import ClassVar
 
-from chitu.http.messages.call_parser import FENCE, Call
+from chitu.http.messages.call_objects import Call
+from chitu.http.messages.call_parser import FENCE
 from chitu.http.messages.headed_calls import HeadedParser
 
 KIMI_BEGIN, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"

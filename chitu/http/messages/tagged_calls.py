@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from chitu.grammars.tool_calls import is_raw_text, types_of
-from chitu.http.messages.call_parser import Call, Piece, json_text, mended
+from chitu.http.messages.call_objects import Call, Piece, json_text, mended
 from chitu.http.messages.headed_calls import HeadedParser
 from chitu.protocol import ToolFields
 

@@ -1,8 +1,4 @@
-"""What the kernel still sends to a host on connections that were closed already (Linux, /proc/net/tcp).
-
-Covers the network namespace of the calling thread.
-
-Transport `mooncake`: the Mooncake Transfer Engine over TCP or RDMA, between hosts or processes of one host.
+"""Transport `mooncake`: the Mooncake Transfer Engine over TCP or RDMA, between hosts or processes of one host.
 
 One engine per process (its destructor takes a second). Measured with mooncake-transfer-engine-non-cuda 0.3.13.post1
 over TCP, and over RDMA with soft-RoCE between two virtual machines. These properties shape the code below:
@@ -46,10 +42,8 @@ over TCP, and over RDMA with soft-RoCE between two virtual machines. These prope
 from __future__ import annotations
 
 import importlib
-import ipaddress
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -60,6 +54,7 @@ import numpy as np
 
 from chitu.config.topology import with_port
 from chitu.errors import ConfigError, MissingDependency, PeerUnreachable, TransferFailed
+from chitu.kv_transfer.transports.kernel_tcp import has_unacknowledged
 from chitu.kv_transfer.transports.mapped import (
     MEMORY,
     STAGING,
@@ -73,8 +68,6 @@ from chitu.kv_transfer.transports.transport import CopyList, PeerHandle, WriteEr
 from chitu.net.rdma_devices import look_at_rdma, why_no_rdma
 from chitu.protocol import RankMemory, TransportSession
 
-CLOSING_STATES = {"04", "09", "0B"}
-"""FIN_WAIT1, LAST_ACK, CLOSING: closed here, with bytes or the FIN not acknowledged by the other kernel."""
 NAME = "mooncake"
 MAX_ENTRIES = 512
 """Most entries in flight to one peer, over all threads."""
@@ -109,37 +102,6 @@ DEFAULT_ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
 }
 """Environment of the engine that an operator may override. The engine reads it when it is made."""
-
-
-def has_unacknowledged(host: str) -> bool:
-    """Return whether a closed connection to `host` (any port) holds bytes that its kernel has not acknowledged.
-
-    Conservative: True if that cannot be known.
-    """
-    try:
-        wanted = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-        addresses = {_mapped(ipaddress.ip_address(text)) for text in wanted}
-        for path in ("/proc/thread-self/net/tcp", "/proc/thread-self/net/tcp6"):
-            with open(path) as table:
-                next(table)
-                for line in table:
-                    fields = line.split()
-                    if fields[3] in CLOSING_STATES and _parse(fields[2].split(":")[0]) in addresses:
-                        return True
-    except (OSError, ValueError, StopIteration):
-        return True
-    return False
-
-
-def _mapped(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
-    """Return an address as an IPv6 number; IPv4 as its mapped form."""
-    return int(address) if address.version == 6 else (0xFFFF << 32) | int(address)
-
-
-def _parse(text: str) -> int:
-    """Parse an address, which the kernel prints as 32 bit words of host byte order."""
-    words = [struct.pack("=I", int(text[i : i + 8], 16)) for i in range(0, len(text), 8)]
-    return _mapped(ipaddress.ip_address(b"".join(words)))
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 from chitu.config.load import load_topology, router_host
-from chitu.process.child import die_with_torchrun
+from chitu.process.descendants import die_with_torchrun
 from chitu.process.progress import DRAINED, ProgressWriter
 
 die_with_torchrun()

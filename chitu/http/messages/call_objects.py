@@ -1,0 +1,278 @@
+"""The JSON object of a tool call in a model's text, and the parts of a message that become of it. Pure.
+
+Models imitate the tool list of their prompt and each other's formats, so the object may have `type`, may have both keys
+within `function`, may have the arguments as a text that holds JSON, or may have none. They also write code into
+strings: a raw line break there is no JSON, but means only one thing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+_OUTSIDE = re.compile(r"[\sA-Za-z0-9.+:,-]*")
+_INSIDE = re.compile(r'[^"\\]*')
+ARGUMENTS = ("arguments", "parameters")
+"""Keys under which models write the arguments."""
+NAMES = ("name", "function")
+"""Keys under which they write the name of the tool."""
+_KEYS = ("type", "id", *NAMES, *ARGUMENTS)
+_STRING = re.compile(r'\s*(?:"((?:[^"\\]|\\.)*)("?))?', re.DOTALL)
+_UNQUOTED = {"type": re.compile(r"null"), "id": re.compile(r"null|\d+")}
+"""Values that are no strings, under keys that name no tool."""
+_NO_ARGUMENTS = re.compile(r"(?:null|\[\s*\])?")
+_COLON, _COMMA = re.compile(r"\s*(:?)"), re.compile(r"\s*(,?)")
+_NOT_JSON = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
+"""Strings, and what Python permits between them but JSON does not."""
+_IN_STRING = re.compile(
+    r"""(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u(?![dD][89a-fA-F])[\da-fA-F]{4}|\\["\\/bfnrt])|(\\u[dD][\da-fA-F]{3})|"""
+    r"""\\?([\x00-\x1f])|\\(.)""",
+    re.DOTALL,
+)
+"""A valid escape, half of a surrogate pair, a control character, or a character that needs no escape."""
+_PYTHON = {"True": "true", "False": "false", "None": "null", ",": ""}
+
+
+class CallDelta(NamedTuple):
+    """A part of a tool call. The parts of one call concatenate."""
+
+    place: int
+    """Index of the call in its message."""
+    arguments: str
+    id: str = ""
+    """Id of the call. It and `name` are set in the first part, and empty in all others."""
+    name: str = ""
+
+
+class MessageDelta(NamedTuple):
+    """A part of a message, or a whole one."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+Piece = str | CallDelta | MessageDelta
+"""What a parser emits; text is content."""
+
+
+def joined(parts: Sequence[str | MessageDelta | CallDelta]) -> str | MessageDelta:
+    """Return all parts as one: as text (which is content) unless a part is more than text."""
+    texts = [part for part in parts if isinstance(part, str)]
+    if len(texts) == len(parts):
+        return "".join(texts)
+    content: list[str] = []
+    reasoning: list[str] = []
+    arguments: list[list[str]] = []
+    calls: list[CallDelta] = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append(part)
+            continue
+        if isinstance(part, MessageDelta):
+            content.append(part.content)
+            reasoning.append(part.reasoning)
+        for call in part.calls if isinstance(part, MessageDelta) else (part,):
+            if calls and calls[-1].place == call.place:
+                arguments[-1].append(call.arguments)
+            else:
+                calls.append(call)
+                arguments.append([call.arguments])
+    whole = [call._replace(arguments="".join(pieces)) for call, pieces in zip(calls, arguments, strict=True)]
+    return MessageDelta("".join(content), "".join(reasoning), tuple(whole))
+
+
+class Found(Enum):
+    END = "end"
+    MORE = "more"
+    """The end is not in the text so far."""
+    BROKEN = "broken"
+    """The character at this position is not valid in JSON."""
+
+
+class JSONEnd:
+    """Follows brackets and strings; text that it accepts may still be invalid JSON."""
+
+    __slots__ = ("_depth", "_is_escaped", "_is_text", "at")
+
+    def __init__(self, depth: int = 0) -> None:
+        """`depth`: number of brackets that are already open."""
+        self._depth = depth
+        self._is_text = self._is_escaped = False
+        self.at = 0
+        """Position in its text at which the last `feed` ended: after a bracket, at a broken character, or the end."""
+
+    def feed(self, text: str, down_to: int = 0) -> Found:
+        """Read until a closing bracket or a string's end leaves at most `down_to` brackets open."""
+        at, size = 0, len(text)
+        while True:
+            if self._is_escaped and at < size:
+                self._is_escaped = False
+                at += 1
+            found = (_INSIDE if self._is_text else _OUTSIDE).match(text, at)
+            at = found.end() if found is not None else at
+            if at >= size:
+                self.at = size
+                return Found.MORE
+            character = text[at]
+            at += 1
+            if self._is_text:
+                self._is_escaped = character == "\\"
+                self._is_text = self._is_escaped
+                if not self._is_text and self._depth <= down_to:
+                    self.at = at
+                    return Found.END
+            elif character == '"':
+                self._is_text = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= down_to:
+                    self.at = at
+                    return Found.END
+            else:
+                self.at = at - 1
+                return Found.BROKEN
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Checks the syntax of all JSON but decodes one level, so numbers have no bounds."""
+_text = msgspec.json.Decoder(str)
+
+
+class Call(NamedTuple):
+    name: str
+    arguments: str
+    """JSON, an object; as the model wrote it if that was JSON."""
+
+
+def call_of(text: str, names: Collection[str]) -> Call | None:
+    """Return the call that an object is; None if it is none of a tool with one of `names`."""
+    if text.startswith("{{") and text.endswith("}}"):  # Qwen's template shows the form of a call so
+        text = text[1:-1]
+    outer = _fields_of(mended(text))
+    if outer is None:
+        return None
+    inner = outer.get("function", b"")
+    function = _fields_of(bytes(inner).decode())
+    given = outer if function is None else {**outer, **function}
+    name = next((name for key in NAMES if (name := _text_of(given.get(key, b""))) is not None), None)
+    if name is None or name not in names:
+        return None
+    found = next((value for key in ARGUMENTS if not _is_null(value := given.get(key, b"null"))), None)
+    if found is not None:
+        arguments = arguments_of(bytes(found).decode())
+        return None if arguments is None else Call(name, arguments)
+    # An object with other keys is an answer that has a name, too.
+    return Call(name, "{}") if given.keys() <= set(_KEYS) else None
+
+
+def arguments_of(text: str) -> str | None:
+    """Return arguments as JSON; None if they are no object. Models write an object, or a text that holds one."""
+    if text.startswith('"'):
+        text = (_text_of(text.encode()) or "").strip()
+    text = "{}" if _NO_ARGUMENTS.fullmatch(text) else mended(text)
+    return None if _fields_of(text) is None else text
+
+
+def mended(text: str) -> str:
+    """Return an object as JSON, if it is JSON but for raw control characters and needless escapes in strings, trailing
+    commas, or Python's constants; else as it is."""
+    if _fields_of(text) is not None:
+        return text
+    better = _NOT_JSON.sub(_mended_part, text)
+    return text if _fields_of(better) is None else better
+
+
+def _mended_part(found: re.Match[str]) -> str:
+    part = found[0]
+    return _IN_STRING.sub(_escaped, part) if part.startswith('"') else _PYTHON[part]
+
+
+def _escaped(found: re.Match[str]) -> str:
+    valid, half, control, other = found.groups()
+    if valid is not None:
+        return str(valid)
+    if half is not None:
+        return "\\ufffd"
+    if control is not None:
+        return json.dumps(control)[1:-1]
+    return str(other) if other == "'" else f"\\\\{other}"
+
+
+def _fields_of(text: str) -> dict[str, msgspec.Raw] | None:
+    try:
+        return _fields.decode(text)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+
+
+def _text_of(value: bytes | msgspec.Raw) -> str | None:
+    try:
+        return _text.decode(value)
+    except (msgspec.MsgspecError, UnicodeError):
+        return None
+
+
+def _is_null(value: bytes | msgspec.Raw) -> bool:
+    return bytes(value) == b"null"
+
+
+def may_be_call(text: str, names: Collection[str]) -> bool | None:
+    """Return whether an object that begins so, with its bracket, may be a call; None: more of the text will tell."""
+    at = 1
+    while True:
+        key = _STRING.match(text, at)
+        assert key is not None  # all parts of these patterns are optional
+        if key[1] is None:
+            return None if key.end() == len(text) else False
+        if not key[2]:
+            return None if any(known.startswith(key[1]) for known in _KEYS) else False
+        if key[1] not in _KEYS:
+            return False
+        colon = _COLON.match(text, key.end())
+        assert colon is not None
+        if not colon[1]:
+            return None if colon.end() == len(text) else False
+        if key[1] in ARGUMENTS:
+            return True
+        value = _STRING.match(text, colon.end())
+        assert value is not None
+        at = value.end()
+        if value[1] is None:
+            if at == len(text):
+                return None
+            if key[1] == "function" and text[at] == "{":
+                at += 1  # the name is in this object
+                continue
+            unquoted = _UNQUOTED[key[1]].match(text, at) if key[1] in _UNQUOTED else None
+            if unquoted is None:
+                return None if key[1] in _UNQUOTED and "null".startswith(text[at:]) else False
+            at = unquoted.end()
+        else:
+            expected = {"type": ("function",), "id": None}.get(key[1], names)
+            if expected is not None and value[2] and _text_of(f'"{value[1]}"'.encode()) not in expected:
+                return False
+            if expected is not None and not value[2]:
+                begun = value[1].partition("\\")[0]  # what an escape means is known at the end
+                if not any(known.startswith(begun) for known in expected):
+                    return False
+            if not value[2]:
+                return None
+            if key[1] in NAMES:
+                return True
+        comma = _COMMA.match(text, at)
+        assert comma is not None
+        if not comma[1]:
+            return None if comma.end() == len(text) else False
+        at = comma.end()
+
+
+def json_text(text: str) -> str:
+    return msgspec.json.encode(text).decode()
