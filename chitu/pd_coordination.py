@@ -61,7 +61,7 @@ from chitu.router.policies import Candidates
 from chitu.router.weights import ClusterWeights
 from chitu.types import Role, instance_name, place_of, place_text
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_TICK_GAP_S = 0.5
 """A longer gap between two ticks is a stall of the router; instances are not blamed for it."""
@@ -176,10 +176,10 @@ class PDCoordination:
             try:
                 self._join(message, identity)
             except Capacity as error:  # this process has no socket left; the instance asks again
-                log.warning("%s cannot join now: %s", message.instance.name, error)
+                logger.warning("%s cannot join now: %s", message.instance.name, error)
                 return None
             except ChituError as error:
-                log.warning("refused %s: %s", message.instance.name, error)
+                logger.warning("refused %s: %s", message.instance.name, error)
                 reply = JoinReply(message.instance.incarnation, code=error.code, message=error.message)
                 if isinstance(error, RankTaken) and message.instance.former:
                     free = self._free_rank(message.instance.role, message.instance.home)
@@ -231,7 +231,7 @@ class PDCoordination:
         now_s = self._clock.monotonic()
         stall_s, self._last_tick_s = now_s - self._last_tick_s, now_s
         if stall_s > MAX_TICK_GAP_S:
-            log.warning("the router was suspended for %.1f s; leases are extended by that time", stall_s)
+            logger.warning("the router was suspended for %.1f s; leases are extended by that time", stall_s)
             for member in self._members.values():
                 member.lease_end_s += stall_s
         read_until_s = min(now_s, read_until_s)
@@ -341,7 +341,7 @@ class PDCoordination:
         new = msgspec.structs.replace(info, role=wanted, engine_rank=place_of(becomes)[1])
         if reason := self._kinds.why_incompatible(new):
             raise RoleRefused(reason)
-        log.info("%s will become %s", name, new.name)
+        logger.info("%s will become %s", name, new.name)
         self._set_info(member, msgspec.structs.replace(info, draining=True, becomes=becomes))
         self._asked[info.incarnation] = is_revocable
         return member.info
@@ -354,7 +354,7 @@ class PDCoordination:
             stays = {m.info.incarnation: msgspec.structs.replace(m.info, draining=False, becomes="") for m in changing}
             if Candidates.among(stays.get(m.info.incarnation, m.info) for m in self._members.values()).usable:
                 incarnation = changing[0].info.incarnation
-                log.warning("%s stays what it is: nothing else is left that serves", changing[0].info.name)
+                logger.warning("%s stays what it is: nothing else is left that serves", changing[0].info.name)
                 del self._asked[incarnation]
                 self._set_info(changing[0], stays[incarnation])  # which may take back more
         self._listener.on_change()
@@ -378,7 +378,7 @@ class PDCoordination:
 
     def _drain(self, member: _Member) -> None:
         if not member.info.draining or member.info.becomes:
-            log.info("%s drains", member.info.name)
+            logger.info("%s drains", member.info.name)
             self._asked.pop(member.info.incarnation, None)
             self._set_info(member, msgspec.structs.replace(member.info, draining=True, becomes=""))
 
@@ -455,7 +455,7 @@ class PDCoordination:
         self._kinds.add(info)
         if becomes is not None:
             self._reserved[becomes] = info.incarnation
-        log.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
+        logger.info("%s joined (pid %d, incarnation %d)", info.name, info.pid, info.incarnation)
         self._feed.put(info)
         self.weights.on_info(info)
         self.publish_weights()
@@ -485,7 +485,7 @@ class PDCoordination:
         self._release_place(member.info)
         if member.info.home:
             self._moved.pop(place_of(member.info.home), None)
-        log.warning("%s is gone: %s", member.info.name, reason)
+        logger.warning("%s is gone: %s", member.info.name, reason)
         self._feed.remove(member.info, LostInstance(member.info.incarnation, reason, has_died))
         self._asked.pop(member.info.incarnation, None)
         self.weights.on_lost(member.info)

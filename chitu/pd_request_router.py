@@ -56,7 +56,7 @@ from chitu.router.selector import make_selector
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _decode_tokens = msgspec.msgpack.Decoder(TokenBatch).decode
 """Decodes without `token_codec`'s size check (the socket has that bound) and error names: it runs for every frame."""
@@ -333,7 +333,7 @@ class PDRequestRouter:
         try:
             token_codec.decode(frame)
         except ProtocolError as error:
-            log.warning("ignored a bad token message: %s", error)
+            logger.warning("ignored a bad token message: %s", error)
 
     def on_tokens(self, *batches: TokenBatch) -> None:
         """Apply the tokens of steps, in order. `flush` wakes the readers, once for all batches of a loop turn. Without
@@ -343,7 +343,7 @@ class PDRequestRouter:
         for batch in batches:
             rooms, tokens, logprobs = batch.rooms, batch.tokens, batch.logprobs
             if len(rooms) != len(tokens) or (logprobs and not _are_places(logprobs, len(rooms))):
-                log.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
+                logger.error("dropped a token batch with %d rooms and %d tokens", len(rooms), len(tokens))
                 continue
             if number := batch.number:
                 member = member_of(batch.link)

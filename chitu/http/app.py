@@ -19,7 +19,7 @@ from chitu.http.proof import HEADERS as PROOF_HEADERS
 from chitu.log import about
 from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, header
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 EXPOSED = b", ".join((b"x-request-id", b"request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
 """Headers of answers that scripts may read, in addition to those that they always may."""
@@ -141,7 +141,7 @@ class RouterApp:
         except ChituError as error:
             exchange.fail(error)
         except Exception:
-            log.exception("request %s: a handler failed", request_id, extra=about(request_id))
+            logger.exception("request %s: a handler failed", request_id, extra=about(request_id))
             if not exchange.is_started:
                 exchange.fail(Internal("the server failed to handle this request"))
             elif not exchange.is_complete:

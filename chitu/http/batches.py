@@ -42,7 +42,7 @@ from chitu.http.inner import InnerRoute, ask
 from chitu.net.fair_share import Turns
 from chitu.net.http import Headers
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Interval between two looks into the folder, and of a running batch at what it was asked."""
@@ -126,12 +126,12 @@ class Batches:
             running = {each.tenant for each in self._running.values()}
             found = await asyncio.to_thread(self.store.open_batches, running)
             for tenant in found.full.keys() - self._full.keys():
-                log.warning("batches of a tenant wait for room in their folder: %s", found.full[tenant])
+                logger.warning("batches of a tenant wait for room in their folder: %s", found.full[tenant])
             self._full = found.full
             if self._may_run():
                 await self._begin(found.by_tenant)
         except OSError as error:
-            log.error("cannot look for batches in their folder: %s", error)
+            logger.error("cannot look for batches in their folder: %s", error)
         finally:
             self._looking = None
 
@@ -160,7 +160,7 @@ class Batches:
         except UnknownFile:
             pass  # it was deleted meanwhile
         except Exception:
-            log.exception("batch %s: its run failed; it is tried again", name)
+            logger.exception("batch %s: its run failed; it is tried again", name)
         finally:
             self._counts.pop(name, None)
             del self._running[name]
@@ -220,7 +220,7 @@ class _Run:
         except (OSError, ChituError, DamagedAnswers) as error:
             full = as_full(error) if isinstance(error, OSError) else error
             code = full.code if isinstance(full, ChituError) else "io_error"
-            log.error("batch %s fails: %s", batch.id, full)
+            logger.error("batch %s fails: %s", batch.id, full)
             await self._fail(LineError(code, str(full) or repr(full)))
 
     async def _is_valid(self) -> bool:
@@ -308,7 +308,7 @@ class _Run:
                 await asyncio.to_thread(self._write_end, now_s)
                 return
             except (OSError, ChituError) as error:
-                log.error("batch %s is %s, but its record cannot be written: %s", batch.id, status, error)
+                logger.error("batch %s is %s, but its record cannot be written: %s", batch.id, status, error)
                 await asyncio.sleep(LOOK_S)
 
     def _write_end(self, now_s: int) -> None:

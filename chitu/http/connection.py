@@ -42,7 +42,7 @@ from chitu.http.limits import (
 )
 from chitu.net.http import Headers, Receive, Scope, Send, error_body, error_headers, header
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TCP_CLOSE = 7
 """State of a socket in TCP_INFO once the peer has reset the connection."""
@@ -454,7 +454,7 @@ class Connection(asyncio.Protocol):
             is_cut_off = True
             raise
         except Exception:
-            log.exception("a request failed")
+            logger.exception("a request failed")
         finally:
             exchange.release_body()
             if not self.is_gone:
@@ -547,7 +547,7 @@ class Connection(asyncio.Protocol):
             self._write_deadline = None
 
     def _not_read(self) -> None:
-        log.warning(
+        logger.warning(
             "closed the connection of %s: the client read nothing of its answer for %g s",
             self._addresses[0],
             self._limits.write_s,

@@ -36,7 +36,7 @@ from chitu.http.file_index import NAME, BatchFacts, BatchStatus, FileRecord, Fol
 from chitu.http.file_shares import Bounds, Room, room_for, room_to_grow
 from chitu.lock_files import claim
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 ORPHAN_S = 86400.0
 """Age of a content without a record at which it is removed."""
@@ -232,7 +232,7 @@ class FileStore:
 
     def _remove_for(self, room: Room) -> None:
         if room.removed:
-            log.warning("removed what is past its use, for something new: %s", ", ".join(room.removed))
+            logger.warning("removed what is past its use, for something new: %s", ", ".join(room.removed))
         for name in room.removed:
             self.remove(name)
 

@@ -46,7 +46,7 @@ from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.generation import GenerateRequest, Generation
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SUFFIX = ".request"
 ASIDE = (".partial", ".damaged", ".refused", ".taken")
@@ -123,7 +123,7 @@ class KeptFolder:
                 else:
                     if record.expires_s < now_s:
                         os.unlink(entry.path)
-                        log.warning("kept request %s expired: no router continued it in time", record.request_id)
+                        logger.warning("kept request %s expired: no router continued it in time", record.request_id)
                     elif (record.model_hash, record.dtype) != (model_hash, dtype):
                         theirs, ours = f"{record.model_hash} {record.dtype}", f"{model_hash} {dtype}"
                         self._say(name, f"({record.request_id}) is skipped: it needs the model {theirs}, not {ours}")
@@ -150,7 +150,7 @@ class KeptFolder:
             aside = f"{name}.{secrets.token_hex(8)}{suffix}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path / name, self._path / aside)
-            log.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, aside, reason)
+            logger.error("kept request in %s: refused, and put aside as %s: %s", self._path / name, aside, reason)
 
     def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
         """Yield the regular files. Anything else is not a router's, and left alone."""
@@ -186,7 +186,7 @@ class KeptFolder:
     def _say(self, name: str, text: str) -> None:
         if name not in self._said and len(self._said) < self.config.max_requests:
             self._said.add(name)
-            log.warning("the file %s of kept requests %s", self._path / name, text)
+            logger.warning("the file %s of kept requests %s", self._path / name, text)
 
 
 class _News(Wakeup):
@@ -292,9 +292,9 @@ class KeptRequests:
             )
         except (OSError, NotKept, TimeoutError) as error:
             reason = str(error) or "the folder does not answer"
-            log.error("request %s could not be kept and is lost: %s", ident, reason)
+            logger.error("request %s could not be kept and is lost: %s", ident, reason)
             return NoInstance(f"the server is shutting down, and could not keep this request: {reason}")
-        log.info("request %s is kept after %d tokens", ident, len(record.token_ids))
+        logger.info("request %s is kept after %d tokens", ident, len(record.token_ids))
         return RequestKept(
             f"the server is shutting down, and kept this request: the next one continues it; read its answer with "
             f"GET /v1/requests/{ident} (its rest, of a stream, with the header Last-Event-ID)"
@@ -392,12 +392,12 @@ class KeptRequests:
                 if await asyncio.to_thread(self._folder.take, name):
                     self._taken.append(each)
                     self._running.add(record.request_id, each.answer)
-                    log.info("kept request %s continues after %d tokens", record.request_id, len(record.token_ids))
+                    logger.info("kept request %s continues after %d tokens", record.request_id, len(record.token_ids))
                     self._resume(each)
             self._has_all = has_all
         except OSError as error:
             self._has_all = False
-            log.error("cannot look for kept requests in their folder: %s", error)
+            logger.error("cannot look for kept requests in their folder: %s", error)
         finally:
             self._looking = None
             over.set()
@@ -507,7 +507,7 @@ class KeptRequests:
             self._taken.remove(each)
             self._running.remove(each.record.request_id, each.answer)
             if not each.is_read:
-                log.warning("kept request %s expired: no client read its answer in time", each.record.request_id)
+                logger.warning("kept request %s expired: no client read its answer in time", each.record.request_id)
             each.error = each.error or UnknownRequest(f"request {each.record.request_id!r} is too old")
             self._tell(each)
 

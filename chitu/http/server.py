@@ -18,7 +18,7 @@ from chitu.errors import ConfigError
 from chitu.http.connection import App, Connection, Serving
 from chitu.http.limits import HTTPLimits, within_descriptors
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CONNECTIONS_PER_TURN = 16
 """Connections accepted in one turn of the loop, which has other work too: a millisecond or two."""
@@ -91,7 +91,7 @@ class Listener:
                 return
             except OSError as error:
                 # This connection is gone already, or the process is out of descriptors, which become free again.
-                log.warning("cannot accept a connection: %s", error)
+                logger.warning("cannot accept a connection: %s", error)
                 self._stop_reading()
                 self._loop.call_later(ACCEPT_PAUSE_S, self._try_again)
                 return
@@ -165,7 +165,7 @@ class HTTPServer:
         try:
             await self._loop.connect_accepted_socket(lambda: Connection(self._serving), connection)
         except OSError as error:
-            log.info("a connection was closed before it was served: %s", error)
+            logger.info("a connection was closed before it was served: %s", error)
             connection.close()
 
     def stop_accepting(self) -> None:

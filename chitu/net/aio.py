@@ -20,7 +20,7 @@ from chitu.errors import ProtocolError
 from chitu.net.sockets import connect
 from chitu.protocol import InstanceInfo
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_PER_TURN = 256
 """Messages read before yielding to the event loop, so that a flood on one socket cannot starve the others."""
@@ -108,9 +108,9 @@ class FrameReader:
             self._on_message(frames)
         except ProtocolError as error:
             self.bad_messages += 1
-            log.warning("ignored a bad message: %s", error)
+            logger.warning("ignored a bad message: %s", error)
         except Exception:
-            log.exception("a message handler failed")
+            logger.exception("a message handler failed")
 
 
 class BulkReader(FrameReader):

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PidAlive = Callable[[int], bool]
 K = TypeVar("K", bound=Hashable)
@@ -104,7 +104,7 @@ class ProcessDeaths(Generic[K]):
             self._loop.call_soon(self._died, key)
             return
         except OSError as error:
-            log.warning("cannot watch pid %d (%s): its end is detected when its lease expires", process.pid, error)
+            logger.warning("cannot watch pid %d (%s): its end is detected when its lease expires", process.pid, error)
             return
         # Once the pidfd is open the pid cannot be reused, so the answer is about the process that is watched.
         if start_ticks(process.pid) != process.start_ticks:

@@ -11,7 +11,6 @@ again.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import signal
@@ -25,8 +24,6 @@ from chitu.config.load import child_environment
 from chitu.errors import ConfigError
 from chitu.process.descendants import MARK, die_with_parent, processes_marked
 from chitu.process.logs import Captured, cut, last_text, open_private
-
-log = logging.getLogger(__name__)
 
 ROUTER = "router"
 KILL_S = 2.0

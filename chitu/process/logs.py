@@ -22,7 +22,7 @@ from chitu.errors import ConfigError
 from chitu.lock_files import claim
 from chitu.log import JSON_START, JsonFormatter, setup_logging
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 64 << 10
 """Size of the end of a log in which a process's last lines are looked for."""
@@ -117,7 +117,7 @@ class StdoutLog:
         self._threads: list[threading.Thread] = []
 
     def say(self, text: str) -> None:
-        log.info("%s", text.strip())
+        logger.info("%s", text.strip())
 
     def capture(self, name: str) -> Captured:
         """Return the output for a process that is about to start."""

@@ -53,7 +53,7 @@ from chitu.router.retry import Failure
 from chitu.router.selector import PairSelector
 from chitu.types import Role, instance_name, new_room
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 KEPT_RECORDS = 64
 T = TypeVar("T", bound=Hashable)
@@ -327,7 +327,7 @@ class Attempts:
                 member.breaker.on_sent(now_s)
         if target.prefill is not None and is_leader:  # once per message, as P logs its arrival
             ranks = target.prefill.engine_rank, target.decode.engine_rank
-            log.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
+            logger.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         return self._dispatch(attempt) if attempt.group is None else None
 
     def _dispatch(self, attempt: Attempt) -> AttemptFailed | None:
@@ -380,7 +380,7 @@ class Attempts:
         if self._members.on_cut_off(decode, prefills):
             peers = [i for i in self._members.candidates.prefill if i.incarnation in prefills]
             names = " and ".join(i.name for i in peers)
-            log.warning(
+            logger.warning(
                 "%s receives %s",
                 decode.name,
                 f"nothing from {names}: such pairs get no requests" if peers else "from every P again",
@@ -396,7 +396,7 @@ class Attempts:
         if self._members.on_cut_off(prefill, decodes):
             names = " and ".join(instance_name(Role.DECODE, rank) for rank in sorted(decodes))
             news = f"does not write to {names}: such pairs get no requests" if names else "writes to every D again"
-            log.warning("%s %s", prefill.name, news)
+            logger.warning("%s %s", prefill.name, news)
 
     def _blame(self, failure: Failure) -> None:
         now_s = self._clock.monotonic()
@@ -404,7 +404,7 @@ class Attempts:
             member = self._members.get(key)
             if member is not None and self._members.on_failure(member, now_s):
                 name, code = key.name, failure.error.code
-                log.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
+                logger.warning("circuit breaker opened for %s: no new requests for now (last error: %s)", name, code)
                 self.counters.breaker_openings[name] += 1
 
     def _count_started(self, attempt: Attempt, is_first: bool) -> None:
@@ -487,13 +487,13 @@ class Attempts:
         if record.state != "retried":
             counters.failed[error.code] += 1
             text = "request %s (room %s) failed: %s: %s"
-            log.warning(text, request_id, record.room, error.code, error.message, extra=about(request_id))
+            logger.warning(text, request_id, record.room, error.code, error.message, extra=about(request_id))
             return
         counters.retries[error.code] += 1
         if num_emitted:
             counters.continuations += 1
             counters.recomputed_tokens += record.prompt_tokens + num_emitted
-        log.warning(
+        logger.warning(
             "request %s: attempt %d on %s failed after %d tokens (%s: %s), retrying",
             *(request_id, attempt.number, attempt.pair, num_emitted, error.code, error.message),
             extra=about(request_id),

@@ -50,7 +50,7 @@ from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.members import Members
 from chitu.router.policies import InstanceKey, instance_key
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Outcome = Literal["agreed", "wrong", "passing", "damaged", "unclear", "unanswered"]
 SUM_BYTES = 8
@@ -265,7 +265,7 @@ class CrossChecks:
     def _judge(self, result: CheckResult) -> None:
         self._attempts.counters.cross_checks[result.outcome] += 1
         if result.says:
-            log.error("cross-check: %s", result.says, extra=about(self._checked_id))
+            logger.error("cross-check: %s", result.says, extra=about(self._checked_id))
             self.results.append(result)
 
 

@@ -34,7 +34,7 @@ from chitu.router.policies import InstanceKey
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 TOKEN_GROUP = 16
@@ -160,7 +160,7 @@ class Dispatcher:
     def report_gap(self, member: ClusterMember) -> None:
         """Notify an instance at once that a token message was lost."""
         member.receiver.is_gap_new = False
-        log.warning("a token message of %s was lost: it is sent again", member.name)
+        logger.warning("a token message of %s was lost: it is sent again", member.name)
         self._acknowledge(member)
 
     def on_heartbeat(self, member: ClusterMember, heartbeat: Heartbeat) -> list[Missed]:
@@ -172,7 +172,7 @@ class Dispatcher:
         news = sender.on_ack(ack, heartbeat.reads > member.reads, now_s)
         member.reads = heartbeat.reads
         if news.repeat:
-            log.warning("messages to %s were lost or are late: %d are sent again", member.name, len(news.repeat))
+            logger.warning("messages to %s were lost or are late: %d are sent again", member.name, len(news.repeat))
         for frame in news.repeat:
             member.peer.send(frame)
         for sent in news.given_up:

@@ -53,7 +53,7 @@ from chitu.serve.body_pool import BodyProcesses
 from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
 from chitu.types import instance_name
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 GENERATION: dict[str, BodyRoute] = {
@@ -96,7 +96,7 @@ def keep_ticking(*ticks: Callable[[], None]) -> None:
                 try:
                     tick()
                 except Exception:
-                    log.exception("a periodic task failed")
+                    logger.exception("a periodic task failed")
         finally:
             loop.call_later(TICK_S, run)
 
@@ -215,14 +215,14 @@ class ApiEndpoint:
         if self._kept is not None:
             await self._kept.write_all(drain_s / 2)
         left_s = max(0.0, end_s - loop.time())
-        log.info("draining: %d requests run; at most %g s", self.router.in_flight, left_s)
+        logger.info("draining: %d requests run; at most %g s", self.router.in_flight, left_s)
         idle = asyncio.ensure_future(self.router.idle())
         again = asyncio.ensure_future(ending.is_hurried.wait())
         await asyncio.wait({idle, again}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, again):
             task.cancel()
         if self.router.in_flight or self.router.num_held:
-            log.warning("%d requests did not finish in time", self.router.in_flight + self.router.num_held)
+            logger.warning("%d requests did not finish in time", self.router.in_flight + self.router.num_held)
             self.router.fail_all(NoInstance("the server is shutting down"))
 
     def _heal_soon(self, result: CheckResult) -> None:
@@ -240,7 +240,7 @@ class ApiEndpoint:
             elif guilty is not None and guilty in map(instance_key, self.router.candidates.prefill):
                 await self._cluster.drain(guilty.name, False)
         except ChituError as error:
-            log.error("cross-check: could not drain the instance or flush the caches: %s", error)
+            logger.error("cross-check: could not drain the instance or flush the caches: %s", error)
 
     def close(self) -> None:
         if self._token_reader is not None:

@@ -52,7 +52,7 @@ from chitu.serve.balancing import Balancing
 from chitu.serve.membership import Membership, OwnCluster
 from chitu.serve.other_routers import OtherRouters
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class RouterProcess:
@@ -127,7 +127,7 @@ class RouterProcess:
         await self.ending.is_due.wait()
         self._cluster.is_ending = True
         if (delay_s := self._deadlines.drain_delay_s) > 0:
-            log.info("a signal to end: requests are served for %g s more, and /health answers 503", delay_s)
+            logger.info("a signal to end: requests are served for %g s more, and /health answers 503", delay_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ending.is_hurried.wait(), delay_s)
         self._http.stop_accepting()
@@ -137,7 +137,7 @@ class RouterProcess:
         await asyncio.gather(self._http.stop(1.0), self._membership.stop(1.0))
         self._api.close()
         self._context.destroy(linger=LINGER_MS)
-        log.info("ended")
+        logger.info("ended")
 
 
 async def _serve(topology: Topology, index: int, flush_log: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ async def _serve(topology: Topology, index: int, flush_log: Callable[[], None]) 
     freeze_gc()
     ports = router.port_table()
     facts = {"pid": os.getpid(), "host": router_hosts(topology.dp_config.router)[index], **ports}
-    log.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
+    logger.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
     flush_log()
     ProgressWriter().ready(ports=ports)
     await router.run_until_signal()

@@ -24,7 +24,7 @@ from chitu.router.members import longest_wait_s
 from chitu.router.metrics import BalanceMetrics
 from chitu.types import Role
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 MEMORY = 0.05
 """Weight of the requests since the last tick in the mean length of prompts."""
@@ -85,7 +85,7 @@ class Balancing:
         change = self._balancer.tick(now_s, self._fleet())
         advice = self._balancer.advice
         if advice is not None and advice.role is not self._advised and change is None:
-            log.warning("%s", self._advice())
+            logger.warning("%s", self._advice())
         self._advised = None if advice is None else advice.role
         if change is not None:
             self._changing = asyncio.ensure_future(self._make(change))
@@ -116,11 +116,11 @@ class Balancing:
         return Fleet(observed, flow.offered, flow.begun, flow.waits_s, busy)
 
     async def _make(self, change: Change) -> None:
-        log.warning("%s becomes %s: %s", change.instance, change.role.letter, change.reason)
+        logger.warning("%s becomes %s: %s", change.instance, change.role.letter, change.reason)
         try:
             await self._change_role(change.instance, change.role)
         except ChituError as error:
-            log.warning("%s does not become %s: %s", change.instance, change.role.letter, error.message)
+            logger.warning("%s does not become %s: %s", change.instance, change.role.letter, error.message)
             self._balancer.on_failed(self._clock.monotonic())
         else:
             self._changes[str(change.role)] += 1
@@ -138,12 +138,12 @@ class Balancing:
 
     async def _tell(self, role: Role, wanted: int, present: int) -> None:
         arguments = [*self._command, str(role), str(wanted), str(present)]
-        log.info("balance_command: %s", shlex.join(arguments))
+        logger.info("balance_command: %s", shlex.join(arguments))
         try:
             process = await asyncio.create_subprocess_exec(*arguments, stdin=DEVNULL)
             code = await process.wait()
         except OSError as error:
-            log.error("balance_command: %s does not start: %s", self._command[0], error)
+            logger.error("balance_command: %s does not start: %s", self._command[0], error)
         else:
             if code:
-                log.error("balance_command: %s ended with code %d", shlex.join(arguments), code)
+                logger.error("balance_command: %s ended with code %d", shlex.join(arguments), code)

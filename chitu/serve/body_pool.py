@@ -40,7 +40,7 @@ from chitu.net.http import ClientGone
 from chitu.process.child import describe_exit
 from chitu.process.descendants import MARK, die_with_parent
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 HEAD = struct.Struct("<cIQ")
 """`TASK`, size of the task, size of `raw` (both in bytes)."""
@@ -164,7 +164,7 @@ class BodyProcess(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         transport, process = await loop.create_unix_connection(lambda: cls(popen), sock=mine)
         transport.writelines((ANSWER.pack(len(setup)), setup))
-        log.info("large bodies and grammars: started pid %d", popen.pid)
+        logger.info("large bodies and grammars: started pid %d", popen.pid)
         return process
 
     async def ask(self, task: BodyTask, raw: bytes | bytearray) -> object:
@@ -259,7 +259,7 @@ class BodyProcesses:
                 return found
             except ProcessEnded as error:
                 code = error.code
-                log.warning("the process that works on large bodies ended in a task: %s", describe_exit(code))
+                logger.warning("the process that works on large bodies ended in a task: %s", describe_exit(code))
                 if code == -signal.SIGPROF:
                     raise too_costly(task) from None
             finally:

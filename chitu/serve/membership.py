@@ -56,7 +56,7 @@ from chitu.serve.other_routers import OtherRouters
 from chitu.serve.weights import WeightsDriver
 from chitu.types import Role, instance_name, new_incarnation, place_of
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GATHER_S = 0.02
 """Shortest time between two changes of the view. A lone one is published at once."""
@@ -234,7 +234,7 @@ class Membership:
         try:
             self._socket.send_multipart([identity, encode(reply)], zmq.NOBLOCK)
         except zmq.Again:
-            log.warning("cannot queue the reply to a joining instance: its socket is full; it will retry")
+            logger.warning("cannot queue the reply to a joining instance: its socket is full; it will retry")
 
     def _on_stats(self, frames: list[bytes]) -> None:
         if len(frames) != 1:

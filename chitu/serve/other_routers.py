@@ -23,7 +23,7 @@ from chitu.errors import Forbidden, NoInstance, Unauthorized, from_code
 from chitu.net.curve import ClusterSecrets
 from chitu.net.http import ErrorReply
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 REPLY_S = 5.0
 """Time to connect, and time to answer from memory. A router that takes longer is taken for silent soon."""
@@ -47,11 +47,11 @@ class OtherRouters:
             if index >= self._index:
                 break
             url = self._url(index)
-            log.info("%s is asked of the router at %s, which decides", path, url)
+            logger.info("%s is asked of the router at %s, which decides", path, url)
             try:
                 status, answer = await asyncio.to_thread(self._post, url, path, json.dumps(body).encode())
             except ConnectionRefusedError:  # its process has ended, and the instances do not know yet
-                log.warning("no router listens at %s any more", url)
+                logger.warning("no router listens at %s any more", url)
                 continue
             except (OSError, http.client.HTTPException) as error:
                 reason = str(error) or type(error).__name__

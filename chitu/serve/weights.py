@@ -16,7 +16,7 @@ from chitu.pd_coordination import PDCoordination
 from chitu.protocol.weights import PauseMode
 from chitu.router.weights import WeightsChange
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 POLL_S = 0.02
 
@@ -39,15 +39,15 @@ class WeightsDriver:
         is committed by then. Raises WeightsRefused, with nothing changed."""
         change = self._coordination.weights.begin(path, is_mixed)
         self._coordination.publish_weights()
-        log.info("a change to the weights in %s begins", path)
+        logger.info("a change to the weights in %s begins", path)
         task = asyncio.ensure_future(self._drive(change, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
         if change.error is not None:
-            log.warning("the change to the weights in %s failed: %s", path, change.error)
+            logger.warning("the change to the weights in %s failed: %s", path, change.error)
             raise change.error
-        log.info("the weights in %s serve (model_hash %s)", path, change.wanted.model_hash)
+        logger.info("the weights in %s serve (model_hash %s)", path, change.wanted.model_hash)
         return self.state()
 
     async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:

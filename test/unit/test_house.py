@@ -23,12 +23,8 @@ def constants(node: ast.stmt) -> set[str]:
     if not isinstance(node, ast.Assign | ast.AnnAssign):
         return set()
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return {
-        name
-        for target in targets
-        for name in names_in(target, ast.Store)
-        if name.isupper() or name in ("log", "logger")
-    }
+    names = set().union(*(names_in(target, ast.Store) for target in targets))
+    return {name for name in names if name.isupper() or name == "logger"}
 
 
 def misplaced(module: ast.Module) -> Iterator[str]:
@@ -50,7 +46,7 @@ def misplaced(module: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("A = 1\ndef f(): ...\nB = 2\nlog = g()\n", ["B", "log"]),
+        ("A = 1\ndef f(): ...\nB = 2\nlogger = g()\n", ["B", "logger"]),
         ("def f(): ...\nA = f()\nB = {A: 1}\nC = B\n", []),
         ("class C: ...\nT: dict[str, C] = {}\nU = {1: C}\nV = 3\n", ["T", "V"]),
         ("def f(): ...\nx = 1\nY = Union[x, f]\n", []),
