@@ -4,7 +4,6 @@ checks it."""
 from __future__ import annotations
 
 import ipaddress
-import logging
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ import msgspec
 from chitu.config.schema import InstanceConfig, RouterConfig, Topology
 from chitu.errors import ConfigError
 from chitu.types import Role, instance_name
-
-logger = logging.getLogger(__name__)
 
 ALL_ADDRESSES = ("0.0.0.0", "::")
 """Addresses to listen on at all interfaces; no peer can connect to them."""
