@@ -26,6 +26,7 @@ def test_texts_streams_tools_and_schemas_are_served(run_client: RunClient, clien
     assert run_client(f"{client}_client.py").splitlines()[-1] == "served"
 
 
+@pytest.mark.by_hand
 def test_guidellm_counts_the_tokens_that_the_server_counted(
     run_client: RunClient, cluster: LocalCluster, model: Path, tmp_path: Path
 ) -> None:
@@ -49,6 +50,7 @@ def test_guidellm_counts_the_tokens_that_the_server_counted(
     assert own == [after - at_first for after, at_first in zip(counted(cluster), before, strict=True)], requests
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 def test_lm_eval_finds_what_it_finds_with_transformers_in_float32(run_client: RunClient, model: Path) -> None:
     assert run_client("lm_eval_client.py", model).splitlines()[-1] == "equal"

@@ -26,6 +26,7 @@ def run(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # most of a minute of an otherwise idle core
 def test_every_figure_is_found_on_the_twin(tmp_path, capsys, monkeypatch):

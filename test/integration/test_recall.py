@@ -51,7 +51,7 @@ def expected(prompts: list[RecallPrompt]) -> Run:
     return by_transformers(TINY_MODEL_DIR, prompts)
 
 
-@pytest.fixture(params=["shm", "mooncake"])
+@pytest.fixture(params=["shm", pytest.param("mooncake", marks=pytest.mark.by_hand)])
 def transport(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "mooncake":
         try:
@@ -69,6 +69,7 @@ def test_the_prompts_reach_the_full_length(prompts: list[RecallPrompt]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.by_hand
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_recall_through_pd_equals_transformers(
     topology: str, recaller: Recaller, prompts: list[RecallPrompt], expected: Run

@@ -181,7 +181,9 @@ class Operator:
             self.told["connection"] += 1
             self.stop.wait(0.2)
         else:
-            self.told[route if reply.status_code == 200 else reply.json()["error"]["code"]] += 1
+            error = {} if reply.status_code == 200 else reply.json()["error"]
+            is_cut = "which decides on this, does not answer" in error.get("message", "")  # it is being killed
+            self.told["connection" if is_cut else error.get("code", route)] += 1
 
     def run(self) -> None:
         rng, other = random.Random(self.seed), NAMES[self.name == NAMES[0]]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.by_hand
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ten_seconds_of_load_with_accidents_is_right_and_flat(tmp_path: Path) -> None:

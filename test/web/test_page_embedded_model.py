@@ -3,6 +3,8 @@ key."""
 
 from __future__ import annotations
 
+import itertools
+import random
 import re
 from collections.abc import Iterator
 
@@ -13,6 +15,7 @@ from nursery import FORKED
 from playwright.sync_api import Route, expect
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.assets.tiny_tasks import facts_for, recall
 from chitu.config.cluster_key import with_api_keys
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
@@ -29,6 +32,18 @@ def locked_cluster(a_browser_starts: None) -> Iterator[LocalCluster]:
         yield cluster
 
 
+def with_known_examples(page: ChatPage) -> None:
+    """Have the page show examples that the model answers rightly: of those that the router draws, it does not know one
+    in 500."""
+    seeds = itertools.count()
+
+    def known(route: Route) -> None:
+        example = recall(random.Random(next(seeds)), facts_for(300))
+        route.fulfill(json={"prompt": example.prompt, "answer": example.answer, "value": example.value})
+
+    page.page.route("**/demo/example*", known)
+
+
 @pytest.fixture
 def tiny(open_page: OpenPage, locked_cluster: LocalCluster) -> ChatPage:
     """Return the page, live, with the key filled in."""
@@ -37,6 +52,7 @@ def tiny(open_page: OpenPage, locked_cluster: LocalCluster) -> ChatPage:
     page.expect_connection("unauthorized")
     page.set(api_key=KEY)
     page.expect_connection("live")
+    with_known_examples(page)
     return page
 
 
@@ -119,6 +135,7 @@ def test_a_phone_shows_the_numbers_of_several_answers_whole(open_page: OpenPage,
     page.open()
     page.set(api_key=KEY)
     page.expect_connection("live")
+    with_known_examples(page)
     page.press("burst")
     expect(page.messages.locator("[data-right]")).to_have_attribute("data-right", "5")
     cut = "(cells) => cells.filter((cell) => cell.scrollWidth > cell.clientWidth).map((cell) => cell.textContent)"
