@@ -12,7 +12,7 @@ import pytest
 
 import chitu
 from chitu.instance.sequences import OPEN_STATES, SEQUENCE_AWAITS
-from chitu.kv_transfer import receiver, sender
+from chitu.kv_transfer import receiver, sender_table
 from chitu.kv_transfer.both_sides import NO_CLOCK, Deadline
 from chitu.protocol.peer import KVPoll
 from chitu.router.generation import GENERATION_AWAITS, RUNNING, GenerationState
@@ -20,16 +20,16 @@ from chitu.types import waited_text
 
 ROLES = {
     "sender": (
-        sender.SenderState,
-        sender.SENDER_TRANSITIONS,
-        sender.SENDER_DEADLINES,
+        sender_table.SenderState,
+        sender_table.SENDER_TRANSITIONS,
+        sender_table.SENDER_DEADLINES,
         {
-            sender.SenderState.STOPPING,
-            sender.SenderState.UNFENCED,
-            sender.SenderState.FENCING,
-            sender.SenderState.RELEASED,
+            sender_table.SenderState.STOPPING,
+            sender_table.SenderState.UNFENCED,
+            sender_table.SenderState.FENCING,
+            sender_table.SenderState.RELEASED,
         },
-        sender.SENDER_FAILURES,
+        sender_table.SENDER_FAILURES,
     ),
     "receiver": (
         receiver.ReceiverState,
@@ -92,7 +92,7 @@ def test_a_room_that_failed_never_succeeds_and_one_that_succeeded_never_fails(ro
 @both_roles
 def test_no_event_leads_back_but_the_end_of_a_threads_visit(role: str) -> None:
     _, transitions, *_ = ROLES[role]
-    back = {sender.SenderEvent.WRITE_ENDED, sender.SenderEvent.FENCE_FAILED}
+    back = {sender_table.SenderEvent.WRITE_ENDED, sender_table.SenderEvent.FENCE_FAILED}
     forward = {pair: target for pair, target in transitions.items() if pair[1] not in back}
     for source, target in {(source, target) for (source, _), target in forward.items()}:
         assert source is None or source not in reachable(forward, target), (source, target)
@@ -106,7 +106,7 @@ def test_every_open_state_that_has_a_deadline_fails_by_it_and_by_every_other_fai
         if deadlines[state] in (Deadline.BOOTSTRAP, Deadline.TRANSFER):
             is_written = state in (receiver.ReceiverState.WRITTEN, receiver.ReceiverState.VERIFYING)
             for failure in receiver.RECEIVER_OWN_FAILURES if is_written else failures:
-                assert transitions[state, failure] in failed | {sender.SenderState.FORGOTTEN}
+                assert transitions[state, failure] in failed | {sender_table.SenderState.FORGOTTEN}
 
 
 @both_roles
@@ -122,7 +122,7 @@ def test_no_clock_event_leaves_a_state_whose_memory_a_peer_may_still_touch(role:
 @pytest.mark.parametrize(
     ("deadlines", "awaits"),
     [
-        (sender.SENDER_DEADLINES, sender.SENDER_AWAITS),
+        (sender_table.SENDER_DEADLINES, sender_table.SENDER_AWAITS),
         (receiver.RECEIVER_DEADLINES, receiver.RECEIVER_AWAITS),
     ],
     ids=["sender", "receiver"],
@@ -140,10 +140,10 @@ def test_what_a_request_waits_for_has_words_unless_a_peer_may_touch_its_pages_or
 
 
 def test_the_words_of_a_deadline_name_who_state_seconds_and_peer() -> None:
-    what = sender.SENDER_AWAITS[sender.SenderState.REQUESTED].format(peer="D1")
-    text = waited_text("P0", 10.04, sender.SenderState.REQUESTED, what)
+    what = sender_table.SENDER_AWAITS[sender_table.SenderState.REQUESTED].format(peer="D1")
+    text = waited_text("P0", 10.04, sender_table.SenderState.REQUESTED, what)
     assert text == "P0 waited 10.0 s in REQUESTED for D1's announcement"
-    for awaits in (sender.SENDER_AWAITS, receiver.RECEIVER_AWAITS, GENERATION_AWAITS):
+    for awaits in (sender_table.SENDER_AWAITS, receiver.RECEIVER_AWAITS, GENERATION_AWAITS):
         assert all("{peer}" in text for text in awaits.values())
 
 
@@ -159,11 +159,9 @@ def test_the_diagrams_in_the_docs_are_those_of_the_tables() -> None:
 ROOT = Path(chitu.__file__).parent
 PURE = (
     "kv_transfer/receiver.py",
-    "kv_transfer/receiver.py",
-    "kv_transfer/receiver.py",
     "kv_transfer/sender.py",
-    "kv_transfer/sender.py",
-    "router/request.py",
+    "kv_transfer/sender_table.py",
+    "router/generation.py",
     "router/request.py",
     "router/retry.py",
 )
