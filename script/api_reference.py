@@ -76,7 +76,8 @@ COMPARISON = (
         "JSON schemas, regular expressions, choices, Lark and GBNF grammars",
         "vLLM, SGLang; OpenAI (schemas, and grammars of custom tools)",
         "yes",
-        "structural tags are not taken: tool calls have grammars of their own",
+        "structural tags are not taken: tool calls have grammars of their own. Of custom tools only regular "
+        "expressions are enforced",
     ),
     ("logprobs of the answer and of the prompt", "OpenAI (answer), vLLM, SGLang", "yes", "of the raw logits"),
     (
@@ -237,7 +238,8 @@ Agents offer tools by default that only the servers of their own API can run (`w
 Such tools, and items of an earlier turn that came from them, are left out of the prompt, and the header
 `X-Chitu-Warning` says so; to choose one of them is an error. So the Codex CLI works at `/v1/responses` as it is, with a
 model whose chat template calls tools. Its custom tools take text: the model sees a function with the argument `input`,
-and a grammar of theirs (Lark or a regular expression) is a pattern of that argument, which calls always follow.
+and a regular expression of theirs is a pattern of that argument, which calls always follow. A grammar in Lark is in the
+prompt alone, and `X-Chitu-Warning` names it.
 """
 PARTS = (
     (SERVED, "Served", "meaning"),

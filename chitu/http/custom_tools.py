@@ -1,8 +1,9 @@
 """Tools of `/v1/responses` that take text instead of JSON (type `custom`). Pure.
 
 Chat templates know functions alone, so the model sees a function whose one argument is the text. Its calls become calls
-of the custom tool on their way out, and back on their way in. If the tool has a grammar, calls follow it as a pattern
-of that argument, as those of a strict function do.
+of the custom tool on their way out, and back on their way in. If the tool has a regular expression, calls follow it as
+a pattern of that argument, as those of a strict function do. A grammar in Lark is in the prompt alone: llguidance
+follows no grammar within a string of JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.grammars.lark_regex import regex_of_lark
 from chitu.http.bodies import ToolFunction
 from chitu.http.responses_bodies import CustomFormat, ResponsesTool
 
@@ -23,17 +23,17 @@ _SYNTAXES = {"lark": "this Lark grammar", "regex": "this regular expression"}
 
 def function_of(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[ToolFunction, str]:
     """Return the function that stands for a custom tool, and the pattern of its argument; empty if it is any text.
-    Raise InvalidRequest for a wrong format; one that cannot be enforced is a warning."""
+    Raise InvalidRequest for a wrong format; a grammar in Lark is a warning."""
     assert tool.name is not None
     text = tool.description or ""
     pattern = ""
     if tool.format is not None and tool.format.type == "grammar":
-        told = _required(tool.format, where)
-        text += f"\n\nThe text in `{ARGUMENT}` follows {_SYNTAXES[told[0]]}:\n{told[1]}"
-        try:
-            pattern = regex_of_lark(told[1]) if told[0] == "lark" else f"(?:{told[1]})"
-        except ValueError as error:
-            warnings.append(f"{where}.format: calls need not follow the grammar: {error}")
+        syntax, definition = _required(tool.format, where)
+        text += f"\n\nThe text in `{ARGUMENT}` follows {_SYNTAXES[syntax]}:\n{definition}"
+        if syntax == "regex":
+            pattern = f"(?:{definition})"
+        else:
+            warnings.append(f"{where}.format: calls need not follow the Lark grammar: only a regex is enforced")
     elif tool.format is not None and tool.format.type != "text":
         raise InvalidRequest(f"{where}.format.type must be text or grammar", f"{where}.format.type")
     argument = {"type": "string", "description": "The text that the tool takes"}

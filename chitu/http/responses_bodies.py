@@ -118,8 +118,8 @@ class CustomFormat(msgspec.Struct, forbid_unknown_fields=True):
     definition: Annotated[
         GrammarText | None,
         note(
-            "calls follow it. A grammar in Lark with a rule that refers to itself (or `%ignore`, or a terminal of the "
-            "tokenizer) is in the prompt alone, and the header X-Chitu-Warning says so"
+            "calls follow a regular expression; a grammar in Lark is in the prompt alone, and the header "
+            "X-Chitu-Warning says so"
         ),
     ] = None
 

@@ -64,7 +64,7 @@ class Translation(NamedTuple):
     chat: ChatBody
     names: FieldNames
     patterns: Mapping[str, str] = MappingProxyType({})
-    """Patterns of the arguments of custom tools that have a grammar, by name (`custom_tools.py`)."""
+    """Patterns of the arguments of custom tools that have a regular expression, by name (`custom_tools.py`)."""
 
 
 def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:

@@ -32,7 +32,7 @@ PATCH_TOOL: dict[str, Any] = {
     "type": "custom",
     "name": "patch",
     "description": "Paints.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "red" LF | "blue" LF\n%import common.LF\n'},
+    "format": {"type": "grammar", "syntax": "regex", "definition": "(red|blue)\\n"},
 }
 PAINT_TOOL: dict[str, Any] = {
     "type": "function",

@@ -210,6 +210,7 @@ def test_a_request_of_the_codex_cli_is_answered_whole_and_streamed(router: Route
     with openai.OpenAI(base_url=router.url + "/v1", api_key=KEY, max_retries=0) as client:
         raw = client.responses.with_raw_response.create(**body)
         assert "local_shell, web_search" in raw.headers["x-chitu-warning"]
+        assert "tools[2].format: calls need not follow" in raw.headers["x-chitu-warning"]
         whole = raw.parse()
         events = list(client.responses.create(**body, stream=stream))
     for answer in (whole, events[-1].response):

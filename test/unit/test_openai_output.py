@@ -319,13 +319,11 @@ def test_an_agents_input_is_a_chat_and_its_custom_calls_are_functions() -> None:
     assert found[6] == {"role": "tool", "content": "Done!", "tool_call_id": "call_2"}
     tools = {tool.function.name: tool.function for tool in translation.chat.tools or ()}
     assert set(tools) == {"shell", "update_plan", "apply_patch", "note"}
-    assert tools["apply_patch"].strict and "begin_patch" in str(tools["apply_patch"].description)
-    assert tools["note"].strict is None and set(translation.patterns) == {"apply_patch"}
+    assert "begin_patch" in str(tools["apply_patch"].description)
+    assert tools["apply_patch"].strict is tools["note"].strict is None and not translation.patterns
     assert warnings == [
-        "tools[3], tools[4]: this server cannot run local_shell, web_search, so the prompt leaves it out",
         "input[9]: this server cannot run web_search_call, so the prompt leaves it out",
-    ] or warnings == [
-        "input[9]: this server cannot run web_search_call, so the prompt leaves it out",
+        "tools[2].format: calls need not follow the Lark grammar: only a regex is enforced",
         "tools[3], tools[4]: this server cannot run local_shell, web_search, so the prompt leaves it out",
     ]
 
