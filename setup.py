@@ -52,7 +52,6 @@ setup(
         "nixl": ["nixl-cu13>=1.5"],
         "nixl-cuda12": ["nixl-cu12>=1.5"],
         "gpu": ["triton>=3.5"],
-        "gpu-flashinfer": ["triton>=3.5", "flashinfer-python>=0.6.12,<0.8"],
         "otel": ["opentelemetry-sdk>=1.27", "opentelemetry-exporter-otlp-proto-http>=1.27"],
         "train": ["matplotlib>=3.8"],
         "dev": [

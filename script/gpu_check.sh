@@ -7,8 +7,6 @@
 #   httptools, jinja2, pyyaml, rich, httpx, prometheus-client, llguidance, opentelemetry-api (newer FastAPIs import it),
 #   typing-extensions, certifi, pytest, pytest-timeout, hypothesis
 #   and, for the rows of their transports, mooncake-transfer-engine-cuda13 and nixl-cu13
-#   and, for FlashInfer's, flashinfer-python and apache-tvm-ffi; kernels that are not built yet (100 s on 10 cores) are
-#   built first, which needs nvcc and ninja
 # Each part has its own limit; a line is printed as it ends, and OUT (default: gpu-check) has a log of each and
 # check.json, written after each part. The last line says RIGHT, WRONG or UNKNOWN.
 # Usage: script/gpu_check.sh [OUT] [--minutes 10] [--parts truth,kernels]

@@ -47,10 +47,9 @@ class ModelConfig(Section, frozen=True):
     code: Literal["auto", "own", "transformers"] = "auto"
     """Code that computes the model: our own, which is faster, or the modules of the installed transformers, which know
     more architectures. `auto`: our own if it has all that the checkpoint asks for."""
-    prefill_attention: Literal["auto", "flashinfer", "paged"] = "auto"
-    """Attention on CUDA for prompts longer than the recorded steps: FlashInfer's kernels or our own paged one. `auto`:
-    torch's library for whole prompts; for the rest FlashInfer if it is installed and supports the model, else our
-    own."""
+    prefill_attention: Literal["auto", "paged"] = "auto"
+    """Attention on CUDA for prompts longer than the recorded steps. `auto`: torch's library for whole prompts, our own
+    paged kernel for the rest; `paged`: our own for all."""
 
 
 class DiskConfig(Section, frozen=True):

@@ -2,8 +2,8 @@
 
 Called once by the main thread of each rank (`serve/scheduler.py`), after the ports are bound and before any request is
 served. With several ranks all of them run this together. They agree on the number of pages, which also makes fast ranks
-wait for those that still read weights. `model.prefill_attention` and the rank's part of the model choose the operations
-of a rank that computes prompts, and the prompts that warm them up.
+wait for those that still read weights. `model.prefill_attention` chooses the operations, and the prompts that warm up
+those of a rank that computes prompts.
 """
 
 from __future__ import annotations
@@ -59,46 +59,12 @@ from chitu.models.model import Model
 from chitu.models.weights import WeightSource
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import usable_cores
-from chitu.ops.flashinfer_prefill import PrefillShape
-from chitu.ops.fp8_pages import E4M3
 from chitu.ops.interface import Ops
-from chitu.ops.select import select_ops, select_prefill_ops
+from chitu.ops.select import select_ops
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
 logger = logging.getLogger(__name__)
-
-
-def prefill_ops(
-    topology: Topology, instance: Instance, spec: ModelSpec, device: torch.device, model_dtype: str, kv_dtype: str
-) -> Ops | None:
-    """Return the operations, with FlashInfer built and tried if it is wanted, which may take minutes. Return None if
-    `select_ops` decides: on D, with latent attention, on a CPU. Raises ConfigError if FlashInfer is required but fails.
-
-    `model_dtype`, `kv_dtype`: names of the dtypes of the model and of its pages.
-    """
-    wanted, tp_size = topology.model.prefill_attention, instance.config.tp_size
-    if not computes_prompts(topology, instance.role):
-        return None
-    if spec.code == "transformers":
-        if wanted == "flashinfer":
-            raise ConfigError("model.prefill_attention is flashinfer, but models of transformers use their own only")
-        return None
-    if spec.latent is not None:
-        if wanted == "flashinfer":
-            raise ConfigError("model.prefill_attention is flashinfer, but latent attention uses its own kernel only")
-        return None
-    if device.type != "cuda" and wanted != "flashinfer":
-        return None
-    shape = PrefillShape(
-        num_heads=spec.num_heads // tp_size,
-        num_kv_heads=max(1, spec.num_kv_heads // tp_size),
-        head_dim=spec.head_dim,
-        page_size=topology.cache.page_size,
-        dtype=TORCH_DTYPES[model_dtype],
-        kv_dtype=TORCH_DTYPES.get(kv_dtype, E4M3),
-    )
-    return select_prefill_ops(device, shape, wanted)
 
 
 def warmup_prompts(
@@ -246,7 +212,7 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
             )
     progress.state("loading")
     stamp = weights_stamp(path)
-    ops = prefill_ops(topology, instance, spec, device, model_dtype, kv_dtype)
+    ops = select_ops(device, TORCH_DTYPES[model_dtype], topology.model.prefill_attention == "paged")
     model = load_model(
         path,
         topology.model.dtype,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from chitu.ops.flashinfer_prefill import FlashInferPrefill
 from chitu.ops.interface import (
     Batch,
     EightBits,
@@ -37,23 +36,16 @@ from chitu.ops.whole_prompts import WHOLE_PROMPT_TOKENS, AttentionPlan, whole_pr
 class TritonOps:
     """An `Ops` for CUDA. `num_multiprocessors`: of the device, for the splits of decode attention.
 
-    Attention of spans: torch's library (`whole_prompts.py`) if all spans of a step begin a sequence and have at least
-    `whole_prompt_tokens`; else `flashinfer`, if given and if it takes them; else torch's library for whole prompts and
-    our own kernel for the rest. Recorded steps use our own kernel.
+    Attention of spans: torch's library (`whole_prompts.py`) for those that begin a sequence and have at least
+    `whole_prompt_tokens`, our own kernel for the rest. Recorded steps use our own kernel.
     """
 
     name = "triton"
     keeps_eight_bits = False
 
-    def __init__(
-        self,
-        num_multiprocessors: int,
-        whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS,
-        flashinfer: FlashInferPrefill | None = None,
-    ) -> None:
+    def __init__(self, num_multiprocessors: int, whole_prompt_tokens: int = WHOLE_PROMPT_TOKENS) -> None:
         self._num_multiprocessors = num_multiprocessors
         self._whole_prompt_tokens = whole_prompt_tokens
-        self._flashinfer = flashinfer
         self._routes: AttentionPlan | None = None
 
     def prepare(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None) -> LinearWeight:
@@ -141,15 +133,11 @@ class TritonOps:
         if routes.is_alone:
             return whole_prompt(q_THN, k_PKSN, v_PKSN, batch, routes.whole[0]).reshape(q_THN.shape[0], -1)
         out_THN = torch.empty_like(q_THN)
-        library = self._flashinfer
-        if library is not None and not routes.is_whole and library.takes(q_THN, k_PKSN, batch.spans):
-            library.attention(q_THN, heads, batch, k_PKSN, v_PKSN, out_THN)
-        else:
-            for span in routes.whole:
-                rows = slice(span.row, span.row + span.length)
-                out_THN[rows] = whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span)
-            if routes.tiles_Y4.shape[0]:
-                prefill_attention(q_THN, k_PKSN, v_PKSN, routes.tiles_Y4, batch.page_table, out_THN)
+        for span in routes.whole:
+            rows = slice(span.row, span.row + span.length)
+            out_THN[rows] = whole_prompt(q_THN, k_PKSN, v_PKSN, batch, span)
+        if routes.tiles_Y4.shape[0]:
+            prefill_attention(q_THN, k_PKSN, v_PKSN, routes.tiles_Y4, batch.page_table, out_THN)
         decode = slice(batch.decode_row, None)
         num_decoding = q_THN.shape[0] - batch.decode_row
         if num_decoding:

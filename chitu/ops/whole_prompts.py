@@ -1,7 +1,7 @@
 """Attention of whole prompts by the device's own library: gather the pages, then one square, causal product.
 
 Libraries are fastest for a long prompt that begins at position 0: on an H100 cuDNN reached 0.78 of the matrix product's
-rate at 8192 tokens, paged kernels of FlashInfer 0.40 to 0.67. Gathering costs a copy of K and V. Chunks behind a prefix
+rate at 8192 tokens, published paged kernels 0.40 to 0.67. Gathering costs a copy of K and V. Chunks behind a prefix
 are not square and go to a paged kernel, as do mixed steps and recorded steps, which are short.
 
 cuDNN builds a plan for every new length, on the calling thread (42 to 400 ms in published measurements), and caches it
@@ -48,8 +48,6 @@ class AttentionPlan:
     """Spans that go to `whole_prompt`, one by one."""
     tiles_Y4: torch.Tensor
     """Tiles of the other spans, as `Batch.tiles_Y4`."""
-    is_whole: bool
-    """Whether no span is left for a paged kernel; there may be no spans at all."""
     is_alone: bool
     """Whether the batch is one whole prompt, without other rows."""
 
@@ -58,7 +56,7 @@ class AttentionPlan:
         whole, rest = divide(batch.spans, whole_prompt_tokens)
         tiles_Y4 = tiles_on(rest, batch.tiles_Y4.device) if whole else batch.tiles_Y4
         is_alone = len(whole) == 1 and whole[0].length == batch.slots_T.shape[0]
-        return cls(batch, tuple(whole), tiles_Y4, not rest, is_alone)
+        return cls(batch, tuple(whole), tiles_Y4, is_alone)
 
 
 def divide(spans: Sequence[Span], whole_prompt_tokens: int) -> tuple[list[Span], list[Span]]:

@@ -41,7 +41,6 @@ LIBRARIES = {
     "fastapi": "",
     "uvicorn": "",
     "triton": "gpu",
-    "flashinfer-python": "gpu-flashinfer",
     "mooncake-transfer-engine": "mooncake",
     "mooncake-transfer-engine-cuda13": "mooncake",
     "mooncake-transfer-engine-non-cuda": "mooncake",

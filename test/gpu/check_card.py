@@ -11,7 +11,6 @@ whatever ends a run, what it found is there. Needs no library but Python's own.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -227,18 +226,11 @@ def parts_of(python: str, out: Path, is_twin: bool) -> list[list[Part]]:
         ),
     ]
     stages = [right] if (os.cpu_count() or 1) >= 8 else [[part] for part in right]
-    has_flashinfer = not is_twin and importlib.util.find_spec("flashinfer") is not None
-    if has_flashinfer:  # before instances that would wait for it
-        stages.insert(
-            0, [Part("flashinfer-build", 240, [python, "-m", "chitu.ops.flashinfer_prefill", "bfloat16", "128"])]
-        )
     stages += [
         [bench("steps", 130, "attention,steps")],
         [bench("transfer", 60, "transfer")],
         [bench("served", 180, "served")],
     ]
-    if has_flashinfer:
-        stages += [[tests("flashinfer", 100, f"{gpu}flashinfer.py")], [bench("flashinfer-steps", 60, "flashinfer")]]
     stages += [[tests("staging", 120, staged, "-k", "tokens_do")], [tests("clusters", 200, f"{gpu}clusters.py")]]
     if not is_twin and shutil.which("compute-sanitizer"):
         tool = ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "20"]

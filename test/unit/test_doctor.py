@@ -28,7 +28,7 @@ HOSTS = [f"dp_config.router.host={A}"] + [
 PD = "dp_config.router.pd_disaggregation"
 CARDS = NodeDevices(tuple(Device(str(k), f"GPU-{k}", "NVIDIA H200", 141 * GIB) for k in range(1)), "nvidia-smi lists 1")
 VERSIONS = {"torch": "2.11.0", "transformers": "5.0", "tokenizers": "0.22", "pyzmq": "27", "msgspec": "0.20"}
-VERSIONS |= {"fastapi": "0.1", "uvicorn": "0.3", "triton": "3.6", "flashinfer-python": "0.6.12", "nixl": "1.5.1"}
+VERSIONS |= {"fastapi": "0.1", "uvicorn": "0.3", "triton": "3.6", "nixl": "1.5.1"}
 VERSIONS |= {"mooncake-transfer-engine-cuda13": "0.3.14"}
 SOUND = NodeFacts(
     host=A,
@@ -145,7 +145,7 @@ def test_a_planted_fault_is_found(
         ("torch", "auto", Level.ERROR, "script/setup.sh"),
         ("nixl", "nixl", Level.ERROR, ".[nixl]"),
         ("mooncake-transfer-engine-cuda13", "mooncake", Level.ERROR, ".[mooncake]"),
-        ("flashinfer-python", "auto", Level.WARNING, ".[gpu-flashinfer]"),
+        ("triton", "auto", Level.WARNING, ".[gpu]"),
     ],
 )
 def test_a_missing_library_is_named_with_what_brings_it(missing: str, transport: str, level: Level, cure: str) -> None:

@@ -12,7 +12,6 @@ Takes at most `--minutes`; a part that cannot run is reported with its reason.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import tempfile
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from chitu.tools.bench.gpu.card import Card, Row
 
 
-PARTS = ("attention", "steps", "transfer", "served", "flashinfer")
-"""Parts of the benchmark. The last one runs if FlashInfer is installed; its kernels may have to be built first."""
+PARTS = ("attention", "steps", "transfer", "served")
 
 
 def make_checkpoint(card: Card, folder: Path) -> Path:
@@ -67,7 +65,6 @@ def measure(card: Card, parts: tuple[str, ...], folder: Path, end_s: float, chil
         "steps": of_steps,
         "transfer": lambda: scatter.rows(card, child),
         "served": lambda: served.rows(card, make_once()),
-        "flashinfer": lambda: StepBench(card, make_once()).flashinfer_rows(max(0.0, end_s - time.monotonic())),
     }
     yield from ceilings(card)
     for part in parts:
@@ -85,8 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--tiny", action="store_true", help="sizes that Triton's interpreter can do")
-    default = PARTS if importlib.util.find_spec("flashinfer") is not None else PARTS[:-1]
-    parser.add_argument("--only", default=",".join(default), help=f"of {', '.join(PARTS)}, comma separated")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}, comma separated")
     parser.add_argument("--minutes", type=float, default=8.0, help="no part begins after six sevenths of it")
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     parser.add_argument("--receive", help=argparse.SUPPRESS)

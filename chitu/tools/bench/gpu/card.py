@@ -17,7 +17,6 @@ import torch
 
 from chitu.engine.step_graphs import CudaRecorder, EagerRecorder, Recorder
 from chitu.kv_cache.pool import TORCH_DTYPES
-from chitu.ops.flashinfer_prefill import FlashInferPrefill
 from chitu.ops.interface import Batch, HeadSpec, Ops
 from chitu.ops.select import has_triton
 from chitu.ops.torch_ops import TorchOps
@@ -207,14 +206,14 @@ class Card:
     def dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.sizes.dtype]
 
-    def ops(self, whole_prompt_tokens: int | None = None, flashinfer: FlashInferPrefill | None = None) -> Ops:
+    def ops(self, whole_prompt_tokens: int | None = None) -> Ops:
         """Return the ops. Torch computes prompts of at least `whole_prompt_tokens`; the default is an instance's."""
         if not self.is_gpu:
             whole = max(self.sizes.prompts)
-            return InterpretedOps(TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole, flashinfer))
+            return InterpretedOps(TritonOps(self.num_multiprocessors, whole_prompt_tokens or whole))
         if not has_triton(self.device):
             raise RuntimeError("the benchmark is of the Triton kernels, and triton is not installed")
-        return TritonOps(self.num_multiprocessors, whole_prompt_tokens or WHOLE_PROMPT_TOKENS, flashinfer)
+        return TritonOps(self.num_multiprocessors, whole_prompt_tokens or WHOLE_PROMPT_TOKENS)
 
     @property
     def num_multiprocessors(self) -> int:

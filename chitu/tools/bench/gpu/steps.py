@@ -5,8 +5,8 @@ that of `ModelRunner.execute`, including the tokens' copy to the host. The sched
 instance (`host_share.py`), with each step launched before the previous one is read (overlap) and without. The
 differences are the host's share.
 
-A prompt longer than the recorded steps is timed as an instance computes it, and by our own kernel alone.
-`flashinfer_rows` times it by FlashInfer, and chunks after a prefix by both.
+A prompt longer than the recorded steps is timed as an instance computes it, and by our own kernel alone, by which its
+last chunk is timed, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from chitu.kv_cache.pool import KVPool
 from chitu.models.checkpoint import count_weights
 from chitu.models.config import ModelSpec, model_hash, read_model_spec
 from chitu.models.layers import DecoderModel
-from chitu.ops.flashinfer_prefill import PrefillShape, open_flashinfer
 from chitu.ops.interface import Ops
 from chitu.ops.whole_prompts import NO_WHOLE_PROMPTS
 from chitu.protocol import KVLayout, SamplingParams, pack_i32
@@ -60,24 +59,9 @@ class StepBench:
                 yield from self.decode(batch)
             for tokens in self._card.sizes.prompts:
                 yield from self.prefill(tokens)
-            own = self._card.ops(NO_WHOLE_PROMPTS)
-            yield from self.prefill(max(self._card.sizes.prompts), own, ", own kernel")
-
-    def flashinfer_rows(self, limit_s: float) -> Iterator[Row | str]:
-        """Measure the longest prompt at once and its last chunk. Building the kernels may take `limit_s` before."""
-        card, spec = self._card, self.spec
-        shape = PrefillShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, PAGE_SIZE, card.dtype, card.dtype)
-        library = open_flashinfer("auto", shape, card.device, limit_s) if card.is_gpu else None
-        if library is None:
-            yield "prefill by FlashInfer: it is not installed, or does not work here"
-            return
-        tokens = max(card.sizes.prompts)
-        with torch.inference_mode():
-            for name, flashinfer in ((", FlashInfer", library), (", own kernel", None)):
-                ops = card.ops(NO_WHOLE_PROMPTS, flashinfer)
-                if flashinfer is not None:
-                    yield from self.prefill(tokens, ops, name)
-                yield from self.prefill(tokens, ops, name, chunk=card.sizes.last_chunk)
+            tokens, own = max(self._card.sizes.prompts), self._card.ops(NO_WHOLE_PROMPTS)
+            yield from self.prefill(tokens, own, ", own kernel")
+            yield from self.prefill(tokens, own, ", own kernel", chunk=self._card.sizes.last_chunk)
 
     def decode(self, batch: int) -> Iterator[Row]:
         card, context, steps = self._card, self._card.sizes.step_context, STEPS if self._card.is_gpu else 2

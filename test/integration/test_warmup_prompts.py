@@ -1,4 +1,4 @@
-"""Which device gets which operations for prompts, as far as that can be tested without a GPU."""
+"""Which prompts warm up a GPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from engine_checkpoints import write_checkpoint
 
 from chitu.config.load import load_topology
 from chitu.config.topology import instances
-from chitu.engine.build import prefill_ops, warmup_prompts
-from chitu.errors import ConfigError
+from chitu.engine.build import warmup_prompts
 from chitu.models.config import read_model_spec
 from chitu.types import Role
 
@@ -24,26 +23,6 @@ def specs(tmp_path_factory):
         write_checkpoint(folder, family, num_layers=1)
         found[family] = read_model_spec(folder)
     return found
-
-
-def chosen(specs, family, role, wanted, device="cpu"):
-    topology = load_topology(None, [f"model.prefill_attention={wanted}"])
-    instance = next(instance for instance in instances(topology) if instance.role is role)
-    return prefill_ops(topology, instance, specs[family], torch.device(device), "bfloat16", "bfloat16")
-
-
-def test_without_a_gpu_nothing_is_built_and_what_was_asked_for_is_refused(specs):
-    assert chosen(specs, "qwen3", Role.PREFILL, "auto") is None
-    assert chosen(specs, "qwen3", Role.PREFILL, "paged") is None
-    with pytest.raises(ConfigError, match="flashinfer, but cpu"):
-        chosen(specs, "qwen3", Role.PREFILL, "flashinfer")
-
-
-def test_instances_that_compute_no_prompts_or_no_heads_need_no_flashinfer(specs):
-    assert chosen(specs, "qwen3", Role.DECODE, "flashinfer", "cuda:0") is None
-    assert chosen(specs, "deepseek_v2", Role.PREFILL, "auto", "cuda:0") is None
-    with pytest.raises(ConfigError, match="latent"):
-        chosen(specs, "deepseek_v2", Role.PREFILL, "flashinfer", "cuda:0")
 
 
 def warmed(specs, role, longest_recorded, *overrides, family="qwen3", device="cuda:0"):
