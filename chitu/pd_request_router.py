@@ -46,7 +46,6 @@ from chitu.protocol import (
 from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
-from chitu.router.cross_checks import CrossChecks
 from chitu.router.dispatch import Dispatcher
 from chitu.router.generation import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.members import ClusterMember, Members
@@ -99,10 +98,6 @@ class PDRequestRouter:
         self._dirty = self._attempts.dirty
         self.trace = trace
         self._framed = trace.framed
-        verify_compute = config.pd_disaggregation.verify_compute
-        self._cross_checks: CrossChecks | None = None
-        if verify_compute != "off":
-            self._cross_checks = CrossChecks(verify_compute, self._attempts, members)
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._released: asyncio.Event | None = None
         """Set when new requests need not wait any more; None while they need not."""
@@ -110,8 +105,6 @@ class PDRequestRouter:
         """Error of those that wait, once the process ends."""
         self._weights = 0
         """Number of the weights that the newest view serves."""
-        self.check_results = self._cross_checks.results if self._cross_checks is not None else []
-        """Results of cross-checks that need an act; the reader removes them."""
         self.counters = self._attempts.counters
         self.journal = self._attempts.journal
 
@@ -211,8 +204,6 @@ class PDRequestRouter:
         now_s = self._clock.monotonic()
         timeout_s = min(self._timeout_s, first.timeout_s or self._timeout_s)
         generations = [Generation(request, wake, now_s + timeout_s, now_s) for request in requests]
-        if self._cross_checks is not None and len(requests) == 1 and (checked := self._cross_checks.sampled(first)):
-            generations[0].request, generations[0].is_checked = checked, True
         try:
             generations = generations[: self._start(generations, is_admitted)]
             for generation in generations:
@@ -414,7 +405,7 @@ class PDRequestRouter:
                 attempt.generation.prompt_logprobs = lines
         for place, packed in batch.logprobs:
             attempt = attempt_of(batch.rooms[place])
-            if attempt is not None and not (attempt.generation.is_checked and attempt.generation.logprobs):
+            if attempt is not None:
                 attempt.generation.logprobs.append(packed)
 
     def flush(self) -> None:
@@ -468,8 +459,6 @@ class PDRequestRouter:
             self._released = None
         if view.weights.serve.number != self._weights:
             self._weights = view.weights.serve.number
-            if self._cross_checks is not None:
-                self._cross_checks.forget()
         self._attempts.is_held = self.is_held
         self._attempts.resume_deferred()
         self.flush()
@@ -490,8 +479,6 @@ class PDRequestRouter:
     def tick(self) -> None:
         """End requests that are out of time."""
         self._attempts.tick()
-        if self._cross_checks is not None and not self._idle_waiters and self._released is None:
-            self._cross_checks.tick()
         self.flush()
 
     # ----------------------------------------------------------------------------------------------------- internal

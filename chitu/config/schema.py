@@ -249,9 +249,6 @@ class PDDisaggregationConfig(Section, frozen=True):
     verify_kv: Literal["off", "sample", "all"] = "off"
     """Compare checksums of the received KV pages with those of P: of none, of some pages of each request, or of all.
     The logits row always has one."""
-    verify_compute: Literal["off", "sample", "all"] = "off"
-    """A second P computes the prompt again, of no request, of one in 100, or of each, after the answer. A P whose
-    logits are wrong is reported in the log and drained. Needs two P."""
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
 
 

@@ -151,14 +151,6 @@ def _api_key_problems(router: RouterConfig) -> Iterator[str]:
 
 
 def _instance_problems(topology: Topology) -> Iterator[str]:
-    router = topology.dp_config.router
-    prefills = len(router.prefill_schedulers)
-    # Without any, all of P are expected to join.
-    if (verify_compute := router.pd_disaggregation.verify_compute) != "off" and prefills == 1:
-        yield (
-            f"dp_config.router.pd_disaggregation.verify_compute is {verify_compute}: it needs a "
-            f"second P, but there is one in prefill_schedulers"
-        )
     for instance in instances(topology):
         config = instance.config
         if is_auto(config):

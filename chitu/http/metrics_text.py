@@ -23,7 +23,6 @@ from prometheus_client.utils import floatToGoString
 from chitu.errors import ServiceError
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import InstanceSnapshot
-from chitu.router.cross_checks import OUTCOMES
 from chitu.router.members import BreakerState
 from chitu.router.metrics import (
     TIME_BOUNDS_S,
@@ -200,12 +199,6 @@ def _requests(total: RouterMetrics) -> Iterator[Metric]:
         "Failed attempts that were retried, by the code of the failure",
         by_key(total.retries, codes),
         ("code",),
-    )
-    yield from counter(
-        "chitu_cross_checks",
-        "Answers that a second P computed, by result (verify_compute)",
-        by_key(total.cross_checks, OUTCOMES),
-        ("outcome",),
     )
     yield from counter(
         "chitu_recomputes",

@@ -208,8 +208,6 @@ def receipt_of(model: str, layout: KVLayout, generation: Generation, num_tokens:
     if reason not in ("stop", "length") or num_tokens < len(output):
         reason = "text"
     sampling = request.sampling
-    if generation.is_checked:  # the cross-check's fields: no client asked for them
-        sampling = msgspec.structs.replace(sampling, logprobs=None, transfer_sums=False)
     pairs = [one.decode if one.prefill is None else f"{one.prefill}-{one.decode}" for one in generation.attempts()]
     return sealed(
         Receipt(

@@ -339,7 +339,7 @@ class DecodeRole(InstanceRole):
             sequence.prefill_rank,
             sequence.prefill_incarnation,
             known // self._cache.page_size,
-            sequence.sampling is not None and (sequence.sampling.page_sums or sequence.sampling.transfer_sums),
+            sequence.sampling is not None and sequence.sampling.page_sums,
             sequence.state_slot,
             digest_of(sequence.prompt) if num_states else 0,
         )

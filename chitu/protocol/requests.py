@@ -86,8 +86,6 @@ class SamplingParams(Wire, frozen=True):
     """Grammar of the emitted tokens, those of another D included."""
     page_sums: bool = False
     """Whether `Finish` brings checksums of its pages, both those that it leaves and those that were moved."""
-    transfer_sums: bool = False
-    """Whether `Finish` brings checksums of the moved pages alone, which cost D no time of a step."""
 
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Set
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 from chitu.clock import Clock
@@ -23,7 +23,7 @@ from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
 from chitu.router.admission import Admission
 from chitu.router.dispatch import Dispatcher, max_choices
-from chitu.router.generation import Attempt, GenerateRequest, Generation, PromptGroup
+from chitu.router.generation import Attempt, Generation, PromptGroup
 from chitu.router.members import NO_INSTANCES, ClusterMember, Members
 from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.policies import InstanceKey, instance_key
@@ -57,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 KEPT_RECORDS = 64
 T = TypeVar("T", bound=Hashable)
-MAX_CHECKED = 16
-"""Requests that wait for a cross-check; the oldest is dropped."""
 DEADLINE_STEP_S = 0.05
 """Timer resolution: a deadline fires at most this late (plus the timer's step)."""
 
@@ -110,9 +108,6 @@ class TimerWheel(Generic[T]):
         return found
 
 
-def _wake_nobody() -> None: ...
-
-
 class Attempts:
     """The running attempts."""
 
@@ -152,8 +147,6 @@ class Attempts:
         """Prompt tokens that are to be computed for these."""
         self.dirty: list[Generation] = []
         """Generations whose readers are to be woken."""
-        self.checked: deque[Generation] = deque(maxlen=MAX_CHECKED)
-        """Requests that are over and that a cross-check wants, oldest first."""
         self.counters = RouterMetrics()
         self.journal = RequestJournal()
 
@@ -188,27 +181,16 @@ class Attempts:
         """Return how long a request sent now would wait for a P, and for a D; 0 if unknown."""
         return self._admission.predicted_waits_s(self.num_waiting, self.num_new_tokens)
 
-    def start_alone(self, request: GenerateRequest, timeout_s: float, avoid: Set[InstanceKey]) -> Generation:
-        """Start a request without a reader, whose owner polls it. Raises TooManyRequests, Overloaded, NoInstance."""
-        self.require_room(1, request.num_tokens)
-        self.require_short_wait()
-        now_s = self._clock.monotonic()
-        generation = Generation(request, _wake_nobody, now_s + timeout_s, now_s)
-        self.start([generation], avoid)
-        return generation
-
-    def start(
-        self, generations: list[Generation], avoid: Set[InstanceKey] = NO_INSTANCES, is_admitted: bool = False
-    ) -> int:
+    def start(self, generations: list[Generation], is_admitted: bool = False) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
         many were sent: as many as one message may carry there. They may already have ended with an error if no instance
         takes them. Raises NoInstance if there is none, and Overloaded unless `is_admitted` if it would wait too long in
-        the way that was chosen. Instances in `avoid` are chosen only if there are no others."""
+        the way that was chosen."""
         request = generations[0].request
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
         target = self._selector.select(
-            token_ids, avoid, blocked, request.prefix_salt, request.sampling.max_tokens, request.slo
+            token_ids, NO_INSTANCES, blocked, request.prefix_salt, request.sampling.max_tokens, request.slo
         )
         if not is_admitted:
             self._admission.require_way(target.wait_s)
@@ -475,8 +457,6 @@ class Attempts:
             self.counters.cancelled += 1
         if record.state != "retried":
             self._deadlines.discard(generation, generation.deadline_s)
-            if generation.is_checked and generation.first_prefill is not None and generation.logprobs:
-                self.checked.append(generation)
             if is_news and not generation.dirty:  # else the reader ended it itself
                 generation.dirty = True
                 self.dirty.append(generation)

@@ -251,10 +251,6 @@ class Generation:
     """Logprobs that were taken, if the request may outlive the router."""
     prompt_logprobs: bytes | None = None
     """Logprobs of the prompt, from its first token until they are taken."""
-    is_checked: bool = False
-    """Whether a cross-check wants `logprobs`, of the first token only; the reader did not ask for them."""
-    first_prefill: InstanceKey | None = None
-    """P whose logits the first token was drawn from."""
     num_taken: int = 0
     taken: array[int] = field(default_factory=partial(array, "i"))
     """Tokens that the reader has taken: another D may have to continue after them."""

@@ -83,8 +83,6 @@ class RouterMetrics(msgspec.Struct):
     """Prompt and emitted tokens that continuations prefilled again."""
     breaker_openings: Counts = _counts()
     """Openings of circuit breakers by name of the instance."""
-    cross_checks: Counts = _counts()
-    """Cross-checks by outcome (`router/cross_checks.py`)."""
     tokens: int = 0
     """Tokens received from decode instances, stale ones included."""
     stale_tokens: int = 0

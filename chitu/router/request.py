@@ -284,7 +284,6 @@ class GenerationMachine:
         is_first = generation.first_token_s is None
         if is_first:
             generation.first_token_s = generation.woken_s = self._now_s
-            generation.first_prefill = attempt.prefill
         self._effects.append(CountStarted(attempt, is_first))
 
     def _finished(self, generation: Generation, attempt: Attempt, event: Finished) -> None:

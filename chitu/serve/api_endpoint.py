@@ -20,7 +20,7 @@ import chitu
 from chitu.clock import RealClock
 from chitu.config.schema import Topology
 from chitu.config.topology import router_at
-from chitu.errors import ChituError, ConfigError, NoInstance
+from chitu.errors import ConfigError, NoInstance
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
 from chitu.http.batches import Batches
@@ -47,8 +47,6 @@ from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
 from chitu.process.child import router_name
 from chitu.protocol import TraceLines
-from chitu.router.cross_checks import CheckResult
-from chitu.router.policies import instance_key
 from chitu.serve.body_pool import BodyProcesses
 from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
 from chitu.types import instance_name
@@ -130,8 +128,7 @@ class ApiEndpoint:
         trace = RouterTrace(topology.trace, files, router_name(index), clock)
         self._traces = files
         self.router = PDRequestRouter(Outbox(context), clock, config, trace, index)
-        self._cluster = cluster = make_cluster(self.router)
-        self._healing: set[asyncio.Task[None]] = set()
+        cluster = make_cluster(self.router)
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
         access = Access(config, secrets, clock)
@@ -192,8 +189,6 @@ class ApiEndpoint:
         self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
         self.router.tick()
-        while self.router.check_results:
-            self._heal_soon(self.router.check_results.pop())
         if self._kept is not None:
             self._kept.tick()
         if self._batches is not None:
@@ -224,23 +219,6 @@ class ApiEndpoint:
         if self.router.in_flight or self.router.num_held:
             logger.warning("%d requests did not finish in time", self.router.in_flight + self.router.num_held)
             self.router.fail_all(NoInstance("the server is shutting down"))
-
-    def _heal_soon(self, result: CheckResult) -> None:
-        """Drain a P that a cross-check found wrong. If only one answer or a transfer was wrong, flush all caches
-        instead."""
-        task = asyncio.ensure_future(self._heal(result))
-        self._healing.add(task)
-        task.add_done_callback(self._healing.discard)
-
-    async def _heal(self, result: CheckResult) -> None:
-        guilty = result.guilty
-        try:
-            if result.outcome in ("passing", "damaged"):
-                await self._cluster.flush_caches()
-            elif guilty is not None and guilty in map(instance_key, self.router.candidates.prefill):
-                await self._cluster.drain(guilty.name, False)
-        except ChituError as error:
-            logger.error("cross-check: could not drain the instance or flush the caches: %s", error)
 
     def close(self) -> None:
         if self._token_reader is not None:

@@ -40,7 +40,6 @@ from chitu.tools.verify.run import VerifyOptions, find_transformers, verify
 from chitu.tools.verify.topology import expected_bytes
 
 ROUTER = "dp_config.router"
-PD = f"{ROUTER}.pd_disaggregation"
 PAGES = (400, 401)
 """Pool sizes of D0 and D1, by which a transport that is to harm one of them tells them apart."""
 PATIENCE_S = 300
@@ -290,47 +289,6 @@ def test_a_transformers_that_computes_a_model_wrongly_is_no_reference(
     said: list[str] = []
     assert find_transformers(str(model), said.append) is None
     assert "5.14.1 computes deepseek_v2 wrongly, 5.15 is right" in said[0]
-
-
-def test_a_p_with_a_wrong_weight_is_found_by_the_other_one_and_drains(tmp_path: Path, broken_model: str) -> None:
-    """`verify_compute` finds it by a request that it served itself, or by one that it recomputed for the other P."""
-    (tmp_path / "planted.json").write_text(json.dumps({"P1": {"model": broken_model}}))
-    env = {planted_scheduler.ENVIRONMENT: str(tmp_path / "planted.json")}
-    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
-    settings += [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]", f"{PD}.verify_compute=all"]
-    topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
-    with LocalCluster(topology, entries=replace(FORKED, scheduler="support.planted_scheduler"), env=env) as cluster:
-        cluster.wait_ready(PATIENCE_S)
-        client = RouterClient(cluster.url)
-        body = {"prompt": [5, 6, 7, 8, 9], "max_tokens": 3}
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).json()
-        assert answer["choices"][0]["logprobs"] is None, "its reader knows nothing of it"
-
-        def statuses() -> dict[str, str]:
-            return {instance.name: instance.status for instance in client.cluster().instances}
-
-        wait_until(lambda: statuses()["P1"] != "up", 60, lambda: cluster.logs("router")[-3000:])
-        assert "P1 differs from D, too: its weights or kernels are wrong" in cluster.logs("router")
-        assert statuses()["P0"] == "up"
-
-
-def test_verify_compute_finds_pages_that_were_damaged_on_their_way_and_accuses_no_p(tmp_path: Path) -> None:
-    (tmp_path / "planted.json").write_text(json.dumps({"P1": {"faults": {"neighbour_page": 1}}}))
-    env = {planted_scheduler.ENVIRONMENT: str(tmp_path / "planted.json")}
-    settings = [f"model.path={TINY_MODEL_DIR}", "cache.num_pages=400", "scheduler.threads=1"]
-    settings += [f"{ROUTER}.prefill_schedulers=[{{port: 0}}, {{port: 0}}]", f"{PD}.verify_compute=all"]
-    topology = load_topology("pd_disagg_1p1d_local.yaml", settings)
-    with LocalCluster(topology, entries=replace(FORKED, scheduler="support.planted_scheduler"), env=env) as cluster:
-        cluster.wait_ready(PATIENCE_S)
-        url, logs = cluster.url, lambda: cluster.logs("router")
-        body = {"prompt": list(range(5, 45)), "max_tokens": 3, "cache_prompt": False, "return_proof": True}
-        served = set[str]()
-        while "P1" not in served:
-            answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).json()["chitu"]
-            assert "page_sums" not in answer["choices"][0]["attempts"][-1], "its reader did not ask for them"
-            served |= set(answer["prefill"])
-        wait_until(lambda: "cross-check: P1-D0: K and V differ between P and D" in logs(), 60, logs)
-        assert {instance.status for instance in RouterClient(url).cluster().instances} == {"up"}
 
 
 def test_receipts_of_the_cluster_are_replayed_by_one_engine(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from support.clock import FakeClock
 from support.keyed_peer import KeyedPeer
@@ -81,7 +81,6 @@ class World:
         retry: RetryConfig | None = None,
         breaker: BreakerConfig | None = None,
         deadlines: DeadlineConfig | None = None,
-        verify_compute: Literal["off", "sample", "all"] = "off",
     ) -> None:
         """Make one instance for each role given. The instances of a role have the ranks 0, 1, ..."""
         self.clock = FakeClock()
@@ -93,9 +92,7 @@ class World:
             request_timeout_s=60.0,
             retry=retry or RetryConfig(),
             breaker=breaker or BreakerConfig(),
-            pd_disaggregation=PDDisaggregationConfig(
-                deadlines=deadlines or DeadlineConfig(), verify_compute=verify_compute
-            ),
+            pd_disaggregation=PDDisaggregationConfig(deadlines=deadlines or DeadlineConfig()),
         )
         outbox: Any = self.outbox
         trace = RouterTrace(TraceConfig(), None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced

@@ -134,16 +134,6 @@ def test_a_receipt_names_the_adapter_by_its_hash() -> None:
     assert changed_fields(msgspec.structs.replace(one, adapter_hash="")) == ["adapter_hash"]
 
 
-def test_what_a_cross_check_asks_for_is_in_no_receipt() -> None:
-    layout = KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99)
-    sampling = SamplingParams(4, seed=8, logprobs=20, transfer_sums=True)
-    made = Generation(GenerateRequest("r", pack_i32([5, 6]), 2, sampling), lambda: None, 9.0, 0.0, tokens=[7])
-    assert receipt_of("m", layout, made, 1).sampling.logprobs == 20
-    made.is_checked = True
-    one = receipt_of("m", layout, made, 1).sampling
-    assert (one.logprobs, one.transfer_sums, one.seed) == (None, False, 8)
-
-
 def score(logprob: float, top: int, top_logprob: float) -> Score:
     return Score(logprob, top, top_logprob)
 
