@@ -68,18 +68,6 @@ def make_parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Argume
         "--patience", type=_positive(float), default=600.0, metavar="S", help="seconds without any answer until it ends"
     )
 
-    command = commands.add_parser("explain", help="show where a running cluster's requests spend their time")
-    either = command.add_mutually_exclusive_group()
-    either.add_argument(
-        "source", nargs="?", metavar="FILE", help="a file written by --save, in place of a router (or its URL)"
-    )
-    _add_router(command, either)
-    command.add_argument(
-        "--seconds", type=_positive(float), default=10.0, metavar="S", help="seconds to watch (default: 10)"
-    )
-    command.add_argument("--save", metavar="FILE", help="file for the observations, to explain them again")
-    command.add_argument("--json", action="store_true", help="print the explanation as one JSON object")
-
     command = commands.add_parser("trace", help="show a traced request (X-Chitu-Trace: 1) as a time line")
     command.add_argument("request_id", metavar="ID", help="X-Request-Id of its answer")
     _add_router(command)

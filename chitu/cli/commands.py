@@ -1,4 +1,4 @@
-"""The commands of `chitu`: serve, node, chat, batch, explain, trace, verify, snapshot, replay, join, drain, role, plan,
+"""The commands of `chitu`: serve, node, chat, batch, trace, verify, snapshot, replay, join, drain, role, plan,
 make-model, size, bench, doctor.
 
 Called by `main` of the package. This module only calls; `arguments.py` parses. Each command imports what it needs in
@@ -134,15 +134,6 @@ def _batch(arguments: argparse.Namespace) -> int:
 
     options = BatchOptions(arguments.concurrency, arguments.timeout, arguments.patience)
     return batch(arguments.url, api_key(), Path(arguments.input), Path(arguments.output), options)
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    from chitu.launch.router_calls import credential
-    from chitu.tools.explain import explain_cluster
-
-    source = arguments.source or arguments.url
-    known = credential(source) if "://" in source else None
-    return explain_cluster(source, known, arguments.seconds, arguments.save, arguments.json)
 
 
 def _trace(arguments: argparse.Namespace) -> int:
@@ -396,7 +387,6 @@ RUNS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "serve": _serve,
     "chat": _chat,
     "batch": _batch,
-    "explain": _explain,
     "trace": _trace,
     "join": _join,
     "drain": _drain,

@@ -2,8 +2,8 @@
 
 P and D report their times with the end of a request (`StageTimes`). When an attempt ends, the router makes its `Stages`
 of them and of its own moments, and keeps them in the attempt's record. Everything else formats stages: `GET /cluster`
-and its page, metrics, `chitu chat`, `chitu explain`, and with the moments of the HTTP layer `return_proof`,
-`Server-Timing` and the spans of OpenTelemetry.
+and its page, metrics, `chitu chat`, and with the moments of the HTTP layer `return_proof`, `Server-Timing` and the
+spans of OpenTelemetry.
 
 Invariant: no stage is negative, and the known stages add up to the time at the router, to the microsecond. So a time
 counts once, for the stage that it is due to. P's queue, for example, counts from D's announcement, since before it P

@@ -58,4 +58,5 @@ class ClusterSnapshot(msgspec.Struct, frozen=True):
     """Requests that the reader may see (of an API key: those of its tenant), oldest first: the last ones that ended,
     and those that run. All other numbers are of the whole cluster."""
     advice: str = ""
-    """What the balancer would change, and why (`router.balance`); empty if nothing is due."""
+    """What the balancer would change, and why, and an instance that is slow (`router.balance`); empty if nothing is
+    due."""

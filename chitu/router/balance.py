@@ -12,11 +12,15 @@ an instance that leaves or has just come). A change has a reason in numbers. Hys
 summed up over time (as in a CUSUM test: E. S. Page, "Continuous Inspection Schemes", 1954) and must reach `EVIDENCE_S`;
 time in which it gains less than `MARGIN` counts against it. So a large change of the load is answered in seconds, and
 noise is not. Unified instances are watched, but keep their role: the router already sends them the half that is short.
+
+It also names an instance that is much slower than others of its role at the same work (`slow_ones`). Routing sends it
+less by its rates; why it is slow only its operator can find out.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -55,6 +59,8 @@ LINE_S = 120.0
 """Time constant of the seconds of a step, and of a prompt."""
 DOUBT = 0.01
 """Variance of the requests in a step, as a share of their squared mean, of which a slope is believed by half."""
+SLOW = 2.0
+"""Factor by which an instance must be slower than others to be named."""
 KEPT_PARTS = 10
 """Parts of that time, of each of which the largest wish is kept."""
 
@@ -90,6 +96,8 @@ class Observed(NamedTuple):
     """Roles that it can change to."""
     cost_pages: float
     """Pages that are in use, or would be missed, if it changed its role."""
+    context_tokens: int
+    """Tokens of KV that requests hold there."""
 
 
 class Fleet(NamedTuple):
@@ -115,6 +123,20 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.instance} should become {self.role.letter}: {self.reason}"
+
+
+class Slow(NamedTuple):
+    """An instance that takes `times` as long for its work as others of its role that have no less to do."""
+
+    instance: str
+    work: str
+    times: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.instance} takes {self.times:.1f} times as long for {self.work} as others of its role that do no "
+            "less: compare its host and device"
+        )
 
 
 class _Rate:
@@ -200,6 +222,8 @@ class Balancer:
         """The change that is due, also while it cannot be made."""
         self.obstacle = ""
         """Why the change that is due is not made yet."""
+        self.slow: Slow | None = None
+        """The slowest instance, of those that the last two looks, `WINDOW_S` apart, found slow."""
         self._work = {role: _Rate(WINDOW_S) for role in Role}
         self._steps = {role: _Steps() for role in Role}
         self._offered, self._begun = _Rate(WINDOW_S), _Rate(WINDOW_S)
@@ -212,12 +236,15 @@ class Balancer:
         self._rests_until_s = -math.inf
         self._wishes: dict[Role, _Wish] = {}
         self._unknown_until_s = -math.inf
+        self._suspects: frozenset[str] = frozenset()
+        self._looks_again_s = -math.inf
 
     def tick(self, now_s: float, fleet: Fleet) -> Change | None:
         """Take in what the instances reported. Return the change that is to be made now, once."""
         passed_s = self._measure(now_s, fleet)
         if passed_s <= 0:
             return None
+        self._look(now_s, fleet)
         counts = {role: sum(i.role is role for i in fleet.instances) for role in Role}
         self._weigh(now_s, counts)
         role, gain = self._gain(fleet, counts)
@@ -238,6 +265,15 @@ class Balancer:
     def on_failed(self, now_s: float) -> None:
         """Pause after a change that could not be made."""
         self._rests_until_s = now_s + RETRY_S
+
+    def _look(self, now_s: float, fleet: Fleet) -> None:
+        if now_s < self._looks_again_s:
+            return
+        self._looks_again_s = now_s + WINDOW_S
+        found = slow_ones(fleet.instances)
+        again = [slow for slow in found if slow.instance in self._suspects]
+        self.slow = max(again, key=lambda slow: slow.times, default=None)
+        self._suspects = frozenset(slow.instance for slow in found)
 
     def _measure(self, now_s: float, fleet: Fleet) -> float:
         """Return the seconds since the last call; 0 for the first one."""
@@ -363,4 +399,35 @@ def observe(info: InstanceInfo, load: LoadReport, age_s: float, prompt_tokens: f
         is_held=load.held_by_prefill > 0,
         roles=info.roles,
         cost_pages=load.pages_used + hits * load.pages_cached,
+        context_tokens=info.layout.page_size * load.pages_used,
     )
+
+
+def slow_ones(instances: Sequence[Observed]) -> list[Slow]:
+    """Return the instances that are `SLOW` beside others at the same work. Prompt tokens are those of prompts of one
+    length. A step is compared with steps of at least as many requests and tokens of KV, so no rate has to hold where it
+    was not measured."""
+    found: list[Slow] = []
+    for role in Role:
+        peers = [one for one in instances if one.role is role]
+        prompts_s = [one.prompt_token_s for one in peers if one.prompt_token_s > 0 and role is not Role.DECODE]
+        steps = [one for one in peers if one.step_s > 0]
+        least_prompt_s = min(prompts_s, default=math.inf)
+        least_step_s = min([one.step_s for one in steps], default=math.inf)
+        for one in peers:
+            if one.prompt_token_s >= SLOW * least_prompt_s:
+                others_s = [other.prompt_token_s for other in peers if other is not one and other.prompt_token_s > 0]
+                found += _times(one, "a prompt token", one.prompt_token_s, others_s)
+            if one.step_s >= SLOW * least_step_s:
+                others_s = [
+                    other.step_s
+                    for other in steps
+                    if other.rows >= one.rows and other.context_tokens >= one.context_tokens and other is not one
+                ]
+                found += _times(one, "a step", one.step_s, others_s)
+    return found
+
+
+def _times(one: Observed, work: str, own_s: float, others_s: Sequence[float]) -> list[Slow]:
+    times = own_s / statistics.median(others_s) if others_s else 0.0
+    return [Slow(one.name, work, times)] if times >= SLOW else []

@@ -119,7 +119,7 @@ class BalanceMetrics(msgspec.Struct):
     role_changes: Counts = _counts()
     """Instances that it had take the role."""
     advice: str = ""
-    """The change that is due; empty if none is."""
+    """The change that is due, and an instance that is slow; empty if there is neither."""
 
 
 class CoordinationMetrics(msgspec.Struct):

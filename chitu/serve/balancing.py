@@ -53,6 +53,8 @@ class Balancing:
         """Mean length of the prompts of late."""
         self._advised: Role | None = None
         """Role of the advice that was logged last, while it holds."""
+        self._named = ""
+        """Slow instance that was logged last, while it is slow."""
         self._changes: defaultdict[str, int] = defaultdict(int)
         self._told: dict[Role, int] = {}
         """Wishes that the command has got."""
@@ -70,12 +72,11 @@ class Balancing:
         )
 
     def _advice(self) -> str:
-        advice, obstacle = self._balancer.advice, self._balancer.obstacle
-        if advice is None:
-            return ""
-        return f"Balancer ({'act' if self._acts else 'advise'}): {advice}" + (
-            f"; not now: {obstacle}" if obstacle else ""
-        )
+        advice, obstacle, slow = self._balancer.advice, self._balancer.obstacle, self._balancer.slow
+        said = [] if slow is None else [str(slow)]
+        if advice is not None:
+            said.append(f"{advice}; not now: {obstacle}" if obstacle else str(advice))
+        return f"Balancer ({'act' if self._acts else 'advise'}): {'. '.join(said)}" if said else ""
 
     def tick(self) -> None:
         now_s = self._clock.monotonic()
@@ -87,6 +88,10 @@ class Balancing:
         if advice is not None and advice.role is not self._advised and change is None:
             logger.warning("%s", self._advice())
         self._advised = None if advice is None else advice.role
+        slow = self._balancer.slow
+        if slow is not None and slow.instance != self._named:
+            logger.warning("%s", slow)
+        self._named = "" if slow is None else slow.instance
         if change is not None:
             self._changing = asyncio.ensure_future(self._make(change))
         if self._command:

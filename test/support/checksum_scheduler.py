@@ -51,8 +51,6 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prompt_token_s: float = 0.0
     holds: str = ""
     """Folder of the holds; empty: none."""
-    slow: dict[str, float] = {}
-    """Factor by which an instance (`P1`) is slower."""
     has_state: bool = False
     """Whether the model has a recurrent state, on which its tokens depend, too."""
 
@@ -108,8 +106,7 @@ def build_checksum_rank(topology: Topology, instance: Instance, tp_rank: int, pr
     pool = ChecksumPool(layout, num_pages, num_aux_slots, transfer_bytes, num_states)
     max_len = min(spec.max_model_len, pool.num_pages * layout.page_size)
     info = ExecutorInfo(num_slots, max_len, spec.vocab_size, layout.num_layers, spec.eos_token_ids)
-    factor = config.slow.get(instance.name, 1.0)
-    pace = Pace(factor * config.step_s, factor * config.prompt_token_s)
+    pace = Pace(config.step_s, config.prompt_token_s)
     return ChecksumRank(pool, ChecksumExecutor(info, pool, pace, hold_in(config.holds)))
 
 

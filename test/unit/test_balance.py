@@ -197,6 +197,7 @@ class World:
             is_held=False,
             roles=(P, D),
             cost_pages=node.load,
+            context_tokens=0,
         )
 
 
@@ -270,7 +271,7 @@ class Script:
 
 def observed(name: str, role: Role, incarnation: int, **others: object) -> Observed:
     """Return an instance that computes or makes a million tokens a second."""
-    whole = Observed(name, role, incarnation, 100.0, False, 0, 1e-6, 0, 1, 1e-6, 1, 0.0, 0.0, False, (P, D), 10.0)
+    whole = Observed(name, role, incarnation, 100.0, False, 0, 1e-6, 0, 1, 1e-6, 1, 0.0, 0.0, False, (P, D), 10.0, 0)
     return whole._replace(**others)
 
 
@@ -382,3 +383,44 @@ def test_the_wish_grows_with_the_load_and_shrinks_after_five_minutes_without_it(
     assert script.balancer.wanted == {P: 3, D: 6}
     script.run(120.0, 0.3, 0.1)
     assert script.balancer.wanted == {P: 1, D: 1}
+
+
+def named_slow(*instances: Observed) -> str:
+    """Return what a balancer says of these after a minute."""
+    script = Script()
+    script.instances = list(instances)
+    script.run(60.0, 0.0, 0.0)
+    return "" if script.balancer.slow is None else str(script.balancer.slow)
+
+
+def test_a_p_that_takes_twice_as_long_for_a_prompt_as_others_is_named() -> None:
+    peers = [observed(f"P{k}", P, 1 + k) for k in range(2)]
+    assert named_slow(*peers, observed("P2", P, 3, prompt_token_s=1.9e-6)) == ""
+    assert named_slow(*peers, observed("P2", P, 3, prompt_token_s=3e-6)) == (
+        "P2 takes 3.0 times as long for a prompt token as others of its role that do no less: compare its host and "
+        "device"
+    )
+    unknown = [observed(f"P{k}", P, 1 + k, prompt_token_s=0.0) for k in range(2)]
+    assert named_slow(*unknown, observed("P2", P, 3)) == "", "nothing is known of the others"
+    assert named_slow(observed("P0", P, 1, prompt_token_s=3e-6), observed("D0", D, 2)) == "", "it has no peer"
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "is_named"), [(8, 500, True), (4, 100, True), (9, 500, False), (8, 501, False)]
+)
+def test_a_d_is_slow_only_beside_one_that_has_no_less_to_do(rows: int, tokens: int, is_named: bool) -> None:
+    peer = observed("D0", D, 1, rows=8, context_tokens=500, step_s=0.02)
+    said = named_slow(peer, observed("D1", D, 2, rows=rows, context_tokens=tokens, step_s=0.05))
+    assert said.startswith("D1 takes 2.5 times as long for a step") if is_named else not said
+
+
+def test_an_instance_that_was_slow_for_a_moment_is_not_named_and_of_two_the_slower_is() -> None:
+    script = Script()
+    script.instances = [observed(f"P{k}", P, 1 + k) for k in range(5)]
+    seen = []
+    for times in ((3.0, 1.0), (1.0, 3.0), (3.0, 4.0), (4.0, 3.0), (1.0, 1.0)):
+        for rank, factor in enumerate(times):
+            script.instances[rank] = script.instances[rank]._replace(prompt_token_s=factor * 1e-6)
+        script.run(20.0, 0.0, 0.0)
+        seen.append(script.balancer.slow and script.balancer.slow.instance)
+    assert seen == [None, None, "P1", "P0", None]

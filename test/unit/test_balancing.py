@@ -110,6 +110,27 @@ def test_one_that_advises_says_it_once_in_the_log_and_orders_nothing(caplog: pyt
     run(scenario())
 
 
+def test_a_slow_instance_is_said_once_in_the_log_and_shown_as_long_as_it_is_slow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        cluster = Cluster("advise")
+        rates = msgspec.structs.replace(RATES, decode_step_s=0.05, row_s=0.002)
+        cluster.loads["D2"] = msgspec.structs.replace(cluster.loads["D2"], rates=rates, pages_used=0)
+        with caplog.at_level(logging.WARNING, "chitu.serve.balancing"):
+            await cluster.run(90.0)
+        says = (
+            "D2 takes 4.1 times as long for a step as others of its role that do no less: compare its host and device"
+        )
+        assert caplog.text.count(says) == 1
+        assert cluster.balancing.metrics().advice.startswith(f"Balancer (advise): {says}. D2 should become P: ")
+        cluster.loads["D2"] = msgspec.structs.replace(cluster.loads["D2"], rates=RATES)
+        await cluster.run(30.0)
+        assert says not in cluster.balancing.metrics().advice
+
+    run(scenario())
+
+
 def test_nothing_changes_while_the_cluster_is_paused() -> None:
     async def scenario() -> None:
         cluster = Cluster("act")
@@ -182,7 +203,7 @@ def test_a_d_is_measured_by_what_it_can_do_within_the_slo() -> None:
     one = observe(info, load, 10.0, 100.0)
     assert (one.rows, one.step_s) == (2, pytest.approx(0.01 + 2e-3 + 64e-5))
     assert one.pages_share == 0.1  # four requests have a fifth of the pages; two of them decode
-    assert one.cost_pages == 4 + 10 / 4 and one.prompt_token_s == pytest.approx(0.001)
+    assert one.context_tokens == 64 and one.cost_pages == 4 + 10 / 4 and one.prompt_token_s == pytest.approx(0.001)
 
 
 def test_the_seconds_of_a_step_are_a_line_through_all_instances() -> None:

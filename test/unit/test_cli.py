@@ -103,7 +103,6 @@ TP = "dp_config.router.{}_schedulers.0.tp_size=2"
         (["serve", "--pipeline-parallel-size", "2"], "a key of the topology is given as a.b=c"),
         (["serve", "--api-key", "secret"], "as CHITU_API_KEYS"),
         (["drain", "D0", "--api-key", "secret"], "as CHITU_API_KEY"),
-        (["explain", "saved.json", "--url", "http://a:1"], "not allowed with argument"),
         (["verify", "--url", "http://a:1", "http://b:1"], "not allowed with argument"),
     ],
 )
@@ -124,7 +123,7 @@ def test_options_of_other_engines_lead_to_keys_that_exist() -> None:
         assert prefill.partition("=")[0] in set(known_keys()), named
 
 
-@pytest.mark.parametrize("command", ["chat", "drain", "explain", "join", "snapshot", "trace", "verify"])
+@pytest.mark.parametrize("command", ["chat", "drain", "join", "snapshot", "trace", "verify"])
 def test_every_command_of_a_running_cluster_names_it_by_the_same_option(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -239,7 +239,7 @@ def test_who_comes_first_is_told_what_to_press(open_fleet: Any) -> None:
     page.page.locator("#clear").click()
     expect(starts.first).to_be_visible()
     page.page.locator("#commands summary").click()
-    expect(page.page.locator("#commands dd").first).to_have_text(f"chitu explain --url {URL}")
+    expect(page.page.locator("#commands dd").first).to_have_text(f"chitu chat --url {URL}")
     expect(page.page.locator("#detail")).to_have_text("Tap an instance to see more of it.")
     box, composer = page.page.locator("#prompt").bounding_box(), page.page.locator("#composer").bounding_box()
     assert (
@@ -329,7 +329,7 @@ def test_layout_labels_and_choices_of_a_cluster(open_fleet: Any) -> None:
         "heats": [0, 1, 2, 2, 3, 3, 4, 4],
         "waits": 4,
         "commands": [
-            *("chitu explain", "chitu chat", "chitu join decode", "chitu drain D1", "chitu role D1 prefill"),
+            *("chitu chat", "chitu join decode", "chitu drain D1", "chitu role D1 prefill"),
             "chitu verify",
         ],
     }

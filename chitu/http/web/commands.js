@@ -1,4 +1,4 @@
-/* What to type to change or explain this cluster, with its address and the names of its instances. Pure but for the
+/* What to type to change or check this cluster, with its address and the names of its instances. Pure but for the
  * elements that it fills. */
 
 /** @returns {[string, string][]} what it does, the command */
@@ -9,7 +9,6 @@ export function commandsOf(instances, url) {
   const decoding = instances.filter((instance) => instance.role === "decode" && instance.status === "up");
   const leaving = d ?? p ?? u;
   return [
-    ["what limits it", `chitu explain${at}`],
     ["talk to it in a terminal", `chitu chat${at}`],
     [`one more ${u && !d ? "U" : "D"}, on the machine where you type it`, `chitu join ${u && !d ? "unified" : "decode"}${at}`],
     ...(leaving ? [[`let ${leaving} finish and leave`, `chitu drain ${leaving}${at}`]] : []),
