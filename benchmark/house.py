@@ -28,9 +28,10 @@ from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
 
 ROOT = Path(__file__).resolve().parent.parent
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 RECORD_BASES = {"Struct", "NamedTuple", "TypedDict"}
 ROLE_PARTS = {"sender", "receiver", "fan_out", "tiers", "kv", "side", "transfer"}
-RECORD_FIELDS, CONSTRUCTOR_ARGUMENTS, SMALL_CLASS_LINES = 6, 6, 10
+RECORD_FIELDS, CONSTRUCTOR_ARGUMENTS, SMALL_CLASS_LINES, LONG_LINES = 6, 6, 10, 80
 IDLE_S = 4.0
 """Time within which an idle cluster runs all of its heartbeats, views and polls."""
 TRACER = """
@@ -100,6 +101,10 @@ def static_rows() -> Iterator[tuple[str, str]]:
     yield f"classes; of {SMALL_CLASS_LINES} lines or less", f"{len(classes)}; {small}"
     twice = sorted(name for name, number in Counter(n.name for n in classes if n.name[0] != "_").items() if number > 1)
     yield "public class names that occur twice", f"{len(twice)} {' '.join(twice)}"
+    functions = [n for t in trees.values() for n in ast.walk(t) if isinstance(n, DEFINITIONS[1:])]
+    long = sum((node.end_lineno or 0) - node.lineno >= LONG_LINES for node in functions)
+    yield f"functions of more than {LONG_LINES} lines", str(long)
+    yield "constants and loggers below the first definition", str(sum(map(_low_constants, trees.values())))
     yield "`Callable[`", str(sum(path.read_text(encoding="utf-8").count("Callable[") for path in trees))
     tests = [node for path in trees if _knows_roles(path) for node in ast.walk(trees[path]) if _is_role_test(node)]
     yield "`is None` of what only some roles have", str(len(tests))
@@ -125,6 +130,14 @@ def _record_fields(node: ast.ClassDef) -> int:
     if "dataclass" not in decorators and not bases & RECORD_BASES:
         return 0
     return sum(isinstance(field, ast.AnnAssign) for field in node.body)
+
+
+def _low_constants(tree: ast.Module) -> int:
+    """Return how many constants and loggers of a module stand below its first definition."""
+    first = next((at for at, node in enumerate(tree.body) if isinstance(node, DEFINITIONS)), len(tree.body))
+    found = [node for node in tree.body[first:] if isinstance(node, ast.Assign | ast.AnnAssign)]
+    targets = [node.targets[0] if isinstance(node, ast.Assign) else node.target for node in found]
+    return sum(isinstance(x, ast.Name) and (x.id.isupper() or x.id in ("log", "logger")) for x in targets)
 
 
 def _knows_roles(path: Path) -> bool:
