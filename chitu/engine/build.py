@@ -19,22 +19,18 @@ import torch
 
 from chitu.config.devices import dtype_on
 from chitu.config.schema import Topology
-from chitu.config.staging import pool_bytes_of
 from chitu.config.tensor_parallel import MAIN_RANK
-from chitu.config.topology import Instance, computes_prompts, find_instance, instances_on, threads_of
+from chitu.config.topology import Instance, computes_prompts, threads_of
 from chitu.engine.memory_budget import (
     DeviceMemory,
+    HostMemory,
+    PoolPlan,
     available_cpu_bytes,
-    cpu_pool_bytes,
-    device_pages,
     kv_dtype_of,
     kv_layout,
     num_pages_asked,
-    num_pages_for,
     num_pages_key,
-    num_state_rows,
-    reserve_bytes,
-    share_of_device,
+    plan_pool,
     small_pool,
     state_problems,
     too_large,
@@ -46,7 +42,6 @@ from chitu.engine.tp_executor import RankGroup
 from chitu.engine.weights import RankWeights, WeightsSource
 from chitu.errors import ConfigError, Internal
 from chitu.grammars import GrammarCompiler, GrammarStore
-from chitu.kv_cache.aux_row import aux_row_bytes, num_aux_rows
 from chitu.kv_cache.pool import TORCH_DTYPES, KVPool
 from chitu.kv_cache.state_row import StateRow
 from chitu.models.adapters import AdapterSpec, hashes_of, read_adapters
@@ -61,6 +56,7 @@ from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import usable_cores
 from chitu.ops.interface import Ops
 from chitu.ops.select import select_ops
+from chitu.protocol import KVLayout
 from chitu.tokenizer import Tokenizer
 from chitu.types import Role
 
@@ -176,93 +172,127 @@ class RankEngine:
         torch.set_num_threads(self.threads)
 
 
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a rank is built for: its place, its model, and the forms of weights and of pages."""
+
+    topology: Topology
+    instance: Instance
+    tp_rank: int
+    device: torch.device
+    spec: ModelSpec
+    dtype: str
+    kv_dtype: str
+    layout: KVLayout
+    adapters: tuple[AdapterSpec, ...]
+
+    @property
+    def is_main(self) -> bool:
+        return self.tp_rank == MAIN_RANK
+
+    @property
+    def window_state(self) -> bool:
+        return self.topology.cache.window_state
+
+
 def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: BuildProgress) -> RankEngine:
     """Build one rank. Only rank 0 samples and has aux rows for logits. Raises ConfigError if it cannot be served."""
-    config, role, path = instance.config, instance.role, topology.model.path
     threads = threads_of(topology, instance, usable_cores())
     torch.set_num_threads(threads)
-    device = torch.device(config.devices[tp_rank])
+    target = _target(topology, instance, tp_rank)
+    size, path = instance.config.tp_size, topology.model.path
+    group = RankGroup(tp_rank, size, target.device) if size > 1 else None
+    # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    _require_memory(target)
+    progress.state("loading")
+    stamp = weights_stamp(path)
+    model = _load(target, group, progress.loading)
+    plan = _plan(target)
+    if group is not None:
+        plan = replace(
+            plan,
+            num_pages=group.smallest(plan.num_pages),
+            num_states=group.smallest(plan.num_states) if target.layout.state else 0,
+        )
+    return _assemble(target, plan, model, group, threads, stamp)
+
+
+def _target(topology: Topology, instance: Instance, tp_rank: int) -> _Target:
+    """Return what to build. Raises ConfigError if the model, its dtype or its state cannot be served here."""
+    device = torch.device(instance.config.devices[tp_rank])
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+    path, cache = topology.model.path, topology.cache
     spec = read_model_spec(path, topology.model.max_model_len, topology.model.code)
-    spec = with_window_state(spec, topology.cache.window_state)
-    model_dtype = resolve_dtype(topology.model.dtype, spec, device)
+    spec = with_window_state(spec, cache.window_state)
+    dtype = resolve_dtype(topology.model.dtype, spec, device)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    kv_dtype = kv_dtype_of(topology.cache, spec, model_dtype, capability)
-    group = RankGroup(tp_rank, config.tp_size, device) if config.tp_size > 1 else None
-    # Otherwise a matrix product split along its inner dimension keeps partial sums in float16, which may overflow.
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    layout = kv_layout(
-        spec, topology.cache.page_size, kv_dtype, config.tp_size, model_hash(path, spec.code), model_dtype
-    )
-    adapters = read_adapters(topology.model.adapters, spec, path)
-    hashes = hashes_of(adapters)
-    layout = msgspec.structs.replace(layout, adapters=hashes)
-    bytes_per_page = layout.bytes_per_page
+    kv_dtype = kv_dtype_of(cache, spec, dtype, capability)
+    layout = kv_layout(spec, cache.page_size, kv_dtype, instance.config.tp_size, model_hash(path, spec.code), dtype)
+    adapters = tuple(read_adapters(topology.model.adapters, spec, path))
+    layout = msgspec.structs.replace(layout, adapters=hashes_of(adapters))
     for problem in state_problems(topology, spec, [instance]):
         raise ConfigError(problem)
-    num_pages = num_pages_asked(topology, instance)
-    if num_pages is not None:
-        free_bytes = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-        if num_pages * bytes_per_page > free_bytes:
-            needed_bytes = num_pages * bytes_per_page
-            raise ConfigError(
-                too_large(num_pages_key(instance), [instance.name], needed_bytes, free_bytes, bytes_per_page)
-            )
-    progress.state("loading")
-    stamp = weights_stamp(path)
-    ops = select_ops(device, TORCH_DTYPES[model_dtype], topology.model.prefill_attention == "paged")
+    return _Target(topology, instance, tp_rank, device, spec, dtype, kv_dtype, layout, adapters)
+
+
+def _require_memory(target: _Target) -> None:
+    """Raise ConfigError if so many pages as are asked for do not fit, before any weight is read."""
+    device, instance, page_bytes = target.device, target.instance, target.layout.bytes_per_page
+    num_pages = num_pages_asked(target.topology, instance)
+    if num_pages is None:
+        return
+    free_bytes = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if num_pages * page_bytes > free_bytes:
+        needed_bytes = num_pages * page_bytes
+        raise ConfigError(too_large(num_pages_key(instance), [instance.name], needed_bytes, free_bytes, page_bytes))
+
+
+def _load(target: _Target, group: RankGroup | None, loading: Callable[[int, int], None]) -> Model:
+    """Read the weights and adapters. Raises Internal if an adapter is not the one that the layout names."""
+    config, spec, dtype = target.topology.model, target.spec, TORCH_DTYPES[target.dtype]
     model = load_model(
-        path,
-        topology.model.dtype,
-        str(device),
-        progress.loading,
+        config.path,
+        config.dtype,
+        str(target.device),
+        loading,
         spec.max_model_len,
-        ops,
+        select_ops(target.device, dtype, config.prefill_attention == "paged"),
         group,
         spec.code,
-        adapters,
-        topology.cache.window_state,
+        target.adapters,
+        target.window_state,
     )
-    if hashes != hashes_of(adapters):
+    if target.layout.adapters != hashes_of(target.adapters):
         raise Internal("a LoRA adapter was replaced while it was loaded: start again")
-    num_slots = topology.scheduler.max_running_requests
-    is_main = tp_rank == MAIN_RANK
-    num_aux_slots = num_aux_rows(topology.cache.num_aux_slots, num_slots, role) if is_main else 0
-    transfer_bytes = pool_bytes_of(topology.dp_config.router, role, config)
-    row_bytes = StateRow.of(layout).row_bytes
-    num_states = num_state_rows(topology.cache, role, num_slots, row_bytes)
-    if num_pages is None:
-        useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
-        if device.type == "cpu":
-            num_here = sum(member.config.tp_size for member in instances_on(topology, config.host))
-            free_bytes = available_cpu_bytes()
-            pool_bytes = cpu_pool_bytes(topology.cache, free_bytes, num_here)
-            num_states = num_state_rows(topology.cache, role, num_slots, row_bytes, pool_bytes)
-            state_bytes = num_states * row_bytes
-            num_pages = num_pages_for(topology.cache, bytes_per_page, free_bytes, num_here, useful, state_bytes)
-        else:
-            rows = max(topology.scheduler.max_batched_tokens, *PREFILL_SIZES) + num_slots
-            itemsize = TORCH_DTYPES[model_dtype].itemsize
-            share = share_of_device(topology, instance, _shared_name(topology, instance, tp_rank))
-            memory = device_memory(device)
-            reserve = reserve_bytes(spec, itemsize, rows, num_slots, spec.max_model_len, config.tp_size)
-            pool_bytes = int(share * memory.total_bytes) - memory.own_bytes - reserve
-            num_states = num_state_rows(topology.cache, role, num_slots, row_bytes, pool_bytes)
-            num_pages = device_pages(
-                share,
-                memory,
-                reserve,
-                num_aux_slots * aux_row_bytes(spec.vocab_size),
-                bytes_per_page,
-                useful,
-                transfer_bytes,
-                num_states * row_bytes,
-            )
-    if group is not None:
-        num_pages = group.smallest(num_pages)
-        num_states = group.smallest(num_states) if row_bytes else 0
+    return model
+
+
+def _plan(target: _Target) -> PoolPlan:
+    """Plan the pool by the memory that the weights have left."""
+    topology, instance, device = target.topology, target.instance, target.device
+    memory: HostMemory | DeviceMemory | None = None
+    if num_pages_asked(topology, instance) is None:
+        memory = HostMemory(available_cpu_bytes()) if device.type == "cpu" else device_memory(device)
+    return plan_pool(
+        topology, instance, target.tp_rank, target.spec, target.layout, target.dtype, memory, max(PREFILL_SIZES)
+    )
+
+
+def _assemble(
+    target: _Target,
+    plan: PoolPlan,
+    model: Model,
+    group: RankGroup | None,
+    threads: int,
+    stamp: tuple[tuple[object, ...], ...],
+) -> RankEngine:
+    """Put the parts of a rank together over its model."""
+    topology, role, spec = target.topology, target.instance.role, target.spec
+    device, layout = target.device, target.layout
+    path, num_slots = topology.model.path, topology.scheduler.max_running_requests
     # Only on one rank, as collectives within a step are not recorded yet, and without state: the rows of a padded batch
     # would need state rows of their own. The attention of `models/generic` would read the longest sequence's pages.
     # Sparse attention reads as many positions as the longest sequence has.
@@ -272,63 +302,69 @@ def build_rank(topology: Topology, instance: Instance, tp_rank: int, progress: B
     recording = Recording.of(CudaRecorder(device), computes_prompts(topology, role)) if is_recorded else None
     pool = KVPool(
         layout,
-        num_pages,
-        num_aux_slots,
+        plan.num_pages,
+        plan.num_aux_slots,
         str(device),
         has_scratch=is_recorded,
-        transfer_bytes=transfer_bytes,
-        num_state_slots=num_states,
+        transfer_bytes=plan.transfer_bytes,
+        num_state_slots=plan.num_states,
     )
-    logger.info(
-        "%d pages of %d bytes (K and V are %s), %d aux slots, %d threads",
-        num_pages,
-        bytes_per_page,
-        kv_dtype,
-        num_aux_slots,
-        threads,
-    )
-    if num_states:
-        logger.info("%d state rows of %d bytes", num_states, row_bytes)
+    counts = plan.num_pages, layout.bytes_per_page, target.kv_dtype, plan.num_aux_slots, threads
+    logger.info("%d pages of %d bytes (K and V are %s), %d aux slots, %d threads", *counts)
+    if plan.num_states:
+        logger.info("%d state rows of %d bytes", plan.num_states, StateRow.of(layout).row_bytes)
 
     def make_sampler() -> tuple[Sampler, GrammarStore]:
         store = GrammarStore(lambda: GrammarCompiler(Tokenizer.load(path), spec.vocab_size))
         return Sampler(num_slots, spec.vocab_size, device, spec.eos_token_ids, grammars=store), store
 
-    samples = is_main and role is not Role.PREFILL
+    samples = target.is_main and role is not Role.PREFILL
     sampler, grammars = make_sampler() if samples else (None, None)
-    # The router refuses what can never fit the pool: it takes the smallest limit of all instances.
-    longest = min(spec.max_model_len, num_pages * layout.page_size)
-    if topology.model.max_model_len is not None and longest < topology.model.max_model_len:
+    longest = _longest(target, plan.num_pages)
+    prompts = warmup_prompts(
+        topology, target.instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0
+    )
+    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
+    weights = RankWeights(_weights_source(target, model, group), runner)
+    return RankEngine(group, pool, runner, threads, path, stamp, grammars, weights, make_sampler)
+
+
+def _longest(target: _Target, num_pages: int) -> int:
+    """Return the most tokens that the pool holds of a request. The router refuses what can never fit: it takes the
+    smallest limit of all instances. Warn if that is less than one may expect."""
+    asked, spec, page_size = target.topology.model.max_model_len, target.spec, target.layout.page_size
+    longest = min(spec.max_model_len, num_pages * page_size)
+    if asked is not None and longest < asked:
         logger.warning(
             "model.max_model_len is %d, but the KV pages hold %d tokens: longer requests are refused",
             spec.max_model_len,
             longest,
         )
-    elif warning := small_pool(num_pages, layout.page_size, spec.max_model_len):
+    elif warning := small_pool(num_pages, page_size, spec.max_model_len):
         logger.warning("%s", warning)
-    prompts = warmup_prompts(topology, instance, spec, device, max(PREFILL_SIZES) if recording is not None else 0)
-    runner = ModelRunner(spec, model, pool, num_slots, longest, sampler, recording, prompts)
-    own_ops = model.ops if device.type == "cuda" and isinstance(model, DecoderModel) else None  # others have their own
+    return longest
+
+
+def _weights_source(target: _Target, model: Model, group: RankGroup | None) -> WeightsSource:
+    """Return what reads other weights beside those that serve, into host memory."""
+    spec = target.spec
+    # Others have their own operations.
+    own_ops = model.ops if target.device.type == "cuda" and isinstance(model, DecoderModel) else None
 
     def load_into_host_memory(folder: str) -> Model:
         return load_model(
             folder,
-            model_dtype,
+            target.dtype,
             "cpu",
             max_model_len=spec.max_model_len,
             ops=own_ops,
             shard=group,
             code=spec.code,
-            window_state=topology.cache.window_state,
+            window_state=target.window_state,
         )
 
-    source = WeightsSource(path, spec, load_into_host_memory, bool(adapters), topology.cache.window_state)
-    return RankEngine(group, pool, runner, threads, path, stamp, grammars, RankWeights(source, runner), make_sampler)
-
-
-def _shared_name(topology: Topology, instance: Instance, tp_rank: int) -> str:
-    """Return the name that other instances of the host have for this rank's device; this process may count from 0."""
-    return find_instance(topology, instance.role, instance.engine_rank).config.devices[tp_rank]
+    path = target.topology.model.path
+    return WeightsSource(path, spec, load_into_host_memory, bool(target.adapters), target.window_state)
 
 
 def device_memory(device: torch.device) -> DeviceMemory:

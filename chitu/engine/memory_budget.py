@@ -15,10 +15,12 @@ import msgspec
 
 from chitu.config.devices import CPU, dtype_on, gpu_index, is_gpu
 from chitu.config.schema import CacheConfig, Topology
-from chitu.config.topology import Instance, instances_on
+from chitu.config.staging import pool_bytes_of
+from chitu.config.tensor_parallel import MAIN_RANK
+from chitu.config.topology import Instance, find_instance, instances_on
 from chitu.errors import ConfigError
-from chitu.kv_cache.aux_row import UNIFIED_AUX_ROWS
-from chitu.kv_cache.state_row import why_not_cut
+from chitu.kv_cache.aux_row import UNIFIED_AUX_ROWS, aux_row_bytes, num_aux_rows
+from chitu.kv_cache.state_row import StateRow, why_not_cut
 from chitu.models.config import ModelSpec
 from chitu.models.window_state import with_window_state
 from chitu.net.control_groups import memory_left_bytes
@@ -87,6 +89,22 @@ class DeviceMemory:
     free_bytes: int
     own_bytes: int
     """Bytes that torch allocated in this process: weights and what came with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """What a rank's pool holds."""
+
+    num_pages: int
+    num_states: int
+    num_aux_slots: int
+    transfer_bytes: int
+    """Memory of its arena that transfers use."""
 
 
 def available_cpu_bytes() -> int:
@@ -367,6 +385,48 @@ def device_pages(
             f"{memory.free_bytes / GIB:.1f} GiB are free: other processes use this GPU; lower the fraction"
         )
     return pages
+
+
+def plan_pool(
+    topology: Topology,
+    instance: Instance,
+    tp_rank: int,
+    spec: ModelSpec,
+    layout: KVLayout,
+    model_dtype: str,
+    memory: HostMemory | DeviceMemory | None,
+    longest_recorded: int,
+) -> PoolPlan:
+    """Return what the pool of a rank gets. `memory`: what its weights have left; None if the topology says how many
+    pages there are. `longest_recorded`: most tokens of a recorded step."""
+    cache, role, num_slots = topology.cache, instance.role, topology.scheduler.max_running_requests
+    num_aux_slots = num_aux_rows(cache.num_aux_slots, num_slots, role) if tp_rank == MAIN_RANK else 0
+    transfer_bytes = pool_bytes_of(topology.dp_config.router, role, instance.config)
+    row_bytes, page_bytes = StateRow.of(layout).row_bytes, layout.bytes_per_page
+    if memory is None:
+        num_pages = num_pages_asked(topology, instance)
+        assert num_pages is not None, "the memory is known if the number of pages is not"
+        num_states = num_state_rows(cache, role, num_slots, row_bytes)
+        return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
+    useful = num_slots * 2 * -(-spec.max_model_len // layout.page_size)
+    if isinstance(memory, HostMemory):
+        num_here = sum(member.config.tp_size for member in instances_on(topology, instance.config.host))
+        pool_bytes = cpu_pool_bytes(cache, memory.free_bytes, num_here)
+        num_states = num_state_rows(cache, role, num_slots, row_bytes, pool_bytes)
+        state_bytes = num_states * row_bytes
+        num_pages = num_pages_for(cache, page_bytes, memory.free_bytes, num_here, useful, state_bytes)
+        return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
+    rows = max(topology.scheduler.max_batched_tokens, longest_recorded) + num_slots
+    # The name that other instances of the host have for this rank's device; this process may count from 0.
+    device = find_instance(topology, role, instance.engine_rank).config.devices[tp_rank]
+    share = share_of_device(topology, instance, device)
+    tp_size = instance.config.tp_size
+    reserve = reserve_bytes(spec, ITEM_BYTES[model_dtype], rows, num_slots, spec.max_model_len, tp_size)
+    pool_bytes = int(share * memory.total_bytes) - memory.own_bytes - reserve
+    num_states = num_state_rows(cache, role, num_slots, row_bytes, pool_bytes)
+    aux_bytes, state_bytes = num_aux_slots * aux_row_bytes(spec.vocab_size), num_states * row_bytes
+    num_pages = device_pages(share, memory, reserve, aux_bytes, page_bytes, useful, transfer_bytes, state_bytes)
+    return PoolPlan(num_pages, num_states, num_aux_slots, transfer_bytes)
 
 
 def _device_name(device: str) -> str:

@@ -12,8 +12,12 @@ from chitu.engine.memory_budget import (
     CPU_POOL_LIMIT_BYTES,
     GIB,
     DeviceMemory,
+    HostMemory,
+    PoolPlan,
     device_pages,
+    kv_layout,
     num_pages_for,
+    plan_pool,
     reserve_bytes,
     share_of_device,
 )
@@ -85,3 +89,30 @@ def test_no_room_is_a_sentence_with_the_numbers():
         device_pages(0.25, CARD, GIB, GIB, PAGE, 10**6, transfer_bytes=5 * GIB // 2)
     with pytest.raises(ConfigError, match=r"53\.0 for pages, but only 40\.0 GiB are free"):
         device_pages(0.9, DeviceMemory(80 * GIB, 40 * GIB, 16 * GIB), 2 * GIB, GIB, PAGE, 10**6)
+
+
+def plan(role: Role, memory: HostMemory | DeviceMemory | None, *overrides: str, tp_rank: int = 0) -> PoolPlan:
+    """Return the plan of an instance of a 1P1D on one card, of the embedded model in float32."""
+    topology = load_topology("pd_disagg_1p1d_local", [*ON_ONE_CARD, f"model.path={TINY_MODEL_DIR}", *overrides])
+    spec = read_model_spec(TINY_MODEL_DIR, None)
+    layout = kv_layout(spec, topology.cache.page_size, "float32", 1, "hash", "float32")
+    return plan_pool(topology, find_instance(topology, role, 0), tp_rank, spec, layout, "float32", memory, 64)
+
+
+def test_pages_that_are_asked_for_are_planned_whatever_the_memory_is():
+    planned = plan(Role.DECODE, None, "cache.num_pages=77")
+    assert (planned.num_pages, planned.num_states) == (77, 0) and planned.num_aux_slots > 0
+
+
+def test_a_plan_takes_no_more_than_its_part_of_the_memory_and_no_more_than_can_be_in_use():
+    page_bytes = kv_layout(read_model_spec(TINY_MODEL_DIR, None), 16, "float32", 1, "hash", "float32").bytes_per_page
+    scarce = plan(Role.PREFILL, HostMemory(400 * page_bytes))
+    assert scarce.num_pages == 50, "a quarter, for two"
+    few = "scheduler.max_running_requests=2"
+    plenty = [plan(Role.DECODE, memory, few).num_pages for memory in (HostMemory(64 * GIB), CARD)]
+    assert plenty[0] == plenty[1] < CARD.free_bytes // page_bytes, "bounded by what can be in use"
+
+
+def test_only_the_main_rank_has_rows_for_logits():
+    memory = HostMemory(GIB)
+    assert plan(Role.PREFILL, memory).num_aux_slots > 0 == plan(Role.PREFILL, memory, tp_rank=1).num_aux_slots
