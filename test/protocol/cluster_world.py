@@ -521,6 +521,11 @@ class RoutedWorld(Cluster):
     def open_requests(self) -> list[str]:
         return [f"a client has {len(c.tokens)} tokens" for c in self.clients if not c.end]
 
+    def leftovers(self) -> list[str]:
+        """Return what is left; also a pair whose late writes are over, as long as the router does not know."""
+        is_kept_apart = self.router is not None and self.router._members.num_cut_off > 0
+        return super().leftovers() or (["a pair that the router keeps apart"] if is_kept_apart else [])
+
     def check_it_still_serves(self) -> None:
         """Check that a request still finds a pair, even if breakers are open."""
         asked = [self.request(9, 5) for _ in range(4)]

@@ -228,6 +228,7 @@ def test_overlapping_steps_touch_nothing_of_another_room_in_any_script_of_faults
 
 @MANY
 @given(ROUTED_SCRIPTS)
+@example([[Op("ask", 22, 33), Op("run", 5), Op("fault"), Op("run", 4), Op("fault"), Op("run"), Op("run", 5)]])
 def test_with_overlapping_steps_each_client_gets_each_token_once_and_one_end(pieces: list[list[Op]]) -> None:
     script = [op for piece in pieces for op in piece]
     note(f"script = {script}")
