@@ -23,7 +23,7 @@ from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
 from chitu.router.admission import Admission
 from chitu.router.dispatch import Dispatcher, max_choices
-from chitu.router.generation import Attempt, Generation, PromptGroup
+from chitu.router.generation import Attempt, Generation, GenerationState, PromptGroup
 from chitu.router.members import NO_INSTANCES, ClusterMember, Members
 from chitu.router.metrics import Counts, RouterMetrics
 from chitu.router.policies import InstanceKey, instance_key
@@ -348,7 +348,7 @@ class Attempts:
             limits = request.prefix_salt, request.sampling.max_tokens, request.slo
             target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits)
         except NoInstance:
-            if self.is_held:
+            if self.is_held and generation.state is GenerationState.RETRYING:  # else its attempt is kept
                 self._defer(generation, wanted)
                 return None
             return NoPair(wanted.failure)

@@ -87,6 +87,27 @@ def test_a_request_without_tokens_whose_instance_is_lost_while_the_others_change
     assert world.room(generation) != room
 
 
+@pytest.mark.parametrize("has_died", [True, False])
+def test_a_request_whose_p_is_lost_while_new_ones_wait_is_kept_until_d_gives_it_up(has_died: bool) -> None:
+    """D may have all that it needs. A cancellation here would come back from D as the request's own failure."""
+    world = pair()
+    generation, room = world.add()
+    gone = world.instances.pop(0)
+    assert gone.role is Role.PREFILL
+    show(world, UNMIXED, holds=True, have=Weights())
+    world.router.on_lost(gone, "for a test", has_died)
+    assert world.cancelled() == [] and world.room(generation) == room
+    world.decode_fails(room, "prefill_lost")
+    assert not generation.done and world.cancelled() == ["D0"]
+    world.decode_fails(room, "cancelled")
+    assert not generation.done
+    world.join(Role.PREFILL, 1)
+    again = world.room(generation)
+    assert again != room
+    world.emit(again, 1, 2, 3, 4, finish="length")
+    assert generation.finish is not None and generation.take() == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("newest", "goes_on"),
     [
