@@ -69,12 +69,14 @@ class ChatPage:
         expect(self.page.locator(f"#mode-{mode}")).to_be_checked()
 
     def set(self, **settings: object) -> None:
-        """Fill settings by id: `set(max_tokens=5)` fills `#max-tokens`. They are in a <details>; Escape closes it."""
+        """Fill settings by id: `set(max_tokens=5)` fills `#max-tokens`. They are in a <details>; Escape closes it. The
+        page opens it by itself where a key is missing, which may be just now."""
         for name, value in settings.items():
             field = self.page.locator("#" + name.replace("_", "-"))
             fold = self.page.locator("details", has=field)
-            if fold.get_attribute("open") is None:
-                fold.locator("summary").click()
+            while not field.is_visible():
+                if fold.get_attribute("open") is None:
+                    fold.locator("summary").click()
             field.fill(str(value))
             field.press("Escape")
 
