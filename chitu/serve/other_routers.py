@@ -42,7 +42,7 @@ class OtherRouters:
 
     async def ask(self, living: Sequence[int], path: str, body: Mapping[str, Any], kind: type[ReplyT]) -> ReplyT | None:
         """Return the answer of the router that decides; None if this one does. `living`: indices, in order. Raises the
-        error that it answers with, and NoInstance if it does not answer."""
+        error that it answers with, and NoInstance if it, or what else listens there, gives no answer of a router."""
         for index in living:
             if index >= self._index:
                 break
@@ -50,15 +50,17 @@ class OtherRouters:
             logger.info("%s is asked of the router at %s, which decides", path, url)
             try:
                 status, answer = await asyncio.to_thread(self._post, url, path, json.dumps(body).encode())
+                if status == 200:
+                    return msgspec.json.decode(answer, type=kind)
+                said = msgspec.json.decode(answer, type=ErrorReply).error
             except ConnectionRefusedError:  # its process has ended, and the instances do not know yet
                 logger.warning("no router listens at %s any more", url)
                 continue
             except (OSError, http.client.HTTPException) as error:
                 reason = str(error) or type(error).__name__
                 raise NoInstance(f"the router at {url}, which decides on this, does not answer: {reason}") from error
-            if status == 200:
-                return msgspec.json.decode(answer, type=kind)
-            said = msgspec.json.decode(answer, type=ErrorReply).error
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise NoInstance(f"what answers at {url} is not the router which decides on this: {error}") from error
             refusal = from_code(said.code or "internal", said.message)
             if isinstance(refusal, Unauthorized | Forbidden):
                 raise Forbidden(f"the router at {url} decides on this, so ask it there: {said.message}")
