@@ -26,7 +26,8 @@ import msgspec
 from chitu.clock import RealClock
 from chitu.errors import ChituError, ConfigError, Internal, RankTaken, RoleChanged, TransferFailed
 from chitu.instance.build import Build
-from chitu.instance.comm import CommLoop, HeartbeatSocket, SilenceWatch
+from chitu.instance.comm import CommLoop, HeartbeatSocket
+from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.requests import FailureReports
 from chitu.instance.sequences import Inbox
@@ -227,7 +228,7 @@ class PDSchedulerService:
         if self._exit_code or (self._signalled.is_set() and self._scheduler.is_idle):
             return
         logger.info("draining %s", "after a signal" if self._signalled.is_set() else "at an operator's request")
-        self._comm.drain()
+        self._comm.contacts.drain()
         clock = RealClock()
         now_s = busy_s = clock.monotonic()
         end_s = math.inf
@@ -351,7 +352,7 @@ class PDSchedulerService:
 
     def _on_weights(self) -> None:
         """Report the weights that are read or serve here at once."""
-        self._comm.weights = self._scheduler.weights.serves
+        self._comm.contacts.weights = self._scheduler.weights.serves
         self._heartbeat_wake.wake()
 
     def _report_failure(self, room: bytes, error: ChituError) -> None:
@@ -381,8 +382,8 @@ class PDSchedulerService:
         self._orders[router] = view.weights
         self._heard.add(router)
         self._order_weights()
-        if self._comm.joined_routers != self._joined:  # what routers decide depends on it
-            self._joined = self._comm.joined_routers
+        if self._comm.contacts.joined_routers != self._joined:  # what routers decide depends on it
+            self._joined = self._comm.contacts.joined_routers
             self._heartbeat_wake.wake()
 
     def on_silence(self, router: int) -> None:
@@ -439,7 +440,7 @@ class PDSchedulerService:
                     self._comm.send_stats(failed)
             life, comm = self._life, self._comm
             info, side = life.info, life.transfer.side
-            if (is_member := comm.joined and not self._stop.is_set()) != was_member:
+            if (is_member := comm.contacts.joined and not self._stop.is_set()) != was_member:
                 was_member = is_member
                 on_member(info, is_member)
             load = msgspec.structs.replace(
@@ -458,7 +459,7 @@ class PDSchedulerService:
                 acks=comm.received.acks(),
                 silent=side.silent_prefills,
                 weights=life.scheduler.weights.report,
-                routers=comm.joined_routers,
+                routers=comm.contacts.joined_routers,
             )
             frame = encode(message)
             for socket in sockets:
@@ -467,7 +468,7 @@ class PDSchedulerService:
             socket.close()
 
     def _look(self, watch: SilenceWatch) -> None:
-        for router, silence_s in watch.look(self._comm.num_views, self._scheduler.turns):
+        for router, silence_s in watch.look(self._comm.contacts.num_views, self._scheduler.turns):
             logger.error("nothing received from the router for %.1f s: ending its requests", silence_s)
             self._scheduler.end_all(silence_s, router)
         if self._life.info.yields and watch.is_abandoned and not self._stop.is_set():

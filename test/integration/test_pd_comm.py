@@ -168,9 +168,9 @@ def router() -> Iterator[Router]:
 
 def test_it_joins_until_the_view_has_it(router: Router) -> None:
     router.joins(3)
-    assert not router.loop.joined
+    assert not router.loop.contacts.joined
     router.publish(1, 1)
-    assert router.loop.joined
+    assert router.loop.contacts.joined
 
 
 def test_it_gets_a_whole_view_that_is_sent_to_it_alone_and_follows_the_changes(router: Router) -> None:
@@ -184,7 +184,7 @@ def test_it_gets_a_whole_view_that_is_sent_to_it_alone_and_follows_the_changes(r
         router.view.send_multipart([VIEW_TOPIC, encode(change)])
     wait_until(lambda: router.views and router.views[-1].version == 3, 10, lambda: router.views)
     assert router.views[-1] == ClusterView(1, 3, (router.info, other))
-    assert router.loop.joined
+    assert router.loop.contacts.joined
     router.view.send_multipart([VIEW_TOPIC, encode(ViewChange(1, 4, 3, left=((Role.DECODE, 0),)))])
     for _ in range(50):  # those sent before it saw itself in a view come first
         _, frame = router.coordination.recv_multipart()
@@ -198,11 +198,11 @@ def test_who_missed_a_change_asks_for_the_whole_view_and_takes_no_later_change_f
     topic = router.asked_topic()
     router.view.send_multipart([topic, encode(ClusterView(1, 1, (router.info,)))])
     router.happened.wait(5)
-    views = router.loop.num_views
+    views = router.loop.contacts.num_views
     while not router.view.poll(50):
         router.view.send_multipart([VIEW_TOPIC, encode(ViewChange(1, 3, 3))])
     assert router.asked_topic() == topic
-    assert (router.loop.num_views, len(router.views)) == (views, 1), "the router counts as silent meanwhile"
+    assert (router.loop.contacts.num_views, len(router.views)) == (views, 1), "the router counts as silent meanwhile"
     router.view.send_multipart([topic, encode(ClusterView(1, 3, (router.info,), cache_flush=5))])
     wait_until(lambda: len(router.views) == 2, 10, lambda: router.views)
     assert router.views[-1].cache_flush == 5
@@ -240,7 +240,7 @@ def test_after_a_lease_without_a_view_it_hears_the_next_one_and_joins_a_new_rout
     router.joins(1, first_view=(1, 1))
     assert router.new_routers == 1
     router.publish(2, 2)
-    assert router.loop.joined
+    assert router.loop.contacts.joined
 
 
 def wait_for_turns(router: Router, count: int) -> None:
@@ -405,11 +405,11 @@ def publish_until(second: Second, view: ClusterView, is_so: Callable[[], bool]) 
 def test_it_joins_two_routers_once_it_has_heard_both_and_follows_each(two: tuple[Router, Second]) -> None:
     first, second = two
     first.publish(1, 1)  # lists it already, as a router may that knew it before
-    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.num_views[1] > 0)
+    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.contacts.num_views[1] > 0)
     join = second.next()
     assert isinstance(join, Join) and join.instance.incarnation == first.info.incarnation
-    assert first.loop.joined_routers == (0,)
-    publish_until(second, ClusterView(9, 2, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    assert first.loop.contacts.joined_routers == (0,)
+    publish_until(second, ClusterView(9, 2, (first.info,)), lambda: first.loop.contacts.joined_routers == (0, 1))
     first.publish(2, 1)
     assert first.replaced == [0], "requests of the second router go on"
 
@@ -418,7 +418,7 @@ def test_a_router_that_it_hears_after_it_was_a_member_is_told_that_it_returns(tw
     """There may be a newer process of its rank there."""
     first, second = two
     first.publish(7, 3)
-    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.num_views[1] > 0)
+    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.contacts.num_views[1] > 0)
     joins = [second.next() for _ in range(3)]
     returns = [join.instance.first_view for join in joins if isinstance(join, Join)]
     assert returns[-1] == (7, 3)
@@ -429,13 +429,13 @@ def test_a_drain_that_one_router_asks_for_is_told_to_the_other_until_its_view_sh
 ) -> None:
     first, second = two
     first.publish(1, 1)
-    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.contacts.joined_routers == (0, 1))
     first.publish(1, 2, draining=True)
     told = 0
     while told < 2:
         told += isinstance(second.next(), Drain)
     draining = msgspec.structs.replace(first.info, draining=True)
-    publish_until(second, ClusterView(9, 2, (draining,)), lambda: first.loop.routers[1].knows_drain)
+    publish_until(second, ClusterView(9, 2, (draining,)), lambda: first.loop.contacts.routers[1].knows_drain)
     assert first.drains == 1
 
 
@@ -444,10 +444,10 @@ def test_a_router_that_is_silent_for_a_lease_counts_as_away_and_the_other_one_do
 ) -> None:
     first, second = two
     first.publish(1, 1)
-    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
-    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (1,))
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.contacts.joined_routers == (0, 1))
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.contacts.joined_routers == (1,))
     first.publish(1, 2)
-    assert first.loop.joined_routers == (0, 1)
+    assert first.loop.contacts.joined_routers == (0, 1)
     assert first.silent == [0], "its orders count"
 
 
@@ -465,7 +465,7 @@ def shown(first: Router, version: int, **changes: object) -> None:
 def test_a_change_of_role_that_its_router_takes_back_is_over_for_the_other_one_too(two: tuple[Router, Second]) -> None:
     first, second = two
     first.publish(1, 1)
-    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.joined_routers == (0, 1))
+    publish_until(second, ClusterView(9, 1, (first.info,)), lambda: first.loop.contacts.joined_routers == (0, 1))
     shown(first, 2, draining=True, becomes="prefill:2")
     told = second.next()
     while not (isinstance(told, Join) and told.instance.becomes == "prefill:2"):
@@ -477,7 +477,7 @@ def test_a_change_of_role_that_its_router_takes_back_is_over_for_the_other_one_t
     told = second.next()
     while not (isinstance(told, Join) and not told.instance.draining):
         told = second.next()
-    publish_until(second, ClusterView(9, 3, (first.info,)), lambda: first.loop.routers[1].knows_drain)
+    publish_until(second, ClusterView(9, 3, (first.info,)), lambda: first.loop.contacts.routers[1].knows_drain)
     assert first.orders == ["prefill:2", "stay"]
     publish_until(second, ClusterView(9, 4, (changing,)), lambda: len(first.orders) > 2)
     assert first.orders[2:] == ["prefill:2"], "the other router asks anew"
@@ -487,7 +487,7 @@ def test_one_whose_rank_was_taken_while_its_role_changed_gets_the_one_that_the_f
     two: tuple[Router, Second],
 ) -> None:
     first, second = two
-    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.num_views[1] > 0)
+    publish_until(second, ClusterView(9, 1, ()), lambda: first.loop.contacts.num_views[1] > 0)
     versions = itertools.count(1)
 
     def begin_again(**changes: object) -> None:

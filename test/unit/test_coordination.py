@@ -14,7 +14,7 @@ from support.clock import FakeClock
 from chitu.clock import Silence
 from chitu.config.schema import DeadlineConfig
 from chitu.errors import BadFrame, Capacity, Internal, LastInstance, RoleRefused
-from chitu.instance.comm import SilenceWatch
+from chitu.instance.contacts import SilenceWatch
 from chitu.instance.requests import KEPT, REPEATS, FailureReports
 from chitu.net.view_feed import KEPT_DEAD
 from chitu.pd_coordination import LINGER_S, PDCoordination

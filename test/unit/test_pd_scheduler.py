@@ -17,7 +17,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Internal, StepFailed
-from chitu.instance.comm import SilenceWatch
+from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.load import BacklogMeter
 from chitu.instance.requests import wrong_sampling
