@@ -30,6 +30,7 @@ from chitu.instance.comm import CommLoop, HeartbeatSocket
 from chitu.instance.contacts import SilenceWatch
 from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.requests import FailureReports
+from chitu.instance.role_change import QUIET_S, ChangeStep, RoleChange, next_life
 from chitu.instance.sequences import Inbox
 from chitu.instance.token_manager import TokenManager
 from chitu.instance.weights import join_orders
@@ -50,7 +51,7 @@ from chitu.protocol import (
     encode,
 )
 from chitu.protocol.weights import WeightsOrder
-from chitu.types import Role, instance_name, new_incarnation, place_of, place_text
+from chitu.types import Role, instance_name, place_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +59,12 @@ SHORTEST_BEAT_S = 0.05
 """Shortest time between two heartbeats, however much there is to report."""
 IDLE_WAIT_S = 0.1
 """How long an idle step thread sleeps before it checks its queue deadlines."""
-QUIET_S = 1.0
-"""Time without work after which a drained instance leaves: by then no request from the router is in flight."""
 SIGNAL_QUIET_S = 0.5
 """Time without work after which an instance leaves on a signal: by then the router has read the last tokens. Leave
 takes another connection; if it arrived before these tokens, it would fail a request that has just finished."""
 
 
 OnMember = Callable[[InstanceInfo, bool], None]
-KEPT_FORMER = 64
-"""Incarnations that an instance remembers of itself: no peer has pages in quarantine for as many changes of role."""
 CHANGE_TIMEOUT_S = 30.0
 """Time for a thread to take the next life. It is idle, so this takes milliseconds."""
 
@@ -258,38 +255,25 @@ class PDSchedulerService:
         info, becomes = self._life.info, self._becomes
         if not becomes:
             return self._go_on()
-        role, rank = place_of(becomes)
-        name = instance_name(role, rank)
+        name = instance_name(*place_of(becomes))
         logger.info("%s will become %s", info.name, name)
         clock = RealClock()
-        began_s = now_s = busy_s = clock.monotonic()
-        give_back_s = began_s + self._deadlines.role_change_s
-        while now_s - busy_s < QUIET_S or not self._scheduler.is_idle:
+        began_s = now_s = clock.monotonic()
+        change = RoleChange(self._deadlines, began_s)
+        while (step := self._turn(change, now_s)) is not ChangeStep.BEGIN:
             if self._must_end:
                 return False
             if self._becomes != becomes:
                 return self._go_on()
-            time.sleep(0.02)
-            now_s = clock.monotonic()
-            if not self._scheduler.is_done:
-                busy_s = now_s
-            elif not self._scheduler.is_idle and now_s - busy_s >= self._deadlines.transfer_s:
+            if step is ChangeStep.UNANSWERED:
                 logger.error("a peer that may still access pages, or is still written to, does not answer: ending")
                 self._exit_code = 1
                 return False
-            if now_s >= give_back_s and not self._scheduler.is_done:
-                give_back_s = now_s + QUIET_S  # some may have been on their way
+            if step is ChangeStep.GIVE_BACK:
                 self._scheduler.give_back(RoleChanged(f"{info.name} becomes {name}"))
-        old, home = self._life, info.home or place_text(info.role, info.engine_rank)
-        self._next = msgspec.structs.replace(
-            info,
-            role=role,
-            engine_rank=rank,
-            incarnation=new_incarnation(),
-            former=(*info.former, info.incarnation)[-KEPT_FORMER:],
-            home="" if home == becomes else home,
-        )
-        self._becomes = ""
+            time.sleep(0.02)
+            now_s = clock.monotonic()
+        old, self._next, self._becomes = self._life, next_life(info, becomes), ""
         self._waker.wake()
         while not self._has_begun.wait(QUIET_S):  # a request came after all
             self._scheduler.give_back(RoleChanged(f"{info.name} becomes {name}"))
@@ -303,6 +287,9 @@ class PDSchedulerService:
         old.transfer.retire()
         logger.info("%s became %s in %.2f s", info.name, name, clock.monotonic() - began_s)
         return self._go_on()
+
+    def _turn(self, change: RoleChange, now_s: float) -> ChangeStep:
+        return change.turn(now_s, is_done=self._scheduler.is_done, is_idle=self._scheduler.is_idle)
 
     def _go_on(self) -> bool:
         """Serve on after a change of role, or after one that was taken back. Return True."""

@@ -6,10 +6,10 @@ import random
 
 import msgspec
 import pytest
-
-from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
 from chitu.tools.size.cluster import SimulatedCluster, SimulatedRequest
 from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
+
+from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
 from chitu.types import Role
 
 COST = StepCost(prefill_s=0.01, prompt_token_s=0.001, decode_s=0.02, sequence_s=0.001)
