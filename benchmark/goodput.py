@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig, SLOConfig
 from chitu.router.balance import SIDES, Balancer, Change, Fleet, observe
+from chitu.simulation.cluster import Arrival, SimulatedCluster, SimulatedRequest
+from chitu.simulation.profile import EngineProfile, LinkCost, StepCost
 from chitu.tools.bench.report import DEFAULT_DIR, publish
-from chitu.tools.size.cluster import Arrival, SimulatedCluster, SimulatedRequest
-from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
 
 TTFT_S, TPOT_S = 8.0, 0.1
 SHARES = (0.5, 0.8, 1.1)
@@ -231,7 +231,7 @@ class Balance:
         change = self._balancer.tick(now_s, Fleet(observed, flow.offered, flow.begun, flow.waits_s))
         if change is not None:
             self.changes.append((now_s, change))
-            cluster.change_role(change.instance, change.role, CHANGE_S)
+            cluster.change_role(change.instance, change.role)
         cluster.at(now_s + cluster.deadlines.heartbeat_interval_s, self.tick)
 
 

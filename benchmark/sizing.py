@@ -37,10 +37,10 @@ from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.launch.local import LocalCluster
 from chitu.launch.plan import Entries
+from chitu.simulation.profile import EngineProfile, LinkCost, StepCost
 from chitu.tools.bench.profile import describe, measure
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.tools.make_model import make_model
-from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
 from chitu.tools.size.search import Question, Slo, Split
 from chitu.tools.size.workload import Request, Workload
 

@@ -1,45 +1,62 @@
-"""`SimulatedCluster`: a whole cluster in virtual time, with the real router, schedulers and transfer machines.
+"""`SimulatedCluster`: a whole cluster in virtual time, of real routers, schedulers and transfer machines.
 
-The router is `PDRequestRouter` (selector, admission, members, attempts); instances are `SimulatedInstance`. Between
-them is a network that loses nothing and delivers in order, after a constant time. One heap of events orders everything;
-equal times keep the order in which they were planned, so a run is a function of its inputs. Nothing here sleeps, and
-nothing is random but what the caller draws.
+Instances join by messages, hold their places by heartbeats, learn of each other by views, and change their roles as
+they do over sockets (`process.py`, `router.py`). Between all of them is a `Network`. Everything may fail: a message is
+lost, an end is cut off, frozen, slow or killed, a router ends and comes back. One heap of events orders everything, and
+nothing is random but what the caller draws, so a run is a function of its inputs.
 
     cluster = SimulatedCluster(profile, prefill=2, decode=2)
     request = cluster.submit(at_s=0.5, prompt=1000, max_tokens=100)
+    cluster.at(3.0, cluster.kill, "P1")
     cluster.run()
     request.ttft_s, request.tpot_s, request.end_s, request.error, request.pair
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
 
 import msgspec
 
-from chitu.config.schema import RouterConfig, SchedulerConfig, TraceConfig
-from chitu.errors import ChituError, ConfigError
+from chitu.config.schema import RouterConfig, SchedulerConfig
+from chitu.errors import ChituError, ConfigError, NoInstance
 from chitu.pd_request_router import PDRequestRouter
-from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, LoadReport, RequestFailed, SamplingParams
+from chitu.protocol import (
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    Leave,
+    LoadReport,
+    RequestFailed,
+    SamplingParams,
+    ViewMessage,
+    scheduler_codec,
+)
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.policies import InstanceKey, instance_key
-from chitu.tools.size.engine import WorldClock
-from chitu.tools.size.instance import SimulatedInstance
-from chitu.tools.size.profile import EngineProfile
-from chitu.tracing.trace_files import RouterTrace
+from chitu.simulation.events import Events
+from chitu.simulation.instance import SimulatedInstance
+from chitu.simulation.network import Network
+from chitu.simulation.process import SimulatedProcess
+from chitu.simulation.profile import EngineProfile
+from chitu.simulation.router import SimulatedRouter
 from chitu.types import Role
 
-ROUTER = 1
-"""Incarnation of the router."""
 TICK_S = 0.5
-"""Between two looks at deadlines."""
+"""Between two looks of an instance or a router at its deadlines. Real ones look every 50 ms; where deadlines matter,
+pass that."""
+DEATH_S = 0.05
+"""Time until a router learns of a death from the machine where it happened."""
+ROLES = (Role.PREFILL, Role.DECODE, Role.UNIFIED)
+
+Delivery = tuple[Callable[..., object], tuple[object, ...]]
+"""A call that hands a message over, and its values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +77,8 @@ class SimulatedRequest:
     pair: str = ""
     """Instances that its last attempt used: `P0-D1`, `U0`."""
     num_attempts: int = 0
+    router: int = 0
+    """Index of the router that has it."""
     generation: Generation | None = None
 
     @property
@@ -94,50 +113,6 @@ class Arrival(msgspec.Struct, frozen=True):
     max_tokens: int
 
 
-@dataclass(slots=True)
-class _Connection:
-    """The router's connection to an instance (`PeerSocket`)."""
-
-    cluster: SimulatedCluster
-    instance: SimulatedInstance
-
-    def send(self, frame: bytes) -> bool:
-        cluster = self.cluster
-        cluster.at(cluster.clock.now_s + cluster.message_s, self.instance.receive, frame)
-        return True
-
-    def close(self, linger_ms: int = 0) -> None: ...
-
-
-@dataclass(slots=True)
-class _Connections:
-    cluster: SimulatedCluster
-
-    def open(self, info: InstanceInfo) -> _Connection:
-        return _Connection(self.cluster, self.cluster.instances[info.incarnation])
-
-
-@dataclass(slots=True)
-class _Leaving:
-    """An instance that finishes what it has; then `role` follows, or nothing."""
-
-    instance: SimulatedInstance
-    role: Role | None
-    pause_s: float
-    profile: EngineProfile | None = None
-
-
-@dataclass(slots=True)
-class _Events:
-    """A heap of events in the order of their times, then of their planning."""
-
-    heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def put(self, when_s: float, act: Callable[..., None], values: tuple[object, ...]) -> None:
-        heapq.heappush(self.heap, (when_s, next(self.numbers), act, values))
-
-
 class SimulatedCluster:
     def __init__(
         self,
@@ -148,46 +123,66 @@ class SimulatedCluster:
         config: RouterConfig | None = None,
         scheduler: SchedulerConfig | dict[Role, SchedulerConfig] | None = None,
         on_end: Callable[[SimulatedRequest], None] | None = None,
+        *,
+        routers: int = 1,
+        tick_s: float = TICK_S,
     ) -> None:
-        """Make a cluster of so many instances, which have joined at time 0. `profile` and `scheduler`: of all
-        instances, or by role. `on_end` is called with each request that is over."""
-        self.clock = WorldClock()
+        """Make a cluster of so many instances, which have joined all `routers` by the moment 0. `profile` and
+        `scheduler`: of all instances, or by role. `on_end` is called with each request that is over."""
+        self.events = Events()
+        self.clock = self.events.clock
+        self.at = self.events.at
+        """`at(when_s, act, *values)`: call `act` with the values at a virtual moment; in the past means now."""
         self.config = config or RouterConfig()
         self.deadlines = self.config.pd_disaggregation.deadlines
         self._profiles = profile if isinstance(profile, dict) else dict.fromkeys(Role, profile)
         scheduler = scheduler or SchedulerConfig()
         self._schedulers = scheduler if isinstance(scheduler, dict) else dict.fromkeys(Role, scheduler)
         self.message_s = max(known.link.message_s for known in self._profiles.values())
+        self.network = Network(self.events)
+        self._tick_s = tick_s
         self._on_end = on_end
-        self._events = _Events()
-        self.instances: dict[int, SimulatedInstance] = {}
-        """Instances by incarnation, those that leave included."""
-        self._by_port: dict[int, SimulatedInstance] = {}
         self._incarnations = itertools.count(1)
-        self._version = 0
-        self._leaving: list[_Leaving] = []
-        self._loads: dict[str, LoadReport] = {}
+        self.processes: list[SimulatedInstance] = []
+        """Those that run."""
+        self._by_incarnation: dict[int, SimulatedInstance] = {}
+        self._frozen: dict[SimulatedProcess | SimulatedRouter, list[Delivery]] = {}
+        """Ends whose threads are stopped, and what has reached them since."""
+        self._dead_pids: set[int] = set()
         self.open: dict[SimulatedRequest, None] = {}
         """Requests that have arrived and are not over, in the order of their arrival."""
+        self._held: list[tuple[SimulatedRequest, bytes]] = []
+        """Those of them that wait until a change of weights lets them begin."""
         self.is_stopped = False
         self._num_due = 0
         """Requests that have not arrived."""
         self._prompts = itertools.count(1 << 30)
         """First tokens of the prompts that share nothing."""
-        self._is_ticking = False
-        self.num_events = 0
-        trace = RouterTrace(TraceConfig(), cast(Any, None), "router", self.clock)  # nothing is traced
-        self.router = PDRequestRouter(cast(Any, _Connections(self)), self.clock, self.config, trace)
-        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.UNIFIED, unified)):
-            for _ in range(count):
-                self._start(role)
-        self._publish()
+        counts = ((Role.PREFILL, prefill), (Role.DECODE, decode), (Role.UNIFIED, unified))
+        self._places = [(role, rank) for role, count in counts for rank in range(count)]
+        self.num_routers = routers
+        self.routers: list[SimulatedRouter | None] = [None] * routers
+        """By index; None: it has ended."""
+        for index in range(routers):
+            self.start_router(index)
+        for role, rank in list(self._places):
+            self.start(role, rank)
+        self._let_join()
+
+    def _let_join(self) -> None:
+        """Let all that was started be members at this moment, as if messages took no time."""
+        self.events.run(lambda: True, self.clock.now_s)
+        for process in self.processes:
+            process.keep_in_touch()
+        self.events.run(lambda: True, self.clock.now_s)
+        self.network.message_s = self.message_s
 
     # ------------------------------------------------------------------------------------------------------- requests
 
-    def submit(self, at_s: float, prompt: bytes | int, max_tokens: int) -> SimulatedRequest:
-        """Let a request arrive at a time. `prompt`: its tokens (int32 LE), or how many there are."""
-        request = SimulatedRequest(at_s, prompt if isinstance(prompt, int) else len(prompt) // 4, max_tokens)
+    def submit(self, at_s: float, prompt: bytes | int, max_tokens: int, router: int = 0) -> SimulatedRequest:
+        """Let a request arrive at a router at a time. `prompt`: its tokens (int32 LE), or how many there are."""
+        num_tokens = prompt if isinstance(prompt, int) else len(prompt) // 4
+        request = SimulatedRequest(at_s, num_tokens, max_tokens, router=router)
         self._num_due += 1
         self.at(at_s, self._arrive, request, prompt)
         return request
@@ -210,18 +205,36 @@ class SimulatedCluster:
     def _arrive(self, request: SimulatedRequest, prompt: bytes | int) -> None:
         self._num_due -= 1
         self.open[request] = None
-        self._keep_ticking()
-        token_ids = self._own_prompt(prompt) if isinstance(prompt, int) else prompt
+        self._send(request, self._own_prompt(prompt) if isinstance(prompt, int) else prompt)
+
+    def _send(self, request: SimulatedRequest, token_ids: bytes) -> None:
+        router = self.routers[request.router]
+        if router is None:
+            self._refuse(request, NoInstance("the router has ended"))
+            return
+        if router.requests.is_held:
+            self._held.append((request, token_ids))
+            return
         sampling = SamplingParams(max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True)
         asked = GenerateRequest("", token_ids, request.prompt_tokens, sampling, wake_per_token=False)
         try:
-            request.generation = self.router.add_request(asked, partial(self._look, request))
+            request.generation = router.requests.add_request(asked, partial(self._look, request))
         except ChituError as error:
-            request.error, request.is_rejected = error.code, True
-            self._over(request)
+            self._refuse(request, error)
+
+    def _refuse(self, request: SimulatedRequest, error: ChituError) -> None:
+        request.error, request.is_rejected = error.code, True
+        self._over(request)
 
     def _own_prompt(self, num_tokens: int) -> bytes:
         return struct.pack("<i", next(self._prompts)) + bytes(4 * (num_tokens - 1))
+
+    def cancel(self, request: SimulatedRequest) -> None:
+        """Let the client of a request leave, if it is not over."""
+        router = self.routers[request.router]
+        if router is not None and request.generation is not None:
+            router.requests.cancel(request.generation)
+            self._look(request)
 
     def _look(self, request: SimulatedRequest) -> None:
         """Read a generation that is over."""
@@ -248,162 +261,236 @@ class SimulatedCluster:
 
     # ----------------------------------------------------------------------------------------------------------- time
 
-    def at(self, when_s: float, act: Callable[..., None], *values: object) -> None:
-        """Call `act` with the values at a virtual moment; in the past means now."""
-        self._events.put(when_s, act, values)
-
     def stop(self) -> None:
         """Let `run` return after this event: enough is known."""
         self.is_stopped = True
 
     def run(self, until_s: float = math.inf) -> None:
-        """Run until all requests are over, or until a virtual moment."""
-        heap, clock = self._events.heap, self.clock
-        while heap and not self.is_stopped and (self.open or self._num_due or self._leaving or until_s < math.inf):
-            when_s, _, act, values = heap[0]
-            if when_s > until_s:
-                break
-            heapq.heappop(heap)
-            if when_s > clock.now_s:
-                clock.now_s = when_s
-            act(*values)
-            self.num_events += 1
-        if until_s < math.inf:
-            clock.now_s = max(clock.now_s, until_s)
+        """Run until all requests are over and nobody changes its role or leaves, or until a virtual moment."""
+        self.events.run(self._goes_on if until_s == math.inf else lambda: not self.is_stopped, until_s)
 
-    def _keep_ticking(self) -> None:
-        if not self._is_ticking:
-            self._is_ticking = True
-            self.at(self.clock.now_s + TICK_S, self._tick)
-            for instance in self.instances.values():
-                self.at(self.clock.now_s + self._beat_s(instance), self._beat, instance)
+    def _goes_on(self) -> bool:
+        return not self.is_stopped and bool(self.open or self._num_due or any(one.has_order for one in self.processes))
 
-    def _tick(self) -> None:
-        self.router.tick()
-        for leaving in list(self._leaving):
-            if leaving.instance.scheduler.is_idle:
-                self._leave(leaving)
-        if self.open or self._num_due or self._leaving:
-            self.at(self.clock.now_s + TICK_S, self._tick)
-        else:
-            self._is_ticking = False
+    def soon(self, act: Callable[[], None]) -> None:
+        """Call `act` once what runs now is over (`RouterWorld`)."""
+        self.at(self.clock.now_s, act)
 
-    def _beat_s(self, instance: SimulatedInstance) -> float:
-        """Return when its first heartbeat comes: those of different instances are spread."""
-        interval_s = self.deadlines.heartbeat_interval_s
-        return interval_s * (0.5 + instance.incarnation * 0.381966 % 1.0)
-
-    def _beat(self, instance: SimulatedInstance) -> None:
-        if instance.is_gone or not self._is_ticking:
+    def _tick(self, end: SimulatedInstance | SimulatedRouter, is_alive: Callable[[], bool]) -> None:
+        if not is_alive():
             return
-        instance.tick()
-        if (beat := instance.heartbeat()) is not None:
-            self.at(self.clock.now_s + self.message_s, self._on_beat, beat, instance)
-        self.at(self.clock.now_s + self.deadlines.heartbeat_interval_s, self._beat, instance)
+        if end not in self._frozen:
+            if isinstance(end, SimulatedRouter):
+                end.tick()
+                self._release(end)
+            else:
+                end.keep_in_touch()
+                end.look_at_life()
+        self.at(self.clock.now_s + self._tick_s, self._tick, end, is_alive)
 
-    def _on_beat(self, beat: Heartbeat, instance: SimulatedInstance) -> None:
-        self._loads[instance.name] = beat.load
-        self.router.on_heartbeat(beat)
+    def _release(self, router: SimulatedRouter) -> None:
+        """Let those begin that have waited, if they need not any more."""
+        if self._held and not router.requests.is_held:
+            waiting = [(request, ids) for request, ids in self._held if request.router == router.index]
+            self._held = [(request, ids) for request, ids in self._held if request.router != router.index]
+            for request, ids in waiting:
+                self._send(request, ids)
 
     # ---------------------------------------------------------------------------------------------------- the network
 
-    def send_peer(self, host: str, port: int, room: bytes, payload: bytes) -> None:
-        target = self._by_port.get(port)
+    def _deliver(self, end: SimulatedProcess | SimulatedRouter, act: Callable[..., object], *values: object) -> None:
+        """Call `act` with the values, once the threads of this end run."""
+        if end in self._frozen:
+            self._frozen[end].append((act, values))
+        else:
+            act(*values)
+
+    def _to(
+        self,
+        source: SimulatedProcess | SimulatedRouter,
+        target: SimulatedProcess | SimulatedRouter | None,
+        act: Callable[..., object],
+        *values: object,
+    ) -> None:
         if target is not None:
-            self.at(self.clock.now_s + self.message_s, target.on_frame, room, payload)
+            ahead_s = source.clock.monotonic() - self.clock.now_s if isinstance(source, SimulatedProcess) else 0.0
+            self.network.send(source, target, self._deliver, target, act, *values, ahead_s=ahead_s)
 
-    def send_tokens(self, frame: bytes, now_s: float) -> None:
-        self.at(now_s + self.message_s, self.router.on_token_frames, [frame])
+    def to_peer(self, source: SimulatedProcess, host: str, port: int, room: bytes, payload: bytes) -> None:
+        target = next((one for one in self.processes if one.port == port), None)
+        if target is not None:
+            self._to(source, target, target.on_frame, room, payload)
 
-    def send_failed(self, failed: RequestFailed, now_s: float) -> None:
-        self.at(now_s + self.message_s, self.router.on_request_failed, failed)
+    def to_token_port(self, source: SimulatedProcess, router: int, frame: bytes) -> bool:
+        if (target := self.routers[router]) is not None:
+            self._to(source, target, target.take_tokens, frame)
+        return True
+
+    def to_stats_port(self, source: SimulatedProcess, router: int, message: Heartbeat | RequestFailed) -> None:
+        if (target := self.routers[router]) is not None:
+            self._to(source, target, target.take_stats, message)
+
+    def to_coordination_port(self, source: SimulatedProcess, router: int, message: Join | Drain | Leave) -> None:
+        target = self.routers[router]
+        if target is not None:
+            self._to(source, target, self._coordinate, target, source, message)
+
+    def _coordinate(self, router: SimulatedRouter, source: SimulatedProcess, message: Join | Drain | Leave) -> None:
+        reply = router.take_coordination(message)
+        if reply is not None and not source.is_gone:
+            self._to(router, source, source.take_reply, router.index, reply)
+
+    def to_request_port(self, source: SimulatedRouter, target: InstanceKey, frame: bytes) -> bool:
+        process = self._by_incarnation.get(target.incarnation)
+        if process is not None and not process.is_gone:
+            self._to(source, process, self._receive, process, target.incarnation, frame)
+        return True
+
+    def _receive(self, process: SimulatedInstance, incarnation: int, frame: bytes) -> None:
+        process.receive([scheduler_codec.decode(frame)])
+
+    def to_views(self, source: SimulatedRouter, message: ViewMessage) -> None:
+        for process in self.processes:
+            if not process.is_deaf:
+                self._to(source, process, process.take_view, source.index, message)
+
+    def ask_for_view(self, source: SimulatedProcess, router: int) -> None:
+        target = self.routers[router]
+        if target is not None and not source.is_deaf:
+            self._to(source, target, self._show, target, source)
+
+    def _show(self, router: SimulatedRouter, process: SimulatedProcess) -> None:
+        self._to(router, process, process.take_view, router.index, router.coordination.view)
 
     def receiver_of(self, incarnation: int) -> SimulatedInstance | None:
-        return self.instances.get(incarnation)
+        process = self._by_incarnation.get(incarnation)
+        return None if process is None or process.is_gone else process
+
+    def rate_to(self, source: int, target: int) -> float:
+        return self.network.rate(self._by_incarnation[source], self._by_incarnation[target])
 
     # ----------------------------------------------------------------------------------------------------- membership
 
     @property
+    def router(self) -> PDRequestRouter:
+        """The requests of the first router that runs."""
+        return self.first_router.requests
+
+    @property
+    def first_router(self) -> SimulatedRouter:
+        """The router that an operator asks: the first one that runs."""
+        return next(router for router in self.routers if router is not None)
+
+    @property
     def members(self) -> list[SimulatedInstance]:
-        """The instances of the view, by role and rank."""
-        return sorted(self.instances.values(), key=lambda i: (list(Role).index(i.role), i.rank))
+        """The instances that run, by role and rank."""
+        return sorted(self.processes, key=lambda one: (ROLES.index(one.role), one.rank))
 
     def loads(self) -> dict[str, LoadReport]:
-        """Return the newest report of each instance as the router has it, by name."""
-        present = {instance.name for instance in self.instances.values()}
-        return {name: load for name, load in self._loads.items() if name in present}
+        """Return the newest report of each instance as the first router has it, by name."""
+        loads = self.first_router.coordination.loads()
+        return {one.name: loads[one.role, one.rank] for one in self.processes if (one.role, one.rank) in loads}
 
     def find(self, name: str) -> SimulatedInstance:
         """Return the instance of a name such as `P0`. Raises ConfigError if there is none."""
-        for instance in self.instances.values():
+        for instance in self.processes:
             if instance.name == name:
                 return instance
         raise ConfigError(f"{name} is none of {', '.join(i.name for i in self.members)}")
 
-    def add(self, role: Role) -> str:
-        """Let an instance join now, and return its name."""
-        instance = self._start(role)
-        self._publish()
-        return instance.name
-
-    def drain(self, name: str) -> None:
-        """Let an instance finish what it has, and leave."""
-        self._drain(_Leaving(self.find(name), None, 0.0))
-
-    def change_role(self, name: str, role: Role, pause_s: float = 0.0) -> None:
-        """Let an instance finish what it has, and join again in another role, with its pages, `pause_s` after that."""
-        self._drain(_Leaving(self.find(name), role, pause_s))
-
-    def _drain(self, leaving: _Leaving) -> None:
-        instance = leaving.instance
-        instance.info = msgspec.structs.replace(instance.info, draining=True)
-        self._leaving.append(leaving)
-        self._publish()
-        self._keep_ticking()
-
-    def _leave(self, leaving: _Leaving) -> None:
-        self._leaving.remove(leaving)
-        instance = leaving.instance
-        instance.is_gone = True
-        del self.instances[instance.incarnation]
-        self._by_port.pop(instance.port, None)
-        self._publish()
-        self.router.on_lost(instance.info, "drained", has_died=False)
-        if leaving.role is not None:
-            self.at(self.clock.now_s + leaving.pause_s, self._return, leaving.role, instance)
-
-    def _return(self, role: Role, former: SimulatedInstance) -> None:
-        self._start(role, former)
-        self._publish()
-
-    def _start(self, role: Role, former: SimulatedInstance | None = None) -> SimulatedInstance:
-        taken = {instance.rank for instance in self.instances.values() if instance.role is role}
-        rank = next(rank for rank in itertools.count() if rank not in taken)
-        instance = SimulatedInstance(
-            self,
-            role,
-            rank,
-            next(self._incarnations),
-            self._profiles[role] if former is None else former.profile,
-            self._schedulers[role],
-            self.config.pd_disaggregation.transfer_threads,
-            None if former is None else former.cache,
-        )
-        self.instances[instance.incarnation] = instance
-        if instance.port:
-            self._by_port[instance.port] = instance
-        self.router.on_joined(instance.info)
-        if self._is_ticking:
-            self.at(self.clock.now_s + self._beat_s(instance), self._beat, instance)
-        return instance
-
-    def _publish(self) -> None:
-        self._version += 1
-        view = ClusterView(ROUTER, self._version, tuple(instance.info for instance in self.members))
-        self.router.on_view(view)
-        for instance in self.instances.values():
-            instance.side.on_view(view)
-
     def key_of(self, name: str) -> InstanceKey:
         """Return the router's key of an instance."""
         return instance_key(self.find(name).info)
+
+    def new_incarnation(self) -> int:
+        return next(self._incarnations)
+
+    def is_pid_alive(self, pid: int) -> bool:
+        return pid not in self._dead_pids
+
+    def start(self, role: Role, rank: int | None = None, *, is_here: bool = True) -> SimulatedInstance:
+        """Start an instance, which joins soon. `rank`: by default the lowest that no process was started with or has.
+        `is_here`: it runs on the routers' machine, which sees its death."""
+        if rank is None:
+            taken = {*self._places, *((one.role, one.rank) for one in self.processes)}
+            rank = next(rank for rank in itertools.count() if (role, rank) not in taken)
+        if (role, rank) not in self._places:
+            self._places.append((role, rank))
+        process = SimulatedInstance(self, role, rank, self._profiles[role], self._schedulers[role], is_here=is_here)
+        self.processes.append(process)
+        self.note_life(process)
+        for index, router in enumerate(self.routers):
+            if router is not None:
+                self.ask_for_view(process, index)
+        # Those of different processes are spread.
+        self.at(
+            self.clock.now_s + self._tick_s * (process.incarnation * 0.381966 % 1.0),
+            *(self._tick, process, lambda: not process.is_gone),
+        )
+        return process
+
+    def note_life(self, process: SimulatedProcess) -> None:
+        """Note the incarnation of a process that has begun a life."""
+        assert isinstance(process, SimulatedInstance)
+        self._by_incarnation[process.incarnation] = process
+
+    def add(self, role: Role) -> str:
+        """Start an instance of a role, and return its name."""
+        return self.start(role).name
+
+    def start_router(self, index: int) -> SimulatedRouter:
+        """Start the router of an index, in place of one that has ended."""
+        router = self.routers[index] = SimulatedRouter(self, index, self._places)
+        self.at(self.clock.now_s, self._tick, router, lambda: self.routers[index] is router)
+        return router
+
+    def drain(self, name: str) -> None:
+        """Let an instance finish what it has, and leave."""
+        instance = self.find(name)
+        self.first_router.coordination.drain(instance.role, instance.rank)
+
+    def change_role(self, name: str, role: Role) -> InstanceInfo:
+        """Let an instance finish what it has, and go on in another role, with its pages. Raises RoleRefused."""
+        instance = self.find(name)
+        return self.first_router.coordination.change_role(instance.role, instance.rank, role)
+
+    # ---------------------------------------------------------------------------------------------------------- faults
+
+    def on_gone(self, process: SimulatedProcess) -> None:
+        self.processes = [one for one in self.processes if one is not process]
+        self._dead_pids.add(process.info.pid)
+
+    def kill(self, name: str) -> SimulatedInstance:
+        """End an instance at once, without a word. Where it runs, its death is seen."""
+        process = self.find(name)
+        info = process.info
+        process.end()
+        if info.pid_namespace:
+            for router in filter(None, self.routers):
+                self.at(
+                    self.clock.now_s + DEATH_S,
+                    *(router.coordination.on_death, info.role, info.engine_rank, info.incarnation),
+                )
+        return process
+
+    def kill_router(self, index: int) -> None:
+        """End a router. Its clients lose their requests; instances notice by its silence, or by the next one."""
+        self.routers[index] = None
+        for request in [one for one in self.open if one.router == index]:
+            request.error, request.generation = "router_gone", None
+            self._over(request)
+        self._held = [(request, ids) for request, ids in self._held if request.router != index]
+
+    def freeze(self, end: SimulatedInstance | SimulatedRouter) -> None:
+        """Stop all threads of an instance or a router, as SIGSTOP does. What reaches it waits."""
+        self._frozen.setdefault(end, [])
+        end.is_frozen = True
+
+    def thaw(self, end: SimulatedInstance | SimulatedRouter) -> None:
+        """Let the threads go on."""
+        end.is_frozen = False
+        for act, values in self._frozen.pop(end, []):
+            self._deliver(end, act, *values)
+        if isinstance(end, SimulatedInstance):
+            end.wake()
+            end.beat_soon()

@@ -7,32 +7,13 @@ for it. Only the simulation's one thread calls it.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
-from chitu.tools.size.profile import StepCost
-
-
-class WorldClock:
-    """The virtual clock."""
-
-    now_s = 0.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-class InstanceClock:
-    """The virtual clock as an instance reads it: ahead of the world's while it waits for a step within a turn."""
-
-    def __init__(self, world: WorldClock) -> None:
-        self._world = world
-        self.ahead_s = 0.0
-
-    def monotonic(self) -> float:
-        return max(self._world.now_s, self.ahead_s)
+from chitu.simulation.events import InstanceClock
+from chitu.simulation.profile import StepCost
 
 
 @dataclass(slots=True, eq=False)
@@ -64,10 +45,13 @@ class TimedStep(Moment):
 
 
 class TimedExecutor:
-    """`Executor` whose steps take the seconds of `cost`."""
+    """`Executor` whose steps take the seconds of `cost`, divided by `speed`."""
 
-    def __init__(self, info: ExecutorInfo, cost: StepCost, clock: InstanceClock) -> None:
+    def __init__(
+        self, info: ExecutorInfo, cost: StepCost, clock: InstanceClock, speed: Callable[[], float] = lambda: 1.0
+    ) -> None:
         self.info = info
+        self._speed = speed
         self._cost = cost
         self._clock = clock
         self._kv_len = [0] * info.num_slots
@@ -103,7 +87,7 @@ class TimedExecutor:
             kv_len[slot] += 1
             context_tokens += kv_len[slot]
         slots += plan.decode
-        seconds = self._cost.seconds(prompt_tokens, pairs, len(plan.decode), context_tokens)
+        seconds = self._cost.seconds(prompt_tokens, pairs, len(plan.decode), context_tokens) / self._speed()
         start_s = max(self._clock.monotonic() + self._cost.turn_s, self._free_s)
         self._free_s = end_s = start_s + seconds
         self.steps += 1

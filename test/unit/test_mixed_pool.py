@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from chitu.tools.size.cluster import SimulatedCluster
-from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
 
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig, SLOConfig
+from chitu.simulation.cluster import SimulatedCluster
+from chitu.simulation.profile import EngineProfile, LinkCost, StepCost
 
 COST = StepCost(
     prefill_s=0.015, prompt_token_s=1e-4, prompt_pair_s=1e-9, decode_s=0.012, sequence_s=1e-4, context_s=1e-7

@@ -6,10 +6,10 @@ import random
 
 import msgspec
 import pytest
-from chitu.tools.size.cluster import SimulatedCluster, SimulatedRequest
-from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost
 
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
+from chitu.simulation.cluster import SimulatedCluster, SimulatedRequest
+from chitu.simulation.profile import EngineProfile, LinkCost, StepCost
 from chitu.types import Role
 
 COST = StepCost(prefill_s=0.01, prompt_token_s=0.001, decode_s=0.02, sequence_s=0.001)
@@ -32,7 +32,7 @@ def check_idle(cluster: SimulatedCluster) -> None:
     for instance in cluster.members:
         assert instance.scheduler.is_idle
         instance.cache.check_idle()
-        assert instance.aux.num_free == instance.aux.num_slots
+        assert instance.rows.num_free == instance.rows.num_slots
 
 
 def test_times_of_one_request_are_those_of_its_messages_steps_and_writes() -> None:
@@ -76,13 +76,13 @@ def test_every_request_ends_whole_and_every_page_comes_back(shape: tuple[int, in
 def test_roles_change_and_instances_come_and_go_under_load() -> None:
     cluster = SimulatedCluster(PROFILE, prefill=2, decode=2)
     requests = load(cluster, 120, 8.0)
-    cluster.at(3.0, cluster.change_role, "P1", Role.DECODE, 0.5)
+    cluster.at(3.0, cluster.change_role, "P1", Role.DECODE)
     cluster.at(6.0, lambda: cluster.add(Role.PREFILL))
     cluster.at(9.0, cluster.drain, "D0")
     cluster.run()
     assert all(request.is_whole for request in requests)
-    assert [instance.name for instance in cluster.members] == ["P0", "P1", "D1", "D2"]
-    assert cluster.find("D2").incarnation > cluster.find("D1").incarnation
+    assert [instance.name for instance in cluster.members] == ["P0", "P2", "D1", "D2"]
+    assert cluster.find("D2").info.home == "prefill:1"
     check_idle(cluster)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost, read_profile, write_profile
 from rich.console import Console
 
 from chitu.errors import ConfigError
+from chitu.simulation.profile import EngineProfile, LinkCost, StepCost, read_profile, write_profile
 from chitu.tools.size.command import SizeOptions, read_slo, size
 from chitu.tools.size.search import Question, Slo, Split, Trial, _limit, search, splits
 from chitu.tools.size.workload import fixed, read_workload

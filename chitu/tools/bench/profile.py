@@ -30,10 +30,10 @@ from chitu.launch.router_calls import credential
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import LoadReport
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot
+from chitu.simulation.cluster import SimulatedCluster
+from chitu.simulation.profile import EngineProfile, LinkCost, StepCost, write_profile
 from chitu.tools.bench.report import commit, machine
 from chitu.tools.bench.token_times import token_times_s
-from chitu.tools.size.cluster import SimulatedCluster
-from chitu.tools.size.profile import EngineProfile, LinkCost, StepCost, write_profile
 
 ROUNDS = 3
 SINGLES = 8

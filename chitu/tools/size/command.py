@@ -12,8 +12,8 @@ import msgspec
 from rich.console import Console
 
 from chitu.errors import ConfigError
+from chitu.simulation.profile import EngineProfile, read_profile
 from chitu.tools.size import report
-from chitu.tools.size.profile import EngineProfile, read_profile
 from chitu.tools.size.search import Question, Slo, search
 from chitu.tools.size.workload import Workload, fixed, read_workload
 

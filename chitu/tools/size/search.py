@@ -17,8 +17,8 @@ import msgspec
 
 from chitu.config.schema import AdmissionConfig, RouterConfig, SchedulerConfig
 from chitu.errors import ConfigError
-from chitu.tools.size.cluster import SimulatedCluster, SimulatedRequest
-from chitu.tools.size.profile import EngineProfile
+from chitu.simulation.cluster import SimulatedCluster, SimulatedRequest
+from chitu.simulation.profile import EngineProfile
 from chitu.tools.size.workload import Workload, percentile
 from chitu.types import Role
 
@@ -292,9 +292,9 @@ class _Watch:
 
     def look(self) -> None:
         self._looks += 1
-        for instance in self._cluster.instances.values():
+        for instance in self._cluster.processes:
             load, letter = instance.scheduler.load, instance.role.letter
-            of_role = sum(other.role is instance.role for other in self._cluster.instances.values())
+            of_role = sum(other.role is instance.role for other in self._cluster.processes)
             self._waiting[letter] = self._waiting.get(letter, 0.0) + load.waiting / of_role
             if instance.role is not Role.PREFILL:
                 self._running += load.running / of_role
@@ -303,7 +303,7 @@ class _Watch:
     def fill(self, trial: Trial) -> None:
         elapsed_s, looks = max(self._cluster.clock.now_s, 1e-9), max(1, self._looks)
         for role in Role:
-            those = [instance for instance in self._cluster.instances.values() if instance.role is role]
+            those = [instance for instance in self._cluster.processes if instance.role is role]
             if those:
                 steps_s = sum(instance.executor.busy_s for instance in those)
                 trial.busy[role.letter] = steps_s / len(those) / elapsed_s

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from chitu.errors import ConfigError
-from chitu.tools.size.cluster import Arrival
+from chitu.simulation.cluster import Arrival
 
 BLOCK_TOKENS = 512
 """Tokens of a block of `hash_ids`."""
