@@ -69,6 +69,8 @@ class SimulatedRequest:
     first_s: float = math.nan
     end_s: float = math.nan
     num_tokens: int = 0
+    is_right: bool = True
+    """Whether each of its tokens is the one of its place (`TimedExecutor`)."""
     cached_tokens: int = 0
     error: str = ""
     """Code of the error that it ended with; empty: it has all of its tokens, or runs."""
@@ -242,6 +244,8 @@ class SimulatedCluster:
         if generation is None or not generation.done:
             return
         request.num_tokens, request.cached_tokens = generation.num_emitted, generation.cached_tokens
+        first = request.prompt_tokens
+        request.is_right = generation.take() == list(range(first, first + generation.num_emitted))
         if generation.first_token_s is not None:
             request.first_s = generation.first_token_s
         if generation.error is not None:
@@ -444,15 +448,22 @@ class SimulatedCluster:
         self.at(self.clock.now_s, self._tick, router, lambda: self.routers[index] is router)
         return router
 
-    def drain(self, name: str) -> None:
-        """Let an instance finish what it has, and leave."""
-        instance = self.find(name)
-        self.first_router.coordination.drain(instance.role, instance.rank)
+    def decider(self, asked: int = 0) -> SimulatedRouter:
+        """Return the router that decides who may leave, if the operator asks the router `asked`: the first living one
+        that it knows of."""
+        router = self.routers[asked] or self.first_router
+        return self.routers[router.coordination.first_router] or router
 
-    def change_role(self, name: str, role: Role) -> InstanceInfo:
-        """Let an instance finish what it has, and go on in another role, with its pages. Raises RoleRefused."""
+    def drain(self, name: str, asked: int = 0) -> None:
+        """Let an instance finish what it has, and leave. Raises LastInstance. `asked`: the router that is asked."""
         instance = self.find(name)
-        return self.first_router.coordination.change_role(instance.role, instance.rank, role)
+        self.decider(asked).drain(instance.role, instance.rank)
+
+    def change_role(self, name: str, role: Role, asked: int = 0) -> InstanceInfo:
+        """Let an instance finish what it has, and go on in another role, with its pages. Raises RoleRefused and
+        LastInstance."""
+        instance = self.find(name)
+        return self.decider(asked).change_role(instance.role, instance.rank, role)
 
     # ---------------------------------------------------------------------------------------------------------- faults
 

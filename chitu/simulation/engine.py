@@ -1,8 +1,9 @@
 """An engine without torch in virtual time: an executor whose steps take the seconds of a profile and compute nothing.
 
-Each token is 0. The executor knows of a slot only how many tokens it holds, which with the plan gives the cost of a
-step. Steps run one after the other; `TimedStep.end_s` is known at the launch, so whoever drives the virtual clock waits
-for it. Only the simulation's one thread calls it.
+The executor knows of a slot only how many tokens it holds, which with the plan gives the cost of a step. A token is the
+number of those before it, on whatever instance: one that is lost, doubled or put elsewhere is seen. Steps run one after
+the other; `TimedStep.end_s` is known at the launch, so whoever drives the virtual clock waits for it. Only the
+simulation's one thread calls it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class TimedExecutor:
             count = self.info.num_layers
             for layer in range(count):
                 on_layer(layer, Moment(self._clock, start_s + seconds * (layer + 1) / count))
-        return TimedStep(self._clock, end_s, StepResult(slots, [0] * len(slots)))
+        return TimedStep(self._clock, end_s, StepResult(slots, [kv_len[slot] for slot in slots]))
 
     def forget(self, slots: Collection[int]) -> None:
         """Do nothing: an admission sets all that is known of a slot."""

@@ -22,7 +22,9 @@ from chitu.protocol import (
     RequestFailed,
     ViewMessage,
 )
+from chitu.protocol.weights import PauseMode
 from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.weights import WeightsChange
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
@@ -80,6 +82,8 @@ class SimulatedRouter:
         trace = RouterTrace(TraceConfig(), cast(Any, None), "router", world.clock)  # nothing is traced
         self.requests = PDRequestRouter(cast(Any, self), world.clock, world.config, trace, index)
         self.coordination = PDCoordination(world.clock, self._deadlines, self.incarnation, self, places, index)
+        self._change: WeightsChange | None = None
+        """The last change of weights that was asked for here."""
         self._is_due = False
         self._next_beat_s = -math.inf
 
@@ -113,6 +117,40 @@ class SimulatedRouter:
         if had_change or view.weights.holds != self.requests.is_held:
             self.requests.on_view(view)
 
+    # ----------------------------------------------------------------------------------------------------- an operator
+
+    def drain(self, role: Role, rank: int, *, force: bool = False) -> None:
+        """Let a member finish what it has, and leave. Raises LastInstance."""
+        if not force:
+            self.coordination.require_others(role, rank, "chitu drain")
+        self.coordination.drain(role, rank)
+
+    def change_role(self, role: Role, rank: int, wanted: Role, *, force: bool = False) -> InstanceInfo:
+        """Let a member finish what it has, or give it back, and go on in another role. Return its record. Raises
+        RoleRefused, LastInstance."""
+        if not force and role is not wanted:
+            self.coordination.require_others(role, rank, "chitu role")
+        return self.coordination.change_role(role, rank, wanted, is_revocable=not force)
+
+    def change_weights(self, path: str, *, is_mixed: bool = False) -> WeightsChange:
+        """Begin a change to the weights in a folder, and commit it once no request runs. Raises WeightsRefused."""
+        self._change = self.coordination.weights.begin(path, is_mixed)
+        self.coordination.publish_weights()
+        return self._change
+
+    def pause(self, mode: PauseMode) -> None:
+        """Have new requests wait at all routers, and running ones end or stop; empty: let all go on."""
+        self.coordination.weights.pause = mode
+        self.coordination.publish_weights()
+
+    def _drive_weights(self) -> None:
+        change, weights = self._change, self.coordination.weights
+        if change is None or change.phase != "drain" or not self.coordination.view.weights.holds:
+            return
+        if weights.is_drained and not self.requests.num_sent:
+            weights.on_drained(change)
+            self.coordination.publish_weights()
+
     # --------------------------------------------------------------------------------------------------- what comes in
 
     def take_coordination(self, message: CoordinationMessage) -> CoordinationReply | None:
@@ -132,5 +170,6 @@ class SimulatedRouter:
         """Apply deadlines and leases. Call it every `TICK_S`."""
         self.coordination.tick()
         self.requests.tick()
+        self._drive_weights()
         if self.world.clock.monotonic() >= self._next_beat_s:
             self.publish()
