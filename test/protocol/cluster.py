@@ -8,15 +8,27 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster_process import Process, Writes, WriteWatch
+import msgspec
+from cluster_process import CONFIG, DEADLINES, Process, Writes, WriteWatch
 from pd_world import PAGE_BYTES, Frame, mixed
 from support.clock import FakeClock
 from support.fake_transport import FakeFabric, Fault, FaultKind
 
-from chitu.errors import ChituError
 from chitu.net.view_feed import ViewSender
-from chitu.protocol import ClusterView, LostInstance, RequestPortMessage
-from chitu.types import Role
+from chitu.protocol import (
+    ClusterView,
+    Drain,
+    Heartbeat,
+    InstanceInfo,
+    Join,
+    Leave,
+    LostInstance,
+    RequestFailed,
+    RequestPortMessage,
+    SchedulerMessage,
+)
+from chitu.simulation.process import SimulatedProcess
+from chitu.types import Role, place_of, place_text
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Commands of a script of faults: what an `Op` does to a `Cluster`. Commands of the router are methods of the world.
@@ -138,8 +150,8 @@ def change(world: Cluster, a: int, b: int) -> None:
     """Ask a process to change its role, as the router does: not the last one of its role, and not to a place of
     another one. Staged transfers allow no change."""
     process = _one_of(world, a)
-    others = [other for other in world.of(process.role) if other is not process and other.becomes is None]
-    if process.becomes is None and others and world.writes.way == "direct":
+    others = [other for other in world.of(process.role) if other is not process and not world.is_changing(other)]
+    if not world.is_changing(process) and others and world.writes.way == "direct":
         world.change_role(process)
 
 
@@ -187,6 +199,8 @@ MAX_LIVE_REQUESTS = 12
 
 class Cluster(ABC):
     process_type = Process
+    config = CONFIG
+    num_routers = 1
     returns_home = True
     """Whether processes that changed their role change it back when all faults end."""
 
@@ -197,8 +211,6 @@ class Cluster(ABC):
         self.fabric.on_write, self.fabric.on_land = self.watch.on_write, self.watch.on_land
         self.writes = writes or Writes()
         self.num_prefill = num_prefill
-        self.num_changes = 0
-        """Changes of role that are done."""
         self.num_flips = 0
         """Number of bits flipped in transfers."""
         self.interruptions: deque[int] = deque()
@@ -216,6 +228,14 @@ class Cluster(ABC):
         self._sender = ViewSender(FIRST_ROUTER)
         self.told_dead: tuple[int, ...] = ()
         """Deaths that launchers reported to the current router."""
+        self.joined: dict[int, InstanceInfo] = {}
+        """Joins that the current router has, by incarnation."""
+        self.members: dict[int, InstanceInfo] = {}
+        """Instances of its view."""
+        self._changing: dict[int, str] = {}
+        """Places that processes are asked to take, by incarnation."""
+        self._asking: list[Process] = []
+        """Those that ask for a whole view."""
         self._incarnations = 0
         self._dead_pids: set[int] = set()
         """Pids of dead processes. An incarnation is its pid here."""
@@ -227,21 +247,64 @@ class Cluster(ABC):
 
     # -------------------------------------------------------------------------------------------- the router's part
 
-    @abstractmethod
     def publish(self) -> None:
-        """Handle leases and deadlines and publish the view; every turn of the clock, as the real router repeats it."""
+        """Handle leases and deadlines and publish the view; every turn of the clock, as the real router repeats it. A
+        plain membership: what the real one adds is in `test_fleet.py`."""
+        if not self.is_router_alive:
+            return
+        now_s = self.clock.monotonic()
+        living = {process.incarnation: process for process in self.processes}
+        present = {
+            incarnation: self._record(info)
+            for incarnation, info in self.joined.items()
+            if incarnation in living and now_s - living[incarnation].beat_s < DEADLINES.lease_s
+        }
+        if present != self.members:
+            lost = [info for incarnation, info in self.members.items() if incarnation not in present]
+            new = [info for incarnation, info in present.items() if incarnation not in self.members]
+            self.members = present
+            self.on_members(new, lost)
+        self.router_tick()
+        self.show(self.view())
+
+    def _record(self, info: InstanceInfo) -> InstanceInfo:
+        becomes = self._changing.get(info.incarnation)
+        return info if becomes is None else msgspec.structs.replace(info, draining=True, becomes=becomes)
+
+    def view(self) -> ClusterView:
+        return ClusterView(self.router_incarnation, 0, tuple(self.members.values()), dead=self.told_dead)
 
     @abstractmethod
+    def on_members(self, new: list[InstanceInfo], lost: list[InstanceInfo]) -> None:
+        """Handle that instances joined or were lost; `members` has changed."""
+
+    @abstractmethod
+    def router_tick(self) -> None:
+        """Apply the router's deadlines."""
+
+    def end_router(self) -> None:
+        """Forget what the router knew of instances."""
+        self.joined, self.members, self._changing, self.told_dead = {}, {}, {}, ()
+
     def hand_over(self, process: Process, message: RequestPortMessage) -> None:
         """Handle the arrival of a router's message at a process."""
+        process.receive([message])
 
     @abstractmethod
-    def take_tokens(self, frame: bytes) -> bool:
+    def take_tokens(self, frame: bytes) -> None:
         """Handle a token message of a process."""
 
     @abstractmethod
-    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
+    def take_failure(self, failed: RequestFailed) -> None:
         """Handle that a process gives a room up."""
+
+    @abstractmethod
+    def take_heartbeat(self, beat: Heartbeat) -> None:
+        """Handle a heartbeat."""
+
+    @abstractmethod
+    def on_submit(self, process: Process, message: SchedulerMessage) -> None:
+        """Handle that a request, or its cancellation, has arrived."""
 
     @abstractmethod
     def op_cancel(self, a: int, b: int) -> None:
@@ -257,7 +320,7 @@ class Cluster(ABC):
 
     # ------------------------------------------------------------------------------------------ what processes call
 
-    def next_incarnation(self) -> int:
+    def new_incarnation(self) -> int:
         """Return a small incarnation (ports are made from it), never twice, and in no order."""
         self._incarnations += 1
         return mixed(self._incarnations)
@@ -269,8 +332,42 @@ class Cluster(ABC):
     def is_pid_alive(self, pid: int) -> bool:
         return pid not in self._dead_pids
 
+    def to_peer(self, source: SimulatedProcess, host: str, port: int, room: bytes, payload: bytes) -> None:
+        self.link(host, port, room, payload)
+
     def link(self, host: str, port: int, room: bytes, payload: bytes) -> None:
         self.frames.append(Frame(port, room, payload))
+
+    def to_token_port(self, source: SimulatedProcess, router: int, frame: bytes) -> bool:
+        self.take_tokens(frame)
+        return True
+
+    def to_stats_port(self, source: SimulatedProcess, router: int, message: Heartbeat | RequestFailed) -> None:
+        if isinstance(message, RequestFailed):
+            self.take_failure(message)
+        else:
+            self.take_heartbeat(message)
+
+    def to_coordination_port(self, source: SimulatedProcess, router: int, message: Join | Drain | Leave) -> None:
+        assert isinstance(message, Join), "no process leaves by itself here"
+        if self.is_router_alive:
+            self.joined[source.incarnation] = message.instance
+            for former in message.instance.former:
+                self.joined.pop(former, None)
+
+    def ask_for_view(self, source: SimulatedProcess, router: int) -> None:
+        assert isinstance(source, Process)
+        self._asking.append(source)
+
+    def on_gone(self, process: SimulatedProcess) -> None:
+        """Handle that a process ends, as it has to if a peer does not answer while its role changes."""
+        assert isinstance(process, Process)
+        self.kill(process)
+
+    @property
+    def num_changes(self) -> int:
+        """Changes of role that are done."""
+        return sum(process.num_changes for process in self.processes)
 
     def meanwhile(self) -> None:
         """Let the comm and transfer threads run between two layers of a step."""
@@ -301,12 +398,17 @@ class Cluster(ABC):
     def change_role(self, process: Process) -> None:
         """Ask a process to take the other role: at home, or with the lowest rank that belongs to no process."""
         role = Role.DECODE if process.role is Role.PREFILL else Role.PREFILL
-        taken = {*self.missing, *((p.role, p.rank) for p in self.processes), *(p.becomes for p in self.processes)}
+        taken = {*self.missing, *((p.role, p.rank) for p in self.processes)}
+        taken |= {place_of(becomes) for becomes in self._changing.values()}
         taken |= {p.home for p in self.processes if p is not process}
         ranks = (rank for rank in itertools.count() if (role, rank) not in taken)
-        process.becomes = process.home if process.home[0] is role else (role, next(ranks))
-        process.asked_s = process.idle_since_s = self.clock.monotonic()
+        place = process.home if process.home[0] is role else (role, next(ranks))
+        self._changing[process.incarnation] = place_text(*place)
         self.publish()
+
+    def is_changing(self, process: Process) -> bool:
+        """Return whether a process is asked to change its role."""
+        return process.has_order or process.incarnation in self._changing
 
     def start(self, index: int) -> Process:
         role, rank = self.missing.pop(index)
@@ -328,15 +430,12 @@ class Cluster(ABC):
         if new := [incarnation for incarnation in view.dead if incarnation not in sender.view.dead]:
             sender.note_dead(new)
         change = sender.next_change()
+        asking, self._asking = self._asking, []
         for process in self.processes:
             if process.is_frozen or process.is_deaf:
                 continue
             is_connecting = process.feed.view.router_incarnation != view.router_incarnation
-            is_current = process.feed.take(change)
-            if is_connecting or process.feed.should_ask(self.clock.monotonic()):
-                is_current = process.feed.take(sender.view)
-            if is_current:
-                process.on_view(process.feed.view)
+            process.take_view(0, sender.view if is_connecting or process in asking else change)
 
     def tell_deaths(self) -> None:
         if self.is_router_alive and self.told_dead != tuple(sorted(self._dead_pids)):
@@ -378,7 +477,7 @@ class Cluster(ABC):
         self.publish()
         for process in self.processes:
             if not process.is_frozen:
-                process.tick(now_s)
+                process.tick()
 
     def step(self, process: Process) -> bool:
         self.stepping.append(process)
@@ -437,7 +536,7 @@ class Cluster(ABC):
             assert self.clock.monotonic() - start_s < limit_s, f"not quiet after {limit_s} s: {self.leftovers()}"
             self.fabric.release_late_writes()
             for process in self.processes:  # those that were started again are home: there might be no P, or no D
-                if self.returns_home and process.becomes is None and not process.is_home:
+                if self.returns_home and not self.is_changing(process) and not process.is_home:
                     self.change_role(process)
             if not self.turns(3):
                 self.advance(0.2)
@@ -449,8 +548,10 @@ class Cluster(ABC):
     def leftovers(self) -> list[str]:
         left = self.open_requests()
         for process in self.processes:
-            if process.becomes is not None or (self.returns_home and not process.is_home):
-                left.append(f"{process.session} has not become {process.becomes}")
+            if self.is_changing(process) or (self.returns_home and not process.is_home):
+                left.append(f"{process.session} has not become {process.becomes or process.home}")
+            if self.is_router_alive and process.incarnation not in self.members:
+                left.append(f"{process.session} has not joined")
             if not process.scheduler.is_idle:
                 left.append(f"{process.session} has {[s.state.name for s in process.sequences().values()]}")
             if len(process.table):

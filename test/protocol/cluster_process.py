@@ -11,12 +11,17 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from pd_world import NUM_AUX, NUM_LAYERS, NUM_PAGES, PAGE_BYTES, PAGE_SIZE, Memory, WatchedCopier, staged
-from support.clock import FakeClock
 from support.executors import FakeExecutor, LateExecutor
 from support.fake_transport import FakeFabric, FakeTransport
 
 from chitu.cache_manager import PagedKVCacheManager
-from chitu.config.schema import DeadlineConfig, SchedulerConfig
+from chitu.config.schema import (
+    DeadlineConfig,
+    PDDisaggregationConfig,
+    RetryConfig,
+    RouterConfig,
+    SchedulerConfig,
+)
 from chitu.engine.executor import (
     CopyPage,
     Executor,
@@ -28,27 +33,27 @@ from chitu.engine.executor import (
     StepPlan,
     StepResult,
 )
-from chitu.errors import ChituError, RoleChanged
-from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
-from chitu.instance.roles import DecodeRole, PrefillRole
-from chitu.instance.sequences import AT_PEER_STATES, Inbox, Sequence, SequenceState
-from chitu.instance.token_manager import TokenManager
+from chitu.errors import ChituError
+from chitu.instance.core import LoadedEngine, SchedulerSettings
+from chitu.instance.sequences import AT_PEER_STATES, Sequence, SequenceState
 from chitu.kv_cache.checksum import HostPageSums
 from chitu.kv_cache.state_row import StateSlots
-from chitu.kv_transfer.both_sides import OwnMemory, TransferContext, TransferEvent
+from chitu.kv_transfer.both_sides import TransferEvent
 from chitu.kv_transfer.both_sides import TransferEventKind as Kind
 from chitu.kv_transfer.chunks import TransferJob
-from chitu.kv_transfer.kv_manager import KVManager, KVManagerConfig, manager_of_decode, manager_of_prefill
+from chitu.kv_transfer.kv_manager import KVManagerConfig, NoPeers
 from chitu.kv_transfer.layout import VerifyKV
 from chitu.kv_transfer.receiver import ReceiverState
+from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sender_table import SenderState
+from chitu.kv_transfer.sending import PrefillSender
 from chitu.kv_transfer.transports.staged import StagedTransport, TransferWay
 from chitu.kv_transfer.transports.transport import CopyList, Transport
 from chitu.net.process_deaths import pid_namespace
 from chitu.net.view_feed import ViewReceiver
-from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import ClusterView, InstanceInfo, SchedulerMessage
-from chitu.types import Role, instance_name, place_text
+from chitu.simulation.process import Hardware, SimulatedProcess, World
+from chitu.types import Role, instance_name
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -107,7 +112,7 @@ class WriteWatch:
             world.deliver(0)
         for process in world.of(Role.PREFILL):
             if not process.is_frozen:
-                process.tick(world.clock.monotonic())
+                process.tick()
         self._is_inside_write = False
 
     def on_land(self, target: str, copies: CopyList) -> None:
@@ -188,6 +193,11 @@ DEADLINES = DeadlineConfig(
     role_change_s=0.5,
 )
 REQUEST_TIMEOUT_S = 12.0
+CONFIG = RouterConfig(
+    request_timeout_s=REQUEST_TIMEOUT_S,
+    retry=RetryConfig(max_attempts=4),
+    pd_disaggregation=PDDisaggregationConfig(deadlines=DEADLINES),
+)
 QUIET_S = 0.03
 """Time without work after which a process that changes its role begins its next life."""
 NAMESPACE = pid_namespace()
@@ -198,28 +208,23 @@ SEQUENCE_STATES = tuple(SequenceState)
 REGION_SALT = (np.arange(2 * NUM_LAYERS, dtype=np.uint64) * 0x9E3779B1).astype(np.uint32)[:, None]
 
 
-class Surroundings(Protocol):
-    """Parts of the world that a process needs."""
+class Surroundings(World, Protocol):
+    """Parts of the world that a process needs beside those that any simulated one does."""
 
-    clock: FakeClock
     fabric: FakeFabric
     writes: Writes
     watch: WriteWatch
     num_prefill: int
-    router_incarnation: int
-    num_changes: int
     writing: bytes
     """Room of the write that runs now."""
 
-    def next_incarnation(self) -> int: ...
     @property
     def num_started(self) -> int: ...
-    def is_pid_alive(self, pid: int) -> bool: ...
-    def link(self, host: str, port: int, room: bytes, payload: bytes) -> None: ...
     def meanwhile(self) -> None: ...
     def wait_turn(self) -> None: ...
-    def take_tokens(self, frame: bytes) -> bool: ...
-    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None: ...
+    def on_submit(self, process: Process, message: SchedulerMessage) -> None:
+        """Handle that a request, or its cancellation, has arrived."""
+        ...
 
 
 class KVExecutor(FakeExecutor):
@@ -308,139 +313,101 @@ class EventLog:
         seen.append(event.kind)
 
 
-class Process:
+class Process(SimulatedProcess):
     """An incarnation of P or D. Its threads are the methods that the world calls: `step`, `write`, `on_frame`,
     `tick`."""
 
     cache_type = PagedKVCacheManager
+    quiet_s = QUIET_S
+    world: Surroundings
 
     def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
-        self.world, self.role, self.rank = world, role, rank
-        self.incarnation = self.pid = world.next_incarnation()
+        incarnation = world.new_incarnation()
+        self.pid = incarnation
+        """An incarnation is its pid, as long as the process keeps its role."""
         self.home = role, rank
-        self.former: tuple[int, ...] = ()
-        self.becomes: tuple[Role, int] | None = None
-        """Role and rank that the router has asked it to take."""
-        self.asked_s = self.idle_since_s = 0.0
-        self.start_ticks = world.num_started
-        self.first_view = (0, 0)
-        """First view in which it saw itself: router, version."""
-        self.feed = ViewReceiver(world.clock.monotonic())
         self.routers: set[int] = set()
         """Routers whose views it received."""
-        self.port = 1000 + self.incarnation
-        self.name = instance_name(role, rank)
-        self.session = f"{self.name}-{self.incarnation}"
+        self.session = f"{instance_name(role, rank)}-{incarnation}"
         has_state = world.writes.has_state
         self.memory = Memory(segment_bytes=world.writes.segment_bytes, has_state=has_state)
         self.states = StateSlots(self.memory.num_state_slots)
         self._is_writing = False
         self.cache = self.cache_type(NUM_PAGES, PAGE_SIZE, None if has_state else b"model")
         self.executor = KVExecutor(self.memory, world.meanwhile)
-        self.transport = self._transport()
-        self._open_transfer()
-        self.scheduler = self.make_scheduler(self.executor)
-        self.is_frozen = self.is_slow = self.is_deaf = False
-        """Whether all threads are stopped; the step thread alone; no views arrive."""
-        self.beat_s = self.heard_s = world.clock.monotonic()
-        self.router = 0
-        self._is_router_silent = False
+        self._wrap(world)
+        self.transport = self._transport(world, role, rank)
+        self.beat_s = world.clock.monotonic()
+        memory, overlap = self.memory, self.device is not self.executor
+        engine = LoadedEngine(self.device, self.cache, memory.aux, states=self.states)
+        sums = HostPageSums(memory.layout, 0, memory.region_bases, memory.num_pages, memory.page_bytes)
+        hardware = Hardware(
+            engine, memory, [self.transport], 1000 + incarnation, sums, memory.state_seals, overlap=overlap
+        )
+        # Those of even rank run on one machine and see a kill at once; the router reports kills of the rest.
+        host, namespace = ("elsewhere", "") if rank % 2 else ("h", NAMESPACE)
+        info = InstanceInfo(
+            *(role, rank, incarnation, host, 1, hardware.control_port, memory.layout, 4096, self.pid),
+            pid_namespace=namespace,
+            start_ticks=world.num_started,
+            num_slots=min(INFO.num_slots, self.states.num_slots - 1) if self.states.num_slots else INFO.num_slots,
+            num_pages=NUM_PAGES,
+            roles=(Role.PREFILL, Role.DECODE),
+        )
+        super().__init__(world, info, hardware, SchedulerSettings(SCHEDULING, DEADLINES, "", REQUEST_TIMEOUT_S))
 
-    def _open_transfer(self) -> None:
-        """Make what one incarnation has for itself: its side of the transfer, and its tokens."""
-        self.kv = self._kv_manager()
+    def _wrap(self, world: Surroundings) -> None:
+        self.device: Executor = self.executor
+        """What the scheduler launches steps on."""
+
+    def _begin(self, info: InstanceInfo) -> None:
+        super()._begin(info)
         self.transfer = self.kv.side
-        self.table = self.transfer.machine.table
+        self.table = self.transfer.machine.table  # type: ignore[union-attr]
         self.events = EventLog()
         self._ends: dict[bytes, bool] = {}
         """Whether the room succeeded, by room."""
         self._live: set[bytes] = set()
         self._gone: set[bytes] = set()
         self._tap()
-        self.tokens = TokenManager(
-            self.incarnation,
-            self.world.take_tokens,
-            repeat_s=DEADLINES.heartbeat_interval_s,
-            patience_s=DEADLINES.lease_s,
-        )
-
-    def make_scheduler(self, executor: Executor, overlap: bool = False) -> PDScheduler:
-        self.core = InstanceCore(
-            SchedulerSettings(SCHEDULING, DEADLINES, self.name, REQUEST_TIMEOUT_S, overlap),
-            LoadedEngine(executor, self.cache, self.memory.aux, states=self.states),
-            self.tokens,
-            lambda room, error: self.world.take_failure(self, room, error),
-            self.world.clock,
-        )
-        return self._compose()
-
-    def _compose(self) -> PDScheduler:
-        core, is_prefill = self.core, self.role is Role.PREFILL
-        return PDScheduler(core, (PrefillRole if is_prefill else DecodeRole)(core, self.kv.side))  # type: ignore[operator]
 
     @property
     def is_home(self) -> bool:
         return self.home == (self.role, self.rank)
 
     @property
-    def is_over(self) -> bool:
-        """Whether nothing of this incarnation is left, here or at a peer."""
-        return self.scheduler.is_idle
+    def router(self) -> int:
+        """Incarnation of the router whose view it has."""
+        return self.contacts.routers[0].incarnation
 
-    def _look_at_change(self) -> None:
-        """Finish or give back the requests, then go on as `becomes`, as `PDSchedulerService` does."""
-        now_s = self.world.clock.monotonic()
-        if not self.is_over:
-            self.idle_since_s = now_s
-        if now_s - self.asked_s >= DEADLINES.role_change_s and not self.scheduler.is_done:
-            self.scheduler.give_back(RoleChanged("it changes its role"))
-        if now_s - self.idle_since_s >= QUIET_S:
-            self._begin_again()
+    @property
+    def first_view(self) -> tuple[int, int]:
+        return self.contacts.routers[0].first_view
 
-    def _begin_again(self) -> None:
-        """Begin the next life in this process: over the same engine, pool, cache, transport and port."""
-        assert self.becomes is not None
-        old = self.kv
-        self.scheduler.close()
-        self.former = (*self.former, self.incarnation)
-        (self.role, self.rank), self.becomes = self.becomes, None
-        self.incarnation, self.name = self.world.next_incarnation(), instance_name(self.role, self.rank)
-        self.first_view = (0, 0)
-        self._open_transfer()
-        self.core.tokens, self.core.inbox = self.tokens, Inbox()
-        self.core.settings = replace(self.core.settings, name=self.name)
-        self.scheduler = self._compose()
-        old.retire()
-        self.world.num_changes += 1
+    @property
+    def feed(self) -> ViewReceiver:
+        return self.contacts.routers[0].feed
 
-    def _transport(self) -> Transport:
-        world, writes, memory = self.world, self.world.writes, self.memory
+    def _transport(self, world: Surroundings, role: Role, rank: int) -> Transport:
+        writes, memory = world.writes, self.memory
         fake = FakeTransport(world.fabric, self.session)
         fake.gathers = writes.gathers
         if writes.way == "direct":
             return fake
         copier = WatchedCopier(lambda copies: world.watch.on_copy(self, copies))
-        of = fake, memory, writes.way, copier, self.role, self.rank, world.num_prefill
+        of = fake, memory, writes.way, copier, role, rank, world.num_prefill
         return staged(*of, world.wait_turn)
 
-    def _kv_manager(self) -> KVManager:
-        world, writes, memory = self.world, self.world.writes, self.memory
-        config = KVManagerConfig(
-            *(self.rank, self.incarnation, "h", self.port, memory.layout, DEADLINES),
-            max_batch_bytes=writes.max_batch_bytes,
-            verify_kv=writes.verify_kv,
-        )
-        sums = HostPageSums(memory.layout, 0, memory.region_bases, memory.num_pages, memory.page_bytes)
-        own = OwnMemory(memory, memory.aux, [self.transport], sums, memory.state_seals)
-        context = TransferContext(world.link, lambda: None, world.clock, is_pid_alive=world.is_pid_alive)
-        build = manager_of_prefill if self.role is Role.PREFILL else manager_of_decode
-        return build(config, own, context)
+    def _transfer_config(self, info: InstanceInfo) -> KVManagerConfig:
+        writes = self.world.writes
+        config = super()._transfer_config(info)
+        return replace(config, max_batch_bytes=writes.max_batch_bytes, verify_kv=writes.verify_kv)
 
     def _tap(self) -> None:
         """Observe what passes between the parts, without changing it."""
-        role = self.transfer
-        assert role is not None
-        poll, abort = role.poll, role.abort
+        side = self.kv.side
+        assert not isinstance(side, NoPeers)
+        poll, abort = side.poll, side.abort
 
         def tapped_abort(room: bytes, error: ChituError) -> None:
             abort(room, error)
@@ -452,9 +419,9 @@ class Process:
                 self.events.take(event)
             return events
 
-        role.poll, role.abort = tapped, tapped_abort  # type: ignore[method-assign]
-        if self.role is Role.PREFILL:
-            queue = self.kv.side.queue
+        side.poll, side.abort = tapped, tapped_abort  # type: ignore[method-assign]
+        if isinstance(side, PrefillSender):
+            queue = side.queue
             work = queue._work
 
             def noted(batch: TransferJob) -> None:
@@ -464,33 +431,19 @@ class Process:
 
             queue._work = noted
 
-    @property
-    def info(self) -> InstanceInfo:
-        """Describe the process. Those of even rank run on one machine and see a kill at once; the router reports kills
-        of the rest."""
-        host, namespace = ("elsewhere", "") if self.rank % 2 else ("h", NAMESPACE)
-        return InstanceInfo(
-            *(self.role, self.rank, self.incarnation, host, 1, self.port, self.memory.layout, 4096, self.pid),
-            pid_namespace=namespace,
-            start_ticks=self.start_ticks,
-            num_slots=min(INFO.num_slots, self.states.num_slots - 1) if self.states.num_slots else INFO.num_slots,
-            num_pages=NUM_PAGES,
-            first_view=self.first_view if self.first_view[0] != self.world.router_incarnation else (0, 0),
-            draining=self.becomes is not None,
-            becomes=place_text(*self.becomes) if self.becomes is not None else "",
-            former=self.former,
-            home="" if self.is_home else place_text(*self.home),
-        )
-
     # ----------------------------------------------------------------------------------------------------- its threads
 
-    def submit(self, message: SchedulerMessage) -> None:
-        self.scheduler.submit(message)
+    def on_request(self, message: SchedulerMessage, /) -> None:
+        self.world.on_submit(self, message)
+        super().on_request(message)
+
+    def on_view(self, view: ClusterView, router: int) -> None:
+        self.routers.add(view.router_incarnation)
+        super().on_view(view, router)
 
     def step(self) -> bool:
-        worked = self.scheduler.step()
-        if self.becomes is not None:
-            self._look_at_change()
+        worked = super().step()
+        self.look_at_life()
         return worked
 
     def write(self) -> bool:
@@ -500,35 +453,21 @@ class Process:
             return False
         self._is_writing = True
         try:
-            if self.role is Role.PREFILL:
-                return self.kv.side.queue.run_one()
-            verifier = self.kv.side.verifier
+            side = self.kv.side
+            if isinstance(side, PrefillSender):
+                return side.queue.run_one()
+            assert isinstance(side, DecodeReceiver)
+            verifier = side.verifier
             has_scattered = isinstance(self.transport, StagedTransport) and self.transport.scatter_one()
             return any([has_scattered, verifier is not None and verifier.run_one()])
         finally:
             self._is_writing = False
 
-    def on_frame(self, room: bytes, payload: bytes) -> None:
-        self.kv.side.on_frame(room, payload)
-
-    def on_view(self, view: ClusterView) -> None:
-        """Handle a view as `CommLoop._drain_views` does."""
-        self.heard_s = self.world.clock.monotonic()
-        self._is_router_silent = False
-        if view.router_incarnation != self.router:
-            if self.router:
-                self.scheduler.cancel_all()
-            self.router = view.router_incarnation
-            self.routers.add(self.router)
-        if self.first_view == (0, 0) and any(own.incarnation == self.incarnation for own in view.instances):
-            self.first_view = (view.router_incarnation, view.version)
-        self.kv.side.on_view(view)
-
-    def tick(self, now_s: float) -> None:
-        self.kv.side.tick(now_s)
-        if now_s - self.heard_s >= DEADLINES.router_s and not self._is_router_silent:
-            self._is_router_silent = True
-            self.scheduler.end_all(now_s - self.heard_s)
+    def tick(self) -> None:
+        """Run the comm and heartbeat threads."""
+        self.keep_in_touch()
+        if self.clock.monotonic() >= self.next_beat_s:
+            self.beat()
 
     # ------------------------------------------------------------------------------------------------------ invariants
 
@@ -615,12 +554,11 @@ class LateProcess(Process):
     """P or D with overlapping steps on a late device: a step reads and writes KV, as real bytes, when it runs, after
     its launch. Between any two turns it is checked what a launched, unread step may touch."""
 
-    def __init__(self, world: Surroundings, role: Role, rank: int) -> None:
-        super().__init__(world, role, rank)
-        self.late = LateExecutor(self.executor)
-        self.scheduler = self.make_scheduler(self.late, overlap=True)
-        self.num_overlapped = 0
-        """Number of turns that left a step unread."""
+    num_overlapped = 0
+    """Number of turns that left a step unread."""
+
+    def _wrap(self, world: Surroundings) -> None:
+        self.device = self.late = LateExecutor(self.executor)
 
     def step(self) -> bool:
         if self.scheduler.turns % 3 == 0:

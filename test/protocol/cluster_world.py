@@ -7,29 +7,23 @@ from array import array
 from dataclasses import dataclass, field
 
 from cluster import MAX_LIVE_REQUESTS, Cluster
-from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, SlowProcess, Writes
+from cluster_process import CONFIG, INFO, REQUEST_TIMEOUT_S, LateProcess, Process, SlowProcess, Writes
 from pd_world import mixed
 from support.executors import expected_tokens
 from support.keyed_peer import KeyedPeer
 
-from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
-from chitu.errors import ChituError, NoInstance, TransferFailed
-from chitu.instance.requests import FailureReports
-from chitu.net.link import LinkReceivers
+from chitu.errors import NoInstance
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     CancelRequest,
-    ClusterView,
     DecodeRequest,
     Finish,
     Heartbeat,
     InstanceInfo,
-    LinkAck,
-    LoadReport,
     PrefillRequest,
     RequestFailed,
-    RequestPortMessage,
     SamplingParams,
+    SchedulerMessage,
     pack_i32,
     peer_codec,
     scheduler_codec,
@@ -67,7 +61,6 @@ class ClusterWorld(Cluster):
         self.requests: dict[bytes, CheckedRequest] = {}
         self.finishes: set[bytes] = set()
         """Rooms that D ended."""
-        self._members: tuple[int, ...] = ()
         self._num_rooms = 0
         super().__init__(num_prefill, num_decode, writes)
 
@@ -106,7 +99,7 @@ class ClusterWorld(Cluster):
             self.orders.clear()
         else:
             self.router_incarnation = mixed(self.router_incarnation)
-            self._members = self.told_dead = ()
+            self.end_router()
 
     # ------------------------------------------------------------------------------------------- router -> instances
 
@@ -115,7 +108,7 @@ class ClusterWorld(Cluster):
     ) -> CheckedRequest | None:
         """Send a request; return None if the router has no P or no D. `lost`: 1 or 2 to lose P's or D's half on the
         way. `prompt`: by default one of `num_tokens`."""
-        takes = [p for p in self.processes if p.incarnation in self._members and p.becomes is None]
+        takes = [p for p in self.processes if p.incarnation in self.members and not self.is_changing(p)]
         prefills = [p for p in takes if p.role is Role.PREFILL]
         decodes = [p for p in takes if p.role is Role.DECODE]
         if not prefills or not decodes:
@@ -152,37 +145,31 @@ class ClusterWorld(Cluster):
     def _cancel(self, asked: CheckedRequest) -> None:
         self.orders.extend((side, CancelRequest(asked.room)) for side in (asked.decode, asked.prefill))
 
-    def hand_over(self, process: Process, message: RequestPortMessage) -> None:
-        assert not isinstance(message, LinkAck), "this router does not count"
-        process.submit(message)
-
-    def publish(self) -> None:
-        if not self.is_router_alive:
-            return
-        now_s = self.clock.monotonic()
-        joined = [p for p in self.processes if p.router == self.router_incarnation]
-        present = [p for p in joined if now_s - p.beat_s < DEADLINES.lease_s]
-        members = tuple(sorted(p.incarnation for p in present))
-        if members != self._members:
-            for request in self.requests.values():
-                if request.decode in set(self._members) - set(members):
-                    self.end(request, "decode_lost")
-            self._members = members
+    def on_members(self, new: list[InstanceInfo], lost: list[InstanceInfo]) -> None:
+        gone = {info.incarnation for info in lost}
         for request in self.requests.values():
-            if now_s - request.asked_s > REQUEST_TIMEOUT_S:
+            if request.decode in gone:
+                self.end(request, "decode_lost")
+
+    def router_tick(self) -> None:
+        for request in self.requests.values():
+            if self.clock.monotonic() - request.asked_s > REQUEST_TIMEOUT_S:
                 self.end(request, "request_timeout")
-        members_info = tuple(p.info for p in present)
-        self.show(ClusterView(self.router_incarnation, 0, members_info, dead=self.told_dead))
 
     # ------------------------------------------------------------------------------------------- instances -> router
 
-    def take_tokens(self, frame: bytes) -> bool:
+    def take_tokens(self, frame: bytes) -> None:
         self.reports.append(lambda: self._on_tokens(frame))
-        return True
 
-    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
-        assert error.message, "an error without words"
-        self.reports.append(lambda: self.end(self.requests[room], error.code, error.message))
+    def take_failure(self, failed: RequestFailed) -> None:
+        assert failed.message, "an error without words"
+        self.reports.append(lambda: self.end(self.requests[failed.room], failed.code, failed.message))
+
+    def take_heartbeat(self, beat: Heartbeat) -> None:
+        """Do nothing: this router counts no messages and no loads."""
+
+    def on_submit(self, process: Process, message: SchedulerMessage) -> None:
+        """Do nothing: a request may come twice here."""
 
     def _on_tokens(self, frame: bytes) -> None:
         batch = token_codec.decode(frame)
@@ -231,23 +218,6 @@ class SlowWorld(ClusterWorld):
 # Token messages and requests may be lost, as with a connection that breaks.
 
 
-CONFIG = RouterConfig(
-    request_timeout_s=REQUEST_TIMEOUT_S,
-    retry=RetryConfig(max_attempts=4),
-    pd_disaggregation=PDDisaggregationConfig(deadlines=DEADLINES),
-)
-
-
-@dataclass
-class Reading:
-    """What the comm and heartbeat threads of a process have read from the router's link."""
-
-    received: LinkReceivers = field(default_factory=LinkReceivers)
-    reads: int = 0
-    due_s: float = 0.0
-    """Time of the next heartbeat."""
-
-
 @dataclass
 class Client:
     """Client that reads like the HTTP layer: takes what is there at each wake."""
@@ -277,7 +247,6 @@ class RoutedWorld(Cluster):
         self.clients: list[Client] = []
         self._num_requests = 0
         self.open_peers: set[InstanceKey] = set()
-        self.known: dict[int, InstanceInfo] = {}
         self.router: PDRequestRouter | None = None
         self.cuts: dict[int, int] = {}
         """Number of its next token messages that a D loses, by incarnation."""
@@ -285,10 +254,6 @@ class RoutedWorld(Cluster):
         """Number of the router's next messages to a process that get lost, by incarnation."""
         self.muted: dict[int, int] = {}
         """Number of its next failure reports that get lost, by incarnation."""
-        self.failures: dict[int, FailureReports] = {}
-        """Failure reports by incarnation."""
-        self.readings: dict[int, Reading] = {}
-        """Link readings by incarnation."""
         self.handed_over: set[tuple[int, bytes]] = set()
         """Request halves that arrived: the receiver's incarnation and the room."""
         self.silence: set[tuple[int, int]] = set()
@@ -319,93 +284,47 @@ class RoutedWorld(Cluster):
     def close_peer(self, key: InstanceKey) -> None:
         self.open_peers.discard(key)
 
-    def hand_over(self, process: Process, message: RequestPortMessage) -> None:
-        """Handle a message as `CommLoop._drain_requests` does."""
-        received = self._reading(process).received
-        if isinstance(message, LinkAck):
-            process.tokens.take_ack(message)
-        elif received.take(message.link, message.number, message.num_kept):
-            if not isinstance(message, CancelRequest):
-                half = process.incarnation, message.room
-                assert half not in self.handed_over, "a request came twice"
-                self.handed_over.add(half)
-            process.submit(message)
-        if received.take_alarm():
-            self._beat(process)
-
-    def _reading(self, process: Process) -> Reading:
-        return self.readings.setdefault(process.incarnation, Reading())
+    def on_submit(self, process: Process, message: SchedulerMessage) -> None:
+        if not isinstance(message, CancelRequest):
+            half = process.incarnation, message.room
+            assert half not in self.handed_over, "a request came twice"
+            self.handed_over.add(half)
 
     # ------------------------------------------------------------------------------------------- instances -> router
 
-    def _beat(self, process: Process) -> None:
-        """Send heartbeats as `PDSchedulerService._heartbeat_loop` does; of the load only what routing must know."""
-        reading = self._reading(process)
-        reading.reads += 1
-        if self.clock.monotonic() >= reading.due_s:
-            reading.due_s = self.clock.monotonic() + DEADLINES.heartbeat_interval_s
-            for failed in self.failures[process.incarnation].repeats() if process.incarnation in self.failures else ():
-                self._tell(failed)
-        acks = reading.received.acks()
-        beat = Heartbeat(
-            process.role,
-            process.rank,
-            process.incarnation,
-            LoadReport(suspended=process.kv.side.suspended_ranks),
-            acks,
-            reading.reads,
-            process.kv.side.silent_prefills,
-        )
+    def take_heartbeat(self, beat: Heartbeat) -> None:
         self.reports.append(lambda: self.router.on_heartbeat(beat) if self.router else None)
 
-    def take_tokens(self, frame: bytes) -> bool:
+    def take_tokens(self, frame: bytes) -> None:
         incarnation = token_codec.decode(frame).incarnation
         if self.cuts.get(incarnation, 0) > 0:
             self.cuts[incarnation] -= 1
-            return True
-        self.reports.append(lambda: self.router.on_token_frames([frame]) if self.router else None)
-        return True
+        else:
+            self.reports.append(lambda: self.router.on_token_frames([frame]) if self.router else None)
 
-    def take_failure(self, process: Process, room: bytes, error: ChituError) -> None:
-        failed = RequestFailed(process.role, process.rank, process.incarnation, room, error.code, error.message)
-        self.failures.setdefault(process.incarnation, FailureReports(self._tell)).add(failed)
-        if isinstance(error, TransferFailed):
-            self._beat(process)
-
-    def _tell(self, failed: RequestFailed) -> None:
+    def take_failure(self, failed: RequestFailed) -> None:
         if self.muted.get(failed.incarnation, 0) > 0:
             self.muted[failed.incarnation] -= 1
         else:
             self.reports.append(lambda: self.router.on_request_failed(failed) if self.router else None)
 
+    def on_members(self, new: list[InstanceInfo], lost: list[InstanceInfo]) -> None:
+        assert self.router is not None
+        for info in new:
+            self.router.on_joined(info)
+        self.router.on_view(self.view())
+        for info in lost:
+            self.router.on_lost(info, "silent", has_died=False)
+
+    def router_tick(self) -> None:
+        assert self.router is not None
+        self.router.tick()
+
     def publish(self) -> None:
-        """Update membership as `PDCoordination` does, then publish the view."""
-        if not self.is_router_alive:
-            return
-        if self.router is None:
+        if self.is_router_alive and self.router is None:
             trace = RouterTrace(None, None, "router", self.clock)  # type: ignore[arg-type]  # nothing is traced
             self.router = PDRequestRouter(self, self.clock, CONFIG, trace)  # type: ignore[arg-type]
-        now_s = self.clock.monotonic()
-        joined = [p for p in self.processes if p.router == self.router_incarnation]
-        present = {p.incarnation: p.info for p in joined if now_s - p.beat_s < DEADLINES.lease_s}
-        if present != self.known:
-            lost = [info for incarnation, info in self.known.items() if incarnation not in present]
-            new = [info for incarnation, info in present.items() if incarnation not in self.known]
-            self.known = present
-            for info in new:
-                self.router.on_joined(info)
-            self.router.on_view(self._view())
-            for info in lost:
-                self.router.on_lost(info, "silent", has_died=False)
-        self.router.tick()
-        self.show(self._view())
-        for process in self.processes:
-            if not process.is_frozen and now_s >= self._reading(process).due_s:
-                self._beat(process)
-
-    def _view(self) -> ClusterView:
-        members = tuple(self.known.values())
-        return ClusterView(self.router_incarnation, 0, members, dead=self.told_dead)
+        super().publish()
 
     # ------------------------------------------------------------------------------------------------------ the script
 
@@ -491,7 +410,8 @@ class RoutedWorld(Cluster):
 
     def op_router(self, a: int, b: int) -> None:
         self.is_router_alive = not self.is_router_alive
-        self.router, self.known, self.open_peers, self.told_dead = None, {}, set(), ()
+        self.router, self.open_peers = None, set()
+        self.end_router()
         self.orders.clear()
         self.reports.clear()
         for client in self.clients:

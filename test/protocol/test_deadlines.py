@@ -10,6 +10,7 @@ from collections.abc import Callable
 from enum import Enum
 
 import pytest
+from cluster import TURN_S
 from cluster_process import DEADLINES as CLUSTER_DEADLINES
 from cluster_process import REQUEST_TIMEOUT_S, Process
 from cluster_world import ClusterWorld
@@ -450,11 +451,10 @@ def test_requests_of_a_router_that_never_comes_back_end_on_both_sides_and_give_e
     world.op_router(0, 0)
     for process in world.processes:
         process.is_slow = True  # otherwise running requests would simply finish
-    world.turns(3)
-    world.advance(CLUSTER_DEADLINES.router_s - 0.2)
-    world.turns(2)
+    beat_s = CLUSTER_DEADLINES.heartbeat_interval_s
+    world.turns(round((CLUSTER_DEADLINES.router_s - beat_s) / TURN_S))
     assert only(world, Role.DECODE, SequenceState.RUNNING)
-    world.advance(0.2)
+    world.turns(round(2 * beat_s / TURN_S))  # silence is counted in heartbeats
     for process in world.processes:
         process.is_slow = False
     world.turns(2)

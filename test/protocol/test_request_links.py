@@ -4,8 +4,8 @@ another attempt, and requests that only wait are left alone."""
 from __future__ import annotations
 
 import pytest
-from cluster_process import DEADLINES, Process
-from cluster_world import CONFIG, Client, RoutedWorld
+from cluster_process import CONFIG, DEADLINES, Process
+from cluster_world import Client, RoutedWorld
 from support.fake_transport import Fault, FaultKind
 
 from chitu.errors import TransferFailed
@@ -218,7 +218,7 @@ def test_ps_word_of_a_failure_may_be_lost_and_is_said_again_with_the_next_heartb
     p.is_slow = True  # so that nothing else ends the attempt
     world.muted[p.incarnation] = 2
     assert client.generation is not None and client.generation.attempt is not None and world.router is not None
-    world.take_failure(p, client.generation.attempt.room, TransferFailed("a write failed"))
+    p.core.report_failure(client.generation.attempt.room, TransferFailed("a write failed"))
     assert seconds_until_next_attempt(world, client) <= NOTICED_S
     world.settle_down(3.0)
     world.turns(int(REPEATS * BEAT_S / 0.01))

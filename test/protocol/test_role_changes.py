@@ -88,7 +88,7 @@ def test_one_to_whose_pages_a_write_may_land_waits_for_it() -> None:
     world = World()
     d = late_write(world)
     world.turns(50)
-    assert d.role is Role.DECODE and d.becomes is not None and d.cache.allocator.num_quarantined
+    assert d.role is Role.DECODE and d.becomes and d.cache.allocator.num_quarantined
     world.settle_down(12.0)
     assert d.role is Role.PREFILL and not d.cache.allocator.num_quarantined
     world.check_it_still_serves()
