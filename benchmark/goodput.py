@@ -1,6 +1,6 @@
 """Goodput over rate: fixed pairs, a mixed pool, and the balancer: `python -m benchmark.goodput [--trace FILE] [...]`.
 
-Runs the real router, schedulers, transfer machines and balancer in virtual time (`chitu/tools/size`), over engines
+Runs the real router, schedulers, transfer machines and balancer in virtual time (`chitu/simulation`), over engines
 whose steps take the seconds of a profile. Each cluster has the same number of instances. Loads: conversations (a
 published trace of Mooncake with `--trace`, else prompts made up in its shape, with prefixes that are shared), long
 prompts with short answers, short prompts with long answers, and a load that turns from one into the other and back.
@@ -37,8 +37,6 @@ from chitu.tools.bench.report import DEFAULT_DIR, publish
 TTFT_S, TPOT_S = 8.0, 0.1
 SHARES = (0.5, 0.8, 1.1)
 WANTED_RATIO = 0.95
-CHANGE_S = 1.2
-"""Time of a change of role after the last request."""
 BLOCK_TOKENS = 512
 """Tokens of a block of the trace's `hash_ids`."""
 PROFILE = EngineProfile(

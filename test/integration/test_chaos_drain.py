@@ -91,7 +91,7 @@ def come_back(cluster: ChaosCluster) -> None:
     wait_until(lambda: not cluster.not_whole(), 15, lambda: "; ".join(cluster.not_whole()))
 
 
-@pytest.mark.parametrize("name", ["D0", "P0"])
+@pytest.mark.parametrize("name", ["D0", pytest.param("P0", marks=pytest.mark.by_hand)])
 def test_chitu_drain_under_load_costs_no_request(cluster: ChaosCluster, name: str) -> None:
     cluster.load.resume()
     sent = send_long(cluster)
@@ -119,7 +119,7 @@ def test_a_drain_ends_though_a_peer_that_was_writing_is_stopped(cluster: ChaosCl
     finish(cluster, sent)
 
 
-@pytest.mark.parametrize("name", ["D1", "P1"])
+@pytest.mark.parametrize("name", ["D1", pytest.param("P1", marks=pytest.mark.by_hand)])
 def test_an_instance_that_is_told_to_end_under_load_finishes_what_it_runs(cluster: ChaosCluster, name: str) -> None:
     cluster.load.resume()
     seen = len(cluster.processes.logs("router"))  # the request ids of the previous case are used again
@@ -162,7 +162,7 @@ def wait_held_on(cluster: ChaosCluster, name: str) -> None:
     wait_until(is_held, 15, lambda: f"a transfer of {name} that is held")
 
 
-@pytest.mark.parametrize("name", ["D0", "P0"])
+@pytest.mark.parametrize("name", ["D0", pytest.param("P0", marks=pytest.mark.by_hand)])
 def test_what_outlasts_the_drain_goes_on_elsewhere(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     folder = tmp_path_factory.mktemp("short") / "c"
     # The queue behind the hold delays a request less than its deadlines: no request is rejected.

@@ -13,7 +13,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,40 +127,6 @@ def test_of_two_changes_of_role_at_once_at_two_routers_one_leaves_the_last_p(clu
             )
     assert all(cluster.alive(name) for name in ("P0", "P1", "D0", "D1")), "a process ended"
     assert {complete(cluster, name) for name in NAMES} == {200}
-
-
-def test_new_requests_at_one_router_wait_for_a_change_of_weights_at_the_other(
-    cluster: LocalCluster, folders: list[Path]
-) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        long = pool.submit(complete, cluster, NAMES[1], 900)
-        wait_until(
-            lambda: any(load["running"] for load in instance_loads(cluster.router_urls[NAMES[1]]).values()), 20, ""
-        )
-        change = pool.submit(operator, cluster, NAMES[0], "/admin/weights", path=str(folders[1]))
-        statuses = Counter[int]()
-        while not change.done():
-            statuses.update(complete(cluster, name) for name in NAMES)
-        assert change.result().status_code == 200, change.result().text
-        assert (long.result(), statuses.keys()) == (200, {200})
-
-
-@pytest.mark.parametrize("mode", ["keep", "finish"])
-def test_a_pause_at_one_router_ends_by_a_word_at_the_other_or_with_it(cluster: LocalCluster, mode: str) -> None:
-    for paused, other in (NAMES, NAMES[::-1]):
-        assert operator(cluster, paused, "/admin/pause", mode=mode).json()["paused"] == mode
-        with ThreadPoolExecutor(2) as pool:
-            waiting = [pool.submit(complete, cluster, name) for name in NAMES]
-            assert not wait(waiting, 0.3).done, "the pause does not count"
-            assert operator(cluster, other, "/admin/resume").json()["paused"] == ""
-            assert [each.result() for each in waiting] == [200, 200]
-    assert operator(cluster, NAMES[0], "/admin/pause", mode=mode).json()["paused"] == mode
-    cluster.kill(NAMES[0])
-    cluster.wait_exit(NAMES[0])
-    assert complete(cluster, NAMES[1]) == 200
-    cluster.restart(NAMES[0])
-    wait_until(cluster.ready, 60, "the router is back")
-    assert complete(cluster, NAMES[0]) == 200
 
 
 @dataclass

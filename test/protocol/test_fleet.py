@@ -154,10 +154,11 @@ def test_where_the_connection_stays_away_requests_go_elsewhere_after_a_lease(nam
 def test_tokens_that_never_come_through_are_computed_elsewhere() -> None:
     cluster = fleet()
     requests = load(cluster, 6.0)
+    long = [cluster.submit(0.5, 50, 200) for _ in range(4)]
     cluster.at(1.0, lambda: setattr(cluster.network.wire(cluster.find("D0"), cluster.first_router), "num_to_lose", 1e9))
     cluster.run()
-    check_served(requests)
-    assert attempts(requests) >= 2
+    check_served(requests + long)
+    assert attempts(long) >= 2
     settle(cluster)
 
 
@@ -284,15 +285,14 @@ def test_of_two_changes_of_role_at_two_routers_at_once_one_leaves_the_last_p() -
 
 def test_new_requests_at_one_router_wait_for_a_change_of_weights_at_the_other() -> None:
     cluster = fleet(routers=2)
-    early = load(cluster, 4.0)
+    early = load(cluster, 4.0, rate=60.0)  # there is always one at the other router
     one, other = cluster.routers
     assert one is not None and other is not None
     cluster.at(1.0, lambda: one.change_weights("next"))
+    cluster.run(3.0)
+    assert {process.scheduler.weights.serves.path for process in cluster.processes} == {"next"}, "under load"
     cluster.run()
     check_served(early)
-    assert {process.info.role for process in cluster.processes} == {Role.PREFILL, Role.DECODE}
-    served = {process.scheduler.weights.serves.path for process in cluster.processes}
-    assert served == {"next"}
     assert other.coordination.weights.serve.path == "next" and not other.requests.is_held
     settle(cluster)
     serves(cluster)
@@ -323,6 +323,17 @@ def test_a_pause_at_one_router_ends_by_a_word_at_either(mode: str, resumed_by: i
     cluster.run()
     check_served(requests)
     settle(cluster)
+
+
+def test_a_pause_ends_with_the_router_that_was_asked_for_it() -> None:
+    cluster = fleet(routers=2)
+    requests = load(cluster, 4.0)
+    one = cluster.routers[0]
+    assert one is not None
+    cluster.at(1.0, one.pause, "keep")
+    cluster.at(2.0, cluster.kill_router, 0)
+    cluster.run(2.0 + 2 * LEASE_S + 4.0)
+    check_served([request for request in requests if request.router == 1])
 
 
 def test_what_hits_one_router_touches_none_of_the_others_requests() -> None:
@@ -472,7 +483,7 @@ def test_in_any_storm_of_faults_and_orders_each_request_ends_right_or_with_a_wor
 ) -> None:
     note(f"{shape} {routers} {blows}")
     cluster = fleet(*shape, routers=routers)
-    requests = load(cluster, 12.0, rate=12.0)
+    requests = load(cluster, 12.0, rate=8.0)
     Storm(cluster, blows)
     cluster.run(END_S)
     settle(cluster, 10.0)

@@ -50,7 +50,7 @@ def test_a_mixed_pool_over_its_limit_rejects_early_instead_of_letting_requests_w
 ) -> None:
     config = RouterConfig(slo=SLOConfig(TTFT_S, TPOT_S), admission=AdmissionConfig(max_queue_s=TTFT_S / 2))
     cluster = SimulatedCluster(PROFILE, 1, 1, 2, config=config, scheduler=LARGE)
-    rng, at_s, requests = random.Random(1), 0.0, []
+    rng, at_s, requests = random.Random(2), 0.0, []
     while at_s < HORIZON_S:
         at_s += rng.expovariate(20.0 if lengths is LONG else 150.0)
         requests.append(cluster.submit(at_s, rng.randint(*lengths[0]), rng.randint(*lengths[1])))
