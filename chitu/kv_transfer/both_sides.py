@@ -257,7 +257,7 @@ class KVManagerConfig:
     @property
     def progress_interval_s(self) -> float:
         """Shortest time between two reports of P that a room advances: ten within the silence that D bears."""
-        return max(self.deadlines.retry_interval_s, self.deadlines.transfer_s / 10)
+        return self.deadlines.transfer_s / 10
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_size)
