@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from router_world import World
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.cluster.cluster import RouterRecord
 from chitu.config.schema import BatchesConfig, ModelConfig, RouterConfig
 from chitu.errors import ChituError
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
 from chitu.http.batches import Batches
 from chitu.http.body_reader import BodyReader
-from chitu.http.cluster_snapshot import RouterRecord
 from chitu.http.connection import RequestParser
 from chitu.http.exchange import EXCHANGE, Exchange
 from chitu.http.file_routes import file_routes

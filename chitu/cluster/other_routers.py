@@ -34,7 +34,7 @@ ReplyT = TypeVar("ReplyT")
 class OtherRouters:
     def __init__(self, config: RouterConfig, index: int, secrets: ClusterSecrets | None) -> None:
         """`config`: of all routers. `index`: that of this one."""
-        self._config, self._index = config, index
+        self._config, self.index = config, index
         credential = secrets.token if secrets is not None else next(iter(config.api_keys), "")
         self._headers = {"Content-Type": "application/json"}
         if credential:
@@ -44,7 +44,7 @@ class OtherRouters:
         """Return the answer of the router that decides; None if this one does. `living`: indices, in order. Raises the
         error that it answers with, and NoInstance if it, or what else listens there, gives no answer of a router."""
         for index in living:
-            if index >= self._index:
+            if index >= self.index:
                 break
             url = self._url(index)
             logger.info("%s is asked of the router at %s, which decides", path, url)
@@ -70,7 +70,7 @@ class OtherRouters:
     def _url(self, index: int) -> str:
         """Return where another router has its API alone. `http_host` is an address of this machine."""
         hosts = [same_host(host) for host in router_hosts(self._config)]
-        if hosts[index] == hosts[self._index]:
+        if hosts[index] == hosts[self.index]:
             return own_api_url(self._config, index)
         return api_url(router_hosts(self._config)[index], own_api_port(self._config, index))
 
