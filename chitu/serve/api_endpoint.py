@@ -25,7 +25,7 @@ from chitu.http.app import HotRoute, RouterApp
 from chitu.http.batches import Batches
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.cluster_snapshot import SnapshotSource
-from chitu.http.file_routes import file_routes
+from chitu.http.file_routes import batch_routes, file_routes
 from chitu.http.file_store import FileStore
 from chitu.http.generate import GenerationRoutes
 from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
@@ -143,7 +143,8 @@ class ApiEndpoint:
         rows = [
             *HOT_ROUTES,
             *client_routes(model, router, bodies, access, running, takes_unknown),
-            *file_routes(self._batches, access, takes_unknown),
+            *file_routes(self._batches, access),
+            *batch_routes(self._batches, access, takes_unknown),
             *cluster_routes(router, cluster, self._snapshots, access, chitu.__version__),
             *page_routes(model.name),
             *operator_routes(cluster, topology, self._kept, access),
