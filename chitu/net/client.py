@@ -27,7 +27,7 @@ NETWORK_ERRORS = (OSError, UnicodeError, http.client.HTTPException)
 JSON = {"Content-Type": "application/json"}
 
 
-class Reply(NamedTuple):
+class HTTPReply(NamedTuple):
     """An answer that was read to its end."""
 
     status: int
@@ -57,20 +57,20 @@ class Server:
     def url(self) -> str:
         return f"{self.scheme}://{self.netloc}{self.base}"
 
-    def connect(self, timeout_s: float, connect_s: float = CONNECT_TIMEOUT_S) -> Connection:
+    def connect(self, timeout_s: float, connect_s: float = CONNECT_TIMEOUT_S) -> ServerConnection:
         """Return an open connection. `timeout_s`: of each read and write; `connect_s`: of connecting."""
-        return Connection(self, timeout_s, connect_s)
+        return ServerConnection(self, timeout_s, connect_s)
 
     def ask(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = JSON, *, timeout_s: float
-    ) -> Reply:
+    ) -> HTTPReply:
         """Return the answer to one request, on a connection of its own. `timeout_s`: of connecting, and of each read
         and write."""
         with self.connect(timeout_s, timeout_s) as connection:
             return connection.ask(method, path, body, headers)
 
 
-class Connection:
+class ServerConnection:
     """A connection, open from its construction until `close`. One thread at a time; `abort` in any."""
 
     def __init__(self, server: Server, timeout_s: float, connect_s: float) -> None:
@@ -91,10 +91,10 @@ class Connection:
         self._connection.request(method, self._base + path, body, headers)
         return self._connection.getresponse()
 
-    def ask(self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = JSON) -> Reply:
+    def ask(self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = JSON) -> HTTPReply:
         """Return the whole answer."""
         response = self.send(method, path, body, headers)
-        return Reply(response.status, response.read(), response.headers)
+        return HTTPReply(response.status, response.read(), response.headers)
 
     @property
     def is_open(self) -> bool:
@@ -110,7 +110,7 @@ class Connection:
     def close(self) -> None:
         self._connection.close()
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ServerConnection:
         return self
 
     def __exit__(

@@ -103,7 +103,6 @@ class ApiEndpoint:
         model: ServedModel,
         router: PDRequestRouter,
         cluster: Cluster,
-        trace_folder: Path,
         secrets: ClusterSecrets | None = None,
         index: int = 0,
     ) -> None:
@@ -148,7 +147,7 @@ class ApiEndpoint:
             *cluster_routes(router, cluster, self._snapshots, access, chitu.__version__),
             *page_routes(model.name),
             *operator_routes(cluster, topology, self._kept, access),
-            *trace_routes(cluster, trace_folder, access, clock),
+            *trace_routes(cluster, router.trace.files.folder, access, clock),
         ]
         cold = control_app(chitu.__version__, rows)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)

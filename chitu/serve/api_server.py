@@ -93,7 +93,7 @@ class RouterProcess:
         # Several routers have fixed ports, which differ: an instance computes those of each.
         known = {"port": self._ports["port"]} if routers.hosts[1:] else self._ports
         topology = with_router_ports(topology, known)
-        self._api = ApiEndpoint(topology, model, router, self._cluster, traces.folder, secrets, index)
+        self._api = ApiEndpoint(topology, model, router, self._cluster, secrets, index)
         self._http = HTTPServer(self._api.app, api, limits=HTTPLimits.of(config))
         loop = asyncio.get_running_loop()
         self._alone = Listener(loop, alone, self._http.adopt) if alone is not None else None

@@ -34,7 +34,7 @@ from chitu.http.batch_lines import (
 )
 from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.lock_files import claim
-from chitu.net.client import Connection
+from chitu.net.client import ServerConnection
 from chitu.protocol import MAX_PRIORITY
 
 LIMITS = LineLimits(max_lines=10_000_000, max_line_bytes=64 << 20, urls=None)
@@ -65,7 +65,7 @@ class _Post:
     def __init__(self, client: RouterClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
-        self._connection: Connection | None = None
+        self._connection: ServerConnection | None = None
         self._is_aborted = False
 
     def post(self, path: str, body: bytes) -> Reply:
@@ -88,7 +88,7 @@ class _Post:
             self.close()
             raise ConnectionBroke(repr(error)) from error
 
-    def _ask(self, connection: Connection, path: str, body: bytes) -> Reply:
+    def _ask(self, connection: ServerConnection, path: str, body: bytes) -> Reply:
         if self._is_aborted:
             raise ConnectionAbortedError
         answer = connection.ask("POST", path, body, self._client.headers)
