@@ -89,9 +89,9 @@ class RouterProcess:
         )
         self._cluster = Cluster(config, router, membership, OtherRouters(routers, index, secrets))
         inner = {"token_port": token_port, **membership.port_table(), "bootstrap_port": self._bootstrap.port}
-        self._ports = {"port": api.getsockname()[1], **inner}
+        self.ports: dict[str, int] = {"port": api.getsockname()[1], **inner}
         # Several routers have fixed ports, which differ: an instance computes those of each.
-        known = {"port": self._ports["port"]} if routers.hosts[1:] else self._ports
+        known = {"port": self.ports["port"]} if routers.hosts[1:] else self.ports
         topology = with_router_ports(topology, known)
         self._api = ApiEndpoint(topology, model, router, self._cluster, secrets, index)
         self._http = HTTPServer(self._api.app, api, limits=HTTPLimits.of(config))
@@ -120,9 +120,6 @@ class RouterProcess:
             async with asyncio.timeout(self._deadlines.lease_s):
                 while self._router.why_unusable():
                     await asyncio.sleep(TICK_S)
-
-    def port_table(self) -> dict[str, int]:
-        return self._ports
 
     async def run_until_signal(self) -> None:
         await self.ending.is_due.wait()
@@ -165,7 +162,7 @@ async def _serve(topology: Topology, index: int, flush_log: Callable[[], None]) 
         loop.add_signal_handler(number, router.ending.ask)
     await router.start()
     freeze_gc()
-    ports = router.port_table()
+    ports = router.ports
     facts = {"pid": os.getpid(), "host": router_hosts(topology.dp_config.router)[index], **ports}
     logger.info("ready: %s", " ".join(f"{name}={value}" for name, value in facts.items()))
     flush_log()
