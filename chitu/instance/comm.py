@@ -380,7 +380,7 @@ class CommLoop:
         self._has_changed.set()
 
     def _tell(self) -> None:
-        """Wake the thread, to send each router what it does not know."""
+        """Tell all routers soon what they do not know."""
         for router in self.routers:
             router.knows_drain, router.next_join_s = False, 0.0
         os.eventfd_write(self._wake_fd, 1)
