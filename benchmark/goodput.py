@@ -207,7 +207,7 @@ class Result:
 
 
 class Balance:
-    """The balancer over a simulated cluster, as `serve/balancing.py` drives it."""
+    """The balancer over a simulated cluster, as `cluster/balancing.py` drives it."""
 
     def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster

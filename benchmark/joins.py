@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import http.client
 import os
 import signal
 import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +24,8 @@ import zmq
 from support.router_process import RouterUnderTest, cpu_seconds, wait_until
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.launch.router_client import RouterClient
+from chitu.net.client import Server
 from chitu.protocol import (
     PROTOCOL_VERSION,
     InstanceInfo,
@@ -71,12 +71,9 @@ class Prober:
 
     def _run(self) -> None:
         while not self._is_over.wait(PROBE_S):
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
             begin_s = time.perf_counter()
-            connection.request("GET", "/health")
-            body = connection.getresponse().read()
+            body = Server.at(f"http://127.0.0.1:{self.port}").ask("GET", "/health", timeout_s=120).body
             self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
-            connection.close()
             self.names = frozenset(part.split(b'"', 1)[0].decode() for part in body.split(b'"name":"')[1:])
 
 
@@ -120,7 +117,7 @@ def measure(folder: Path, count: int, timeout_s: float, idle_s: float) -> Result
         _join_one_by_one(router.ports["coordination_port"], count)
         one_more_s = cpu_seconds(pid) - before_s - quiet * (time.perf_counter() - begin_s)
         _signal(router, signal.SIGCONT)
-        metrics = _get(router.url + "/metrics")
+        metrics = RouterClient(router.url).get("/metrics", timeout_s=120)
         return Result(
             count, seconds, cpu_s / count * 1e3, one_more_s / MORE * 1e3, idle, health_s * 1e3, _lag(metrics) * 1e3,
             len(metrics),
@@ -152,11 +149,6 @@ def _join_one_by_one(port: int, first_rank: int) -> None:
             raise RuntimeError(reply.message)
         time.sleep(PAUSE_S)
     context.destroy(linger=0)
-
-
-def _get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=120) as reply:
-        return bytes(reply.read())
 
 
 def _lag(metrics: bytes) -> float:

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from chitu.config.cluster_key import ENVIRONMENT_KEY, cluster_key_of
 from chitu.config.load import load_topology
 from chitu.config.topology import routers, with_router_ports
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 ROUTER = "dp_config.router"
@@ -134,8 +134,7 @@ def counted(urls: Sequence[str]) -> list[int]:
     """Return the requests that each router has accepted."""
     found = []
     for url in urls:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=60) as reply:
-            lines = reply.read().decode().splitlines()
+        lines = RouterClient(url).get("/metrics", timeout_s=60).decode().splitlines()
         found.append(int(float(next(x for x in lines if x.startswith("chitu_requests_total ")).split()[1])))
     return found
 

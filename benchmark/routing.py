@@ -17,7 +17,6 @@ import statistics
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,15 +98,13 @@ def _count(members: Members, target: Target, sign: int) -> None:
 
 def join_s(router: RouterUnderTest) -> float:
     """Start a D1, return the seconds from the binding of its sockets to its first request, and end it again."""
-    body = b'{"model": "bench", "prompt": [1, 2, 3], "max_tokens": 1}'
-    request = urllib.request.Request(f"{router.url}/v1/completions", body, {"Content-Type": "application/json"})
+    body = {"model": "bench", "prompt": [1, 2, 3], "max_tokens": 1}
     client = RouterClient(router.url)
     worker = router.start_worker("D1", wait=False)
     end_s = time.monotonic() + JOIN_TIMEOUT_S
     try:
         while time.monotonic() < end_s:
-            with urllib.request.urlopen(request, timeout=10) as reply:
-                reply.read()
+            client.post("/v1/completions", body, timeout_s=10)
             snapshot = client.cluster()
             for instance in snapshot.instances:
                 if instance.name == "D1" and instance.status == "up":

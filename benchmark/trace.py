@@ -9,12 +9,10 @@ chance.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,6 +24,7 @@ from support.router_process import cpu_seconds
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.launch.router_client import RouterClient
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 
 MODES = {"off": 0.0, "off again": 0.0, "1 %": 0.01, "all": 1.0}
@@ -68,11 +67,7 @@ def pids(cluster: LocalCluster) -> list[int]:
 
 def ask(url: str, prompt: list[int]) -> None:
     body = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as reply:
-        reply.read()
+    RouterClient(url).post("/v1/completions", body, timeout_s=300)
 
 
 def measure(rounds: int, num_requests: int) -> list[Cost]:

@@ -45,6 +45,7 @@ class PagedKVCacheManager:
     def __init__(self, num_pages: int, page_size: int, fingerprint: bytes | None = None) -> None:
         self.page_size = page_size
         self._fingerprint = fingerprint
+        self._may_cache = True
         self._epoch = 0
         """Number of flushes since the start."""
         self.allocator = PageAllocator(num_pages)
@@ -246,8 +247,13 @@ class PagedKVCacheManager:
 
     def use_fingerprint(self, fingerprint: bytes | None) -> None:
         """Drop all cached pages and snapshots, and make the keys of sequences from now on with another fingerprint."""
-        self._fingerprint = fingerprint
+        self._fingerprint = fingerprint if self._may_cache else None
         self.flush()
+
+    def stop_caching(self) -> None:
+        """Drop all cached pages and snapshots, and cache nothing from now on, whatever the fingerprint."""
+        self._may_cache = False
+        self.use_fingerprint(None)
 
     def flush(self) -> None:
         """Drop all cached pages and snapshots. Rooms keep the pages that they use, but no new room finds them, and what

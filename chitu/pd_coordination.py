@@ -1,6 +1,6 @@
 """Membership of the cluster: which instances are alive, in which incarnation, until when.
 
-The pure core: messages and a clock in, replies and changes of the view out. `serve/membership.py` is its shell on the
+The pure core: messages and a clock in, replies and changes of the view out. `cluster/membership.py` is its shell on the
 router's loop thread, and its only caller.
 
 Invariants: at most one live incarnation of an instance (role, engine_rank). A process that joins for the first time

@@ -150,7 +150,12 @@ class PDSchedulerService:
 
     def _make_life(self, info: InstanceInfo) -> _Life:
         composition = self._build(self._core, info)
-        transfer = composition.transfer
+        transfer, engine = composition.transfer, self._engine
+        if composition.grammars is not None:
+            engine.grammars = composition.grammars
+        engine.finished_pages = composition.finished_pages
+        if not composition.caches_prefixes:
+            engine.cache.stop_caching()
         info = msgspec.structs.replace(
             info,
             control_port=transfer.control_port,

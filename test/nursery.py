@@ -156,7 +156,7 @@ FORKED = forked(Entries(torchrun=False))
 
 
 def forked_router(*arguments: Any, **options: Any) -> RouterUnderTest:
-    """Return a router with processes from the nursery, except replicas and body processes, which it starts itself."""
+    """Return a router with processes from the nursery, except body processes, which it starts itself."""
     return RouterUnderTest(*arguments, **options, popen=popen)
 
 

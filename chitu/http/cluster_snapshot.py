@@ -1,22 +1,18 @@
-"""The router's own record, and snapshots of the cluster, once or as a stream. Loop thread.
-
-A `ClusterSource` knows the cluster view, the loads, and the record of this router; `serve/membership.py:OwnCluster` is
-it.
-"""
+"""Snapshots of the cluster, once or as a stream, made of its view, its loads and this router's record. Loop thread."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from chitu.clock import Clock
+from chitu.cluster.cluster import Cluster, RouterRecord
 from chitu.config.devices import is_gpu
 from chitu.config.schema import Topology
 from chitu.config.topology import instances, is_loopback
@@ -29,12 +25,9 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStatus
-from chitu.protocol.weights import PauseMode
 from chitu.router.attempts import KEPT_RECORDS
-from chitu.router.metrics import CoordinationMetrics, RouterMetrics
 from chitu.types import Role, instance_name, place_of
 
-Loads = Mapping[tuple[Role, int], LoadReport]
 PIECE_INSTANCES = 100
 """Instances in one piece of a snapshot."""
 NO_INSTANCES = b'"instances":[]'
@@ -43,83 +36,6 @@ MAX_WATCHERS = 256
 (`Places`)."""
 HEARTBEAT_TURNS = 5
 """Looks after which an event comes without a change, since loads change without a request too."""
-
-
-@dataclass(slots=True, frozen=True)
-class RouterRecord:
-    """The router as it is now."""
-
-    in_flight: int
-    version: int
-    """Version of its journal: grows with every start, first token and end of a request."""
-    running: tuple[RequestSnapshot, ...] = ()
-    ended: tuple[RequestSnapshot, ...] = ()
-    """Requests that ended last, oldest first."""
-    metrics: RouterMetrics = field(default_factory=RouterMetrics)
-    coordination: CoordinationMetrics = field(default_factory=CoordinationMetrics)
-    is_ending: bool = False
-    """Whether it has got a signal to end."""
-
-
-@dataclass(slots=True, frozen=True)
-class Draining:
-    """An instance that was asked to finish and leave."""
-
-    name: str
-    incarnation: int
-
-
-@dataclass(slots=True, frozen=True)
-class RoleChange:
-    """An instance that was asked to change its role."""
-
-    name: str
-    incarnation: int
-    becomes: str
-    """Name under which it will join, with another incarnation."""
-
-
-class WeightsState(msgspec.Struct, frozen=True):
-    """Which weights the cluster serves."""
-
-    model_hash: str
-    """Hash of the model with these weights; empty if no instance has them."""
-    path: str
-    """Their folder; empty: that of the topology."""
-    number: int
-    """Changes since the start of the cluster."""
-    missing: list[str]
-    """Instances that do not have them yet, and get no requests before."""
-    paused: PauseMode
-    """Whether an operator has paused the cluster, and how."""
-
-
-class ClusterSource(Protocol):
-    @property
-    def view(self) -> ClusterView: ...
-
-    def loads(self) -> Loads:
-        """Return the last report of each member."""
-
-    def ports(self) -> Mapping[str, int]:
-        """Return the ports of the membership, by short key name."""
-
-    def record(self) -> RouterRecord: ...
-
-    async def drain(self, instance: str, force: bool) -> Draining:
-        """See `drain_instance`."""
-
-    async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
-        """See `serve/membership.py:change_role`."""
-
-    async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
-        """See `serve/weights.py`, as for the next."""
-
-    async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState: ...
-
-    async def flush_caches(self) -> None:
-        """Make every instance forget its cached prefixes, within about a heartbeat."""
-
 
 Change = tuple[object, int]
 """Version of what a reader sees of the cluster. Between two equal values nothing happened except heartbeats."""
@@ -155,7 +71,7 @@ class SnapshotSource:
         topology: Topology,
         model: ServedModel,
         router: PDRequestRouter,
-        cluster: ClusterSource,
+        cluster: Cluster,
         clock: Clock,
         version: str,
     ) -> None:

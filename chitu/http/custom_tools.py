@@ -60,7 +60,7 @@ def with_pattern(tool: dict[str, Any], pattern: str) -> dict[str, Any]:
 
 
 def arguments_of(text: str) -> str:
-    """Return the arguments, as JSON, of the function's call for a call of the custom tool with this text."""
+    """Return the JSON arguments with which a call of the custom tool, with this text, is a call of a function."""
     return msgspec.json.encode({ARGUMENT: text}).decode()
 
 

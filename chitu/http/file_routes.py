@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -21,7 +22,7 @@ from starlette.background import BackgroundTask
 from chitu.errors import InUse, InvalidRequest, PayloadTooLarge, UnknownFile, UnsupportedEncoding
 from chitu.http.access import Access
 from chitu.http.batches import Batches
-from chitu.http.bodies import BATCHES, FILES
+from chitu.http.bodies import BATCHES, FILES, BatchBody
 from chitu.http.body_decoder import batch_decoder
 from chitu.http.exchange import EXCHANGE, Exchange
 from chitu.http.file_index import OVER, FileRecord
@@ -68,13 +69,9 @@ UPLOAD = {
 }
 
 
-def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) -> list[Route]:
-    """Return the routes. `batches`: None if there is no folder; then they say so."""
-
-    def served() -> Batches:
-        if batches is None:
-            raise InvalidRequest("files and batches need a folder on the router: set dp_config.router.batches.dir")
-        return batches
+def file_routes(batches: Batches | None, access: Access) -> list[Route]:
+    """Return the routes of files. `batches`: None if there is no folder; then they say so."""
+    served = partial(_served, batches)
 
     async def create_file(request: Request) -> Response:
         """Upload a file of lines (multipart/form-data with `file` and `purpose`)."""
@@ -121,34 +118,33 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
         tenant = access.trace_tenant(request.scope)
         return await _disk(served().store.file, request.path_params["file_id"], tenant)
 
+    return [
+        Route("POST", FILES, create_file, FileReply, (507,), more=UPLOAD),
+        Route("GET", FILES, list_files, FilesReply, more={"parameters": FILES_QUERY}),
+        Route("GET", FILES + "/{file_id}", get_file, FileReply, (404,)),
+        Route("DELETE", FILES + "/{file_id}", delete_file, DeletedReply, (404,)),
+        Route("GET", FILES + "/{file_id}/content", get_file_content, None, (404,), (BINARY,)),
+    ]
+
+
+def batch_routes(batches: Batches | None, access: Access, takes_unknown: bool) -> list[Route]:
+    """Return the routes of batches. `batches` as in `file_routes`."""
+    served = partial(_served, batches)
+
     async def create_batch(request: Request) -> Response:
         """Have the lines of an uploaded file answered when there is room, before `completion_window` ends."""
         store, body = served().store, await read_body(request, batch_decoder, takes_unknown)
         if body.endpoint not in served().endpoints:
             known = ", ".join(served().endpoints)
             raise InvalidRequest(f"endpoint: {body.endpoint[:80]!r} is none of {known}", "endpoint")
-        now_s, window_s = int(time.time()), _window_s(body.completion_window)
-        max_age_s = store.config.max_age_s
+        window_s, max_age_s = _window_s(body.completion_window), store.config.max_age_s
         if body.output_expires_after is not None:
             max_age_s = _age_s(body.output_expires_after.seconds, max_age_s, "output_expires_after.seconds")
         tenant = access.cache_salt(request.scope)
         file = await _disk(store.file, body.input_file_id, access.trace_tenant(request.scope))
         if file.purpose != PURPOSE:
             raise InvalidRequest(f"input_file_id: file {file.id} has the purpose {file.purpose!r}", "input_file_id")
-        batch = BatchRecord(
-            id=new_id("batch_"),
-            tenant=tenant,
-            endpoint=body.endpoint,
-            input_file_id=file.id,
-            completion_window=body.completion_window,
-            metadata=body.metadata,
-            output_max_age_s=max_age_s,
-            created_at=now_s,
-            expires_at=now_s + window_s,
-            output_file_id=new_id("file-"),
-            error_file_id=new_id("file-"),
-            key_name=access.key_name(request.scope),
-        )
+        batch = _new_batch(body, file, tenant, access.key_name(request.scope), window_s, max_age_s)
         await _disk(store.add, batch)
         served().look_soon()
         return json_response(_batch_reply(batch, served(), None))
@@ -193,17 +189,38 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
         return _batch_reply(batch, served(), cancelled_at)
 
     return [
-        Route("POST", FILES, create_file, FileReply, (507,), more=UPLOAD),
-        Route("GET", FILES, list_files, FilesReply, more={"parameters": FILES_QUERY}),
-        Route("GET", FILES + "/{file_id}", get_file, FileReply, (404,)),
-        Route("DELETE", FILES + "/{file_id}", delete_file, DeletedReply, (404,)),
-        Route("GET", FILES + "/{file_id}/content", get_file_content, None, (404,), (BINARY,)),
         Route("POST", BATCHES, create_batch, BatchReply, (404, 507)),
         Route("GET", BATCHES, list_batches, BatchesReply, more={"parameters": _page_query(MAX_LISTED_BATCHES)}),
         Route("GET", BATCHES + "/{batch_id}", get_batch, BatchReply, (404,)),
         Route("DELETE", BATCHES + "/{batch_id}", delete_batch, DeletedReply, (404, 409)),
         Route("POST", BATCHES + "/{batch_id}/cancel", cancel_batch, BatchReply, (404, 409, 507)),
     ]
+
+
+def _served(batches: Batches | None) -> Batches:
+    if batches is None:
+        raise InvalidRequest("files and batches need a folder on the router: set dp_config.router.batches.dir")
+    return batches
+
+
+def _new_batch(
+    body: BatchBody, file: FileRecord, tenant: str, key_name: str, window_s: int, max_age_s: float
+) -> BatchRecord:
+    now_s = int(time.time())
+    return BatchRecord(
+        id=new_id("batch_"),
+        tenant=tenant,
+        endpoint=body.endpoint,
+        input_file_id=file.id,
+        completion_window=body.completion_window,
+        metadata=body.metadata,
+        output_max_age_s=max_age_s,
+        created_at=now_s,
+        expires_at=now_s + window_s,
+        output_file_id=new_id("file-"),
+        error_file_id=new_id("file-"),
+        key_name=key_name,
+    )
 
 
 def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:

@@ -393,21 +393,6 @@ class StatusReply(msgspec.Struct):
     status: str
 
 
-class DrainReply(msgspec.Struct):
-    instance: str
-    incarnation: str
-    """Incarnation in decimal. It distinguishes this process from one that takes its place."""
-    status: Literal["draining"]
-
-
-class RoleReply(msgspec.Struct):
-    instance: str
-    incarnation: str
-    """Incarnation that drains, in decimal."""
-    becomes: str
-    """Name under which the instance will join."""
-
-
 class ExampleReply(msgspec.Struct):
     prompt: str
     answer: str

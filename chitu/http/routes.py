@@ -25,9 +25,9 @@ from starlette.staticfiles import StaticFiles
 
 from chitu.assets import TINY_MODEL_NAME
 from chitu.clock import Clock
+from chitu.cluster.cluster import Cluster
 from chitu.config.cluster_key import with_api_keys, with_cluster_key
 from chitu.config.schema import Topology
-from chitu.config.topology import with_router_ports
 from chitu.errors import ChituError, Internal, InvalidRequest, PayloadTooLarge, UnknownTrace
 from chitu.http.access import Access
 from chitu.http.answers import in_pieces
@@ -61,7 +61,7 @@ from chitu.http.body_decoder import (
 from chitu.http.body_fields import BODIES, fields_of
 from chitu.http.body_reader import BodyReader, BodyRoute
 from chitu.http.choice import RunningAnswers
-from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource, Watchers, WeightsState
+from chitu.http.cluster_snapshot import SnapshotSource, Watchers
 from chitu.http.exchange import ANTHROPIC_PATHS, EXCHANGE
 from chitu.http.kept_requests import KeptRequests
 from chitu.http.metrics_text import MetricsReport, render_pieces
@@ -71,7 +71,6 @@ from chitu.http.replies import (
     CompletionReply,
     CountTokensReply,
     DetokenizeReply,
-    DrainReply,
     EmbeddingsReply,
     ExampleReply,
     HealthInstance,
@@ -81,7 +80,6 @@ from chitu.http.replies import (
     ModelsReply,
     RerankReply,
     ResponsesReply,
-    RoleReply,
     ScoresReply,
     StatusReply,
     TokenizeReply,
@@ -91,6 +89,7 @@ from chitu.net.http import AnthropicErrorReply, ErrorReply, error_body, error_he
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import InstanceInfo
 from chitu.protocol.account import RequestSnapshot
+from chitu.protocol.admin import DrainReply, RoleReply, WeightsState
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.protocol.trace import AnyTraceRecord, TraceFrame, TraceLoss, TraceRequest
 from chitu.tracing.timeline import answer_of, rooms_of, with_running
@@ -294,8 +293,7 @@ def client_routes(
     running: RunningAnswers,
     takes_unknown: bool,
 ) -> list[Route]:
-    """Return models, tokenising and aborts. `abort_elsewhere`: as `RunningAnswers.abort`, in the router's other API
-    processes."""
+    """Return models, tokenising and aborts."""
 
     def card(adapter: str = "") -> ModelReply:
         limits = model.limits(router.candidates)
@@ -341,7 +339,7 @@ def client_routes(
 
 
 def cluster_routes(
-    router: PDRequestRouter, cluster: ClusterSource, source: SnapshotSource, access: Access, version: str
+    router: PDRequestRouter, cluster: Cluster, source: SnapshotSource, access: Access, version: str
 ) -> list[Route]:
     watchers = Watchers(source)
 
@@ -435,30 +433,22 @@ def _health_of(info: InstanceInfo) -> HealthInstance:
 # --------------------------------------------------------------------------------------------------------- of operators
 
 
-def operator_routes(
-    cluster: ClusterSource,
-    topology: Topology,
-    token_port: int,
-    running: RunningAnswers,
-    kept: KeptRequests | None,
-    access: Access,
-) -> list[Route]:
-    """Return an operator's calls. `kept`: None if there is no folder of kept requests."""
+def operator_routes(cluster: Cluster, topology: Topology, kept: KeptRequests | None, access: Access) -> list[Route]:
+    """Return an operator's calls. `topology`: the running one, with the router's actual ports. `kept`: None if there is
+    no folder of kept requests."""
 
     async def drain(request: Request) -> Response:
         """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
         Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
         body = await read_body(request, drain_decoder)
-        draining = await cluster.drain(body.instance, body.force is True)
-        return json_response(DrainReply(draining.name, str(draining.incarnation), "draining"))
+        return json_response(await cluster.drain(body.instance, body.force is True))
 
     async def role(request: Request) -> Response:
         """Have an instance become a P, a D or a unified instance. It gets no new requests, finishes its own (those that
         take longer than `deadlines.role_change_s` go on elsewhere), and joins under another name and incarnation; its
         process, weights and cached prefixes stay. `GET /cluster` shows it as `draining`, and what it becomes."""
         body = await read_body(request, role_decoder)
-        change = await cluster.change_role(body.instance, Role(body.role), body.force is True)
-        return json_response(RoleReply(change.name, str(change.incarnation), change.becomes))
+        return json_response(await cluster.change_role(body.instance, Role(body.role), body.force is True))
 
     async def flush_caches(request: Request) -> Response:
         """Make every instance forget its cached prefixes. Running requests keep the pages that they use, and no other
@@ -501,10 +491,7 @@ def operator_routes(
     async def topology_with_ports(request: Request) -> Response:
         """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
         of it."""
-        without_keys = with_api_keys(with_cluster_key(topology, ""), ())
-        # Several routers have fixed ports, which differ: an instance computes those of each.
-        ports = {} if topology.dp_config.router.hosts[1:] else {"token_port": token_port, **cluster.ports()}
-        return json_response(with_router_ports(without_keys, ports))
+        return json_response(with_api_keys(with_cluster_key(topology, ""), ()))
 
     return [
         Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
@@ -524,7 +511,7 @@ def _timeout_s(wanted_s: float | None) -> float:
     return DEFAULT_CHANGE_S if wanted_s is None else wanted_s
 
 
-def trace_routes(cluster: ClusterSource, folder: Path, access: Access, clock: Clock) -> list[Route]:
+def trace_routes(cluster: Cluster, folder: Path, access: Access, clock: Clock) -> list[Route]:
     """Return the records of a traced request. Any router of a host can answer: all write to one folder
     (`tracing/trace_files.py`). Ids are the client's to choose, so requests of several tenants may have one: each tenant
     reads the records of its own."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from chitu.grammars import GrammarStore
 from chitu.instance.core import InstanceCore
+from chitu.instance.page_sums import FinishedPages
 from chitu.instance.roles import DecodeRole, InstanceRole, PrefillRole
 from chitu.kv_transfer.kv_manager import KVManager, NoPeers, TransferSide
 from chitu.kv_transfer.receiving import DecodeReceiver
@@ -21,6 +23,12 @@ from chitu.protocol import InstanceInfo
 class Composition:
     role: InstanceRole
     transfer: KVManager[TransferSide]
+    grammars: GrammarStore | None = None
+    """Compiled grammars of a role that samples."""
+    finished_pages: FinishedPages | None = None
+    """Checksums of finished requests' pages; None on P, and if pages cannot be summed."""
+    caches_prefixes: bool = True
+    """Whether prefixes are cached; once they are not, they never are again in this process."""
 
 
 Build = Callable[[InstanceCore, InstanceInfo], Composition]

@@ -50,8 +50,6 @@ class LoadedEngine:
     """Called first on the step thread: per-thread settings of the math library."""
     weights: WeightsLoader = field(default_factory=NoLoader)
     """Changes the weights of the executor's model."""
-    begin_sampling: Callable[[], GrammarStore | None] = lambda: None
-    """Has the executor sample from now on, and returns the compiled grammars; called where a P changes its role."""
 
     def close(self) -> None:
         """Free what the engine holds. No step runs any longer."""

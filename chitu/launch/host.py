@@ -24,6 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from pathlib import Path
 
 import msgspec
 
@@ -151,28 +152,17 @@ class HostProcesses:
 
         Raise ConfigError for what cannot work, RankTaken if another launcher here runs `only`.
         """
-        topology = placement.topology
-        names = (only,) if only else None
         with _naming(label, host):
-            check(topology, pd_master_addr() if label else None)
-            for problem in launch_problems(topology):
-                raise ConfigError(problem)
-            require_preflight(topology, host, entries.reads_model, on_event, placement.node.cards, names)
-            logs = make_log_dir(log_dir or topology.log.dir) if stdout is None else None
-        if stdout is not None:
-            topology = msgspec.structs.replace(topology, log=msgspec.structs.replace(topology.log, format="json"))
-        router = topology.dp_config.router
+            _check(placement, host, entries, on_event, only, pd_master_addr() if label else None)
+            logs = make_log_dir(log_dir or placement.topology.log.dir) if stdout is None else None
+        topology = placement.topology
         self._routers = {
             router_name(index): index
-            for index, each in enumerate(router_hosts(router))
+            for index, each in enumerate(router_hosts(topology.dp_config.router))
             if same_host(each) == same_host(host) and not only
         }
         own = [name for name in (*self._routers, *(i.name for i in instances_on(topology, host))) if only in ("", name)]
-        if len(host_names(topology)) == 1 and ROUTER in own:
-            topology = with_own_key(topology)
-        if len(self._routers) > 1:
-            topology = with_free_ports(topology)
-        self.topology = topology
+        self.topology = topology = _completed(topology, own, len(self._routers), stdout is not None)
         self.host = host
         self.label = label
         self.node = placement.node
@@ -188,24 +178,7 @@ class HostProcesses:
         self._stdout = stdout
         self.removes_logs = not (log_dir or topology.log.dir)
         """Whether the logs are removed at the end, unless a process died."""
-        try:
-            self.supervisor = Supervisor(
-                own,
-                self._spec,
-                logs,
-                restart=restart,
-                on_event=on_event,
-                env={ENVIRONMENT_KEY: cluster_key_of(topology), **env},
-                max_log_bytes=topology.log.max_mb << 20,
-                popen=entries.popen,
-                probe_address=probe_address(topology, host),
-                stdout=stdout,
-                ends_hung=restart and len(self._routers) > 1,
-            )
-        except LogTaken as error:
-            if only:  # it starts, and has not joined
-                raise RankTaken(f"{error.message}; if it is another {only}: give another --rank, or none") from None
-            raise
+        self.supervisor = self._supervise(own, logs, restart, on_event, env)
         if len(self._routers) > 1 and topology.trace.dir is None:  # one folder for all, so that any of them can answer
             folder = str(self.supervisor.run_dir.path / "traces")
             trace = msgspec.structs.replace(topology.trace, dir=folder)
@@ -219,6 +192,34 @@ class HostProcesses:
         """Incarnation by name of joined instances, except earlier ones of this host's own."""
         self._pids: dict[str, list[int]] = {}
         """Process ids by name, once all are ready."""
+
+    def _supervise(
+        self,
+        own: Sequence[str],
+        logs: Path | None,
+        restart: bool,
+        on_event: Callable[[str], None],
+        env: Mapping[str, str],
+    ) -> Supervisor:
+        topology = self.topology
+        try:
+            return Supervisor(
+                own,
+                self._spec,
+                logs,
+                restart=restart,
+                on_event=on_event,
+                env={ENVIRONMENT_KEY: cluster_key_of(topology), **env},
+                max_log_bytes=topology.log.max_mb << 20,
+                popen=self._entries.popen,
+                probe_address=probe_address(topology, self.host),
+                stdout=self._stdout,
+                ends_hung=restart and len(self._routers) > 1,
+            )
+        except LogTaken as error:
+            if only := self._only:  # it starts, and has not joined
+                raise RankTaken(f"{error.message}; if it is another {only}: give another --rank, or none") from None
+            raise
 
     @property
     def has_router(self) -> bool:
@@ -616,6 +617,32 @@ def _node(
         on_event=on_event,
         stdout=stdout,
     )
+
+
+def _check(
+    placement: Placement,
+    host: str,
+    entries: Entries,
+    on_event: Callable[[str], None],
+    only: str,
+    master_addr: str | None,
+) -> None:
+    """Raise ConfigError for what cannot work on this host."""
+    topology = placement.topology
+    check(topology, master_addr)
+    for problem in launch_problems(topology):
+        raise ConfigError(problem)
+    names = (only,) if only else None
+    require_preflight(topology, host, entries.reads_model, on_event, placement.node.cards, names)
+
+
+def _completed(topology: Topology, own: Sequence[str], num_routers: int, has_json_log: bool) -> Topology:
+    """Return the topology with what the launcher adds for its processes `own`, of which `num_routers` are routers."""
+    if has_json_log:
+        topology = msgspec.structs.replace(topology, log=msgspec.structs.replace(topology.log, format="json"))
+    if len(host_names(topology)) == 1 and ROUTER in own:
+        topology = with_own_key(topology)
+    return with_free_ports(topology) if num_routers > 1 else topology
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ so it never affects a restarted instance. Best effort within `LINGER_MS`: if it 
 
 from __future__ import annotations
 
-import http.client
 import json
 import tempfile
 import time
@@ -23,6 +22,7 @@ from chitu.config.schema import Topology
 from chitu.config.topology import is_loopback, routers
 from chitu.errors import ConfigError, Internal
 from chitu.launch.router_client import RouterClient
+from chitu.net.client import NETWORK_ERRORS, Server
 from chitu.net.curve import derive, make_context
 from chitu.net.sockets import connect
 from chitu.process.run_dir import cluster_key_at, running_launchers
@@ -170,17 +170,11 @@ class Health:
 def ask_health(url: str, timeout_s: float = 1.0) -> Health | None:
     """Return the health of the router at `url` (http or https, with a path or without one), or None if no valid answer
     arrives within `timeout_s`."""
-    parts = urlsplit(url)
-    make = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = make(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/health")
-        reply = connection.getresponse()
-        body = json.loads(reply.read())
+        reply = Server.at(url).ask("GET", "/health", timeout_s=timeout_s)
+        body = json.loads(reply.body)
         present = [item for item in body["instances"] if not item["draining"]]
         joined = {item["home"] or item["name"]: int(item["incarnation"]) for item in present}
         return Health(reply.status == 200, joined)
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+    except (*NETWORK_ERRORS, ValueError, LookupError, TypeError):
         return None
-    finally:
-        connection.close()

@@ -1,13 +1,8 @@
-"""`RouterClient`: HTTP client of the command line (`chitu chat`, `chitu verify`, ...) for a running router. Blocking,
-in any thread.
+"""`RouterClient`: what the command line (`chitu chat`, `chitu verify`, ...) asks of a running router, over the HTTP
+client of `net/client.py`. Blocking, in any thread. Each call opens its own connection.
 
-Plain `http.client`: Ctrl-C must interrupt the read that waits for a token, and the client of a serving tool should add
-no dependency. Each call opens its own connection. Closing it in the middle of an answer aborts the request (the router
-cancels it on P and D). No proxy is used.
-
-`AnswerReader` parses a streamed answer: server-sent events -> text, token counts and how it ended. Pure; it gets the
-bytes as the socket delivers them, which may cut an event, a line end or a character. Invariant: the pieces that `feed`
-returns concatenate to `Answer.text`, however the bytes were cut.
+`AnswerReader` parses a streamed answer: server-sent events -> text, token counts and how it ended. Pure. Invariant: the
+pieces that `feed` returns concatenate to `Answer.text`, however the bytes were cut.
 """
 
 from __future__ import annotations
@@ -17,24 +12,24 @@ import http.client
 import json
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import msgspec
 
 from chitu.config.schema import Topology
 from chitu.errors import ChituError, ConfigError, Internal, ServiceError, Unauthorized, from_code
+from chitu.net.client import JSON, NETWORK_ERRORS, READ_BYTES, EventParser, Server
+from chitu.protocol.admin import DrainReply, RoleReply
 from chitu.protocol.snapshot import ClusterSnapshot
 from chitu.tracing.timeline import TraceAnswer
 from chitu.types import Role
 
-CONNECT_TIMEOUT_S = 5.0
 REPLY_TIMEOUT_S = 10.0
 """Timeout of a GET; the router answers from memory."""
 ANSWER_TIMEOUT_S = 660.0
 """Timeout between two reads of an answer; the router itself ends a request after `request_timeout_s` (600 s)."""
-READ_BYTES = 1 << 16
 T = TypeVar("T")
 
 
@@ -84,35 +79,6 @@ class _Event(msgspec.Struct, frozen=True):
     choices: tuple[_Choice, ...] = ()
     usage: Usage | None = None
     error: ErrorObject | None = None
-
-
-class EventParser:
-    """Splits bytes into the data of each complete server-sent event. Skips comments and other fields."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-        """Bytes of a line whose end has not arrived."""
-        self._after_cr = False
-        """Whether the last chunk ended with CR, so that an LF at the start of the next one belongs to it."""
-        self._data: list[bytes] = []
-
-    def feed(self, chunk: bytes) -> list[str]:
-        if not chunk:
-            return []
-        if self._after_cr:
-            chunk = chunk.removeprefix(b"\n")
-        self._after_cr = chunk.endswith(b"\r")
-        lines = (self._rest + chunk).splitlines(keepends=True)
-        self._rest = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        events = []
-        for line in lines:
-            name, _, value = line.rstrip(b"\r\n").partition(b":")
-            if name == b"data":
-                self._data.append(value.removeprefix(b" "))
-            elif not name and not value and self._data:
-                events.append(b"\n".join(self._data).decode("utf-8", "replace"))
-                self._data = []
-        return events
 
 
 class AnswerReader:
@@ -165,17 +131,6 @@ class _Models(msgspec.Struct, frozen=True):
     data: tuple[_Model, ...]
 
 
-class _Draining(msgspec.Struct, frozen=True):
-    incarnation: str
-
-
-class RoleChanging(msgspec.Struct, frozen=True):
-    """Answer to a change of role: the incarnation that drains, and the name under which the instance will join."""
-
-    incarnation: str
-    becomes: str
-
-
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorObject
 
@@ -187,16 +142,14 @@ class RouterClient:
     def __init__(self, url: str, api_key: str | None = None, flag: str = "--url") -> None:
         self._flag = flag
         try:
-            parts = urlsplit(url)
-            self._host, self._port = parts.hostname or "", parts.port
+            server = Server.at(url)
         except ValueError as error:
             raise ConfigError(f"{url!r} is no URL: {error}") from error
-        if parts.scheme not in ("http", "https") or not self._host:
+        if server.scheme not in ("http", "https") or not server.host:
             raise ConfigError(f"{url!r} is no URL of a router, such as http://127.0.0.1:21003")
-        self._is_tls = parts.scheme == "https"
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
-        self.url = f"{parts.scheme}://{parts.netloc}{self._base}"
-        self.headers = {"Content-Type": "application/json"}
+        self.server = replace(server, base=server.base.removesuffix("/v1"))
+        self.url = self.server.url
+        self.headers = dict(JSON)
         if api_key:
             if not (api_key.isascii() and api_key.isprintable()):
                 raise ConfigError("an API key has only printable ASCII characters")
@@ -213,26 +166,17 @@ class RouterClient:
         """Return whether the server says that it is one of this project."""
         return any(model.owned_by == "chitu" for model in self._get("/v1/models", _Models).data)
 
-    def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """Return a connection to the server, not open yet."""
-        make = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
-        return make(self._host, self._port, timeout=timeout_s)
-
-    def path(self, path: str) -> str:
-        """Return the path of a route, `/v1/...`, below that of the URL."""
-        return self._base + path
-
     def cluster(self) -> ClusterSnapshot:
         return self._get("/cluster", ClusterSnapshot)
 
     def drain(self, instance: str, force: bool) -> str:
         """Drain an instance and return its incarnation. Raise UnknownInstance, or LastInstance without `force`."""
-        return self._ask("POST", "/admin/drain", _Draining, {"instance": instance, "force": force}).incarnation
+        return self._post("/admin/drain", {"instance": instance, "force": force}, DrainReply).incarnation
 
-    def change_role(self, instance: str, role: Role, force: bool) -> RoleChanging:
+    def change_role(self, instance: str, role: Role, force: bool) -> RoleReply:
         """Have an instance change its role. Raise UnknownInstance, RoleRefused, or LastInstance without `force`."""
         body = {"instance": instance, "role": role, "force": force}
-        return self._ask("POST", "/admin/role", RoleChanging, body)
+        return self._post("/admin/role", body, RoleReply)
 
     def trace(self, request_id: str) -> TraceAnswer:
         """Return the trace of a request. Raise UnknownTrace if there are no records of it."""
@@ -283,17 +227,22 @@ class RouterClient:
                 if text := reader.feed(chunk):
                     yield text
 
-    def _get(self, path: str, kind: type[T]) -> T:
-        return self._ask("GET", path, kind, None)
+    def get(self, path: str, timeout_s: float = REPLY_TIMEOUT_S) -> bytes:
+        """Return the whole answer of a GET. Raise the error that it names, or RouterUnreachable."""
+        with self._reply("GET", path, timeout_s, uuid.uuid4().hex, None) as reply, self._named_errors():
+            return reply.read()
 
-    def _ask(self, method: str, path: str, kind: type[T], body: Mapping[str, Any] | None) -> T:
-        with self._reply(method, path, REPLY_TIMEOUT_S, uuid.uuid4().hex, body) as reply:
-            with self._named_errors():
-                answer = reply.read()
-            try:
-                return msgspec.json.decode(answer, type=kind)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise Internal(f"{self.url}{path} answered in the format of another chitu version: {error}") from error
+    def _get(self, path: str, kind: type[T]) -> T:
+        return self._decoded(path, self.get(path), kind)
+
+    def _post(self, path: str, body: Mapping[str, Any], kind: type[T]) -> T:
+        return self._decoded(path, self.post(path, body, REPLY_TIMEOUT_S)[1], kind)
+
+    def _decoded(self, path: str, answer: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(answer, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Internal(f"{self.url}{path} answered in the format of another chitu version: {error}") from error
 
     @contextlib.contextmanager
     def _reply(
@@ -301,22 +250,17 @@ class RouterClient:
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield an open response of status 200 and close it with its connection at the end. Raise the error that any
         other response names."""
-        connection = self.connection(CONNECT_TIMEOUT_S)
         data = None if body is None else json.dumps(body).encode()
-        try:
+        headers = {**self.headers, "X-Request-Id": request_id}
+        with contextlib.ExitStack() as stack:
             with self._named_errors():
-                connection.connect()
-                connection.sock.settimeout(timeout_s)
-                connection.request(method, self.path(path), data, {**self.headers, "X-Request-Id": request_id})
-                reply = connection.getresponse()
-            with contextlib.closing(reply):
-                if reply.status != 200:
-                    with self._named_errors():
-                        refusal = reply.read()
-                    raise self._refusal(path, reply.status, refusal)
-                yield reply
-        finally:
-            connection.close()
+                connection = stack.enter_context(self.server.connect(timeout_s))
+                reply = stack.enter_context(contextlib.closing(connection.send(method, path, data, headers)))
+            if reply.status != 200:
+                with self._named_errors():
+                    refusal = reply.read()
+                raise self._refusal(path, reply.status, refusal)
+            yield reply
 
     def _refusal(self, path: str, status: int, body: bytes) -> ChituError:
         try:
@@ -339,5 +283,5 @@ class RouterClient:
             ) from error
         except TimeoutError as error:
             raise RouterUnreachable(f"{self.url} does not answer") from error
-        except (OSError, UnicodeError, http.client.HTTPException) as error:  # UnicodeError: an impossible host name
+        except NETWORK_ERRORS as error:
             raise RouterUnreachable(f"the connection to {self.url} broke: {error or type(error).__name__}") from error

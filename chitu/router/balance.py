@@ -1,6 +1,6 @@
 """Balances prefill against decode: which instance should change its role, and how many of each role are wanted.
 
-Pure: reports of the instances and the time in, a decision out. Its shell is `serve/balancing.py`, on the router's loop
+Pure: reports of instances and the time in, a decision out. Its shell is `cluster/balancing.py`, on the router's loop
 thread. The *demand* of a role is its work in instances: tokens a second over those that one instance can make within
 the SLO, summed up. The demands of both sides are measured at the same throughput of requests, also while one side holds
 the other up. So the split of the instances that lets the most through is the one whose larger *pressure* (demand by

@@ -1,7 +1,7 @@
-"""The half of the router that serves clients: HTTP, tokenising, pairing, returning tokens; and its end.
+"""The half of the router that serves clients: HTTP and tokenising; and its end.
 
-It sees the cluster only through a `ClusterSource`. Everything runs on the loop thread. Its holder passes membership
-events to its `router`, calls `tick`, and at the end `drain` and `close`.
+It is built over the request router and the `Cluster`. Everything runs on the loop thread. Its holder calls `tick`, and
+at the end `drain` and `close`.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import zmq
-
 import chitu
 from chitu.clock import RealClock
+from chitu.cluster.cluster import Cluster
 from chitu.config.schema import Topology
 from chitu.config.topology import router_at
-from chitu.errors import ConfigError, NoInstance
+from chitu.errors import NoInstance
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
 from chitu.http.batches import Batches
 from chitu.http.body_reader import BodyReader, BodyRoute
-from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource
-from chitu.http.file_routes import file_routes
+from chitu.http.cluster_snapshot import SnapshotSource
+from chitu.http.file_routes import batch_routes, file_routes
 from chitu.http.file_store import FileStore
 from chitu.http.generate import GenerationRoutes
 from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
@@ -41,15 +40,9 @@ from chitu.http.routes import (
 )
 from chitu.http.served_model import ServedModel
 from chitu.http.spans import SpanExport
-from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
-from chitu.net.sockets import bind
 from chitu.pd_request_router import PDRequestRouter
-from chitu.process.child import router_name
-from chitu.protocol import TraceLines
 from chitu.serve.body_pool import BodyProcesses
-from chitu.tracing.trace_files import RouterTrace, TraceFiles, trace_folder
-from chitu.types import instance_name
 
 logger = logging.getLogger(__name__)
 
@@ -102,42 +95,30 @@ def keep_ticking(*ticks: Callable[[], None]) -> None:
 
 
 class ApiEndpoint:
-    """The API of a router. Binds the token port at construction (ConfigError if that fails). Its holder serves
-    `app`."""
+    """The API of a router. Its holder serves `app`."""
 
     def __init__(
         self,
         topology: Topology,
         model: ServedModel,
-        context: zmq.Context[zmq.Socket[bytes]],
-        make_cluster: Callable[[PDRequestRouter], ClusterSource],
+        router: PDRequestRouter,
+        cluster: Cluster,
         secrets: ClusterSecrets | None = None,
         index: int = 0,
     ) -> None:
-        """`index`: that of this router in `router.hosts`."""
+        """`topology` has the actual ports of the router. `index`: that of this router in `router.hosts`."""
         config = router_at(topology.dp_config.router, index)
-        self._suffix = f".{index}" if index else ""
+        self._router = router
         self._clock = clock = RealClock()
-        port = config.token_port
-        try:
-            socket, self.token_port = bind(context, zmq.PULL, config.host, port)
-        except zmq.ZMQError as error:
-            raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
-        self._token_socket = socket
-        files = TraceFiles(trace_folder(topology.trace), topology.trace.max_mb << 20)
-        trace = RouterTrace(topology.trace, files, router_name(index), clock)
-        self._traces = files
-        self.router = PDRequestRouter(Outbox(context), clock, config, trace, index)
-        cluster = make_cluster(self.router)
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
         access = Access(config, secrets, clock)
-        bodies = BodyReader(model, self.router, self._body_processes, takes_unknown, access.client)
+        bodies = BodyReader(model, router, self._body_processes, takes_unknown, access.client)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         spans = self._spans.record if self._spans is not None else None
         self._routes = GenerationRoutes(
-            model, self.router, bodies, config, clock, access.cache_salt, access.require_priority, spans
+            model, router, bodies, config, clock, access.cache_salt, access.require_priority, spans
         )
         hot: dict[str, HotRoute] = {
             **{path: partial(self._routes.answer, route=name) for path, name in GENERATION.items()},
@@ -147,7 +128,7 @@ class ApiEndpoint:
         if (keep := config.kept_requests).dir is not None:
             folder = KeptFolder(keep, Path(keep.dir).expanduser().absolute())
             routes, self._routes.keeps = self._routes, True
-            self._kept = KeptRequests(folder, model, self.router, bodies, routes, access.require_kept_priority, clock)
+            self._kept = KeptRequests(folder, model, router, bodies, routes, access.require_kept_priority, clock)
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._batches: Batches | None = None
         if (stored := config.batches).dir is not None:
@@ -156,39 +137,29 @@ class ApiEndpoint:
             store = FileStore(stored, Path(stored.dir).expanduser().absolute(), access.num_tenants)
             limit = config.max_body_bytes
             self._batches = Batches(store, inner, access.credential_of, limit, self._can_serve)
-        self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
+        self._snapshots = SnapshotSource(topology, model, router, cluster, clock, chitu.__version__)
         running = self._routes.running
         rows = [
             *HOT_ROUTES,
-            *client_routes(model, self.router, bodies, access, running, takes_unknown),
-            *file_routes(self._batches, access, takes_unknown),
-            *cluster_routes(self.router, cluster, self._snapshots, access, chitu.__version__),
+            *client_routes(model, router, bodies, access, running, takes_unknown),
+            *file_routes(self._batches, access),
+            *batch_routes(self._batches, access, takes_unknown),
+            *cluster_routes(router, cluster, self._snapshots, access, chitu.__version__),
             *page_routes(model.name),
-            *operator_routes(cluster, topology, self.token_port, running, self._kept, access),
-            *trace_routes(cluster, files.folder, access, clock),
+            *operator_routes(cluster, topology, self._kept, access),
+            *trace_routes(cluster, router.trace.files.folder, access, clock),
         ]
         cold = control_app(chitu.__version__, rows)
         self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
-        self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
-
-    def start(self) -> None:
-        """Start reading tokens."""
-        loop = asyncio.get_running_loop()
-        self._token_reader = BulkReader(loop, self._token_socket, self.router.on_token_frames)
-
-    def on_trace(self, message: TraceLines) -> None:
-        """Write an instance's records to the trace files."""
-        name = instance_name(message.role, message.engine_rank) + self._suffix  # several routers may share the folder
-        self._traces.write(name, message.lines, message.num_dropped)
 
     def tick(self) -> None:
         """Time out requests and keep silent streams alive. Call every `TICK_S`; how late the call comes is how long a
         token may wait here."""
         now_s = self._clock.monotonic()
-        self.router.counters.loop_lag.observe(now_s - self._next_tick_s)
+        self._router.counters.loop_lag.observe(now_s - self._next_tick_s)
         self._next_tick_s = now_s + TICK_S
-        self.router.tick()
+        self._router.tick()
         if self._kept is not None:
             self._kept.tick()
         if self._batches is not None:
@@ -196,7 +167,7 @@ class ApiEndpoint:
         self._routes.tick()
 
     def _can_serve(self) -> bool:
-        return not self.router.why_unusable()
+        return not self._router.why_unusable()
 
     async def drain(self, drain_s: float, ending: Ending) -> None:
         """Write the requests that can outlive this process. Let the rest finish within `drain_s` or until `ending` is
@@ -210,22 +181,18 @@ class ApiEndpoint:
         if self._kept is not None:
             await self._kept.write_all(drain_s / 2)
         left_s = max(0.0, end_s - loop.time())
-        logger.info("draining: %d requests run; at most %g s", self.router.in_flight, left_s)
-        idle = asyncio.ensure_future(self.router.idle())
+        logger.info("draining: %d requests run; at most %g s", self._router.in_flight, left_s)
+        idle = asyncio.ensure_future(self._router.idle())
         again = asyncio.ensure_future(ending.is_hurried.wait())
         await asyncio.wait({idle, again}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (idle, again):
             task.cancel()
-        if self.router.in_flight or self.router.num_held:
-            logger.warning("%d requests did not finish in time", self.router.in_flight + self.router.num_held)
-            self.router.fail_all(NoInstance("the server is shutting down"))
+        if self._router.in_flight or self._router.num_held:
+            logger.warning("%d requests did not finish in time", self._router.in_flight + self._router.num_held)
+            self._router.fail_all(NoInstance("the server is shutting down"))
 
     def close(self) -> None:
-        if self._token_reader is not None:
-            self._token_reader.close()
-        self.router.close()
         self._body_processes.close()
-        self._traces.close()
         if self._spans is not None:
             self._spans.close()
 

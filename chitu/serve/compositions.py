@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from chitu.clock import RealClock
@@ -59,14 +60,19 @@ class Compositions:
         self._transports: list[Transport] = []
 
     def build(self, core: InstanceCore, info: InstanceInfo) -> Composition:
-        engine, pool, role = self._engine, self._rank.pool, info.role
-        if role is not Role.PREFILL:
-            engine.grammars = self._rank.begin_sampling()
-        engine.finished_pages = None if role is Role.PREFILL else self._finished_pages()
-        if pool.layout.state and role is Role.DECODE:  # it gets whole states from P, and none of a prefix
-            engine.cache.use_fingerprint(None)
-            if self._rank.weights is not None:
-                self._rank.weights.fingerprint = lambda path, model_hash: None
+        samples = info.role is not Role.PREFILL
+        grammars = self._rank.begin_sampling() if samples else None
+        return replace(
+            self._composed(core, info),
+            grammars=grammars,
+            finished_pages=self._finished_pages() if samples else None,
+            # D gets whole recurrent states from P, and none of a prefix.
+            caches_prefixes=not (self._rank.pool.layout.state and info.role is Role.DECODE),
+        )
+
+    def _composed(self, core: InstanceCore, info: InstanceInfo) -> Composition:
+        """Compose the role with its transfer layer."""
+        role = info.role
         if role is Role.UNIFIED:
             return build_unified(core, KVManager(NoPeers(), self._fan_out, self._transports))
         pd = self._topology.dp_config.router.pd_disaggregation
@@ -75,7 +81,7 @@ class Compositions:
             incarnation=info.incarnation,
             host=info.host,
             control_port=self._comm.control_port,
-            layout=pool.layout,
+            layout=self._rank.pool.layout,
             deadlines=pd.deadlines,
             transfer_threads=pd.transfer_threads,
             verify_kv=pd.verify_kv,

@@ -192,36 +192,17 @@ def _build(
 ) -> PDSchedulerService:
     """Load the model and build everything that accesses its memory. From here on the pool never moves."""
     rank = factories.build_rank(topology, instance, MAIN_RANK, progress)
-    waker, pool, router = Waker(), rank.pool, topology.dp_config.router
-    pd = router.pd_disaggregation
+    waker, pool = Waker(), rank.pool
     cache = PagedKVCacheManager(pool.num_pages, pool.layout.page_size, _fingerprint(topology, instance, rank))
     fan_out = _fan_out(topology, instance) if rank.group is not None else None
     tiers: PrefixTiers | NoTiers = NoTiers()
     tier_file = -1
     if has_tiers(topology, instance):
         tiers, tier_file = _build_tiers(topology, instance, pool, cache, waker, fan_out)
-    executor: Executor = rank.runner
-    loader: WeightsLoader = rank.weights or NoLoader()
     if rank.weights is not None:
         rank.weights.fingerprint = partial(_fingerprint_of, topology, instance, pool.layout)
         rank.weights.wake = waker.wake
-    greetings: list[RankHello] = []
-    if rank.group is not None:
-        from chitu.engine.model_runner import ModelRunner
-        from chitu.engine.process_watch import ProcessWatch, open_lifelines
-        from chitu.engine.tp_executor import TensorParallelExecutor, TensorParallelWeights
-        from chitu.instance.ranks import RankHello, exchange_hellos
-
-        lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
-        lifelines = open_lifelines(instance.config.tp_size - 1)
-        greetings = exchange_hellos(rank.group, RankHello(os.getpid(), None, *lanes, tier_file, lifelines))
-        if fan_out is not None:
-            fan_out.wait_connected()
-        assert isinstance(rank.runner, ModelRunner)
-        watch = ProcessWatch([greeting.pid for greeting in greetings[1:]])
-        executor = TensorParallelExecutor(rank.runner, rank.group, watch)
-        if rank.weights is not None:
-            loader = TensorParallelWeights(rank.weights, rank.group)
+    executor, loader, greetings = _join_followers(instance, rank, fan_out, tier_file)
     comm.tracer = _tracer(instance, incarnation, comm, pool)
     engine = LoadedEngine(
         executor,
@@ -233,28 +214,72 @@ def _build(
         prepare_step_thread=rank.prepare_thread,
         weights=loader,
     )
-    settings = SchedulerSettings(
+    info = _describe(topology, instance, incarnation, rank, comm.port, greetings, yields)
+    followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
+    compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
+    return PDSchedulerService(_settings(topology, instance), info, comm, engine, waker, compositions.build)
+
+
+def _join_followers(
+    instance: Instance, rank: BuiltRank, fan_out: FanOut | None, tier_file: int
+) -> tuple[Executor, WeightsLoader, list[RankHello]]:
+    """Return what computes with all ranks of the instance and what changes their weights, and the ranks' greetings; if
+    it has only one, the rank itself and none."""
+    if rank.group is None:
+        return rank.runner, rank.weights or NoLoader(), []
+    from chitu.engine.model_runner import ModelRunner
+    from chitu.engine.process_watch import ProcessWatch, open_lifelines
+    from chitu.engine.tp_executor import TensorParallelExecutor, TensorParallelWeights
+    from chitu.instance.ranks import RankHello, exchange_hellos
+
+    lanes = (fan_out.base, fan_out.num_lanes) if fan_out is not None else ("", 0)
+    lifelines = open_lifelines(instance.config.tp_size - 1)
+    greetings = exchange_hellos(rank.group, RankHello(os.getpid(), None, *lanes, tier_file, lifelines))
+    if fan_out is not None:
+        fan_out.wait_connected()
+    assert isinstance(rank.runner, ModelRunner)
+    watch = ProcessWatch([greeting.pid for greeting in greetings[1:]])
+    loader = TensorParallelWeights(rank.weights, rank.group) if rank.weights is not None else NoLoader()
+    return TensorParallelExecutor(rank.runner, rank.group, watch), loader, greetings
+
+
+def _settings(topology: Topology, instance: Instance) -> SchedulerSettings:
+    router = topology.dp_config.router
+    return SchedulerSettings(
         topology.scheduler,
-        pd.deadlines,
+        router.pd_disaggregation.deadlines,
         instance.name,
         router.request_timeout_s,
         overlaps_steps(topology.scheduler, instance.config),
         math.inf if router.slo.tpot_s is None else router.slo.tpot_s,
     )
+
+
+def _describe(
+    topology: Topology,
+    instance: Instance,
+    incarnation: Incarnation,
+    rank: BuiltRank,
+    port: int,
+    greetings: Sequence[RankHello],
+    yields: bool,
+) -> InstanceInfo:
+    """Return the record of the process, without what depends on its composition."""
     roles, why_not = roles_of(topology, instance, rank)
     if why_not:
         logger.info("%s cannot change its role to every other one: %s", instance.name, why_not)
-    info = InstanceInfo(
+    pool, found = rank.pool, rank.runner.info
+    return InstanceInfo(
         role=instance.role,
         engine_rank=instance.engine_rank,
         incarnation=incarnation,
         host=instance.config.host,
-        port=comm.port,
+        port=port,
         control_port=0,
         layout=pool.layout,
-        max_model_len=executor.info.max_model_len,
-        num_slots=_choices_at_once(executor.info.num_slots, pool.num_state_slots),
-        num_pages=cache.num_pages,
+        max_model_len=found.max_model_len,
+        num_slots=_choices_at_once(found.num_slots, pool.num_state_slots),
+        num_pages=pool.num_pages,
         pid=os.getpid(),
         follower_pids=tuple(greeting.pid for greeting in greetings[1:]),
         pid_namespace=pid_namespace(),
@@ -264,9 +289,6 @@ def _build(
         yields=yields,
         roles=roles,
     )
-    followers = [greeting.memory for greeting in greetings if greeting.memory is not None]
-    compositions = Compositions(topology, instance, rank, comm, engine, waker, fan_out, followers, factories)
-    return PDSchedulerService(settings, info, comm, engine, waker, compositions.build)
 
 
 def _fan_out(topology: Topology, instance: Instance) -> FanOut | None:

@@ -8,10 +8,8 @@ so the same command goes on after it was killed. Only one such command at a time
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import signal
-import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +32,9 @@ from chitu.http.batch_lines import (
     Unreachable,
     check_lines,
 )
-from chitu.launch.router_client import CONNECT_TIMEOUT_S, RouterClient, RouterUnreachable
+from chitu.launch.router_client import RouterClient, RouterUnreachable
 from chitu.lock_files import claim
+from chitu.net.client import ServerConnection
 from chitu.protocol import MAX_PRIORITY
 
 LIMITS = LineLimits(max_lines=10_000_000, max_line_bytes=64 << 20, urls=None)
@@ -66,7 +65,7 @@ class _Post:
     def __init__(self, client: RouterClient, timeout_s: float) -> None:
         self._client = client
         self._timeout_s = timeout_s
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection: ServerConnection | None = None
         self._is_aborted = False
 
     def post(self, path: str, body: bytes) -> Reply:
@@ -80,30 +79,25 @@ class _Post:
                 self.close()
                 raise ConnectionBroke(repr(error)) from error
         try:
-            connection = self._client.connection(CONNECT_TIMEOUT_S)
-            connection.connect()
+            self._connection = self._client.server.connect(self._timeout_s)
         except (OSError, UnicodeError) as error:
             raise Unreachable(f"{self._client.url}: {error}") from error
-        connection.sock.settimeout(self._timeout_s)
-        self._connection = connection
         try:
-            return self._ask(connection, path, body)
+            return self._ask(self._connection, path, body)
         except (OSError, http.client.HTTPException) as error:
             self.close()
             raise ConnectionBroke(repr(error)) from error
 
-    def _ask(self, connection: http.client.HTTPConnection, path: str, body: bytes) -> Reply:
+    def _ask(self, connection: ServerConnection, path: str, body: bytes) -> Reply:
         if self._is_aborted:
             raise ConnectionAbortedError
-        connection.request("POST", self._client.path(path), body, self._client.headers)
-        answer = connection.getresponse()
-        content = answer.read()
-        if answer.will_close:
+        answer = connection.ask("POST", path, body, self._client.headers)
+        if not connection.is_open:
             self.close()
         retry_after = answer.headers.get("retry-after", "")
         return Reply(
             answer.status,
-            content,
+            answer.body,
             answer.headers.get("x-request-id", ""),
             float(retry_after) if retry_after.isdecimal() else None,
             answer.headers.get("x-should-retry") != "false",
@@ -111,10 +105,8 @@ class _Post:
 
     def abort(self) -> None:
         self._is_aborted = True
-        connection = self._connection
-        if connection is not None and connection.sock is not None:
-            with contextlib.suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
+        if self._connection is not None:
+            self._connection.abort()
 
     def close(self) -> None:
         if self._connection is not None:

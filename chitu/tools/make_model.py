@@ -234,32 +234,65 @@ def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int
     Matrices have gain 1 (std 1 / sqrt(inputs)), so a layer adds about as much to the residual stream as the embedding
     holds. Norm weights vary around 1, so that an omitted norm changes the output.
     """
-    rng = np.random.default_rng(seed)
+    return _Tensors(family, shape, seed).all(special_ids)
 
-    def matrix(rows: int, columns: int, std: float) -> Array:
-        values = rng.standard_normal((rows, columns), dtype=np.float32)
+
+class _Tensors:
+    """The tensors, drawn one after the other."""
+
+    def __init__(self, family: str, shape: ModelShape, seed: int) -> None:
+        self._family, self._shape = family, shape
+        self._rng = np.random.default_rng(seed)
+        self._hidden = shape.hidden_size
+        # With tied embeddings a token's own row favours repeating it; stronger layers outweigh that.
+        self._gain = 8.0 if shape.tie else 2.0
+
+    def all(self, special_ids: list[int]) -> Iterator[tuple[str, Array]]:
+        shape, hidden = self._shape, self._hidden
+        # Rows of special tokens are scaled down, which gives logits near 0, so they are never the best.
+        output_std = LOGIT_STD / math.sqrt(hidden)
+        embedding = self._matrix(shape.vocab_size, hidden, output_std if shape.tie else 1.0)
+        if shape.tie:
+            embedding[special_ids] *= np.float32(0.1)
+        yield "model.embed_tokens.weight", embedding
+        attention = self._latent_attention if self._family in LATENT_FAMILIES else self._plain_attention
+        for layer in range(shape.layers):
+            prefix = f"model.layers.{layer}"
+            yield f"{prefix}.input_layernorm.weight", self._around(1.0, hidden)
+            yield from attention(prefix)
+            yield f"{prefix}.post_attention_layernorm.weight", self._around(1.0, hidden)
+            if layer in shape.expert_layers(self._family):
+                yield from self._experts(f"{prefix}.mlp")
+            else:
+                yield from self._mlp(f"{prefix}.mlp", shape.resolved_intermediate_size)
+        yield "model.norm.weight", self._around(1.0, hidden)
+        if not shape.tie:
+            output = self._matrix(shape.vocab_size, hidden, output_std)
+            output[special_ids] *= np.float32(0.1)
+            yield "lm_head.weight", output
+
+    def _matrix(self, rows: int, columns: int, std: float) -> Array:
+        values = self._rng.standard_normal((rows, columns), dtype=np.float32)
         values *= np.float32(std)
         return values
 
-    def around(mean: float, size: int) -> Array:
-        return (mean + 0.1 * rng.standard_normal(size, dtype=np.float32)).astype(np.float32)
+    def _around(self, mean: float, size: int) -> Array:
+        return (mean + 0.1 * self._rng.standard_normal(size, dtype=np.float32)).astype(np.float32)
 
-    # With tied embeddings a token's own row favours repeating it; stronger layers outweigh that.
-    gain = 8.0 if shape.tie else 2.0
-    hidden, head_dim, inner = shape.hidden_size, shape.resolved_head_dim, shape.resolved_intermediate_size
-    query, key = shape.heads * head_dim, shape.kv_heads * head_dim
-
-    def plain_attention(prefix: str) -> Iterator[tuple[str, Array]]:
+    def _plain_attention(self, prefix: str) -> Iterator[tuple[str, Array]]:
+        shape, hidden, head_dim = self._shape, self._hidden, self._shape.resolved_head_dim
+        query, key = shape.heads * head_dim, shape.kv_heads * head_dim
         for name, size in (("q", query), ("k", key), ("v", key)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", matrix(size, hidden, 1 / math.sqrt(hidden))
-            if family == "qwen2":
-                yield f"{prefix}.self_attn.{name}_proj.bias", around(0.0, size)
-        if family in ("qwen3", "qwen3_moe"):
-            yield f"{prefix}.self_attn.q_norm.weight", around(1.0, head_dim)
-            yield f"{prefix}.self_attn.k_norm.weight", around(1.0, head_dim)
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, query, gain / math.sqrt(query))
+            yield f"{prefix}.self_attn.{name}_proj.weight", self._matrix(size, hidden, 1 / math.sqrt(hidden))
+            if self._family == "qwen2":
+                yield f"{prefix}.self_attn.{name}_proj.bias", self._around(0.0, size)
+        if self._family in ("qwen3", "qwen3_moe"):
+            yield f"{prefix}.self_attn.q_norm.weight", self._around(1.0, head_dim)
+            yield f"{prefix}.self_attn.k_norm.weight", self._around(1.0, head_dim)
+        yield f"{prefix}.self_attn.o_proj.weight", self._matrix(hidden, query, self._gain / math.sqrt(query))
 
-    def latent_attention(prefix: str) -> Iterator[tuple[str, Array]]:
+    def _latent_attention(self, prefix: str) -> Iterator[tuple[str, Array]]:
+        shape, hidden, matrix, around = self._shape, self._hidden, self._matrix, self._around
         heads, latent, values = shape.heads, shape.kv_lora_rank, shape.heads * shape.v_head_dim
         q_size, q_rank = heads * (shape.nope_head_dim + shape.rope_head_dim), shape.q_lora_rank
         if q_rank is None:
@@ -273,43 +306,23 @@ def tensors_of(family: str, shape: ModelShape, special_ids: list[int], seed: int
         yield f"{prefix}.self_attn.kv_a_layernorm.weight", around(1.0, latent)
         rows = heads * (shape.nope_head_dim + shape.v_head_dim)
         yield f"{prefix}.self_attn.kv_b_proj.weight", matrix(rows, latent, 1 / math.sqrt(latent))
-        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, values, gain / math.sqrt(values))
+        yield f"{prefix}.self_attn.o_proj.weight", matrix(hidden, values, self._gain / math.sqrt(values))
 
-    def mlp(prefix: str, width: int) -> Iterator[tuple[str, Array]]:
-        yield f"{prefix}.gate_proj.weight", matrix(width, hidden, 1 / math.sqrt(hidden))
-        yield f"{prefix}.up_proj.weight", matrix(width, hidden, 1 / math.sqrt(hidden))
-        yield f"{prefix}.down_proj.weight", matrix(hidden, width, gain / math.sqrt(width))
+    def _mlp(self, prefix: str, width: int) -> Iterator[tuple[str, Array]]:
+        hidden = self._hidden
+        yield f"{prefix}.gate_proj.weight", self._matrix(width, hidden, 1 / math.sqrt(hidden))
+        yield f"{prefix}.up_proj.weight", self._matrix(width, hidden, 1 / math.sqrt(hidden))
+        yield f"{prefix}.down_proj.weight", self._matrix(hidden, width, self._gain / math.sqrt(width))
 
-    def experts(prefix: str) -> Iterator[tuple[str, Array]]:
-        yield f"{prefix}.gate.weight", matrix(shape.experts, hidden, 2 / math.sqrt(hidden))
-        if family == "deepseek_v3":
-            yield f"{prefix}.gate.e_score_correction_bias", around(0.0, shape.experts)
+    def _experts(self, prefix: str) -> Iterator[tuple[str, Array]]:
+        shape, hidden = self._shape, self._hidden
+        yield f"{prefix}.gate.weight", self._matrix(shape.experts, hidden, 2 / math.sqrt(hidden))
+        if self._family == "deepseek_v3":
+            yield f"{prefix}.gate.e_score_correction_bias", self._around(0.0, shape.experts)
         for index in range(shape.experts):
-            yield from mlp(f"{prefix}.experts.{index}", shape.expert_size)
-        if family in LATENT_FAMILIES:
-            yield from mlp(f"{prefix}.shared_experts", shape.expert_size)
-
-    # Rows of special tokens are scaled down, which gives logits near 0, so they are never the best.
-    output_std = LOGIT_STD / math.sqrt(hidden)
-    embedding = matrix(shape.vocab_size, hidden, output_std if shape.tie else 1.0)
-    if shape.tie:
-        embedding[special_ids] *= np.float32(0.1)
-    yield "model.embed_tokens.weight", embedding
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", around(1.0, hidden)
-        attention = latent_attention(prefix) if family in LATENT_FAMILIES else plain_attention(prefix)
-        yield from attention
-        yield f"{prefix}.post_attention_layernorm.weight", around(1.0, hidden)
-        if layer in shape.expert_layers(family):
-            yield from experts(f"{prefix}.mlp")
-        else:
-            yield from mlp(f"{prefix}.mlp", inner)
-    yield "model.norm.weight", around(1.0, hidden)
-    if not shape.tie:
-        output = matrix(shape.vocab_size, hidden, output_std)
-        output[special_ids] *= np.float32(0.1)
-        yield "lm_head.weight", output
+            yield from self._mlp(f"{prefix}.experts.{index}", shape.expert_size)
+        if self._family in LATENT_FAMILIES:
+            yield from self._mlp(f"{prefix}.shared_experts", shape.expert_size)
 
 
 def _encode(values: Array, dtype: str) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from chitu.protocol.account import Moments, RequestSnapshot, laid_out, request_stages
+from chitu.protocol.account import STAGES, Moments, RequestSnapshot, laid_out, request_stages
 from chitu.protocol.trace import (
     AnyTraceRecord,
     TraceArrival,
@@ -28,6 +28,8 @@ from chitu.protocol.trace import (
 from chitu.tracing.trace_files import FoundRecords, is_of
 
 ROUTER = "router"
+STAGES_OF_SPANS = {"writes to D": "transfer", "KV comes": "transfer", "tokens": "decode"}
+"""Stages of the account that spans show which do not have their names: one side's part of a stage."""
 
 
 class TimelineSpan(msgspec.Struct, frozen=True):
@@ -41,6 +43,8 @@ class TimelineSpan(msgspec.Struct, frozen=True):
     is_error: bool = False
     marks_s: tuple[float, ...] = ()
     """Time of each token."""
+    stage: str = ""
+    """Stage of the account (`protocol/account.py:STAGES`) that it shows; empty if it shows none, or several."""
 
 
 class PageCheck(msgspec.Struct, frozen=True):
@@ -184,7 +188,8 @@ def _router_spans(request: TraceRequest) -> list[TimelineSpan]:
     zero_s, end_s = request.arrived_s, request.at_s
     moments = Moments(zero_s, request.received_s, end_s)
     stages = [list(laid_out(request_stages(moments, attempts), 0.0)) for attempts in request.choices or ((),)]
-    spans = [TimelineSpan(ROUTER, *stage) for stage in stages[0] if stage[0] in ("receive", "prepare")]
+    begun = [stage for stage in stages[0] if stage[0] in ("receive", "prepare")]
+    spans = [TimelineSpan(ROUTER, *stage, stage=stage[0]) for stage in begun]
     for choice in request.choices:
         for attempt in choice:
             pair = attempt.decode if attempt.prefill is None else f"{attempt.prefill} -> {attempt.decode}"
@@ -197,7 +202,7 @@ def _router_spans(request: TraceRequest) -> list[TimelineSpan]:
             start_s = attempt.created_at_s - zero_s
             spans.append(TimelineSpan(ROUTER, what, start_s, until_s - zero_s, text, bool(attempt.error)))
     answer = max(each[-1] for each in stages)  # of the choice that ended last
-    spans.append(TimelineSpan(ROUTER, *answer, request.error, bool(request.error)))
+    spans.append(TimelineSpan(ROUTER, *answer, request.error, bool(request.error), stage=answer[0]))
     return spans
 
 
@@ -252,7 +257,8 @@ class _Side:
         is_error: bool = False,
         marks_s: Iterable[float] = (),
     ) -> TimelineSpan:
-        return TimelineSpan(self.instance, what, start_s, max(start_s, end_s), text, is_error, tuple(marks_s))
+        stage = STAGES_OF_SPANS.get(what, what if what in STAGES else "")
+        return TimelineSpan(self.instance, what, start_s, max(start_s, end_s), text, is_error, tuple(marks_s), stage)
 
     def _of_prefill(self, start_s: float, shift_s: float, announced_s: float) -> list[TimelineSpan]:
         times = self.sent.times if self.sent is not None else None

@@ -1,4 +1,4 @@
-"""What a router makes of what answers at the port of the router that decides (`serve/other_routers.py`)."""
+"""What a router makes of what answers at the port of the router that decides (`cluster/other_routers.py`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
+from chitu.cluster.other_routers import OtherRouters
 from chitu.config.schema import RouterConfig
 from chitu.errors import LastInstance, NoInstance
-from chitu.http.replies import DrainReply
 from chitu.net.http import error_body
-from chitu.serve.other_routers import OtherRouters
+from chitu.protocol.admin import DrainReply
 
 
 @contextmanager

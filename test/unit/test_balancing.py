@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from router_world import World
 
+from chitu.cluster.balancing import Balancing
 from chitu.config.schema import DeadlineConfig, RouterConfig, SLOConfig
 from chitu.errors import RoleRefused
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import PROTOCOL_VERSION, Heartbeat, InstanceInfo, Join, LoadReport, StepRates
 from chitu.router.balance import _Steps, observe
-from chitu.serve.balancing import Balancing
 from chitu.types import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -85,7 +85,7 @@ def test_it_acts_on_the_instance_that_costs_least_and_waits_until_that_has_moved
 ) -> None:
     async def scenario() -> None:
         cluster = Cluster("act")
-        with caplog.at_level(logging.WARNING, "chitu.serve.balancing"):
+        with caplog.at_level(logging.WARNING, "chitu.cluster.balancing"):
             await cluster.run(30.0)
         assert cluster.orders == [("D0", P)]
         shown = cluster.balancing.metrics()
@@ -102,7 +102,7 @@ def test_it_acts_on_the_instance_that_costs_least_and_waits_until_that_has_moved
 def test_one_that_advises_says_it_once_in_the_log_and_orders_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         cluster = Cluster("advise")
-        with caplog.at_level(logging.WARNING, "chitu.serve.balancing"):
+        with caplog.at_level(logging.WARNING, "chitu.cluster.balancing"):
             await cluster.run(30.0)
         assert not cluster.orders and caplog.text.count("Balancer (advise): D0 should become P") == 1
         assert cluster.balancing.metrics().wanted == {"prefill": 2, "decode": 3}
@@ -117,7 +117,7 @@ def test_a_slow_instance_is_said_once_in_the_log_and_shown_as_long_as_it_is_slow
         cluster = Cluster("advise")
         rates = msgspec.structs.replace(RATES, decode_step_s=0.05, row_s=0.002)
         cluster.loads["D2"] = msgspec.structs.replace(cluster.loads["D2"], rates=rates, pages_used=0)
-        with caplog.at_level(logging.WARNING, "chitu.serve.balancing"):
+        with caplog.at_level(logging.WARNING, "chitu.cluster.balancing"):
             await cluster.run(90.0)
         says = (
             "D2 takes 4.1 times as long for a step as others of its role that do no less: compare its host and device"

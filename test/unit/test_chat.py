@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from chitu.errors import ConfigError, DecodeLost, Internal
 from chitu.http.answers import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
-from chitu.launch.router_client import Answer, AnswerReader, EventParser, RouterClient, Usage
+from chitu.launch.router_client import Answer, AnswerReader, RouterClient, Usage
+from chitu.net.client import EventParser
 from chitu.protocol import LoadReport
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages
 from chitu.protocol.snapshot import ClusterSnapshot, InstanceSnapshot

@@ -12,6 +12,7 @@ import pytest
 from router_world import two_pairs
 from support.clock import FakeClock
 
+from chitu.cluster.cluster import RouterRecord
 from chitu.config.load import load_topology
 from chitu.config.schema import Topology
 from chitu.errors import TooManyRequests
@@ -19,7 +20,6 @@ from chitu.http.cluster_changes import LOAD_FIELDS
 from chitu.http.cluster_snapshot import (
     MAX_WATCHERS,
     PIECE_INSTANCES,
-    RouterRecord,
     SnapshotSource,
     Watchers,
     transport_in_use,
@@ -59,7 +59,7 @@ def test_auto_is_shown_as_what_it_comes_to(overrides: list[str], members: dict[s
 
 
 class Cluster:
-    """A `ClusterSource`."""
+    """What snapshots read of a `chitu.cluster.cluster.Cluster`."""
 
     def __init__(self, *tenants: str) -> None:
         self.world = two_pairs()

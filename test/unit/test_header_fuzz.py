@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from router_world import World
 
 from chitu.assets import TINY_MODEL_DIR
+from chitu.cluster.cluster import RouterRecord
 from chitu.config.schema import BatchesConfig, ModelConfig, RouterConfig
 from chitu.errors import ChituError
 from chitu.http.access import Access
 from chitu.http.app import HotRoute, RouterApp
 from chitu.http.batches import Batches
 from chitu.http.body_reader import BodyReader
-from chitu.http.cluster_snapshot import RouterRecord
 from chitu.http.connection import RequestParser
 from chitu.http.exchange import EXCHANGE, Exchange
-from chitu.http.file_routes import file_routes
+from chitu.http.file_routes import batch_routes, file_routes
 from chitu.http.file_store import FileStore
 from chitu.http.generate import GenerationRoutes
 from chitu.http.inner import InnerPeer
@@ -104,7 +104,8 @@ class Server:
         cluster: Any = SimpleNamespace(record=lambda: RouterRecord(0, 0, (), ()))
         rows = [
             *client_routes(MODEL, world.router, bodies, access, routes.running, False),
-            *file_routes(batches, access, False),
+            *file_routes(batches, access),
+            *batch_routes(batches, access, False),
             *page_routes("m"),
             *trace_routes(cluster, folder / "traces", access, world.clock),
         ]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from chitu.protocol import CacheGroup
-from chitu.protocol.account import PrefillTimes, RequestSnapshot
+from chitu.protocol.account import STAGES, PrefillTimes, RequestSnapshot
 from chitu.protocol.trace import (
     AnyTraceRecord,
     TraceArrival,
@@ -107,6 +107,11 @@ def test_clocks_of_machines_need_not_agree(p_zero_s: float, d_zero_s: float, d_l
     assert writes.end_s <= came.end_s + 1e-6 <= 0.411
     assert came.start_s <= writes.start_s and line.total_s == pytest.approx(0.7)
     assert [span.where for span in line.spans if span.what in ("receive", "prepare", "answer")] == ["router"] * 3
+    stages = {span.what: span.stage for span in line.spans}
+    assert set(stages.values()) <= {*STAGES, ""} and {what for what in stages if not stages[what]} == {
+        "attempt 1: P0 -> D0"
+    }
+    assert (stages["compute"], stages["writes to D"], stages["KV comes"]) == ("compute", "transfer", "transfer")
 
 
 @pytest.mark.parametrize(("queue_s", "starts_s"), [(0.05, 0.11), (0.005, 0.105)])

@@ -176,7 +176,7 @@ class World:
                 one.arrived.append(request)
 
     def drive(self) -> None:
-        """Do what `serve/weights.py` does."""
+        """Do what `cluster/weights.py` does."""
         is_draining = self.change is not None and self.change.phase == "drain"
         if self.change is not None and is_draining and self.core.view.weights.holds and not self.requests:
             self.core.weights.on_drained(self.change)

@@ -126,7 +126,7 @@ class World:
             self.waiting.append(request)
 
     def drive(self, change: WeightsChange, router: int = 0) -> None:
-        """Do what `serve/weights.py` does."""
+        """Do what `cluster/weights.py` does."""
         core = self.cores[router]
         if change.phase == "drain" and core.view.weights.holds and core.weights.is_drained:
             core.weights.on_drained(change)

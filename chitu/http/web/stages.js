@@ -39,8 +39,10 @@ export function firstTokenS(request) {
   return request.first_token_at_s === null ? null : request.first_token_at_s - request.created_at_s;
 }
 
-/** Colours of the stages as the style sheet names them; what is not here waits. */
 const COLOURS = { compute: "prefill", transfer: "transfer", decode: "decode" };
+
+/** Colour of a stage as the style sheet names it; what has none of its own waits. */
+export const colourOf = (stage) => COLOURS[stage] ?? "queue";
 
 /** Draws shares of `parts` into a bar. `prefill` is not yet known in parts: there the hatched ground of the bar shows. */
 export function drawStageBar(bar, parts) {
@@ -49,7 +51,7 @@ export function drawStageBar(bar, parts) {
   const stops = (total > 0 ? parts : []).map(({ name, seconds }) => {
     const start = end;
     end += (100 * seconds) / total;
-    const colour = name === "prefill" ? "transparent" : `var(--${COLOURS[name] ?? "queue"})`;
+    const colour = name === "prefill" ? "transparent" : `var(--${colourOf(name)})`;
     return `${colour} ${start.toFixed(2)}% ${end.toFixed(2)}%`;
   });
   const drawn = stops.length > 0 ? `linear-gradient(to right, ${stops.join(", ")})` : "";

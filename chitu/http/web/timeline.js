@@ -1,6 +1,7 @@
 /* The life of a traced request, drawn: `#trace=ID` in the page's address asks the router for it. */
 
 import { span } from "./format.js";
+import { colourOf } from "./stages.js";
 import { svgElement } from "./svg.js";
 
 const ROW_HEIGHT = 22;
@@ -89,9 +90,7 @@ function words(x, y, text, kind) {
   return element;
 }
 
-/** The colours are those of the stages in the table. */
-function kindOf({ where, what, is_error: isError }) {
+function kindOf({ where, stage, is_error: isError }) {
   if (isError) return "failed";
-  if (where.startsWith("router")) return "router";
-  return { compute: "prefill", "writes to D": "transfer", "KV comes": "transfer", tokens: "decode" }[what] ?? "queue";
+  return where.startsWith("router") ? "router" : colourOf(stage);
 }

@@ -105,7 +105,7 @@ def _shrunk_ring(tensor: StateTensor, tp_size: int) -> tuple[int, ...]:
 
 
 class CheckRows(NamedTuple):
-    """CheckRows of a step: of a sequence, from a position on; `kind` says how they are computed."""
+    """Rows of a step: of a sequence, from a position on; `kind` says how they are computed."""
 
     slot: int
     start: int

@@ -6,7 +6,6 @@ Every instance gets all cores, since only one computes at a time.
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import tempfile
 import time
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from chitu.net.client import Server, events_of
 from chitu.net.control_groups import usable_cores
 from chitu.tools.bench.report import DEFAULT_DIR
 from chitu.tools.make_model import make_model
@@ -67,25 +67,22 @@ def token_times_s(url: str, prompt: list[int], num_tokens: int, **fields: object
 
 def streamed_tokens(url: str, prompt: list[int], num_tokens: int, **fields: object) -> tuple[list[float], list[int]]:
     """Return the result of `token_times_s`, and the tokens."""
-    host, port = url.removeprefix("http://").split(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=120)
     body = {"model": "m", "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    raw = json.dumps({**body, **fields, "stream": True, "return_token_ids": True})
-    connection.connect()
-    start_s = time.perf_counter()
-    connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
-    response = connection.getresponse()
+    raw = json.dumps({**body, **fields, "stream": True, "return_token_ids": True}).encode()
     times_s: list[float] = []
     tokens: list[int] = []
-    lines: list[bytes] = []
-    while line := response.readline():
-        now_s = time.perf_counter()
-        lines.append(line)
-        if line.startswith(b"data: {"):
-            for choice in json.loads(line[6:]).get("choices", ()):
-                tokens += choice.get("token_ids") or ()
-                times_s += [now_s - start_s] * (len(tokens) - len(times_s))
-    connection.close()
+    event = ""
+    with Server.at(url).connect(120) as connection:
+        start_s = time.perf_counter()
+        response = connection.send("POST", "/v1/completions", raw)
+        if response.status != 200:
+            raise RuntimeError(f"{response.status}: {response.read()[-500:]!r}")
+        for event in events_of(response):
+            now_s = time.perf_counter()
+            if event.startswith("{"):
+                for choice in json.loads(event).get("choices", ()):
+                    tokens += choice.get("token_ids") or ()
+                    times_s += [now_s - start_s] * (len(tokens) - len(times_s))
     if len(times_s) != num_tokens:
-        raise RuntimeError(f"{response.status}: {len(times_s)} tokens: {b''.join(lines)[-500:]!r}")
+        raise RuntimeError(f"{len(times_s)} tokens: {event[-500:]!r}")
     return times_s, tokens

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from chitu.errors import ChituError, Integrity
-from chitu.launch.router_client import EventParser, RouterClient
+from chitu.launch.router_client import RouterClient
+from chitu.net.client import EventParser
 
 Pair = tuple[str | None, str]
 """Names of P and D; P is None with a unified instance."""

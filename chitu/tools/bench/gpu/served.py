@@ -18,6 +18,7 @@ from pathlib import Path
 
 from chitu.config.load import load_topology
 from chitu.launch.local import LocalCluster
+from chitu.net.client import NETWORK_ERRORS, Server, events_of
 from chitu.tools.bench.gpu.card import Card, Row
 from chitu.tools.bench.token_times import token_times_s
 from chitu.tools.bench.ttft import measure
@@ -148,35 +149,32 @@ def _p99(streams: list[Stream], start_s: float, end_s: float) -> float:
 
 def _follow(url: str, number: int, card: Card, stream: Stream, stop: threading.Event) -> None:
     """Record the time of every token until `stop` is set, then close the connection."""
-    host, port = url.removeprefix("http://").split(":")
     rng = random.Random(number)
     prompt = [rng.randrange(*PROMPT_IDS) for _ in range(min(STREAM_PROMPT, card.sizes.long_prompt // 4))]
     max_tokens = card.sizes.model.max_position_embeddings - len(prompt)
     body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-    connection = http.client.HTTPConnection(host, int(port), timeout=120)
+    raw = json.dumps({**body, "stream": True}).encode()
     try:
-        headers = {"Content-Type": "application/json"}
-        while not stop.is_set() and not stream.error:
-            connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
-            stream.times_s.append([])
-            stream.error = _read(connection.getresponse(), stream.times_s[-1], stop)
-    except (OSError, http.client.HTTPException) as error:
+        with Server.at(url).connect(120) as connection:
+            while not stop.is_set() and not stream.error:
+                stream.times_s.append([])
+                response = connection.send("POST", "/v1/completions", raw)
+                stream.error = _read(response, stream.times_s[-1], stop)
+    except NETWORK_ERRORS as error:
         stream.error = str(error)
-    finally:
-        connection.close()
 
 
 def _read(response: http.client.HTTPResponse, times_s: list[float], stop: threading.Event) -> str:
     """Read one completion to its end, or until `stop` is set. Return what went wrong, or ""."""
-    while not stop.is_set():
-        line = response.readline()
-        if line.startswith(b"data: {") and not line.startswith(b'data: {"error"'):
-            times_s.append(time.perf_counter())
-        elif line.startswith(b"data: [DONE]"):
+    if response.status != 200:
+        return response.read().decode(errors="replace").strip()
+    for event in events_of(response):
+        if stop.is_set():
+            return ""
+        if event == "[DONE]":
             response.read()
             return ""
-        elif not line:
-            return "the connection was closed"
-        elif line.strip():
-            return line.decode(errors="replace").strip()
-    return ""
+        if event.startswith('{"error"'):
+            return event
+        times_s.append(time.perf_counter())
+    return "the connection was closed"

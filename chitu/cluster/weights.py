@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 
 from chitu.errors import RequestTimeout
-from chitu.http.cluster_snapshot import WeightsState
 from chitu.pd_coordination import PDCoordination
+from chitu.protocol.admin import WeightsState
 from chitu.protocol.weights import PauseMode
 from chitu.router.weights import WeightsChange
 

@@ -1,9 +1,9 @@
-"""The half of the router that keeps the cluster's membership: coordination, stats, metadata sync, bootstrap.
+"""The half of the router that keeps the cluster's membership: coordination, stats, metadata sync.
 
-The shell of `PDCoordination`: its sockets (ROUTER coordination, XPUB metadata sync, PULL stats), the bootstrap server,
-the the time, and the processes of members on this machine, whose deaths it reports to the core. Owned by the router
-process, on its loop thread. It reports events to the request router. It has no part in requests; the HTTP API asks it
-through `OwnCluster`, the `ClusterSource`.
+The shell of `PDCoordination`: its sockets (ROUTER coordination, XPUB metadata sync, PULL stats), the time, and the
+processes of members on this machine, whose deaths it reports to the core. Owned by the router process, on its loop
+thread. It reports events to the request router, and writes the trace records that instances send. It has no part in
+requests; the HTTP API asks it through `Cluster`.
 
 Invariants: every message is decoded and checked before the core sees it; bad ones are counted. Changes of the view are
 published at most every `GATHER_S`, together, and routed by from then on; a loss counts at once. Nothing here but a
@@ -15,10 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import secrets
-from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import TypeVar
 
 import msgspec
 import zmq
@@ -26,13 +23,8 @@ import zmq
 from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.config.topology import SECTIONS
-from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
-from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState
-from chitu.http.replies import DrainReply, RoleReply
-from chitu.http.server import HTTPServer, listen
-from chitu.kv_transfer.bootstrap import BootstrapServer
+from chitu.errors import BadFrame, ConfigError
 from chitu.net.aio import FrameReader
-from chitu.net.curve import ClusterSecrets
 from chitu.net.process_deaths import ProcessDeaths, ProcessName
 from chitu.net.sockets import MAX_SMALL_FRAME_BYTES, bind
 from chitu.net.view_feed import asked_topic
@@ -40,7 +32,6 @@ from chitu.pd_coordination import PDCoordination
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     VIEW_TOPIC,
-    ClusterView,
     CoordinationReply,
     Drain,
     InstanceInfo,
@@ -50,11 +41,9 @@ from chitu.protocol import (
     encode,
     stats_codec,
 )
-from chitu.protocol.weights import PauseMode
-from chitu.router.metrics import BalanceMetrics, CoordinationMetrics
-from chitu.serve.other_routers import OtherRouters
-from chitu.serve.weights import WeightsDriver
-from chitu.types import Role, instance_name, new_incarnation, place_of
+from chitu.router.metrics import CoordinationMetrics
+from chitu.tracing.trace_files import TraceFiles
+from chitu.types import Role, instance_name, new_incarnation
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +52,6 @@ GATHER_S = 0.02
 MAX_WHOLES = 32
 """Whole views sent in that time, so that the many readers that ask after a broken network delay nothing else: 0.6 GB/s
 to 2,000 instances."""
-
-
-DecisionT = TypeVar("DecisionT")
 
 
 class Membership:
@@ -77,8 +63,7 @@ class Membership:
         config: RouterConfig,
         context: zmq.Context[zmq.Socket[bytes]],
         router: PDRequestRouter,
-        secrets: ClusterSecrets | None,
-        on_trace: Callable[[TraceLines], None],
+        traces: TraceFiles,
         index: int = 0,
     ) -> None:
         """Call on the running loop. `index`: that of this router in `router.hosts`."""
@@ -86,7 +71,8 @@ class Membership:
         self.interval_s = pd.deadlines.heartbeat_interval_s
         self._clock = clock = RealClock()
         self._router = router
-        self._on_trace = on_trace
+        self._traces = traces
+        self._suffix = f".{index}" if index else ""  # several routers may share the folder
         self._loop = asyncio.get_running_loop()
         self.coordination = core = PDCoordination(
             clock,
@@ -107,10 +93,6 @@ class Membership:
             self._stats, self._stats_port = open_port(zmq.PULL, config.stats_port)
         except zmq.ZMQError as error:
             raise ConfigError(f"dp_config.router: cannot listen on {error}") from error
-        self._bootstrap_http = HTTPServer(
-            BootstrapServer(lambda: core.view, secrets).app,
-            listen(config.host, pd.bootstrap_port, "dp_config.router.pd_disaggregation.bootstrap_port"),
-        )
         self._readers: dict[str, FrameReader] = {}
         self._deaths: ProcessDeaths[tuple[Role, int, int]] = ProcessDeaths(
             self._loop, lambda instance: core.on_death(*instance)
@@ -120,21 +102,19 @@ class Membership:
         self._published_s = self._next_beat_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None:
-        """Return once every port accepts connections."""
+    def start(self) -> None:
+        """Start reading."""
         self._readers = {
             "coordination": FrameReader(self._loop, self._socket, self._on_coordination),
             "stats": FrameReader(self._loop, self._stats, self._on_stats),
             "metadata_sync": FrameReader(self._loop, self._pub, self._on_subscription),
         }
-        await self._bootstrap_http.start()
 
     def port_table(self) -> dict[str, int]:
         return {
             "stats_port": self._stats_port,
             "coordination_port": self._coordination_port,
             "metadata_sync_port": self._metadata_sync_port,
-            "bootstrap_port": self._bootstrap_http.port,
         }
 
     def tick(self) -> None:
@@ -167,8 +147,7 @@ class Membership:
         self._publish()
         return info
 
-    async def stop(self, timeout_s: float) -> None:
-        await self._bootstrap_http.stop(timeout_s)
+    def close(self) -> None:
         self._deaths.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -184,7 +163,7 @@ class Membership:
             self._timer = self._loop.call_later(max(0.0, wait_s), self._publish)
 
     def _publish(self) -> None:
-        """Do nothing after `stop`: the router's timer runs until the process ends."""
+        """Do nothing after `close`: the router's timer runs until the process ends."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -242,114 +221,10 @@ class Membership:
         message = stats_codec.decode(frames[0])
         if isinstance(message, TraceLines):
             if self.coordination.knows(message.role, message.engine_rank, message.incarnation):
-                self._on_trace(message)
+                name = instance_name(message.role, message.engine_rank) + self._suffix
+                self._traces.write(name, message.lines, message.num_dropped)
             return
         if isinstance(message, RequestFailed):
             self._router.on_request_failed(message)
         elif self.coordination.on_heartbeat(message):
             self._router.on_heartbeat(message)
-
-
-class OwnCluster:
-    """`ClusterSource` of the router process. What two routers must not decide at once, the first living one decides:
-    another one asks it (`others`)."""
-
-    def __init__(self, router: PDRequestRouter, membership: Membership, others: OtherRouters) -> None:
-        self._router = router
-        self._membership = membership
-        self._others = others
-        self.is_ending = False
-        self._weights = WeightsDriver(membership.coordination, lambda: router.num_sent)
-        self.balance: Callable[[], BalanceMetrics | None] = lambda: None
-        """Return what the balancer says; None if there is none."""
-
-    @property
-    def view(self) -> ClusterView:
-        return self._membership.coordination.view
-
-    def loads(self) -> Loads:
-        return self._membership.coordination.loads()
-
-    def ports(self) -> Mapping[str, int]:
-        return self._membership.port_table()
-
-    def record(self) -> RouterRecord:
-        router = self._router
-        return RouterRecord(
-            router.in_flight,
-            router.journal.version,
-            tuple(router.running()),
-            tuple(router.journal.ended),
-            router.metrics(),
-            msgspec.structs.replace(self._membership.metrics(), balance=self.balance()),
-            self.is_ending,
-        )
-
-    async def drain(self, instance: str, force: bool) -> Draining:
-        body = {"instance": instance, "force": force}
-        if (reply := await self._others.ask(self._routers(), "/admin/drain", body, DrainReply)) is not None:
-            return Draining(reply.instance, int(reply.incarnation))
-        return await self._decide(lambda: drain_instance(self._membership, instance, force))
-
-    async def change_role(self, instance: str, role: Role, force: bool = False) -> RoleChange:
-        body = {"instance": instance, "role": role, "force": force}
-        if (reply := await self._others.ask(self._routers(), "/admin/role", body, RoleReply)) is not None:
-            return RoleChange(reply.instance, int(reply.incarnation), reply.becomes)
-        return await self._decide(lambda: change_role(self._membership, instance, role, force))
-
-    async def _decide(self, decide: Callable[[], DecisionT]) -> DecisionT:
-        """Decide who may go. What has just joined counts once all routers have it, so a refusal waits for that a
-        little."""
-        loop, coordination = asyncio.get_running_loop(), self._membership.coordination
-        end_s = loop.time() + 2 * self._membership.interval_s
-        while True:
-            try:
-                return decide()
-            except LastInstance:
-                if coordination.are_everywhere or loop.time() > end_s:
-                    raise
-            await asyncio.sleep(GATHER_S)
-
-    def _routers(self) -> list[int]:
-        return self._membership.coordination.routers
-
-    async def change_weights(self, path: str, is_mixed: bool, timeout_s: float) -> WeightsState:
-        return await self._weights.change(path, is_mixed, timeout_s)
-
-    async def pause(self, mode: PauseMode, timeout_s: float) -> WeightsState:
-        return await self._weights.pause(mode, timeout_s)
-
-    async def flush_caches(self) -> None:
-        self._membership.coordination.flush_caches(1 + secrets.randbits(62))
-
-
-def drain_instance(membership: Membership, name: str, force: bool) -> Draining:
-    """Send an instance no new requests; it finishes its requests and leaves. Idempotent.
-
-    Raises UnknownInstance; without `force` LastInstance if requests can be served now but not without this instance.
-    """
-    info = _find(membership, name)
-    if not force:
-        membership.coordination.require_others(info.role, info.engine_rank, f"chitu drain {info.name}")
-    membership.request_drain(info.role, info.engine_rank)
-    return Draining(info.name, info.incarnation)
-
-
-def change_role(membership: Membership, name: str, role: Role, force: bool) -> RoleChange:
-    """Have an instance finish its requests, or give them back to be continued elsewhere, and join as another role.
-
-    Raises UnknownInstance, RoleRefused; without `force` LastInstance if requests can be served now but not without it.
-    """
-    info = _find(membership, name)
-    if not force and role is not info.role:
-        membership.coordination.require_others(info.role, info.engine_rank, f"chitu role {info.name} {role}")
-    info = membership.change_role(info.role, info.engine_rank, role, force)
-    return RoleChange(info.name, info.incarnation, instance_name(*place_of(info.becomes)))
-
-
-def _find(membership: Membership, name: str) -> InstanceInfo:
-    if (found := membership.coordination.find(name.upper())) is not None:
-        return found
-    members = membership.coordination.view.instances
-    names = ", ".join(info.name for role in Role for info in members if info.role is role) or "none"
-    raise UnknownInstance(f"there is no instance {name!r} in the cluster; it has {names}")

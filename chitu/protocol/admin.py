@@ -1,0 +1,44 @@
+"""What the calls of operators on the whole cluster answer. Another router reads the first two: it asks the one that
+decides (`cluster/other_routers.py`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from chitu.protocol.weights import PauseMode
+
+
+class DrainReply(msgspec.Struct):
+    """An instance that was asked to finish and leave."""
+
+    instance: str
+    incarnation: str
+    """Incarnation in decimal. It distinguishes this process from one that takes its place."""
+    status: Literal["draining"]
+
+
+class RoleReply(msgspec.Struct):
+    """An instance that was asked to change its role."""
+
+    instance: str
+    incarnation: str
+    """Incarnation that drains, in decimal."""
+    becomes: str
+    """Name under which the instance will join, with another incarnation."""
+
+
+class WeightsState(msgspec.Struct, frozen=True):
+    """Which weights the cluster serves."""
+
+    model_hash: str
+    """Hash of the model with these weights; empty if no instance has them."""
+    path: str
+    """Their folder; empty: that of the topology."""
+    number: int
+    """Changes since the start of the cluster."""
+    missing: list[str]
+    """Instances that do not have them yet, and get no requests before."""
+    paused: PauseMode
+    """Whether an operator has paused the cluster, and how."""
