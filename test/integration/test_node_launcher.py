@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from nursery import launcher
 from ports import free_ports
 from serve_process import ServeProcess
 from support.router_process import wait_until
@@ -24,18 +25,6 @@ from chitu.types import Role
 
 STANDINS = Path(__file__).parent / "standins"
 KEY = "of this cluster 0123456789"
-START = """
-import sys
-from chitu.launch.host import NodeOptions, run_node
-from chitu.launch.plan import Entries
-
-torchrun, timeout_s, log_dir, on_failure, *overrides = sys.argv[1:]
-options = NodeOptions(
-    None, 0, ready_timeout_s=float(timeout_s), log_dir=log_dir, on_failure=on_failure,
-    entries=Entries("standin_router", "standin_scheduler", torchrun=bool(torchrun)),
-)
-sys.exit(run_node("pd_disagg_1p1d_local", overrides, options))
-"""
 Start = Callable[..., ServeProcess]
 
 
@@ -49,14 +38,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start(behaviour: str = "good", timeout_s: float = 90.0, *more: str, torchrun: bool = False) -> ServeProcess:
-            told = f"touch {tmp_path / 'told'}"
-            words = ["torchrun" if torchrun else "", str(timeout_s), str(tmp_path / "logs"), told]
-            more = (f"model.path={tmp_path}", f"model.served_name={behaviour}", *overrides, *more)
-            process = ServeProcess(
-                [sys.executable, "-c", START, *words, *more],
-                {"PYTHONPATH": str(STANDINS), "CHITU_CLUSTER_KEY": KEY},
-            )
-            return stack.enter_context(process)
+            words = ["torchrun" if torchrun else "direct", "node", "--node-index", "0", "--log-dir", f"{tmp_path}/logs"]
+            words += ["--ready-timeout", str(timeout_s), "--on-failure", f"touch {tmp_path}/told"]
+            words += ["pd_disagg_1p1d_local", f"model.path={tmp_path}", f"model.served_name={behaviour}"]
+            environment = {"PYTHONPATH": f"{STANDINS}{os.pathsep}{os.environ['PYTHONPATH']}", "CHITU_CLUSTER_KEY": KEY}
+            argv = [sys.executable, "-m", "standin_chitu", *words, *overrides, *more]
+            return stack.enter_context(ServeProcess(argv, environment, popen=launcher))
 
         yield start
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from network import Network
+from nursery import chitu
 from serve_process import ServeProcess
 
 from chitu.tools.make_model import make_model
@@ -72,7 +73,7 @@ def test_all_addresses_are_those_of_the_api_alone(model: Path) -> None:
 def test_one_address_is_that_of_several_routers_too(model: Path) -> None:
     hosts = "dp_config.router.hosts=[127.0.0.1, 127.0.0.1]"
     argv = serve(model, "unified_local", "--host", "127.0.0.2", "--port", "0", hosts)
-    with ServeProcess(argv) as process:
+    with ServeProcess(argv, popen=chitu) as process:
         url = process.wait_line(r"at (http://127\.0\.0\.2:\d+)", timeout_s=120)[1]
         assert complete(url) == 4
         with pytest.raises(OSError, match="refused"):
