@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,9 @@ IMPORTED = (
     "tokenizers",
     TORCHRUN,
 )
+
+END_AT_ONCE = {*IMPORTED, "standin_router", "standin_scheduler"}
+"""Modules whose processes end without destructors of libraries. Tests of transports see how those end."""
 
 
 class _Request(msgspec.Struct):
@@ -182,9 +186,19 @@ def launcher(argv: Sequence[str], **options: Any) -> Any:
     )
 
 
-def chitu(argv: Sequence[str], **options: Any) -> Any:
+def chitu(argv: Sequence[str], torchrun: bool = False, **options: Any) -> Any:
     """Start a `chitu` command as `popen` does. The processes that it launches come from this nursery, too."""
-    return launcher(["forked_chitu" if word == "chitu.cli" else word for word in argv], **options)
+    at, entries = argv.index("chitu.cli"), Entries()
+    own = ("forked_chitu", entries.router, entries.scheduler, "torchrun" if torchrun else "direct")
+    return launcher([*argv[:at], *own, *argv[at + 1 :]], **options)
+
+
+def run_chitu(argv: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a `chitu` command as `subprocess.run` does, with processes from the nursery."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        code = chitu(argv, env=env, stdout=stdout, stderr=stderr).wait(timeout_s)
+        texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in (stdout, stderr)]
+    return subprocess.CompletedProcess(argv, code, *texts)
 
 
 def forked(entries: Entries) -> Entries:
@@ -354,8 +368,8 @@ def _become(request: _Request, given: Sequence[int]) -> None:
 
 
 def _leave(codes: Sequence[int]) -> None:
-    """End with the exit code of a router or worker that ended by itself. To take down torch, which it would not have
-    without the nursery, would take it a quarter second of a core."""
+    """End with the exit code of a process that ended by itself. To take down torch, which most would not have without
+    the nursery, would take it a quarter second of a core."""
     if codes:
         logging.shutdown()
         sys.stdout.flush()
@@ -377,7 +391,9 @@ if __name__ == "__main__":
     sys.argv = [wanted.module, *wanted.arguments]
     try:
         runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+        if wanted.module in END_AT_ONCE:
+            exit_codes.append(0)
     except SystemExit as end:
-        if wanted.module in IMPORTED and isinstance(end.code, int):
-            exit_codes.append(end.code)
+        if wanted.module in END_AT_ONCE and (end.code is None or isinstance(end.code, int)):
+            exit_codes.append(end.code or 0)
         raise

@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def listening() -> set[tuple[str, int]]:
 def test_all_addresses_are_those_of_the_api_alone(model: Path) -> None:
     with Network(["server", "client"]) as network:
         argv = network.argv("server", serve(model, "--host", "0.0.0.0", "--port", "21003"))
-        with ServeProcess(argv) as process:
+        with ServeProcess(argv, popen=partial(chitu, torchrun=True)) as process:
             process.wait_line("NO API KEY: the API listens on 0.0.0.0")
             process.wait_line("at http://127.0.0.1:21003", timeout_s=120)
             with network.inside("client"):
