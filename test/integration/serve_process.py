@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from support.router_process import PATIENCE_S
+
 MARK = "CHITU_TEST_MARK"
 
 
@@ -75,7 +77,7 @@ class ServeProcess:
         """Send a signal and return the exit code. Children are killed after 4.5 s; the rest of the time is for busy
         machines."""
         self.process.send_signal(number)
-        return int(self.process.wait(15.0))
+        return int(self.process.wait(PATIENCE_S))
 
     def offspring(self) -> dict[int, str]:
         """Return the live processes that carry the mark: pid -> command line."""

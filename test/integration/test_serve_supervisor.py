@@ -112,7 +112,8 @@ def serve_process(
 ) -> ServeProcess:
     words = ["--port", "0", "--log-dir", log_dir or str(model / "logs"), *options]
     words += [f"model.path={model}", f"model.served_name={behaviour}"]
-    argv = [sys.executable, "-m", "standin_chitu", "torchrun" if torchrun else "direct", "serve", *words]
+    entries = [ENTRIES.router, ENTRIES.scheduler, "torchrun" if torchrun else "direct"]
+    argv = [sys.executable, "-m", "forked_chitu", *entries, "serve", *words]
     path = os.pathsep.join([str(STANDINS), os.environ["PYTHONPATH"]])
     return ServeProcess(argv, {"PYTHONPATH": path}, popen=popen)
 
@@ -336,8 +337,8 @@ def test_without_restarts_a_router_that_dies_while_instances_load_ends_the_start
         process.wait_line("D0: warmup")
         (router,) = [pid for pid, words in process.offspring().items() if "standin_router" in words]
         os.kill(router, signal.SIGKILL)
-        process.wait_line("router ended before the cluster served, and is not started again", 20)
-        assert process.process.wait(20) == 1
+        process.wait_line("router ended before the cluster served, and is not started again")
+        assert process.process.wait(60) == 1
 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
