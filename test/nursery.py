@@ -113,18 +113,20 @@ class Nursery:
         descriptors: Mapping[int, int],
         env: Mapping[str, str],
         *,
-        folder: str | Path = "",
+        folder: str | Path | None = None,
         is_session: bool = False,
         umask: int = 0o022,
     ) -> Child:
-        """Run `python -m module arguments` in `folder`. `descriptors` maps the child's numbers to ours, which stay open
-        here."""
+        """Run `python -m module arguments`, in this process's folder if `folder` is None. `descriptors` maps numbers of
+        the child to ours, which stay open here."""
         status, theirs = os.pipe()
         given, opened = {**descriptors}, [theirs]
         if NAMESPACE not in given:
             given[NAMESPACE] = os.open(OWN_NAMESPACE, os.O_RDONLY)
             opened.append(given[NAMESPACE])
-        request = _Request(module, list(arguments), sys.path, str(folder), dict(env), list(given), is_session, umask)
+        request = _Request(
+            module, list(arguments), sys.path, str(folder or Path.cwd()), dict(env), list(given), is_session, umask
+        )
         packet = msgspec.msgpack.encode(request)
         assert len(packet) <= MAX_REQUEST_BYTES, "an environment of this size"
         socket.send_fds(self._requests, [packet], [theirs, *given.values()])
@@ -155,8 +157,7 @@ class Nursery:
                 namespace = stack.enter_context(open(argv[1].removeprefix("--net="), "rb"))
                 given[NAMESPACE], argv = namespace.fileno(), argv[2:]
             assert tuple(argv[:2]) == (sys.executable, "-m") and stdin == subprocess.DEVNULL and preexec_fn is not None
-            folder = cwd or Path.cwd()
-            return self.fork(argv[2], argv[3:], given, env, folder=folder, is_session=start_new_session, umask=umask)
+            return self.fork(argv[2], argv[3:], given, env, folder=cwd, is_session=start_new_session, umask=umask)
 
 
 def _number(stream: IO[bytes] | int | None, inherited: int) -> int:
@@ -348,6 +349,8 @@ def _become(request: _Request, given: Sequence[int]) -> None:
     for number, descriptor in zip(request.numbers, high, strict=True):
         if number != NAMESPACE:
             os.dup2(descriptor, number)
+        elif os.fstat(descriptor).st_ino == os.stat(OWN_NAMESPACE).st_ino:
+            pass  # to enter even one's own takes root
         elif ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(descriptor)
