@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -15,7 +16,8 @@ from pathlib import Path
 # Tests share few cores with the processes that they start; a math library with a thread per core only slows them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Otherwise each of some hundred processes would compile the package again, half a second of a core.
+# Otherwise each of some hundred processes would compile the package again, half a second of a core, and each worker all
+# tests, eight seconds (`pytest_configure`).
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # UCX (of NIXL) listens on every interface unless it is restricted.
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -48,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Let `certifi` name a file with a single root certificate. Each new HTTP client reads all roots, 20 ms of a core,
     and tests make a thousand clients that talk to this machine without TLS."""
+    sys.dont_write_bytecode = False
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     root = Path(folder.name) / "one.pem"

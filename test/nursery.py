@@ -3,8 +3,9 @@
 `Nursery` starts `python nursery.py` and asks it for processes. Each is otherwise a real process: it has its own pid,
 session, descriptors and environment (also in /proc, by which launchers find their processes), runs a module like
 `python -m`, and is killed, ends and is waited for as any other. `popen` stands in for `subprocess.Popen` where a
-launcher starts processes. torchrun is such a process too, and so are its ranks, which are its children. A test of
-imports, of interpreters or of how torchrun itself starts cannot use it.
+launcher starts processes. torchrun is such a process too, and so are its ranks, which are its children. `chitu` is the
+`chitu` command with all processes that it launches. A test of imports, of interpreters or of how torchrun itself starts
+cannot use it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,15 +42,21 @@ NAMESPACE = -1
 OWN_NAMESPACE = "/proc/thread-self/ns/net"
 MAX_REQUEST_BYTES = 1 << 17
 PRELOAD = "LD_PRELOAD"
+DESCRIPTOR = "CHITU_TEST_NURSERY"
+"""Variable with the descriptor by which a process of the nursery asks for others."""
 SPACE = "CHITU_TEST_SPACE"
 """Room in the nursery's environment: a child overwrites it with its own for readers of /proc/PID/environ."""
 SPACE_BYTES = 1 << 16
+"""Bytes of this room, and of that in the nursery's arguments for those of a child."""
 TORCHRUN = "torch.distributed.run"
 IMPORTED = (
     "torch",
     "chitu.serve.scheduler",
     "chitu.engine.build",
     "chitu.serve.api_server",
+    "chitu.launch.join",
+    "chitu.tools.smoke",
+    "forked_chitu",
     "support.checksum_scheduler",
     "support.fake_worker",
     "pydantic.v1",  # FastAPI imports it when it makes the router's routes
@@ -56,11 +64,15 @@ IMPORTED = (
     TORCHRUN,
 )
 
+END_AT_ONCE = {*IMPORTED, "standin_router", "standin_scheduler"}
+"""Modules whose processes end without destructors of libraries. Tests of transports see how those end."""
+
 
 class _Request(msgspec.Struct):
     module: str
     arguments: list[str]
     path: list[str]
+    folder: str
     env: dict[str, str]
     numbers: list[int]
     """Numbers that the descriptors sent along have in the child."""
@@ -77,13 +89,22 @@ class Nursery:
         self._requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
         parent = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, " " * SPACE_BYTES],
             stdin=theirs,
             env={**os.environ, SPACE: " " * SPACE_BYTES, PRELOAD: preload},
             preexec_fn=lambda: die_with_parent(parent),
         )
-        self._namespace = os.stat(OWN_NAMESPACE).st_ino
         theirs.close()
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> Nursery:
+        """Return the nursery of the test that started this process."""
+        nursery = cls.__new__(cls)
+        nursery._requests = socket.socket(fileno=descriptor)
+        return nursery
+
+    def fileno(self) -> int:
+        return self._requests.fileno()
 
     def fork(
         self,
@@ -92,16 +113,20 @@ class Nursery:
         descriptors: Mapping[int, int],
         env: Mapping[str, str],
         *,
+        folder: str | Path | None = None,
         is_session: bool = False,
         umask: int = 0o022,
     ) -> Child:
-        """Run `python -m module arguments`. `descriptors` maps the child's numbers to ours, which stay open here."""
+        """Run `python -m module arguments`, in this process's folder if `folder` is None. `descriptors` maps numbers of
+        the child to ours, which stay open here."""
         status, theirs = os.pipe()
         given, opened = {**descriptors}, [theirs]
-        if NAMESPACE not in given and os.stat(OWN_NAMESPACE).st_ino != self._namespace:
+        if NAMESPACE not in given:
             given[NAMESPACE] = os.open(OWN_NAMESPACE, os.O_RDONLY)
             opened.append(given[NAMESPACE])
-        request = _Request(module, list(arguments), sys.path, dict(env), list(given), is_session, umask)
+        request = _Request(
+            module, list(arguments), sys.path, str(folder or Path.cwd()), dict(env), list(given), is_session, umask
+        )
         packet = msgspec.msgpack.encode(request)
         assert len(packet) <= MAX_REQUEST_BYTES, "an environment of this size"
         socket.send_fds(self._requests, [packet], [theirs, *given.values()])
@@ -114,9 +139,10 @@ class Nursery:
         argv: Sequence[str],
         *,
         env: Mapping[str, str],
+        cwd: str | Path | None = None,
         stdin: int = subprocess.DEVNULL,
-        stdout: IO[bytes] | None = None,
-        stderr: IO[bytes] | None = None,
+        stdout: IO[bytes] | int | None = None,
+        stderr: IO[bytes] | int | None = None,
         pass_fds: Sequence[int] = (),
         start_new_session: bool = False,
         umask: int = 0o022,
@@ -126,24 +152,54 @@ class Nursery:
         module, maybe on another host of a `Network`, and ends with its parent."""
         with contextlib.ExitStack() as stack:
             nothing = stack.enter_context(open(os.devnull, "rb"))
-            output = [1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
-            given = {0: nothing.fileno(), 1: output[0], 2: output[1], **{number: number for number in pass_fds}}
+            given = {0: nothing.fileno(), 1: _number(stdout, 1), 2: _number(stderr, 2), **{n: n for n in pass_fds}}
             if argv[0] == "nsenter":
                 namespace = stack.enter_context(open(argv[1].removeprefix("--net="), "rb"))
                 given[NAMESPACE], argv = namespace.fileno(), argv[2:]
             assert tuple(argv[:2]) == (sys.executable, "-m") and stdin == subprocess.DEVNULL and preexec_fn is not None
-            return self.fork(argv[2], argv[3:], given, env, is_session=start_new_session, umask=umask)
+            return self.fork(argv[2], argv[3:], given, env, folder=cwd, is_session=start_new_session, umask=umask)
+
+
+def _number(stream: IO[bytes] | int | None, inherited: int) -> int:
+    if stream is None:
+        return inherited
+    return stream if isinstance(stream, int) else stream.fileno()
 
 
 @functools.cache
 def nursery(preload: str = "") -> Nursery:
     """Return this process's nursery, which ends with it. Each library in front of libc needs a nursery of its own."""
+    if inherited := os.environ.pop(DESCRIPTOR, ""):
+        return Nursery.inherited(int(inherited))
     return Nursery(preload)
 
 
 def popen(argv: Sequence[str], **options: Any) -> Any:
     """Start a process as `subprocess.Popen` does, from the nursery."""
     return nursery(options["env"].get(PRELOAD, "")).popen(argv, **options)
+
+
+def launcher(argv: Sequence[str], **options: Any) -> Any:
+    """Start a launcher as `popen` does, with what it needs to start its processes by `forked` from this nursery."""
+    own = nursery()
+    return own.popen(
+        argv, env={**options.pop("env"), DESCRIPTOR: str(own.fileno())}, pass_fds=[own.fileno()], **options
+    )
+
+
+def chitu(argv: Sequence[str], torchrun: bool = False, **options: Any) -> Any:
+    """Start a `chitu` command as `popen` does. The processes that it launches come from this nursery, too."""
+    at, entries = argv.index("chitu.cli"), Entries()
+    own = ("forked_chitu", entries.router, entries.scheduler, "torchrun" if torchrun else "direct")
+    return launcher([*argv[:at], *own, *argv[at + 1 :]], **options)
+
+
+def run_chitu(argv: Sequence[str], env: Mapping[str, str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Run a `chitu` command as `subprocess.run` does, with processes from the nursery."""
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        code = chitu(argv, env=env, stdout=stdout, stderr=stderr).wait(timeout_s)
+        texts = [os.pread(file.fileno(), 1 << 24, 0).decode() for file in (stdout, stderr)]
+    return subprocess.CompletedProcess(argv, code, *texts)
 
 
 def forked(entries: Entries) -> Entries:
@@ -216,14 +272,19 @@ def next_child() -> _Request:
     requests.close()
     status, *given = descriptors
     request = msgspec.msgpack.decode(packet, type=_Request)
+    parent = os.getpid()
     child = os.fork()
-    if child != 0:  # this process waits for the child as its parent
+    if child != 0:  # this process waits for the child as its parent, and ends with it if the starter has ended
         for descriptor in (*given, 0, 1, 2):
             os.close(descriptor)
         os.write(status, b"%d\n" % child)
-        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        ends = select.poll()
+        ends.register(status, 0)
+        ends.register(ended := os.pidfd_open(child), select.POLLIN)
+        if any(descriptor == ended for descriptor, _ in ends.poll()):
+            os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         os._exit(0)
-    die_with_parent()
+    die_with_parent(parent)
     os.close(status)
     if request.module == TORCHRUN:
         return _torchrun_or_rank(request, given)
@@ -281,32 +342,37 @@ def _torchrun_or_rank(torchrun: _Request, given: Sequence[int]) -> _Request:
 
 
 def _become(request: _Request, given: Sequence[int]) -> None:
-    """Take over the descriptors, session and environment of the request."""
+    """Take over the descriptors, session, folder, arguments and environment of the request."""
     high = [os.dup2(descriptor, 100 + at) for at, descriptor in enumerate(given)]  # above all numbers that they get
     for descriptor in given:
         os.close(descriptor)
     for number, descriptor in zip(request.numbers, high, strict=True):
         if number != NAMESPACE:
             os.dup2(descriptor, number)
+        elif os.fstat(descriptor).st_ino == os.stat(OWN_NAMESPACE).st_ino:
+            pass  # to enter even one's own takes root
         elif ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(descriptor)
     if request.is_session:
         os.setsid()
     os.umask(request.umask)
+    os.chdir(request.folder)
     os.environ.clear()  # what is set below are libc's copies, so the block that the kernel shows is free
     os.environ.update(request.env)
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(stat[47]), int(stat[48])
-    block = b"".join(f"{key}={value}".encode() + b"\0" for key, value in request.env.items())
-    assert len(block) <= end - start, "an environment of this size"
-    ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
+    argv = (sys.executable, "-m", request.module, *request.arguments)
+    for at, words in ((45, argv), (47, [f"{key}={value}" for key, value in request.env.items()])):
+        start, end = int(stat[at]), int(stat[at + 1])
+        block = b"".join(word.encode() + b"\0" for word in words)
+        assert len(block) <= end - start, "arguments and an environment of this size"
+        ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
     sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
 
 
 def _leave(codes: Sequence[int]) -> None:
-    """End with the exit code of a router or worker that ended by itself. To take down torch, which it would not have
-    without the nursery, would take it a quarter second of a core."""
+    """End with the exit code of a process that ended by itself. To take down torch, which most would not have without
+    the nursery, would take it a quarter second of a core."""
     if codes:
         logging.shutdown()
         sys.stdout.flush()
@@ -328,7 +394,9 @@ if __name__ == "__main__":
     sys.argv = [wanted.module, *wanted.arguments]
     try:
         runpy.run_module(wanted.module, run_name="__main__", alter_sys=True)
+        if wanted.module in END_AT_ONCE:
+            exit_codes.append(0)
     except SystemExit as end:
-        if wanted.module in IMPORTED and isinstance(end.code, int):
-            exit_codes.append(end.code)
+        if wanted.module in END_AT_ONCE and (end.code is None or isinstance(end.code, int)):
+            exit_codes.append(end.code or 0)
         raise

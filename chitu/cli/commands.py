@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,15 +28,19 @@ from chitu.cli.unknown_options import unrecognized
 from chitu.config.load import DEFAULT_TOPOLOGY, api_key, load_topology, pd_master_addr, read_topology
 from chitu.errors import ChituError, ConfigError
 
+if TYPE_CHECKING:
+    from chitu.launch.plan import Entries
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return the exit code."""
+
+def run(argv: Sequence[str] | None = None, entries: Entries | None = None) -> int:
+    """Run a command line and return the exit code. `entries`: how launchers start their processes."""
     try:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 costs no answer
         arguments = _parsed(argv)
+        arguments.entries = entries
         result = RUNS[arguments.command](arguments)
         sys.stdout.flush()  # so that a write error raises here, not when the interpreter ends
         return result
@@ -106,12 +111,14 @@ def _as_yaml(text: str) -> str:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from chitu.launch.host import HostProcesses, ServeOptions, serve
+    from chitu.launch.plan import Entries
     from chitu.tools.smoke import first_completion
 
     name, overrides = _split(arguments, may_download=True)
     if arguments.host is not None:
         overrides.append(f"dp_config.router.http_host={msgspec.json.encode(arguments.host).decode()}")
-    options = ServeOptions(arguments.port, arguments.log_dir, restart=not arguments.no_restart)
+    entries = arguments.entries or Entries()
+    options = ServeOptions(arguments.port, arguments.log_dir, restart=not arguments.no_restart, entries=entries)
 
     def on_ready(cluster: HostProcesses) -> bool:
         if arguments.first_completion or arguments.once:
@@ -167,6 +174,7 @@ def _snapshot(arguments: argparse.Namespace) -> int:
 
 def _join(arguments: argparse.Namespace) -> int:
     from chitu.launch.join import JoinOptions, join
+    from chitu.launch.plan import Entries
     from chitu.types import Role
 
     name, overrides = _split(arguments)
@@ -179,6 +187,7 @@ def _join(arguments: argparse.Namespace) -> int:
         devices=tuple(arguments.devices.split(",")) if arguments.devices else (),
         log_dir=arguments.log_dir,
         ready_timeout_s=arguments.ready_timeout,
+        entries=arguments.entries or Entries(),
     )
     return join(options, overrides)
 
@@ -320,7 +329,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _node(arguments: argparse.Namespace) -> int:
     from chitu.launch.host import READY_TIMEOUT_S, NodeOptions, give_up, run_node
-    from chitu.launch.plan import split_hosts
+    from chitu.launch.plan import Entries, split_hosts
 
     try:
         name, overrides = _split(arguments, may_download=True)
@@ -333,6 +342,7 @@ def _node(arguments: argparse.Namespace) -> int:
         ready_timeout_s=READY_TIMEOUT_S if arguments.ready_timeout is None else arguments.ready_timeout,
         log_dir=arguments.log_dir,
         on_failure=arguments.on_failure,
+        entries=arguments.entries or Entries(),
     )
     return run_node(name or DEFAULT_TOPOLOGY, overrides, options)
 

@@ -109,7 +109,7 @@ class LocalCluster(HostProcesses):
         """Send a signal to the working process (SIGKILL, SIGSTOP, SIGCONT, ...)."""
         os.kill(self.pid(name), number)
 
-    def wait_exit(self, name: str, timeout_s: float = 10.0) -> None:
+    def wait_exit(self, name: str, timeout_s: float = 60.0) -> None:
         """Wait until the process (and its parent torchrun) has ended."""
         end_s = time.monotonic() + timeout_s
         while self.alive(name):

@@ -12,9 +12,12 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
+
+from support.router_process import PATIENCE_S
 
 MARK = "CHITU_TEST_MARK"
 
@@ -22,26 +25,28 @@ MARK = "CHITU_TEST_MARK"
 class ServeProcess:
     """A `chitu serve` process. `argv` runs with a mark in its environment that every descendant inherits."""
 
-    def __init__(self, argv: Sequence[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: dict[str, str] | None = None,
+        cwd: Path | None = None,
+        popen: Callable[..., Any] = subprocess.Popen,
+    ) -> None:
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self._queue: queue.Queue[str] = queue.Queue()
-        self.process = subprocess.Popen(
-            argv,
-            cwd=cwd,
-            env={**os.environ, **(env or {}), MARK: self.mark},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        read, write = os.pipe()
+        self._output = open(read)  # noqa: SIM115 - the reader closes it
+        with open(write, "wb") as output:
+            environment = {**os.environ, **(env or {}), MARK: self.mark}
+            self.process = popen(argv, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._queue.put(line.rstrip("\n"))
+        with self._output:
+            for line in self._output:
+                self._queue.put(line.rstrip("\n"))
 
     def wait_line(self, pattern: str, timeout_s: float = 90.0) -> re.Match[str]:
         """Return the next matching line and drop the lines before it; raise AssertionError with all output on
@@ -72,7 +77,7 @@ class ServeProcess:
         """Send a signal and return the exit code. Children are killed after 4.5 s; the rest of the time is for busy
         machines."""
         self.process.send_signal(number)
-        return self.process.wait(15.0)
+        return int(self.process.wait(PATIENCE_S))
 
     def offspring(self) -> dict[int, str]:
         """Return the live processes that carry the mark: pid -> command line."""

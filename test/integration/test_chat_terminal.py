@@ -19,7 +19,7 @@ from types import TracebackType
 
 import httpx
 import pytest
-from nursery import FORKED
+from nursery import FORKED, run_chitu
 from support.router_process import wait_until
 
 from chitu.config.cluster_key import with_api_keys
@@ -336,9 +336,7 @@ def test_the_first_completion_must_be_right_where_the_embedded_model_is_asked(mo
     """A random model runs under the embedded model's name: the question is asked, the answer shown, and the smoke test
     fails."""
     argv = [*CHITU, "serve", "--model", str(model), "--port", "0", "--once", "model.served_name=chitu-tiny"]
-    done = subprocess.run(
-        [*argv, "cache.num_pages=2000"], capture_output=True, text=True, timeout=240, check=False, env=environment("")
-    )
+    done = run_chitu([*argv, "cache.num_pages=2000"], environment(""), 240)
     assert done.returncode == 1
     assert re.search(r"^question: +The .* \d+ more sentences .*\?$", done.stdout, re.MULTILINE)
     assert re.search(r"^answer: +.", done.stdout, re.MULTILINE)

@@ -20,6 +20,7 @@ from chitu.config.cluster_key import cluster_key_of, with_api_keys, with_cluster
 from chitu.config.load import load_topology
 from chitu.errors import ConfigError
 from chitu.launch.local import LocalCluster
+from chitu.launch.plan import Entries
 from chitu.launch.router_calls import credential
 from chitu.net.curve import ClusterSecrets, derive
 from chitu.process.descendants import processes_marked
@@ -39,7 +40,7 @@ def cluster() -> Iterator[LocalCluster]:
         "dp_config.router.pd_disaggregation.transport=shm",
     ]
     topology = with_api_keys(load_topology(None, overrides), (API_KEY, OTHER_API_KEY))
-    with LocalCluster(with_cluster_key(topology, KEY)) as cluster:
+    with LocalCluster(with_cluster_key(topology, KEY), entries=forked(Entries())) as cluster:
         cluster.wait_ready()
         yield cluster
 

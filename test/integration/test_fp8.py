@@ -350,7 +350,7 @@ def test_a_continuation_gives_the_rest(checkpoint):
     ("family", "dtype", "kv_dtype"),
     [
         ("qwen3", "float32", "fp8_e4m3"),  # every two of the three are combined
-        ("qwen3", "float16", "float16"),
+        pytest.param("qwen3", "float16", "float16", marks=pytest.mark.by_hand),  # in CI in test_triton_ops
         pytest.param("deepseek_v3", "float16", "fp8_e4m3", marks=pytest.mark.slow),
     ],
 )

@@ -359,11 +359,15 @@ def test_no_body_costs_more_than_a_4xx_and_answers_are_as_documented(cluster: Lo
 
 def send_odd_values(cluster: LocalCluster, broken: Broken) -> None:
     """Send every odd value in every served field of a body without other faults, so that it gets as far as it can; and
-    in one refused field and one without effect, since these are all treated alike."""
+    in one refused field and one without effect, since these are all treated alike. The same field of a further route
+    gets a third of them, by night all."""
+    seen = Counter[object]()
     for path in BODY_ROUTES:
-        served = [field.name for field in fields_of(path).values() if field.effect == SERVED and "." not in field.name]
-        for field in (*served, "response_format", "metadata"):
-            for odd in ODD_JSON:
+        served = {field.name: field for field in fields_of(path).values() if field.effect == SERVED}
+        for field in (*(name for name in served if "." not in name), "response_format", "metadata"):
+            number = seen[served.get(field, field)]
+            seen[served.get(field, field)] += 1
+            for odd in ODD_JSON[number % 3 :: 3] if number and not IS_NIGHTLY else ODD_JSON:
                 body: dict[str, Any] = {}
                 meant_well(random.Random(0), path, body)
                 if path == "/v1/completions":

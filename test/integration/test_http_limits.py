@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
-import time
 from collections.abc import Callable
 
 import pytest
@@ -60,9 +59,8 @@ async def test_what_stands_between_the_chunks_of_a_body_has_the_bound_of_a_head(
 
 async def test_a_head_that_trickles_is_ended_and_one_byte_more_does_not_help() -> None:
     app = Echo()
-    async with serving(app, HTTPLimits(head_s=0.3, body_s=20)) as port:
+    async with serving(app, HTTPLimits(head_s=0.3, body_s=600)) as port:
         client = await Client.connect(port)
-        start_s = time.monotonic()
         client.send(b"GET / HTTP/1.1\r\n")
         status = asyncio.ensure_future(client.status())
         while not status.done():
@@ -70,7 +68,6 @@ async def test_a_head_that_trickles_is_ended_and_one_byte_more_does_not_help() -
             await asyncio.wait([status], timeout=0.02)
         assert await status == 408
         assert client.code == "slow_request"
-        assert time.monotonic() - start_s < 10
         assert app.started == 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 from network import Network
+from nursery import chitu
 from serve_process import ServeProcess
 from support.router_process import wait_until
 
@@ -29,7 +30,7 @@ def test_hosts_with_ipv6_addresses_serve_and_move_kv(tmp_path: Path) -> None:
         environment = {**os.environ, ENVIRONMENT_KEY: "of this cluster 0123456789", "CUDA_VISIBLE_DEVICES": ""}
         for index, host in enumerate(("first", "second")):
             argv = network.argv(host, [*CHITU, "node", *words, "--node-index", str(index), "--log-dir", "-", *settings])
-            process = stack.enter_context(ServeProcess(argv, environment, tmp_path))
+            process = stack.enter_context(ServeProcess(argv, environment, tmp_path, chitu))
             lines = process.lines
         with network.inside("first"):
             url = f"http://[{first}]:21003"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from nursery import launcher
 from ports import free_ports
 from serve_process import ServeProcess
 from support.router_process import wait_until
@@ -24,18 +25,6 @@ from chitu.types import Role
 
 STANDINS = Path(__file__).parent / "standins"
 KEY = "of this cluster 0123456789"
-START = """
-import sys
-from chitu.launch.host import NodeOptions, run_node
-from chitu.launch.plan import Entries
-
-torchrun, timeout_s, log_dir, on_failure, *overrides = sys.argv[1:]
-options = NodeOptions(
-    None, 0, ready_timeout_s=float(timeout_s), log_dir=log_dir, on_failure=on_failure,
-    entries=Entries("standin_router", "standin_scheduler", torchrun=bool(torchrun)),
-)
-sys.exit(run_node("pd_disagg_1p1d_local", overrides, options))
-"""
 Start = Callable[..., ServeProcess]
 
 
@@ -49,14 +38,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as stack:
 
         def start(behaviour: str = "good", timeout_s: float = 90.0, *more: str, torchrun: bool = False) -> ServeProcess:
-            told = f"touch {tmp_path / 'told'}"
-            words = ["torchrun" if torchrun else "", str(timeout_s), str(tmp_path / "logs"), told]
-            more = (f"model.path={tmp_path}", f"model.served_name={behaviour}", *overrides, *more)
-            process = ServeProcess(
-                [sys.executable, "-c", START, *words, *more],
-                {"PYTHONPATH": str(STANDINS), "CHITU_CLUSTER_KEY": KEY},
-            )
-            return stack.enter_context(process)
+            words = ["standin_router", "standin_scheduler", "torchrun" if torchrun else "direct"]
+            words += ["node", "--node-index", "0", "--log-dir", f"{tmp_path}/logs"]
+            words += ["--ready-timeout", str(timeout_s), "--on-failure", f"touch {tmp_path}/told"]
+            words += ["pd_disagg_1p1d_local", f"model.path={tmp_path}", f"model.served_name={behaviour}"]
+            environment = {"PYTHONPATH": f"{STANDINS}{os.pathsep}{os.environ['PYTHONPATH']}", "CHITU_CLUSTER_KEY": KEY}
+            argv = [sys.executable, "-m", "forked_chitu", *words, *overrides, *more]
+            return stack.enter_context(ServeProcess(argv, environment, popen=launcher))
 
         yield start
 
@@ -78,7 +66,7 @@ def test_a_death_ends_the_node_with_1_tells_the_others_and_names_who_died(start:
     os.kill(decode, signal.SIGKILL)
     node.wait_line(r"D0 ended \(killed by SIGKILL\).*its last lines")
     node.wait_line("node 0 ends because D0 ended")
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     assert (tmp_path / "told").exists()
     assert node.offspring() == {}
 
@@ -97,7 +85,7 @@ def test_a_death_is_told_to_the_router_in_the_name_of_the_dead(start: Start, tmp
     assert (leave.role, leave.engine_rank) == (Role.DECODE, 0)
     assert leave.incarnation > 0
     assert decode in leave.dead_pids and leave.pid_namespace == pid_namespace()
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     context.destroy(linger=0)
 
 
@@ -105,7 +93,7 @@ def test_a_death_before_it_is_ready_ends_the_start_with_its_last_words(start: St
     node = start("die_at_start")
     node.wait_line(r"ended \(exit code 3\)")
     node.wait_line("the reason why it ends")
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     assert (tmp_path / "told").exists()
     assert node.offspring() == {}
 
@@ -116,14 +104,14 @@ def test_one_that_the_router_does_not_take_ends_the_start_at_once(start: Start, 
     node.wait_line(r"ended \(exit code 1\)")
     node.wait_line("the router refused me")
     node.wait_line("node 0 ends because [PD]0 ended")
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     assert (tmp_path / "told").exists()
 
 
 def test_a_start_that_takes_too_long_names_what_is_missing(start: Start, tmp_path: Path) -> None:
     node = start("slow", timeout_s=1)
     node.wait_line("not ready after 1 s: P0 is warmup; D0 is warmup")
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     wait_until(lambda: node.offspring() == {}, 5, f"nobody left, but {node.offspring()}")
 
 
@@ -131,7 +119,7 @@ def test_a_node_that_lacks_the_model_says_which_it_is_and_tells_the_others(start
     """Nodes with the model would wait for its instances until the timeout."""
     node = start("good", 90.0, "model.path=/nowhere")
     node.wait_line("chitu: node 0 .127.0.0.1.: model.path is '/nowhere', but there is no such folder")
-    assert node.process.wait(10) == 2
+    assert node.process.wait(60) == 2
     assert (tmp_path / "told").exists() and not (tmp_path / "logs").exists()
 
 
@@ -140,7 +128,7 @@ def test_a_node_that_cannot_write_its_files_tells_the_others(start: Start, tmp_p
     (tmp_path / "logs" / name).mkdir(parents=True)
     node = start()
     node.wait_line(f"chitu node: .*Is a directory: '{tmp_path}/logs/{name}'")
-    assert node.process.wait(10) == 1
+    assert node.process.wait(60) == 1
     assert (tmp_path / "told").exists() and node.offspring() == {}
 
 
@@ -158,4 +146,4 @@ def test_a_port_that_only_the_router_would_know_is_refused(tmp_path: Path) -> No
     argv = [sys.executable, "-m", "chitu.cli", "node", "--node-index", "0", "--model", str(tmp_path)]
     with ServeProcess(argv) as node:
         node.wait_line("chitu: dp_config.router.stats_port is 0")
-        assert node.process.wait(10) == 2
+        assert node.process.wait(60) == 2

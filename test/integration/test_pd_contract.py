@@ -97,7 +97,9 @@ def test_the_cluster_tells_where_a_request_went_and_where_its_time_went(
     assert stages is not None and request.first_token_s is not None and request.total_s is not None
     spans = dict(stages.known())
     assert tuple(spans) == REPORTED_STAGES
-    assert all(spans[name] > 0 for name in ("admission", "compute", "transfer", "decode", "messages"))
+    # Times on P and on D count from the arrival there. Where P's came later, all that P did lies before D's
+    # announcement in the account, and the transfer is part of the admission.
+    assert all(spans[name] > 0 for name in ("admission", "compute", "decode", "messages"))
     assert round(sum(spans.values()), 6) == round(request.total_s, 6)
     assert request.first_token_s < request.total_s < snapshot.time_s - request.created_at_s
     assert [(i.name, i.status, i.pid) for i in snapshot.instances] == [

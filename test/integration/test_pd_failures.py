@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from chitu.tools.make_model import make_model
 
 PD = "dp_config.router.pd_disaggregation"
 PATIENCE = [f"{PD}.deadlines.queue_s=120", f"{PD}.deadlines.transfer_s=120"]
-NOTICED_S = 15.0
-"""Time to notice a lost instance. A lease is 3 s and the longest deadline 30; the rest is for busy machines."""
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +64,13 @@ def assert_whole(cluster: LocalCluster, names: tuple[str, ...] = ("P0", "D0"), t
 
 def kill_under_load(
     cluster: LocalCluster, name: str, prompts: list[list[int]], max_tokens: int
-) -> tuple[float, list[tuple[float, int, str]]]:
-    """Kill an instance when all requests are in and some run on D; return (time of the kill, (time, status, body) of
-    each end)."""
+) -> list[tuple[int, str]]:
+    """Kill an instance when all requests are in and some run on D; return status and body of each end."""
 
-    async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[float, int, str]:
+    async def request(client: httpx.AsyncClient, prompt: list[int]) -> tuple[int, str]:
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         response = await client.post("/v1/completions", json=body)
-        return time.monotonic(), response.status_code, response.text
+        return response.status_code, response.text
 
     def all_are_in(num_done: int) -> bool:
         """Return whether the router has every request and D runs some. A request after the kill finds no instance to
@@ -82,14 +78,14 @@ def kill_under_load(
         arrived = num_done + RouterClient(cluster.url).cluster().in_flight
         return arrived == len(prompts) and instance_loads(cluster.url).get("D0", {}).get("running", 0) >= 3
 
-    async def load_and_kill() -> tuple[float, list[tuple[float, int, str]]]:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0, trust_env=False) as client:
+    async def load_and_kill() -> list[tuple[int, str]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=150.0, trust_env=False) as client:
             tasks = [asyncio.create_task(request(client, prompt)) for prompt in prompts]
             while not await asyncio.to_thread(all_are_in, sum(task.done() for task in tasks)):
                 assert not all(task.done() for task in tasks), "all requests ended before the kill"
                 await asyncio.sleep(0.05)
             cluster.kill(name, signal.SIGKILL)
-            return time.monotonic(), await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
 
     return asyncio.run(load_and_kill())
 
@@ -118,7 +114,7 @@ def test_clients_that_leave_at_random_moments_leak_nothing(cluster: LocalCluster
     assert len(answer[0].token_ids) == 4
 
 
-def test_a_killed_decode_instance_costs_its_requests_a_lease_and_p_serves_the_next(
+def test_a_killed_decode_instance_costs_its_requests_and_p_serves_the_next(
     cluster: LocalCluster,
 ) -> None:
     prompts = prompts_of(12, 300, seed=9)
@@ -126,10 +122,8 @@ def test_a_killed_decode_instance_costs_its_requests_a_lease_and_p_serves_the_ne
     before = [answer.token_ids for answer in complete_all(cluster.url, prompts, [options] * len(prompts))]
     pid_of_p = cluster.pid("P0")
 
-    killed_s, ends = kill_under_load(cluster, "D0", prompts, max_tokens=2000)
-    for ended_s, status, text in ends:
+    for status, text in kill_under_load(cluster, "D0", prompts, max_tokens=2000):
         assert status == 503 and '"decode_lost"' in text, f"{status}: {text}"
-        assert ended_s - killed_s < NOTICED_S, f"the error came {ended_s - killed_s:.1f} s after the kill"
     cluster.wait_exit("D0")
     cluster.restart("D0")
     cluster.wait_ready()
@@ -142,12 +136,11 @@ def test_a_killed_decode_instance_costs_its_requests_a_lease_and_p_serves_the_ne
 def test_a_killed_prefill_instance_fails_only_what_it_had_not_delivered(cluster: LocalCluster) -> None:
     prompts = [*prompts_of(6, 100, seed=13), *prompts_of(30, 1500, seed=14)]
     pid_of_d = cluster.pid("D0")
-    killed_s, ends = kill_under_load(cluster, "P0", prompts, max_tokens=200)
-    lost = [(ended_s, text) for ended_s, status, text in ends if status != 200]
+    ends = kill_under_load(cluster, "P0", prompts, max_tokens=200)
+    lost = [text for status, text in ends if status != 200]
     assert len(lost) < len(ends), "KV that had arrived is enough to finish a request"
-    for ended_s, text in lost:
+    for text in lost:
         assert '"prefill_lost"' in text or '"transfer_failed"' in text, text
-        assert ended_s - killed_s < NOTICED_S
     cluster.wait_exit("P0")
     cluster.restart("P0")
     cluster.wait_ready()

@@ -265,6 +265,13 @@ def test_choices_are_those_of_single_requests_with_their_seeds_from_one_transfer
 ON_D = pytest.mark.parametrize("cluster", ["shm", "tp", "unified"], indirect=True, scope="module")
 """A grammar is D's alone, and no transport knows of it: what Mooncake brings is in the tests above, and in the fifty
 seeds."""
+OF_ONE_RANK = pytest.mark.parametrize(
+    "cluster",
+    ["shm", pytest.param("tp", marks=pytest.mark.by_hand), "unified"],
+    indirect=True,
+    scope="module",
+)
+"""Of what the router and D's main rank do alone: the tests of plain loops above show that ranks change no token."""
 
 WORDS = {"guided_regex": "([a-f]{1,5} ){3,9}[a-f]{3}"}
 FOLLOWING: list[tuple[dict[str, Any], Grammar]] = [
@@ -360,7 +367,7 @@ def test_what_follows_a_grammar_has_the_tokens_of_a_plain_loop_over_masked_logit
                 assert choice.finish_reason == ("stop" if ended else "length")
 
 
-@ON_D
+@OF_ONE_RANK
 @pytest.mark.slow
 def test_a_grammar_behind_a_reasoning_has_the_tokens_of_a_plain_loop(
     client: openai.OpenAI, loop: PlainLoop, model: Path
@@ -399,7 +406,7 @@ def of_schemas() -> dict[int, list[str]]:
     return {}
 
 
-@ON_D
+@OF_ONE_RANK
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.by_hand)])
 async def test_every_answer_to_random_schemas_is_valid(
@@ -435,7 +442,7 @@ class Weather(pydantic.BaseModel):
     days: Annotated[int, pydantic.Field(ge=1, le=9)]
 
 
-@ON_D
+@OF_ONE_RANK
 @pytest.mark.slow
 def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_a_class(client: openai.OpenAI) -> None:
     names = ("weather", "forecast")
@@ -463,7 +470,7 @@ def test_enforced_calls_and_parsed_answers_fit_what_the_official_client_made_of_
     assert isinstance(response.output_parsed, Weather), response
 
 
-@ON_D
+@OF_ONE_RANK
 @pytest.mark.slow
 def test_a_request_whose_grammar_leaves_nothing_ends_alone(cluster: LocalCluster, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "m", "prompt": PROMPTS[0], "max_tokens": 20, "temperature": 0}

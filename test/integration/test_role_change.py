@@ -132,7 +132,6 @@ def test_d1_becomes_p2_and_d1_again_under_load_and_its_cached_prefixes_stay(clus
             assert texts and set(texts) == {right[number]}, number
     assert names(cluster) == {"P0": "", "D0": "", "D1": ""}
     assert max(cached) > 100, cached
-    assert max(seconds) < 20, seconds
     print(f"seconds {seconds}, cached tokens {cached}")
     again = json.loads((cluster.log_dir / "D1.progress").read_text())
     assert again["is_member"] and "place" not in again

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 from network import Network
-from nursery import FORKED, forked_router
+from nursery import FORKED, chitu, forked_router
 from serve_process import ServeProcess
 from support.router_process import RouterUnderTest, wait_until
 from tls_proxy import CERTIFICATE, tls_proxy
@@ -104,10 +104,10 @@ def test_a_pair_joins_a_router_that_began_alone(model: Path) -> None:
     with LocalCluster(router_alone(model, **SIZES), entries=FORKED) as cluster, ExitStack() as stack:
         cluster.wait_ready()
         for role in ("prefill", "decode", "unified"):
-            stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url]))
+            stack.enter_context(ServeProcess([*CHITU, "join", role, "--url", cluster.url], popen=chitu))
         wait_until(lambda: len(health(cluster.url).json()["instances"]) == 3, 120.0, lambda: health(cluster.url).text)
         assert (answer := complete(cluster.url, max_tokens=4)).status_code == 200, answer.text
-        stack.enter_context(ServeProcess([*CHITU, "drain", "U0", "--url", cluster.url]))
+        stack.enter_context(ServeProcess([*CHITU, "drain", "U0", "--url", cluster.url], popen=chitu))
         wait_until(lambda: len(health(cluster.url).json()["instances"]) == 2, 60.0, lambda: health(cluster.url).text)
         answer = complete(cluster.url, max_tokens=4, return_proof=True)
         assert (answer.status_code, answer.headers["x-chitu-decode"]) == (200, "D0"), answer.text
@@ -122,7 +122,7 @@ def test_what_runs_in_a_container_is_drained_without_its_name(model: Path, tmp_p
             Path(pod["TMPDIR"]).mkdir()
         words = [*CHITU, "join", "unified", "--url", cluster.url, "dp_config.probe_port=0"]
         key = {ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
-        joined = [stack.enter_context(ServeProcess(words, {**pod, **key})) for pod in pods[:2]]
+        joined = [stack.enter_context(ServeProcess(words, {**pod, **key}, popen=chitu)) for pod in pods[:2]]
         names = [pod.wait_line(r"(U\d) is ready", timeout_s=120)[1] for pod in joined]
         for pod in joined:  # one that has lost the race for U0 has started again, with another free port
             port = re.findall(r"probes: .* on port (\d+)", "\n".join(pod.lines))[-1]
@@ -147,7 +147,7 @@ def test_an_instance_joins_and_is_drained_through_a_proxy_with_tls_and_a_path(mo
         cluster.wait_ready()
         url = stack.enter_context(tls_proxy(cluster.ports["port"]))
         trusted = {"SSL_CERT_FILE": str(CERTIFICATE), ENVIRONMENT_KEY: cluster_key_of(cluster.topology)}
-        joined = stack.enter_context(ServeProcess([*CHITU, "join", "unified", "--url", url], trusted))
+        joined = stack.enter_context(ServeProcess([*CHITU, "join", "unified", "--url", url], trusted, popen=chitu))
         joined.wait_line(f"U0 is ready: U0 joined {url}", timeout_s=120)
         words = [*CHITU, "drain", "U0", "--url", url]
         last = subprocess.run(words, env={**os.environ, **trusted}, capture_output=True, text=True, check=False)
@@ -169,7 +169,9 @@ def test_a_node_starts_while_the_names_of_others_have_no_address(model: Path, tm
         def node(host: str, index: int, hosts: str) -> ServeProcess:
             words = [*CHITU, "node", str(tmp_path / "t.yaml"), "--hosts", hosts, "--node-index", str(index)]
             argv = network.argv(host, words)
-            return stack.enter_context(ServeProcess(argv, {ENVIRONMENT_KEY: "of this cluster 0123456789"}, tmp_path))
+            return stack.enter_context(
+                ServeProcess(argv, {ENVIRONMENT_KEY: "of this cluster 0123456789"}, tmp_path, chitu)
+            )
 
         alone = node("second", 1, f"absent.invalid,{second}")
         served = node("first", 0, f"{first},absent.invalid")
@@ -195,7 +197,7 @@ def test_pods_start_in_any_order_and_each_is_drained_by_its_hook(model: Path, tm
 
         def pod(host: str, *words: str) -> ServeProcess:
             argv = network.argv(host, [*CHITU, *words, "--log-dir", "-", "dp_config.probe_port=9000"])
-            return stack.enter_context(ServeProcess(argv, environment(host), tmp_path))
+            return stack.enter_context(ServeProcess(argv, environment(host), tmp_path, chitu))
 
         def is_ready(host: str) -> bool:
             with network.inside(host), contextlib.suppress(httpx.TransportError):
@@ -230,7 +232,7 @@ def test_an_instance_that_joined_finds_the_router_at_another_address(model: Path
             hosts.write_text(f"127.0.0.1 localhost\n{network.address(host)} router.test\n")
             own = ["--hosts", network.address(host), "--node-index", "0", "--model", str(model)]
             argv = [*CHITU, "node", "router_alone", *own, "cache.num_pages=64", "scheduler.threads=1"]
-            return stack.enter_context(ServeProcess(network.argv(host, argv), environment, tmp_path))
+            return stack.enter_context(ServeProcess(network.argv(host, argv), environment, tmp_path, chitu))
 
         def serves(host: str) -> bool:
             with network.inside(host), contextlib.suppress(httpx.TransportError):

@@ -7,10 +7,12 @@ import json
 import signal
 import sys
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
 from network import Network
+from nursery import chitu
 from serve_process import ServeProcess
 
 from chitu.tools.make_model import make_model
@@ -55,7 +57,7 @@ def listening() -> set[tuple[str, int]]:
 def test_all_addresses_are_those_of_the_api_alone(model: Path) -> None:
     with Network(["server", "client"]) as network:
         argv = network.argv("server", serve(model, "--host", "0.0.0.0", "--port", "21003"))
-        with ServeProcess(argv) as process:
+        with ServeProcess(argv, popen=partial(chitu, torchrun=True)) as process:
             process.wait_line("NO API KEY: the API listens on 0.0.0.0")
             process.wait_line("at http://127.0.0.1:21003", timeout_s=120)
             with network.inside("client"):
@@ -72,7 +74,7 @@ def test_all_addresses_are_those_of_the_api_alone(model: Path) -> None:
 def test_one_address_is_that_of_several_routers_too(model: Path) -> None:
     hosts = "dp_config.router.hosts=[127.0.0.1, 127.0.0.1]"
     argv = serve(model, "unified_local", "--host", "127.0.0.2", "--port", "0", hosts)
-    with ServeProcess(argv) as process:
+    with ServeProcess(argv, popen=chitu) as process:
         url = process.wait_line(r"at (http://127\.0\.0\.2:\d+)", timeout_s=120)[1]
         assert complete(url) == 4
         with pytest.raises(OSError, match="refused"):

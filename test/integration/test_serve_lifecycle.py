@@ -54,8 +54,8 @@ def test_serve_answers_heals_and_ends_what_runs_at_the_signal(model: Path, tmp_p
         (decode,) = process.pids_of("decode")
         (prefill,) = process.pids_of("prefill")
         os.kill(decode, signal.SIGKILL)
-        process.wait_line(r"D0 ended \(killed by SIGKILL\)", timeout_s=15)
-        process.wait_line("D0 is started again", timeout_s=15)
+        process.wait_line(r"D0 ended \(killed by SIGKILL\)")
+        process.wait_line("D0 is started again")
         wait_until(lambda: process.pids_of("decode") not in ([], [decode]), 60, "a new D0")
         wait_until(lambda: complete(port)[0] == 200, 60, "an answer from the new D0")
         assert complete(port)[1]["choices"] == first["choices"]
@@ -78,7 +78,7 @@ def test_serve_answers_heals_and_ends_what_runs_at_the_signal(model: Path, tmp_p
         # Within the drain time it either completes or gets an error: it is never cut off silently.
         assert events[-1] == b"data: [DONE]" or b'"error"' in events[-1]
         connection.close()
-        assert process.process.wait(10) == 0
+        assert process.process.wait(60) == 0
         assert process.offspring() == {}
         assert {path.name for path in (tmp_path / "logs").glob("*.log")} == {"router.log", "P0.log", "D0.log"}
         with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), 1):

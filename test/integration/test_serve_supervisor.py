@@ -12,15 +12,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import psutil
 import pytest
-from nursery import forked
+from nursery import forked, launcher
 from serve_process import ServeProcess
 from support.router_process import wait_until
 
@@ -40,6 +41,8 @@ ENTRIES = Entries(router="standin_router", scheduler="standin_scheduler")
 FORKED = forked(ENTRIES)
 WITHOUT_TORCHRUN = replace(FORKED, torchrun=False)
 ENVIRONMENT = {"PYTHONPATH": str(STANDINS)}
+NOT_FORKED = (True, subprocess.Popen)
+"""Parameter of `served` by which the kernel ends the processes with their launcher, not the nursery."""
 
 
 @pytest.fixture
@@ -93,21 +96,26 @@ def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(model: Path, request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
-    """Yield `chitu serve` with stand-ins until the test ends; under torchrun unless a parameter says False."""
-    with serve_process(model, getattr(request, "param", True)) as process:
+    """Yield `chitu serve` with stand-ins until the test ends; forked, under torchrun, unless a parameter says else."""
+    torchrun, popen = getattr(request, "param", (True, launcher))
+    with serve_process(model, torchrun, popen=popen) as process:
         yield process
 
 
 def serve_process(
-    model: Path, torchrun: bool, behaviour: str = "good", restart: bool = True, log_dir: str = ""
+    model: Path,
+    torchrun: bool,
+    *options: str,
+    behaviour: str = "good",
+    log_dir: str = "",
+    popen: Callable[..., Any] = launcher,
 ) -> ServeProcess:
-    code = (
-        "import sys; from chitu.launch.plan import Entries; from chitu.launch.host import ServeOptions, serve\n"
-        f"overrides = ['model.path={model}', 'model.served_name='+sys.argv[1]]\n"
-        f"sys.exit(serve(None, overrides, ServeOptions(port=0, log_dir={log_dir or str(model / 'logs')!r},"
-        f" restart={restart}, entries=Entries('standin_router', 'standin_scheduler', torchrun={torchrun}))))"
-    )
-    return ServeProcess([sys.executable, "-c", code, behaviour], env=ENVIRONMENT)
+    words = ["--port", "0", "--log-dir", log_dir or str(model / "logs"), *options]
+    words += [f"model.path={model}", f"model.served_name={behaviour}"]
+    entries = [ENTRIES.router, ENTRIES.scheduler, "torchrun" if torchrun else "direct"]
+    argv = [sys.executable, "-m", "forked_chitu", *entries, "serve", *words]
+    path = os.pathsep.join([str(STANDINS), os.environ["PYTHONPATH"]])
+    return ServeProcess(argv, {"PYTHONPATH": path}, popen=popen)
 
 
 def test_workers_learn_the_ports_that_the_router_really_has(model: Path) -> None:
@@ -325,12 +333,12 @@ def test_a_process_that_cannot_report_is_left_alone(tmp_path: Path, monkeypatch:
 
 
 def test_without_restarts_a_router_that_dies_while_instances_load_ends_the_start(model: Path) -> None:
-    with serve_process(model, False, "slow", restart=False) as process:
+    with serve_process(model, False, "--no-restart", behaviour="slow") as process:
         process.wait_line("D0: warmup")
         (router,) = [pid for pid, words in process.offspring().items() if "standin_router" in words]
         os.kill(router, signal.SIGKILL)
-        process.wait_line("router ended before the cluster served, and is not started again", 20)
-        assert process.process.wait(20) == 1
+        process.wait_line("router ended before the cluster served, and is not started again")
+        assert process.process.wait(60) == 1
 
 
 def test_the_router_comes_back_on_its_ports_by_itself(model: Path) -> None:
@@ -395,7 +403,7 @@ def test_a_probe_port_that_is_taken_is_named(model: Path) -> None:
 
 def test_all_logs_go_to_stdout_a_json_object_a_line(model: Path) -> None:
     """What no process of ours writes, too: torchrun, native libraries, tracebacks."""
-    with serve_process(model, torchrun=True, behaviour="talkative", log_dir="-") as served:
+    with serve_process(model, True, behaviour="talkative", log_dir="-") as served:
         served.wait_line("Ctrl-C ends it")
         (decode,) = served.pids_of("decode")
         os.kill(decode, signal.SIGUSR2)
@@ -427,7 +435,9 @@ def test_processes_that_ignore_the_signal_are_killed(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "count", "number"), [(True, 5, signal.SIGTERM), (False, 3, signal.SIGINT)], indirect=["served"]
+    ("served", "count", "number"),
+    [((True, launcher), 5, signal.SIGTERM), ((False, launcher), 3, signal.SIGINT)],
+    indirect=["served"],
 )
 def test_serve_ends_with_0_on_a_signal(served: ServeProcess, count: int, number: signal.Signals) -> None:
     served.wait_line("Ctrl-C ends it")
@@ -442,6 +452,7 @@ def test_serve_can_be_ended_while_it_starts(served: ServeProcess) -> None:
     assert served.offspring() == {}
 
 
+@pytest.mark.parametrize("served", [NOT_FORKED], indirect=True)
 def test_nobody_outlives_a_supervisor_that_is_killed(temporary: Path, served: ServeProcess) -> None:
     served.wait_line("Ctrl-C ends it")
     assert len(served.offspring()) == 5
@@ -469,13 +480,14 @@ def test_what_a_killed_torchrun_leaves_goes_with_its_launcher(temporary: Path, s
     assert list(temporary.iterdir()) == []
 
 
+@pytest.mark.parametrize("served", [NOT_FORKED], indirect=True)
 def test_nobody_outlives_a_supervisor_that_is_killed_during_the_start(served: ServeProcess) -> None:
     wait_until(lambda: any("--role" in command for command in served.offspring().values()), 30, "a torchrun")
     served.signal_and_wait(signal.SIGKILL)
     wait_until(lambda: served.offspring() == {}, 10, f"no orphans, but {served.offspring()}")
 
 
-@pytest.mark.parametrize("served", [False], indirect=True)
+@pytest.mark.parametrize("served", [(False, launcher)], indirect=True)
 def test_serve_starts_an_instance_again_that_died(served: ServeProcess) -> None:
     served.wait_line("Ctrl-C ends it")
     (first,) = served.pids_of("decode")

@@ -1,7 +1,8 @@
 """Silence: packets between hosts vanish, without a reset, for longer than leases and than TCP's patience.
 
-Then they pass again, and within `HEALED_S` every instance serves, nothing hangs, nothing is wrong, no page and no
-descriptor is lost. By hand, for every pair of processes, both ways and one way, each for so many seconds:
+Then they pass again, and every instance serves (after HEALED_S at most on a free machine), nothing hangs, nothing is
+wrong, no page and no descriptor is lost. By hand, for every pair of processes, both ways and one way, each for so many
+seconds:
 
     SILENCE_S=5,20,120 pytest -s test/integration/test_silent_network.py
 """

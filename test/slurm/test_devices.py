@@ -105,11 +105,12 @@ def test_rdma_that_is_not_there_is_refused_before_anything_loads(
             {"GPUS": "8", "GPUS_pd_node1": "0"},
             "node 1 (198.18.77.11): CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 gives GPUs, but nvidia-smi lists no GPU",
         ),
-        (
+        pytest.param(
             ["--gpus-per-node=8"],
             False,
             {},
             "CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7 gives GPUs, but there is no NVIDIA driver here",
+            marks=pytest.mark.by_hand,
         ),
     ],
     ids=["too-few", "uneven", "one-without", "none-that-were-given"],

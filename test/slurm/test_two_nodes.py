@@ -84,11 +84,18 @@ class Launched:
 
 
 @pytest.fixture(scope="module")
-def served(cluster: SlurmCluster, model: str, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the requests that outlive their job."""
+    return tmp_path_factory.mktemp("kept") / "requests"
+
+
+@pytest.fixture(scope="module")
+def served(cluster: SlurmCluster, model: str, kept: Path, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Return a 2P3D cluster that is ready."""
     folder = tmp_path_factory.mktemp("served")
     script = ["bash", "script/srun_pd_disagg_2p3d_two_nodes.sh", "--model", model, "--partition", "main"]
     options = ["--log-dir", str(folder), "--cpus-per-gpu", "1", *SETTINGS]
+    options.append(f"dp_config.router.kept_requests.dir={kept}")
     launched = Launched(cluster, ["srun", "-N", "2", *script, *options], folder)
     launched.wait_ready()
     return launched
@@ -119,6 +126,60 @@ def test_a_doctor_on_each_node_makes_one_report(cluster: SlurmCluster, model: st
     assert ill.process.wait(120) == 1
     assert f"cannot listen on 0.0.0.0:{SLURMD_PORT}: Address already in use" in ill.output()
     ill.wait_nothing_left()
+
+
+def test_requests_outlive_their_job(
+    cluster: SlurmCluster, model: str, kept: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """SIGTERM to the batch script ends the job in the middle of two streams; the next job continues both, and their
+    clients read on. The next job is the one of the tests below."""
+    url = f"{ROUTER_URL}/v1/"
+    script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, *SETTINGS]
+    script.append(f"dp_config.router.kept_requests.dir={kept}")
+    common = {"model": "m", "prompt": [*range(5, 60)], "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    bodies = {"greedy": {**common, "temperature": 0}, "seeded": {**common, "temperature": 1.0, "top_k": 4}}
+
+    def curl(log: str, *arguments: str) -> subprocess.Popen[bytes]:
+        return cluster.start(["curl", "-sN", "--retry", "5", "--max-time", "120", *arguments], tmp_path / log)
+
+    def post(log: str, name: str, **more: object) -> subprocess.Popen[bytes]:
+        return curl(log, f"{url}completions", "-H", f"X-Request-Id: {name}", "-d", json.dumps({**bodies[name], **more}))
+
+    def events(log: str) -> list[dict[str, object]]:
+        lines = [line for line in (tmp_path / log).read_text().splitlines() if line.startswith("data: {")]
+        return [json.loads(line[6:]) for line in lines]
+
+    def text(found: list[dict[str, object]]) -> str:
+        return "".join(choice["text"] for event in found for choice in event.get("choices", ()))  # type: ignore[attr-defined]
+
+    (folder := tmp_path / "first").mkdir()
+    command = ["sbatch", f"--output={folder / 'output.txt'}", "--open-mode=append", *script, "--log-dir", str(folder)]
+    first = Launched(cluster, command, folder)
+    try:
+        first.wait_ready()
+        (job,) = cluster.jobs()
+        clients = [post(name, name) for name in bodies]
+        wait_until(lambda: all(len(events(name)) >= 40 for name in bodies), 60, first.output)
+        cluster.output(["scancel", "--batch", "--signal=TERM", job])  # as `sbatch --signal=B:TERM@60`
+        assert [client.wait(60) for client in clients] == [0, 0]
+        first.wait_nothing_left()
+    finally:
+        if left := cluster.jobs():
+            cluster.output(["scancel", *left])
+    assert "ExitCode=0:0" in cluster.output(["scontrol", "show", "job", job])
+    records = {record.request_id: record for record in (unpack(path.read_bytes()) for path in kept.iterdir())}
+    assert records.keys() == bodies.keys(), first.output()
+    request.getfixturevalue("served")
+    for name, record in records.items():
+        *before, error = events(name)
+        assert 40 <= len(before) < 1000 and len(record.token_ids) < 1000
+        assert "request_kept" in str(error) and f"GET /v1/requests/{name}" in str(error)
+        number = (tmp_path / name).read_text().rpartition("id: ")[2].split()[0]
+        assert curl(f"{name}.rest", "-H", f"Last-Event-ID: {number}", f"{url}requests/{name}").wait(130) == 0
+        assert post(f"{name}.whole", name, seed=record.sampling.seed).wait(130) == 0
+        assert text(before) + text(events(f"{name}.rest")) == text(events(f"{name}.whole"))
+        assert "[DONE]" in (tmp_path / f"{name}.rest").read_text()
+    assert not list(kept.iterdir())
 
 
 def test_every_pair_of_2p3d_on_two_nodes_takes_part(cluster: SlurmCluster, served: Launched, tmp_path: Path) -> None:
@@ -188,63 +249,6 @@ def test_the_death_of_an_instance_ends_the_job_with_its_name(cluster: SlurmClust
     named = re.search(r"(P[01]) ended \(killed by SIGKILL\)", served.output())
     assert named is not None, served.output()
     assert f" {named[1]} I chitu.kv_transfer" in served.output(), "the last lines of its log"
-
-
-def test_requests_outlive_their_job(cluster: SlurmCluster, model: str, tmp_path: Path) -> None:
-    """SIGTERM to the batch script ends the job in the middle of two streams; the next job continues both, and their
-    clients read on."""
-    kept, url = tmp_path / "kept", f"{ROUTER_URL}/v1/"
-    script = ["script/srun_pd_disagg_1p1d_two_nodes.sh", "--model", model, *SETTINGS]
-    script.append(f"dp_config.router.kept_requests.dir={kept}")
-    common = {"model": "m", "prompt": [*range(5, 60)], "max_tokens": 1000, "ignore_eos": True, "stream": True}
-    bodies = {"greedy": {**common, "temperature": 0}, "seeded": {**common, "temperature": 1.0, "top_k": 4}}
-
-    def launch(name: str, *command: str) -> Launched:
-        (folder := tmp_path / name).mkdir()
-        job = Launched(cluster, [*command, *script, "--log-dir", str(folder)], folder)
-        job.wait_ready()
-        return job
-
-    def curl(log: str, *arguments: str) -> subprocess.Popen[bytes]:
-        return cluster.start(["curl", "-sN", "--retry", "5", "--max-time", "120", *arguments], tmp_path / log)
-
-    def post(log: str, name: str, **more: object) -> subprocess.Popen[bytes]:
-        return curl(log, f"{url}completions", "-H", f"X-Request-Id: {name}", "-d", json.dumps({**bodies[name], **more}))
-
-    def events(log: str) -> list[dict[str, object]]:
-        lines = [line for line in (tmp_path / log).read_text().splitlines() if line.startswith("data: {")]
-        return [json.loads(line[6:]) for line in lines]
-
-    def text(found: list[dict[str, object]]) -> str:
-        return "".join(choice["text"] for event in found for choice in event.get("choices", ()))  # type: ignore[attr-defined]
-
-    output = tmp_path / "first" / "output.txt"
-    first = launch("first", "sbatch", f"--output={output}", "--open-mode=append")
-    (job,) = cluster.jobs()
-    try:
-        clients = [post(name, name) for name in bodies]
-        wait_until(lambda: all(len(events(name)) >= 40 for name in bodies), 60, first.output)
-        cluster.output(["scancel", "--batch", "--signal=TERM", job])  # as `sbatch --signal=B:TERM@60`
-        assert [client.wait(60) for client in clients] == [0, 0]
-        first.wait_nothing_left()
-        assert "ExitCode=0:0" in cluster.output(["scontrol", "show", "job", job])
-        records = {record.request_id: record for record in (unpack(path.read_bytes()) for path in kept.iterdir())}
-        assert records.keys() == bodies.keys(), first.output()
-        launch("second", "srun", "-N", "2", "bash")
-        for name, record in records.items():
-            *before, error = events(name)
-            assert 40 <= len(before) < 1000 and len(record.token_ids) < 1000
-            assert "request_kept" in str(error) and f"GET /v1/requests/{name}" in str(error)
-            number = (tmp_path / name).read_text().rpartition("id: ")[2].split()[0]
-            assert curl(f"{name}.rest", "-H", f"Last-Event-ID: {number}", f"{url}requests/{name}").wait(130) == 0
-            assert post(f"{name}.whole", name, seed=record.sampling.seed).wait(130) == 0
-            assert text(before) + text(events(f"{name}.rest")) == text(events(f"{name}.whole"))
-            assert "[DONE]" in (tmp_path / f"{name}.rest").read_text()
-        assert not list(kept.iterdir())
-    finally:
-        if left := cluster.jobs():
-            cluster.output(["scancel", *left])
-    first.wait_nothing_left()
 
 
 def test_by_ssh_the_end_of_the_script_is_the_end_on_all_machines(

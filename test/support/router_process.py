@@ -20,12 +20,15 @@ from chitu.process.progress import read_progress
 POLL_S = 0.03
 START_S = 120.0
 """Timeout of a process's start, on a busy machine."""
+PATIENCE_S = 60.0
+"""Least patience of a wait: a busy machine takes ten times as long as one that has nothing else to do."""
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float, what: str | Callable[[], object]) -> float:
-    """Poll a condition of another process until it is true. Return the seconds that it took. Raise TimeoutError that
-    says `what` was waited for, or what there is instead."""
-    start_s = time.monotonic()
+    """Poll a condition of another process until it is true, for `timeout_s` or PATIENCE_S, whatever is longer: what
+    takes how long is no business of real processes. Return the seconds that it took. Raise TimeoutError that says
+    `what` was waited for, or what there is instead."""
+    start_s, timeout_s = time.monotonic(), max(timeout_s, PATIENCE_S)
     while not condition():
         if time.monotonic() > start_s + timeout_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what if isinstance(what, str) else what()}")
