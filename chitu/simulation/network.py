@@ -1,7 +1,7 @@
 """The network between simulated routers and instances: it delivers each message after a while, in order, unless told
 otherwise.
 
-A `Wire` is one direction between two ends (routers and processes). Faults are of wires: a message may be lost, or take
+A `NetworkWire` is one direction between two ends (routers and processes). Faults are of wires: a message may be lost, or take
 longer. What is lost is gone: the senders find out as they do over real connections, where a broken one loses what was
 in it. KV is not sent here (`transfers.py`), but takes its rate from here.
 """
@@ -16,7 +16,7 @@ from chitu.simulation.events import Events
 
 
 @dataclass(slots=True)
-class Wire:
+class NetworkWire:
     """Faults of one direction between two ends."""
 
     num_to_lose: float = 0
@@ -34,13 +34,13 @@ class Network:
         self._events = events
         self.message_s = 0.0
         """Seconds that a message takes."""
-        self._wires: dict[tuple[Hashable, Hashable], Wire] = {}
+        self._wires: dict[tuple[Hashable, Hashable], NetworkWire] = {}
         self.num_lost = 0
         """Messages that were lost so far."""
 
-    def wire(self, source: Hashable, target: Hashable) -> Wire:
+    def wire(self, source: Hashable, target: Hashable) -> NetworkWire:
         """Return the wire from one end to another one, to be given faults."""
-        return self._wires.setdefault((source, target), Wire())
+        return self._wires.setdefault((source, target), NetworkWire())
 
     def cut(self, one: Hashable, other: Hashable) -> None:
         """Lose everything between two ends, until `heal`."""
