@@ -329,16 +329,16 @@ class PDScheduler:
         if not sequence.emitted:
             sequence.first_token_s = self._clock.monotonic()
             if sequence.cached_tokens:
-                self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router)
+                self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.head.router)
             self._role.note_first_token(sequence)
             source = sequence.source or sequence
             if source.prompt_lines is not None:
-                self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router)
+                self._tokens.push_prompt(source.room, source.prompt_lines, sequence.head.router)
                 source.prompt_lines = None
         sequence.emitted.append(token)
         reason = sequence.finish_reason(token)
         if sequence.token_group == 1:
-            self._tokens.push(sequence.room, token, sequence.router, logprobs)
+            self._tokens.push(sequence.room, token, sequence.head.router, logprobs)
         elif not reason and self._is_group_due(sequence):
             self._ends.send_tokens(sequence)
         if self._trace.rooms:

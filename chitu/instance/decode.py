@@ -223,7 +223,7 @@ class DecodeManager:
         # A request for the logits row alone waits for Success, which follows at once with P's times and bytes. Prompt
         # logprobs come with Success, and leave with the first token.
         early = self._sequences.queue(SequenceState.LOGITS)
-        ready = [s for s in early if s.needs_kv and s.prompt_logprobs is None and not s.forks]
+        ready = [s for s in early if s.needs_kv and s.prompt_output.logprobs is None and not s.forks]
         ready += self._sequences.queue(SequenceState.LANDED)
         for sequence in ready:
             source = sequence.source or sequence

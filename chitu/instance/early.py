@@ -52,7 +52,7 @@ class EarlyAdmission:
 
     def _missing(self, sequence: Sequence) -> tuple[int, int]:
         """Return how many pages and aux slots the sequence lacks."""
-        pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
+        pages = self._cache.pages_wanted(sequence.keys, sequence.head.token_ids) - self._cache.num_available_pages
         return pages, 1 - self._resources.aux.num_free
 
     def _make_way(self, wanting: Sequence) -> None:

@@ -84,7 +84,7 @@ class PrefillManager:
         self._estimated_s = -math.inf
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.prompt_logprobs is not None or sequence.pooling == "mean":
+        if sequence.prompt_output.logprobs is not None or sequence.prompt_output.pooling == "mean":
             sequence.keys = None  # every position must be computed, none read from the cache
         self._estimate(sequence)
         self._sequences.add(sequence)
@@ -105,7 +105,7 @@ class PrefillManager:
     def _estimate(self, sequence: Sequence) -> None:
         """Set `known_tokens`. Takes constant time if the former value is still right: if a page is cached, so are all
         before it."""
-        size, keys, prompt = self._cache.page_size, sequence.keys, sequence.prompt
+        size, keys, prompt = self._cache.page_size, sequence.keys, sequence.head.token_ids
         if not self._cache.accepts(keys):
             sequence.known_tokens = 0
             return
@@ -144,9 +144,9 @@ class PrefillManager:
                     length,
                     sample=last and not leaves_row,
                     aux_slot=sequence.aux_slot if last and leaves_row else -1,
-                    logprobs=-1 if sequence.prompt_logprobs is None else sequence.prompt_logprobs,
-                    pooling=sequence.pooling if last or sequence.pooling == "mean" else "",
-                    pooled_ids=sequence.pooled_ids,
+                    logprobs=-1 if sequence.prompt_output.logprobs is None else sequence.prompt_output.logprobs,
+                    pooling=sequence.prompt_output.pooling if last or sequence.prompt_output.pooling == "mean" else "",
+                    pooled_ids=sequence.prompt_output.pooled_ids,
                 )
             )
         return chunks
@@ -181,10 +181,10 @@ class PrefillManager:
             if sequence.state not in OPEN_STATES:
                 continue
             if not self._resources.has_state:
-                self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
+                self._cache.commit(sequence.room, sequence.keys, sequence.head.token_ids, chunk.start + chunk.length)
             elif 0 < chunk.start == sequence.keep_at:
                 self._settle_state(sequence)
-            if sequence.prompt_logprobs is not None or sequence.pooling:
+            if sequence.prompt_output.logprobs is not None or sequence.prompt_output.pooling:
                 sequence.prompt_lines = (sequence.prompt_lines or b"") + prompt_logprobs.get(slot, b"")
             if chunk.is_last and sequence.state is SequenceState.INFLIGHT:
                 self._owner.on_computed(sequence)
@@ -197,7 +197,9 @@ class PrefillManager:
             self._trace.note_slot(sequence)
         if self._owner.leaves_row(sequence):
             sequence.aux_slot = self._resources.take_aux()
-        sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
+        sequence.kv_len = sequence.cached_tokens = self._cache.begin(
+            sequence.room, sequence.keys, sequence.head.token_ids
+        )
         self._take_state(sequence, plan)
         self._cache.reserve(sequence.room, sequence.prompt_len)
         self._sequences.hold_forks(sequence)
@@ -237,8 +239,8 @@ class PrefillManager:
             self._resources.states.settle(sequence.snapshot)
             sequence.snapshot = None
         keys, num_pages = sequence.keys, sequence.keep_at // self._cache.page_size
-        if keys is not None and self._resources.states.holds(keys.key_at(num_pages - 1, sequence.prompt)):
-            self._cache.commit(sequence.room, keys, sequence.prompt, sequence.keep_at)
+        if keys is not None and self._resources.states.holds(keys.key_at(num_pages - 1, sequence.head.token_ids)):
+            self._cache.commit(sequence.room, keys, sequence.head.token_ids, sequence.keep_at)
 
     # ---------------------------------------------------------------------------------------------------------- tiers
 
@@ -250,7 +252,7 @@ class PrefillManager:
         num_full = (sequence.prompt_len - 1) // self._cache.page_size
         first = sequence.cached_tokens // self._cache.page_size
         pages = self._cache.get_page_indices(sequence.room)
-        return self._tiers.load(keys.upto(num_full, sequence.prompt), first, pages[first:num_full])
+        return self._tiers.load(keys.upto(num_full, sequence.head.token_ids), first, pages[first:num_full])
 
     def _take_loaded(self, computing: list[Sequence], plan: StepPlan) -> None:
         """Start the sequences whose pages are loaded, or late, with the pages that have arrived."""
@@ -259,5 +261,5 @@ class PrefillManager:
                 sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
                 self._load.loaded_tokens += max(0, sequence.cached_tokens - max(sequence.kv_len, sequence.known_tokens))
                 sequence.kv_len, sequence.known_tokens, sequence.load = sequence.cached_tokens, 0, None
-                self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.kv_len)
+                self._cache.commit(sequence.room, sequence.keys, sequence.head.token_ids, sequence.kv_len)
                 admit(sequence, self._cache, plan)

@@ -76,7 +76,7 @@ class SchedulerTrace:
             traced.num_pages = self._cache.pages_for(sequence.prompt_len)
         num_known = traced.num_pages if traced.num_pages <= len(pages) else 0  # 0: its KV was in host memory
         traced.num_pages = len(pages)
-        last = emitted[-2] if len(emitted) > 1 else int.from_bytes(sequence.prompt[-4:], "little", signed=True)
+        last = emitted[-2] if len(emitted) > 1 else int.from_bytes(sequence.head.token_ids[-4:], "little", signed=True)
         self._tracer.add(
             sequence.room,
             TraceStep,

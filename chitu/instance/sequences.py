@@ -28,13 +28,15 @@ from chitu.kv_cache.tiers.pages import PageLoad
 from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.net.threads import Waker
 from chitu.protocol import (
+    NO_PROMPT_OUTPUT,
     DecodeRequest,
-    Pooled,
     PrefillRequest,
+    PromptOutput,
+    RequestHead,
+    SampledRequest,
     SamplingParams,
     SchedulerMessage,
     TransferSums,
-    UnifiedRequest,
 )
 from chitu.protocol.account import NO_TIMES, PrefillTimes, StageTimes
 
@@ -161,17 +163,12 @@ class Sequence:
     """One request on one instance, compared by identity. The sequence with the lowest `order` (see `queue_order`) comes
     first everywhere, and gives way last."""
 
-    room: bytes
-    request_id: str
+    head: RequestHead
+    """As it came, or for a fork, that of its prompt with its own room."""
     order: tuple[float, int]
     arrival_s: float
-    prompt: bytes
-    """Tokens to prefill, int32 LE: the client's prompt, then `num_continued` tokens of output."""
     sampling: SamplingParams | None = None
-    num_continued: int = 0
-    """Output tokens that another D emitted before it was lost; this one continues as if it had emitted them."""
-    router: int = 0
-    """Index of the router that sent the request."""
+    """None on P."""
     adapter: int = 0
     """As in `Admit`. Its pages hold K and V of this adapter alone."""
     prefill_rank: int = -1
@@ -207,13 +204,14 @@ class Sequence:
     """Emitted tokens that were sent, if they are sent in groups."""
     launched: int = 0
     """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
+    room: bytes = field(init=False)
+    """That of its head."""
+    prompt_len: int = field(init=False)
+    """Tokens in the head: the client's prompt, then `num_emitted` tokens of output."""
     max_new_tokens: int = field(init=False)
     """Most tokens to sample here; 0 on P."""
-    prompt_logprobs: int | None = None
-    """`SamplingParams.prompt_logprobs` of the request. P and unified instances compute them, D passes them on."""
-    pooling: Pooled = ""
-    """`SamplingParams.pooling` of the request."""
-    pooled_ids: tuple[int, ...] = ()
+    prompt_output: PromptOutput = NO_PROMPT_OUTPUT
+    """P and unified instances compute it, D passes it on."""
     prompt_lines: bytes | None = None
     """Packed logprobs of the prompt, or its pooled states, as far as they are known; None if none are, or none were
     requested."""
@@ -243,7 +241,9 @@ class Sequence:
     """Prompt that this sequence is, or was, a fork of."""
 
     def __post_init__(self) -> None:
-        self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
+        head, sampling = self.head, self.sampling
+        self.room, self.prompt_len = head.room, len(head.token_ids) // 4
+        self.max_new_tokens = 0 if sampling is None else sampling.max_tokens - head.num_emitted
 
     @property
     def is_open(self) -> bool:
@@ -251,13 +251,9 @@ class Sequence:
         return self.state in OPEN_STATES
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.prompt) // 4
-
-    @property
     def client_prompt_len(self) -> int:
-        """Number of tokens in the client's prompt; the rest of `prompt` counts as output."""
-        return self.prompt_len - self.num_continued
+        """Number of tokens in the client's prompt; the rest of the head's tokens counts as output."""
+        return self.prompt_len - self.head.num_emitted
 
     @property
     def from_peer(self) -> bool:
@@ -298,7 +294,7 @@ class Sequence:
 
     def token_ids(self) -> bytes:
         """Return prompt and output so far, int32 LE."""
-        return self.prompt + self.emitted.tobytes()
+        return self.head.token_ids + self.emitted.tobytes()
 
     def stage_times(self, now_s: float) -> StageTimes:
         """Return the times to report to the router when the request ends on D or a unified instance at `now_s`."""
@@ -409,7 +405,7 @@ class Resources:
         """Take a state slot for a sequence whose first `kv_len` tokens `cache.begin` has just found, and return the row
         of the snapshot that the plan must copy to it; -1 if the slot is that row."""
         assert sequence.keys is not None
-        key = sequence.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
+        key = sequence.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.head.token_ids)
         sequence.state_slot, source = self.states.take_after(key, self.states_wanted(sequence))
         return source
 
@@ -419,8 +415,8 @@ class Resources:
         keys = sequence.keys
         if not self.cache.accepts(keys):
             return None
-        key = keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
-        return self.states.add(key, stamp_of(sequence.prompt, sequence.kv_len))
+        key = keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.head.token_ids)
+        return self.states.add(key, stamp_of(sequence.head.token_ids, sequence.kv_len))
 
     def hold_forks(self, source: Sequence) -> None:
         """Reserve for each fork the page in which the prompt ends, a state row if the prompt has one, and a slot; the
@@ -447,7 +443,7 @@ class Resources:
         """Free at once all that a sequence holds. No step may be in flight. `is_offloaded`: the executor itself
         releases the slot after it has saved its pages."""
         if self.num_unread:
-            raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
+            raise Internal(f"pages are wanted back from {sequence.head.request_id} with a step in flight")
         self.free_now(sequence, is_offloaded)
 
     def when_read(self, action: Callable[[], None]) -> None:
@@ -602,6 +598,6 @@ class Inbox:
 
     def waiting(self) -> tuple[int, int]:
         """Return the number of requests not taken yet, and of their prompt tokens on P, cached or not. Any thread."""
-        new = [m for m in tuple(self._commands) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
+        new = [m for m in tuple(self._commands) if isinstance(m, (PrefillRequest, SampledRequest))]
         count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
-        return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))
+        return count, sum(len(m.head.token_ids) // 4 for m in new if not isinstance(m, DecodeRequest))

@@ -98,9 +98,9 @@ class StepFaults:
             text = f"{self._name} computed logits of this request that are not finite (NaN or infinite)"
             logger.error(
                 "request %s: logits behind %d tokens are not finite: damaged weights, an overflow, or a broken device",
-                sequence.request_id,
+                sequence.head.request_id,
                 sequence.kv_len,
-                extra=about(sequence.request_id),
+                extra=about(sequence.head.request_id),
             )
             self._ends.fail(sequence, StepFailed(text))
 
@@ -174,9 +174,9 @@ class StepFaults:
         for sequence, its_error in outcome.raised:
             logger.error(
                 "request %s alone raises the error",
-                sequence.request_id,
+                sequence.head.request_id,
                 exc_info=its_error,
-                extra=about(sequence.request_id),
+                extra=about(sequence.head.request_id),
             )
             text = f"{self._name} cannot compute this request ({type(its_error).__name__})"
             self._ends.fail(sequence, StepFailed(text))

@@ -11,6 +11,7 @@ from cluster_process import DEADLINES, INFO, REQUEST_TIMEOUT_S, LateProcess, Pro
 from pd_world import mixed
 from support.executors import expected_tokens
 from support.keyed_peer import KeyedPeer
+from support.requests import decode_request, prefill_request
 
 from chitu.config.schema import PDDisaggregationConfig, RetryConfig, RouterConfig
 from chitu.errors import ChituError, NoInstance, TransferFailed
@@ -20,13 +21,11 @@ from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     CancelRequest,
     ClusterView,
-    DecodeRequest,
     Finish,
     Heartbeat,
     InstanceInfo,
     LinkAck,
     LoadReport,
-    PrefillRequest,
     RequestFailed,
     RequestPortMessage,
     SamplingParams,
@@ -133,11 +132,11 @@ class ClusterWorld(Cluster):
         self.requests[room] = asked
         name = f"r{self._num_rooms}"
         if lost != 2:
-            half = DecodeRequest(room, name, tokens, sampling, prefill.rank, prefill.incarnation)
+            half = decode_request(room, name, tokens, sampling, prefill.rank, prefill.incarnation)
             self.orders.append((decode.incarnation, half))
         if lost != 1:
             self.orders.append(
-                (prefill.incarnation, PrefillRequest(room, name, tokens, decode.rank, decode.incarnation))
+                (prefill.incarnation, prefill_request(room, name, tokens, decode.rank, decode.incarnation))
             )
         return asked
 
@@ -324,9 +323,9 @@ class RoutedWorld(Cluster):
         received = self._reading(process).received
         if isinstance(message, LinkAck):
             process.tokens.take_ack(message)
-        elif received.take(message.link, message.number, message.num_kept):
+        elif received.take(message.stamp):
             if not isinstance(message, CancelRequest):
-                half = process.incarnation, message.room
+                half = process.incarnation, message.head.room
                 assert half not in self.handed_over, "a request came twice"
                 self.handed_over.add(half)
             process.submit(message)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -41,15 +42,7 @@ from chitu.instance.sequences import SequenceState as S
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.net.fair_share import NoPlace, Places, Turns
-from chitu.protocol import (
-    MAX_PRIORITY,
-    CancelRequest,
-    DecodeRequest,
-    PrefillRequest,
-    SamplingParams,
-    UnifiedRequest,
-    pack_i32,
-)
+from chitu.protocol import MAX_PRIORITY, CancelRequest, RequestHead, SamplingParams, pack_i32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a request on its instance, checked as a graph; and its queue is always that of its state.
@@ -74,7 +67,7 @@ ROADS: dict[S, tuple[E, ...]] = {
 
 def one(number: int, forks: int = 0) -> Sequence:
     room = number.to_bytes(16, "big")
-    sequence = Sequence(room, f"r{number}", number, 0.0, pack_i32(range(6)), SamplingParams(4))
+    sequence = Sequence(RequestHead(room, f"r{number}", pack_i32(range(6))), number, 0.0, SamplingParams(4))
     sequence.forks = [one(number * 100 + fork) for fork in range(1, forks + 1)]
     for fork in sequence.forks:
         fork.source = sequence
@@ -167,11 +160,9 @@ def sequence(
     order: int, prompt_len: int = 10, max_tokens: int = 6, kv_len: int = 0, announced: bool = True
 ) -> Sequence:
     return Sequence(
-        order.to_bytes(16, "big"),
-        f"r{order}",
+        RequestHead(order.to_bytes(16, "big"), f"r{order}", pack_i32(range(prompt_len))),
         order,
         0.0,
-        pack_i32(range(prompt_len)),
         SamplingParams(max_tokens),
         kv_len=kv_len,
         announced=announced,
@@ -345,11 +336,11 @@ class Clients:
         self.count += 1
         room, prompt, sampling = room_of(self.count), pack_i32(range(16)), SamplingParams(12, ignore_eos=True)
         self.instance.scheduler.submit(
-            PrefillRequest(room, "r", prompt, 0, 1, priority=priority)
+            prefill_request(room, "r", prompt, 0, 1, priority=priority)
             if self.role == "prefill"
-            else DecodeRequest(room, "r", prompt, sampling, 0, 1, priority=priority)
+            else decode_request(room, "r", prompt, sampling, 0, 1, priority=priority)
             if self.role == "decode"
-            else UnifiedRequest(room, "r", prompt, sampling, priority=priority)
+            else unified_request(room, "r", prompt, sampling, priority=priority)
         )
         return room
 
@@ -396,7 +387,7 @@ def test_a_dozen_clients_ahead_of_another_do_not_starve_it(role: str, priority: 
 def test_the_youngest_is_retracted_first_unless_a_priority_decides_and_an_old_one_is_not_for_urgent_ones() -> None:
     def running(number: int, arrival_s: float, priority: int) -> Sequence:
         order = queue_order(arrival_s, number, priority, MOST_S)
-        return Sequence(room_of(number), "r", order, arrival_s, pack_i32([1]), SamplingParams(4))
+        return Sequence(RequestHead(room_of(number), "r", pack_i32([1])), order, arrival_s, SamplingParams(4))
 
     old, young, urgent = running(1, 0.0, 0), running(2, 3 * MOST_S, 0), running(3, 3 * MOST_S, -MAX_PRIORITY)
     for needy, available in ((3, 0), (3, 1), (3, 2)):

@@ -385,7 +385,7 @@ class SimulatedInstance:
         if isinstance(message, LinkAck):
             self.tokens.take_ack(message)
             self.wake()
-        elif self._received.take(message.link, message.number, message.num_kept):
+        elif self._received.take(message.stamp):
             self.scheduler.submit(message)
 
     def on_frame(self, room: bytes, payload: bytes) -> None:
