@@ -55,7 +55,7 @@ from chitu.http.sampling_fields import (
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.http.translation import Translation, text_of_parts
 from chitu.net.http import Scope, header
-from chitu.protocol import NO_OPTIONS, Grammar, Reasoning, RequestOptions, SamplingParams, pack_i32
+from chitu.protocol import Grammar, Reasoning, RequestOptions, SamplingParams, pack_i32
 from chitu.router.costs import NO_SLO, SLO
 
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
@@ -107,7 +107,7 @@ class ParsedRequest(msgspec.Struct):
     options: OutputOptions
     timeout_s: float | None = None
     """Timeout that the client set."""
-    asked: RequestOptions = NO_OPTIONS
+    asked: RequestOptions = RequestOptions()
     """What its instances are told beside tokens and sampling."""
     slo: SLO = NO_SLO
     plan: MessagePlan | None = None

@@ -35,8 +35,12 @@ from chitu.instance.roles import InstanceRole
 from chitu.instance.sequences import (
     OPEN_STATES,
     SEQUENCE_AWAITS,
+    Holdings,
+    Output,
+    PromptProgress,
     Sequence,
     SequenceState,
+    SequenceTimes,
     StepCommand,
     queue_order,
 )
@@ -48,12 +52,12 @@ from chitu.protocol import (
     MAX_LOGPROBS,
     MAX_POOLED_IDS,
     MAX_SAMPLING_ENTRIES,
-    NO_PROMPT_OUTPUT,
     CancelRequest,
     DecodeRequest,
     Finish,
     Fork,
     PrefillRequest,
+    PromptOutput,
     RequestFailed,
     RequestMessage,
     SampledRequest,
@@ -126,12 +130,12 @@ class RequestEnds:
 
     def send_tokens(self, sequence: Sequence) -> None:
         """Send the tokens of a request with a `token_group` that were not sent yet."""
-        tokens = sequence.emitted[sequence.num_sent :].tolist()
-        sequence.num_sent = len(sequence.emitted)
+        tokens = sequence.emitted[sequence.output.num_sent :].tolist()
+        sequence.output.num_sent = len(sequence.emitted)
         self._tokens.push_group(sequence.room, tokens, sequence.head.router)
 
     def _report(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
-        if sequence.token_group > 1 and sequence.emitted:
+        if sequence.output.group > 1 and sequence.emitted:
             self.send_tokens(sequence)
         self._tokens.finish(
             Finish(
@@ -139,10 +143,10 @@ class RequestEnds:
                 reason,
                 error.code if error else "",
                 error.message if error else "",
-                sequence.kv_bytes,
-                sequence.stage_times(self._clock.monotonic()),
+                sequence.output.kv_bytes,
+                sequence.times.stages(self._clock.monotonic()),
                 self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
-                sequence.transfer_sums,
+                sequence.output.transfer_sums,
             ),
             sequence.head.router,
         )
@@ -204,15 +208,16 @@ class RequestEnds:
         now_s = self._clock.monotonic()
         oldest_s = now_s - self._settings.deadlines.queue_s - self._frozen_s
         for sequence in self._sequences.queue(SequenceState.WAITING):
-            if sequence.arrival_s < oldest_s:
+            arrival_s = sequence.times.arrival_s
+            if arrival_s < oldest_s:
                 what = SEQUENCE_AWAITS[sequence.state]
-                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
             oldest_s = now_s - self._settings.request_timeout_s - self._frozen_s
-            for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
+            for sequence in [s for s in self._sequences.open if s.times.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
-                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.times.arrival_s, what)))
 
     def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
         return waited_text(self._settings.name, waited_s, sequence.state, what)
@@ -267,9 +272,10 @@ class RequestArrivals:
         self._cache.flush()
         self._core.engine.tiers.flush()
         for sequence in self._sequences.queue(SequenceState.COMPUTING):
-            if sequence.load is not None:
-                sequence.load.stop()
-                sequence.load = PageLoad.none()
+            holds = sequence.holds
+            if holds.load is not None:
+                holds.load.stop()
+                holds.load = PageLoad.none()
 
     def _take_request(self, message: RequestMessage) -> None:
         self._admit(message)
@@ -367,7 +373,7 @@ class RequestArrivals:
         arrival_s = self._core.clock.monotonic()
         most_s = PRIORITY_SHARE * self._core.settings.deadlines.queue_s
         sampling = message.sampling if isinstance(message, SampledRequest) else None
-        output = message.sampling.prompt_output if isinstance(message, SampledRequest) else message.output
+        asked = message.sampling.prompt_output if isinstance(message, SampledRequest) else message.output
         stop_ids: frozenset[int] = frozenset()
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
@@ -376,15 +382,15 @@ class RequestArrivals:
         sequence = Sequence(
             head,
             queue_order(arrival_s, self._count, options.priority, most_s),
-            arrival_s,
+            SequenceTimes(arrival_s),
             sampling,
-            adapter=adapter,
-            prompt_output=NO_PROMPT_OUTPUT if head.num_emitted else output,
-            stop_ids=stop_ids,
-            keys=self._cache.page_keys(salt, adapter_hash) if salt is not None else None,
+            adapter,
+            stop_ids,
+            prompt=PromptProgress(PromptOutput() if head.num_emitted else asked),
+            holds=Holdings(None if salt is None else self._cache.page_keys(salt, adapter_hash)),
         )
         if isinstance(message, SampledRequest):
-            sequence.token_group = message.token_group
+            sequence.output.group = message.token_group
             sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
         return sequence
 
@@ -392,11 +398,11 @@ class RequestArrivals:
         return Sequence(
             msgspec.structs.replace(source.head, room=fork.room, request_id=fork.request_id),
             source.order,
-            source.arrival_s,
+            SequenceTimes(source.times.arrival_s),
             msgspec.structs.replace(sampling, seed=fork.seed),
-            adapter=source.adapter,
-            token_group=source.token_group,
-            stop_ids=source.stop_ids,
+            source.adapter,
+            source.stop_ids,
+            output=Output(group=source.output.group),
             source=source,
         )
 
@@ -404,12 +410,12 @@ class RequestArrivals:
         """Return why a request can never run here, or not behind those already waiting; None if it can."""
         if not sequence.head.token_ids or len(sequence.head.token_ids) % 4:
             return InvalidRequest("the prompt has no tokens")
-        output = sequence.prompt_output
+        asked = sequence.prompt.asked
         wrong = _wrong_ids("the prompt", np.frombuffer(sequence.head.token_ids, "<i4"), self._info.vocab_size)
-        wrong = wrong or _wrong_logprobs(output.logprobs)
-        wrong = wrong or _wrong_ids("pooled_ids", output.pooled_ids[:MAX_POOLED_IDS], self._info.vocab_size)
-        if len(output.pooled_ids) > MAX_POOLED_IDS:
-            wrong = f"{len(output.pooled_ids)} pooled ids; at most {MAX_POOLED_IDS} are accepted"
+        wrong = wrong or _wrong_logprobs(asked.logprobs)
+        wrong = wrong or _wrong_ids("pooled_ids", asked.pooled_ids[:MAX_POOLED_IDS], self._info.vocab_size)
+        if len(asked.pooled_ids) > MAX_POOLED_IDS:
+            wrong = f"{len(asked.pooled_ids)} pooled ids; at most {MAX_POOLED_IDS} are accepted"
         if sequence.sampling is not None:
             wrong = wrong or wrong_sampling(sequence.sampling, self._info.vocab_size)
         if wrong:
@@ -419,7 +425,7 @@ class RequestArrivals:
             if not isinstance(found, CompiledGrammar):
                 return found or InvalidRequest("this instance follows no grammars")
             for each in (sequence, *sequence.forks):
-                each.grammar = found
+                each.output.grammar = found
         if not 0 <= sequence.head.num_emitted < sequence.prompt_len:
             return InvalidRequest(f"{sequence.head.num_emitted} of {sequence.prompt_len} tokens are marked as output")
         if sequence.sampling is not None and sequence.head.num_emitted >= sequence.sampling.max_tokens:

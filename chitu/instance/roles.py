@@ -168,7 +168,7 @@ class PrefillRole(InstanceRole):
         if sequence is None:
             return
         if event.kind is TransferEventKind.ANNOUNCED:
-            sequence.announced = True
+            sequence.prompt.announced = True
             return
         if event.kind is TransferEventKind.SUCCESS and self._core.trace.rooms and sequence.is_open:
             self._core.trace.note_end(sequence, "sent")
@@ -182,8 +182,8 @@ class PrefillRole(InstanceRole):
 
     def on_computed(self, sequence: Sequence) -> None:
         """Send the logits row and the state row of a prompt (`PromptOwner`)."""
-        is_uncached = not self._core.engine.cache.accepts(sequence.keys)
-        rows = sequence.aux_slot, sequence.prompt_lines, sequence.state_slot
+        is_uncached = not self._core.engine.cache.accepts(sequence.holds.keys)
+        rows = sequence.holds.aux_slot, sequence.prompt.lines, sequence.holds.state_slot
         self._sender.feed.send_rows(sequence.room, *rows, is_uncached)
 
 
@@ -208,10 +208,10 @@ class DecodeRole(InstanceRole):
     def arrive(self, sequence: Sequence, message: RequestMessage) -> None:
         if isinstance(message, DecodeRequest):
             logger.info(log.PROCESSING_DECODE, message.head.request_id, extra=log.about(message.head.request_id))
-            sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
+            sequence.prompt.peer = message.prefill_rank, message.prefill_incarnation
             self._sequences.add(sequence)
         else:
-            sequence.announced = True
+            sequence.prompt.announced = True
             self._prefill.add(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
@@ -228,8 +228,8 @@ class DecodeRole(InstanceRole):
     def note_first_token(self, sequence: Sequence) -> None:
         if sequence.from_peer:
             return
-        since_s = sequence.computing_since_s
-        sequence.prefill_times = PrefillTimes.of(sequence.arrival_s, since_s, sequence.first_token_s)
+        times = sequence.times
+        times.prefill = PrefillTimes.of(times.arrival_s, times.computing_since_s, times.first_token_s)
         if self._core.trace.rooms:
             self._core.trace.note_computed(sequence)
 
@@ -263,7 +263,7 @@ class DecodeRole(InstanceRole):
         if sequence is None:
             return
         if event.kind is TransferEventKind.LOGITS_READY:
-            sequence.cached_tokens = event.cached_tokens
+            sequence.prompt.cached_tokens = event.cached_tokens
             self._sequences.take(sequence, SequenceEvent.ROW_HERE)
         elif event.kind is TransferEventKind.SUCCESS:
             self._take_kv(sequence, event)
@@ -297,10 +297,10 @@ class DecodeRole(InstanceRole):
         may_start = self._decode.open_admission(computing)
         for sequence in sorted(waiting, key=lambda s: s.order):
             if not sequence.needs_kv and sequence.from_peer:
-                sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
+                sequence.holds.keys = None  # its pages will hold no KV: nothing to find or to cache
             to_compute = 0 if sequence.from_peer else 1
             num_pages = self._cache.pages_for(sequence.prompt_len)
-            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.head.token_ids, to_compute)
+            num_shared = num_pages - self._cache.pages_wanted(sequence.holds.keys, sequence.head.token_ids, to_compute)
             takes_kv = sequence.needs_kv or not sequence.from_peer
             num_states = self._resources.states_wanted(sequence) if takes_kv else 0
             takes_row = sequence.from_peer or sequence.forks
@@ -315,30 +315,29 @@ class DecodeRole(InstanceRole):
 
     def _announce(self, sequence: Sequence, num_pages: int, num_states: int) -> None:
         """Reserve pages and announce them to P."""
-        assert self._receiver is not None
+        assert self._receiver is not None and sequence.prompt.peer is not None
         if not sequence.forks:
             self._resources.slots.take(sequence)
-        sequence.aux_slot = self._resources.take_aux()
+        sequence.holds.aux_slot = self._resources.take_aux()
         if num_states:
             self._resources.take_state(sequence)
-        known = self._cache.begin(sequence.room, sequence.keys, sequence.head.token_ids, to_compute=0)
+        known = self._cache.begin(sequence.room, sequence.holds.keys, sequence.head.token_ids, to_compute=0)
         self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
         self._sequences.hold_forks(sequence)
         sequence.capacity_tokens = num_pages * self._cache.page_size
         self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
-        sequence.announced_s = self._core.clock.monotonic()
+        sequence.times.announced_s = self._core.clock.monotonic()
         self.load.admissions += len(sequence.choices)
         self._receiver.announce(
             sequence.room,
             sequence.head.request_id,
             self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
-            sequence.aux_slot,
+            sequence.holds.aux_slot,
             sequence.prompt_len,
-            sequence.prefill_rank,
-            sequence.prefill_incarnation,
+            *sequence.prompt.peer,
             known // self._cache.page_size,
             sequence.sampling is not None and sequence.sampling.page_sums,
-            sequence.state_slot,
+            sequence.holds.state_slot,
             digest_of(sequence.head.token_ids) if num_states else 0,
         )
 
@@ -346,13 +345,16 @@ class DecodeRole(InstanceRole):
         now_s = self._core.clock.monotonic()
         if self._core.trace.rooms and sequence.is_open:
             self._core.trace.note_restored(sequence, event, now_s)
-        sequence.kv_bytes, sequence.prefill_times, sequence.kv_landed_s = event.kv_bytes, event.times, now_s
-        sequence.prompt_lines, sequence.transfer_sums = event.prompt_logprobs, event.sums
+        sequence.times.prefill, sequence.times.kv_landed_s = event.times, now_s
+        sequence.output.kv_bytes, sequence.output.transfer_sums = event.kv_bytes, event.sums
+        sequence.prompt.lines = event.prompt_logprobs
         if event.is_uncached:
-            sequence.keys = None
+            sequence.holds.keys = None
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
-        self._cache.commit(sequence.room, sequence.keys, sequence.head.token_ids, sequence.prompt_len, is_copy=True)
+        self._cache.commit(
+            sequence.room, sequence.holds.keys, sequence.head.token_ids, sequence.prompt_len, is_copy=True
+        )
         if sequence.state is SequenceState.CLOSING:
             self._sequences.free(sequence)
         elif sequence.forks:

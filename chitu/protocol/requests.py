@@ -50,9 +50,6 @@ class PromptOutput(Wire, frozen=True):
     """At most MAX_POOLED_IDS."""
 
 
-NO_PROMPT_OUTPUT = PromptOutput()
-
-
 class SamplingParams(Wire, frozen=True):
     """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
 
@@ -104,8 +101,6 @@ class SamplingParams(Wire, frozen=True):
     @property
     def prompt_output(self) -> PromptOutput:
         """The part of it that concerns whoever computes the prompt."""
-        if self.prompt_logprobs is None and not self.pooling and not self.pooled_ids:
-            return NO_PROMPT_OUTPUT
         return PromptOutput(self.prompt_logprobs, self.pooling, self.pooled_ids)
 
 
@@ -128,9 +123,6 @@ class RequestOptions(Wire, frozen=True):
     """Name of the LoRA adapter that computes with the model; empty: the model alone."""
 
 
-NO_OPTIONS = RequestOptions()
-
-
 class RequestHead(Wire, frozen=True):
     """What all instances of an attempt are told of its request."""
 
@@ -146,7 +138,7 @@ class RequestHead(Wire, frozen=True):
     """Index of the router that asks, in `router.hosts`: its tokens go there, and it ends with that router."""
     weights: int = 0
     """`Weights.number` of the instances when they were chosen: one that has others by now refuses."""
-    options: RequestOptions = NO_OPTIONS
+    options: RequestOptions = RequestOptions()
 
 
 class LinkStamp(Wire, frozen=True, array_like=True):
@@ -160,18 +152,15 @@ class LinkStamp(Wire, frozen=True, array_like=True):
     """How many messages before this one the sender can send again; older ones were acknowledged or given up."""
 
 
-NO_STAMP = LinkStamp()
-
-
 class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """P's half: run the prompt, send KV and the first logits row to the D that announces the room."""
 
     head: RequestHead
     decode_rank: int
     decode_incarnation: int
-    output: PromptOutput = NO_PROMPT_OUTPUT
+    output: PromptOutput = PromptOutput()
     """It travels with Success; none if output of another D follows the prompt."""
-    stamp: LinkStamp = NO_STAMP
+    stamp: LinkStamp = LinkStamp()
 
 
 class Fork(Wire, frozen=True, array_like=True):
@@ -195,7 +184,7 @@ class SampledRequest(Wire, frozen=True):
     token_group: int = 1
     """Most tokens that may wait for each other, because nobody reads them one by one. The first token, the last ones
     and those before an error never wait."""
-    stamp: LinkStamp = NO_STAMP
+    stamp: LinkStamp = LinkStamp()
 
 
 class DecodeRequest(SampledRequest, frozen=True, kw_only=True, tag="decode_request"):
@@ -213,7 +202,7 @@ class CancelRequest(Wire, frozen=True, tag="cancel_request"):
     """The client is gone, or a stop string was found. Idempotent; an unknown room is ignored."""
 
     room: bytes
-    stamp: LinkStamp = NO_STAMP
+    stamp: LinkStamp = LinkStamp()
 
 
 class LinkAck(Wire, frozen=True, tag="link_ack"):

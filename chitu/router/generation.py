@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from chitu.errors import (
     ChituError,
 )
-from chitu.protocol import NO_OPTIONS, Finish, Fork, RequestOptions, SamplingParams
+from chitu.protocol import Finish, Fork, RequestOptions, SamplingParams
 from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.costs import NO_SLO, SLO
 from chitu.router.policies import InstanceKey, Target
@@ -118,7 +118,7 @@ class GenerateRequest(Struct):
     """Tokens that end the output: the request's stop ids, and eos unless it is ignored."""
     timeout_s: float | None = None
     """The client's own timeout, if it has one; `router.request_timeout_s` is the upper bound."""
-    options: RequestOptions = NO_OPTIONS
+    options: RequestOptions = RequestOptions()
     """What its instances are told of it beside its tokens and the sampling."""
     tenant: str = ""
     """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""

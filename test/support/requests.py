@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from chitu.protocol import (
-    NO_PROMPT_OUTPUT,
     DecodeRequest,
     Fork,
     LinkStamp,
@@ -54,7 +53,7 @@ def prefill_request(
     decode_rank: int = 0,
     decode_incarnation: int = 1,
     *,
-    output: PromptOutput = NO_PROMPT_OUTPUT,
+    output: PromptOutput = PromptOutput(),
     **fields: Any,
 ) -> PrefillRequest:
     return PrefillRequest(head_of(room, request_id, token_ids, **fields), decode_rank, decode_incarnation, output)

@@ -77,10 +77,10 @@ class TimedWire(Wire):
             source, target = self.computed.pop(room), self.announced[room]
             sequence = self.prefill.scheduler._sequences.get(room)
             assert sequence is not None
-            since_s = sequence.computing_since_s
-            times = PrefillTimes(since_s - sequence.arrival_s, self.prefill.clock.monotonic() - since_s)
+            since_s = sequence.times.computing_since_s
+            times = PrefillTimes(since_s - sequence.times.arrival_s, self.prefill.clock.monotonic() - since_s)
             self.decode.executor.aux_row(target)[:] = self.prefill.executor.aux_row(source)
-            cached_tokens = sequence.cached_tokens
+            cached_tokens = sequence.prompt.cached_tokens
             self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room, cached_tokens=cached_tokens))
             self.events_d.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, times=times))
             self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))

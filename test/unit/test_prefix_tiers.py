@@ -256,7 +256,7 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     ask(1, prompt)
     instance.step()
     speculating = instance.scheduler._sequences.of(SequenceState.COMPUTING)[room_of(1)]
-    load = speculating.load
+    load = speculating.holds.load
     assert load is not None
     if is_loaded:
         instance.pump()
@@ -275,7 +275,7 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     while room_of(1) not in wire.computed:
         instance.pump()
         instance.step()
-    assert speculating.cached_tokens == 40
+    assert speculating.prompt.cached_tokens == 40
     finish(1)
     instance.run()
     instance.check_empty()
@@ -315,7 +315,7 @@ def test_speculation_that_gave_way_computed_and_ends_while_it_loads_releases_no_
     finish(2)
     instance.step()
     again = instance.scheduler._sequences.of(SequenceState.COMPUTING)[room_of(1)]
-    assert again.load is not None and again.slot >= 0
+    assert again.holds.load is not None and again.slot >= 0
     finish(1)
     ask(3, 9, is_announced=True)
     compute(3)

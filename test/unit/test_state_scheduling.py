@@ -27,7 +27,7 @@ def sequences_of(instance: Instance) -> list[Sequence]:
 
 def check_rows(instance: Instance) -> None:
     """Check that free rows, used rows and those of snapshots are all rows, and that no two requests have one."""
-    held = [s.state_slot for s in sequences_of(instance) if s.state_slot >= 0]
+    held = [s.holds.state_slot for s in sequences_of(instance) if s.holds.state_slot >= 0]
     states, load = instance.states, instance.scheduler.load
     assert len(held) == len(set(held)) and sorted(held) == sorted(states._used)
     assert states.num_free + len(held) == states.num_slots == load.states_total
@@ -129,7 +129,7 @@ def test_p_computes_nothing_before_d_has_a_row_for_it() -> None:
     decode.scheduler.step()
     for _ in range(5):
         prefill.scheduler.step()
-    assert [s.room for s in sequences_of(prefill) if s.state_slot >= 0] == [room_of(0)]
+    assert [s.room for s in sequences_of(prefill) if s.holds.state_slot >= 0] == [room_of(0)]
     run(prefill, decode, wire=wire)
 
 

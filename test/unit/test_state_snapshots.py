@@ -450,12 +450,12 @@ def test_a_snapshot_whose_stamp_is_not_of_the_prompt_is_not_used(fault: str, mon
 
     def keep_state(self: Resources, sequence: Sequence) -> Snapshot | None:
         if fault == "of another prompt":
-            key = sequence.keys.key_at(sequence.kv_len // PAGE_SIZE - 1, sequence.head.token_ids)  # type: ignore[union-attr]
+            key = sequence.holds.keys.key_at(sequence.kv_len // PAGE_SIZE - 1, sequence.head.token_ids)  # type: ignore[union-attr]
             return self.states.add(key, StateStamp(sequence.kv_len, digest_of(pack_i32([5] * sequence.kv_len))))
         place = sequence.kv_len // PAGE_SIZE + (-2 if fault == "a page early" else 0)
         if place * PAGE_SIZE + PAGE_SIZE > sequence.prompt_len:
             return right(self, sequence)
-        key = sequence.keys.key_at(place, sequence.head.token_ids)  # type: ignore[union-attr]
+        key = sequence.holds.keys.key_at(place, sequence.head.token_ids)  # type: ignore[union-attr]
         return self.states.add(key, stamp_of(sequence.head.token_ids, sequence.kv_len))
 
     monkeypatch.setattr(Resources, "keep_state", keep_state)
