@@ -40,7 +40,7 @@ from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.launch.local import LocalCluster
 from chitu.pd_scheduler import PDScheduler
-from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import RequestHead, SamplingParams, UnifiedRequest, pack_i32
 from chitu.tools.bench.report import publish
 from chitu.tools.bench.token_times import comparison, streamed_tokens, token_times_s
 from chitu.types import new_room
@@ -170,7 +170,9 @@ class StepLoop:
         """Return the CPU seconds of one prompt, including its one output token."""
         start_s, computed_s = time.thread_time(), self._executor.cpu_s
         for prompt in prompts:
-            self._scheduler.submit(UnifiedRequest(new_room(), "r", prompt, SamplingParams(1, ignore_eos=True)))
+            self._scheduler.submit(
+                UnifiedRequest(RequestHead(new_room(), "r", prompt), SamplingParams(1, ignore_eos=True))
+            )
         while not self._scheduler.is_idle:
             self._scheduler.step()
         return (time.thread_time() - start_s - (self._executor.cpu_s - computed_s)) / len(prompts)

@@ -29,7 +29,7 @@ from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.net.sockets import bind, connect
 from chitu.pd_scheduler import PDScheduler
-from chitu.protocol import SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
+from chitu.protocol import RequestHead, SamplingParams, UnifiedRequest, encode, pack_i32, scheduler_codec, token_codec
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.types import new_room
 
@@ -90,7 +90,8 @@ def measure(running: int, overlap: bool) -> tuple[float, float, float, int]:
     scheduler = PDScheduler(core, DecodeRole(core))
     prompt = pack_i32(array("i", range(PROMPT_TOKENS)))
     for index in range(running):
-        request = UnifiedRequest(new_room(), f"r{index}", prompt, SamplingParams(OUTPUT_TOKENS, ignore_eos=True))
+        head = RequestHead(new_room(), f"r{index}", prompt)
+        request = UnifiedRequest(head, SamplingParams(OUTPUT_TOKENS, ignore_eos=True))
         message = scheduler_codec.decode(encode(request))
         assert isinstance(message, UnifiedRequest)
         scheduler.submit(message)

@@ -184,7 +184,7 @@ class PDScheduler:
         self._cache.use_fingerprint(fingerprint)
         if not self.is_done:
             for sequence in self._sequences.open:
-                if sequence.num_sent < len(sequence.emitted) and sequence.token_group > 1:
+                if sequence.output.num_sent < len(sequence.emitted) and sequence.output.group > 1:
                     self._ends.send_tokens(sequence)
             self._tokens.flush(self._clock.monotonic())  # what was computed so far is still of the old ones
             self._tokens.note_weights(weights.model_hash)
@@ -327,18 +327,18 @@ class PDScheduler:
 
     def _emit(self, sequence: Sequence, token: int, logprobs: bytes | None) -> None:
         if not sequence.emitted:
-            sequence.first_token_s = self._clock.monotonic()
-            if sequence.cached_tokens:
-                self._tokens.note_cached(sequence.room, sequence.cached_tokens, sequence.router)
+            sequence.times.first_token_s = self._clock.monotonic()
+            if sequence.prompt.cached_tokens:
+                self._tokens.note_cached(sequence.room, sequence.prompt.cached_tokens, sequence.head.router)
             self._role.note_first_token(sequence)
             source = sequence.source or sequence
-            if source.prompt_lines is not None:
-                self._tokens.push_prompt(source.room, source.prompt_lines, sequence.router)
-                source.prompt_lines = None
+            if source.prompt.lines is not None:
+                self._tokens.push_prompt(source.room, source.prompt.lines, sequence.head.router)
+                source.prompt.lines = None
         sequence.emitted.append(token)
         reason = sequence.finish_reason(token)
-        if sequence.token_group == 1:
-            self._tokens.push(sequence.room, token, sequence.router, logprobs)
+        if sequence.output.group == 1:
+            self._tokens.push(sequence.room, token, sequence.head.router, logprobs)
         elif not reason and self._is_group_due(sequence):
             self._ends.send_tokens(sequence)
         if self._trace.rooms:
@@ -350,8 +350,8 @@ class PDScheduler:
     def _is_group_due(self, sequence: Sequence) -> bool:
         """Return whether tokens may wait no longer. Those of all requests leave in the same steps, so that few steps
         send a message."""
-        num_emitted, most = len(sequence.emitted), sequence.token_group
-        return num_emitted == 1 or not self._load.steps % most or num_emitted - sequence.num_sent >= most
+        num_emitted, most = len(sequence.emitted), sequence.output.group
+        return num_emitted == 1 or not self._load.steps % most or num_emitted - sequence.output.num_sent >= most
 
     # ------------------------------------------------------------------------------------------------------- transfers
 

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 
+import msgspec
+
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, NoInstance, RequestCancelled
@@ -150,12 +152,13 @@ class GenerationRoutes:
             timeout_s = client_timeout_s(scope)
             running.trace = self._router.trace.level(header(scope, b"x-chitu-trace"))
             parsed = await self._bodies.parse(route, raw, exchange)
-            if parsed.priority < 0:
-                self._require_priority(scope, parsed.priority)
+            if parsed.asked.priority < 0:
+                self._require_priority(scope, parsed.asked.priority)
             self._require_open()  # again: a large body or a grammar takes time
             created_s = int(time.time())
             if is_batch:
-                parsed.priority = parsed.priority or MAX_PRIORITY
+                priority = parsed.asked.priority or MAX_PRIORITY
+                parsed.asked = msgspec.structs.replace(parsed.asked, priority=priority)
                 exchange.release_body()
             elif self.keeps and not parsed.why_not_kept:  # its body counts as being read until it is over
                 running.origin = Origin(request_id, route, raw, parsed, created_s)
@@ -166,14 +169,14 @@ class GenerationRoutes:
             parsed.timeout_s = timeout_s
             if parsed.warnings:
                 exchange.headers.append(warning_header(parsed.warnings))
-            if parsed.cache_salt is not None:
-                parsed.cache_salt = running.tenant + parsed.cache_salt
+            salt = None if parsed.asked.cache_salt is None else running.tenant + parsed.asked.cache_salt
+            parsed.asked = msgspec.structs.replace(parsed.asked, cache_salt=salt, trace=running.trace)
             if exchange.is_client_gone:
                 raise ClientGone
             exchange.call_when_gone(partial(self.running.end, running))
             await self._start(parsed, request_id, running, exchange)
             if parsed.pooled is not None:
-                name = parsed.adapter or self._model.name
+                name = parsed.asked.adapter or self._model.name
                 whole = PooledFormat(route, request_id, created_s, name, parsed.pooled)
                 await self._collect(exchange, parsed, running, whole)
                 return
@@ -238,7 +241,7 @@ class GenerationRoutes:
             "http.request.method": scope["method"],
             "http.route": scope["path"],
             "http.response.status_code": 200 if failed is None else failed.http_status,
-            "gen_ai.request.model": next((c.generation.request.adapter for c in running.choices), "")
+            "gen_ai.request.model": next((c.generation.request.options.adapter for c in running.choices), "")
             or self._model.name,
             "gen_ai.usage.input_tokens": sum(prompts.values()),
             "chitu.request_id": request_id,
@@ -276,12 +279,9 @@ class GenerationRoutes:
                     request_id if total == 1 else f"{request_id}-{len(choices) + i}",
                     *(prompt.token_ids, prompt.num_tokens, with_seed(sampling, i), per_token, ends),
                     timeout_s=parsed.timeout_s,
-                    cache_salt=parsed.cache_salt,
-                    adapter=parsed.adapter,
-                    priority=parsed.priority,
+                    options=parsed.asked,
                     slo=parsed.slo,
                     tenant=running.tenant,
-                    trace=running.trace,
                 )
                 for i in range(options.n)
             ]
@@ -378,7 +378,7 @@ class GenerationRoutes:
         return write(exchange, parsed, running, form)
 
     def format_of(self, route: BodyRoute, parsed: ParsedRequest, request_id: str, created_s: int) -> AnswerFormat:
-        name = parsed.adapter or self._model.name
+        name = parsed.asked.adapter or self._model.name
         if route == "messages":
             return MessagesFormat(request_id, name, parsed.fills_context)
         if route == "responses":

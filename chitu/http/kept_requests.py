@@ -321,7 +321,7 @@ class KeptRequests:
             expires_s=now_s + self._folder.config.max_age_s,
             left_s=max(0.001, generation.deadline_s - self._clock.monotonic()),
             model_hash=layout.model_hash,
-            adapter_hash=layout.adapter_hash(origin.parsed.adapter),
+            adapter_hash=layout.adapter_hash(origin.parsed.asked.adapter),
             dtype=layout.dtype,
             prompt_token_ids=unpack_i32(choice.prompt.token_ids).tolist(),
             sampling=ReceiptSampling(**msgspec.structs.asdict(sampling)),
@@ -410,7 +410,7 @@ class KeptRequests:
             raise NoInstance(self._router.candidates.why_unusable())
         if parsed.why_not_kept:
             raise InvalidRequest(f"{parsed.why_not_kept}: such a request is not kept")
-        self._require_priority(record.tenant, parsed.priority)
+        self._require_priority(record.tenant, parsed.asked.priority)
         ids, sampling = record.prompt_token_ids, record.sampling
         if len(ids) + sampling.max_tokens > limits.max_model_len or not ids:
             raise InvalidRequest(f"{len(ids)} + {sampling.max_tokens} tokens; {limits.max_model_len} are served here")
@@ -423,11 +423,12 @@ class KeptRequests:
             raise InvalidRequest(
                 "sampling: the body of the kept request has different sampling parameters on this router"
             )
-        if self._model.layout is None or self._model.layout.adapter_hash(parsed.adapter) != record.adapter_hash:
-            raise InvalidRequest(f"model: the kept request began with another LoRA adapter {parsed.adapter!r}")
+        if self._model.layout is None or self._model.layout.adapter_hash(parsed.asked.adapter) != record.adapter_hash:
+            raise InvalidRequest(f"model: the kept request began with another LoRA adapter {parsed.asked.adapter!r}")
         parsed.prompts[0].token_ids, parsed.prompts[0].num_tokens = pack_i32(ids), len(ids)
-        if parsed.cache_salt is not None:
-            parsed.cache_salt = record.tenant + parsed.cache_salt
+        if parsed.asked.cache_salt is not None:
+            salt = record.tenant + parsed.asked.cache_salt
+            parsed.asked = msgspec.structs.replace(parsed.asked, cache_salt=salt)
         request = GenerateRequest(
             request_id=record.request_id,
             token_ids=parsed.prompts[0].token_ids,
@@ -435,11 +436,9 @@ class KeptRequests:
             sampling=parsed.samplings[0],
             stop_ids=self._model.ends_of(parsed.samplings[0]),
             timeout_s=record.left_s,
-            cache_salt=parsed.cache_salt,
-            priority=parsed.priority,
+            options=parsed.asked,
             slo=parsed.slo,
             tenant=record.tenant,
-            adapter=parsed.adapter,
         )
         answer = RunningAnswer(record.tenant, self._clock.monotonic())
         each = TakenUp(record, parsed, request, self._routes.decoder_of(parsed, sampling), answer)

@@ -55,7 +55,7 @@ from chitu.http.sampling_fields import (
 from chitu.http.served_model import ModelLimits, ServedModel, output_limit
 from chitu.http.translation import Translation, text_of_parts
 from chitu.net.http import Scope, header
-from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
+from chitu.protocol import Grammar, Reasoning, RequestOptions, SamplingParams, pack_i32
 from chitu.router.costs import NO_SLO, SLO
 
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
@@ -107,11 +107,8 @@ class ParsedRequest(msgspec.Struct):
     options: OutputOptions
     timeout_s: float | None = None
     """Timeout that the client set."""
-    cache_salt: str | None = ""
-    """None: the request neither uses nor leaves cached pages."""
-    adapter: str = ""
-    """Name of the LoRA adapter; empty: the model alone."""
-    priority: int = 0
+    asked: RequestOptions = RequestOptions()
+    """What its instances are told beside tokens and sampling."""
     slo: SLO = NO_SLO
     plan: MessagePlan | None = None
     """How the text of a chat's choices is parsed; None: all of it is content."""
@@ -217,7 +214,7 @@ class BodyParser:
         parsed = self._parsed(
             body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
         )
-        parsed.adapter = adapter
+        parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)
         return parsed
 
     def chat(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
@@ -329,7 +326,7 @@ class BodyParser:
             plan = plan._replace(reasoning=None, is_reasoning=False)
         parsed.plan = plan
         parsed.call_schemas = tuple(schemas)
-        parsed.adapter = adapter
+        parsed.asked = msgspec.structs.replace(parsed.asked, adapter=adapter)
         return parsed
 
     def _parsed(
@@ -397,8 +394,9 @@ class BodyParser:
             prompts,
             samplings,
             options,
-            cache_salt=None if body.cache_prompt is False else body.cache_salt or "",
-            priority=body.priority or 0,
+            asked=RequestOptions(
+                cache_salt=None if body.cache_prompt is False else body.cache_salt or "", priority=body.priority or 0
+            ),
             slo=NO_SLO if body.slo is None else SLO(body.slo.ttft_s, body.slo.tpot_s),
             is_chat=default_tokens is None,
             warnings=warnings,

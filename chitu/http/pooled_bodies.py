@@ -18,7 +18,7 @@ from chitu.http.pooled_answers import PooledAnswer
 from chitu.http.sampling_fields import MAX_ANSWER_BYTES, OutputOptions
 from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.models.pooling import Pooling
-from chitu.protocol import SamplingParams, pack_i32
+from chitu.protocol import RequestOptions, SamplingParams, pack_i32
 
 FLOAT_BYTES = 24
 """JSON of one number of an embedding, at most."""
@@ -156,9 +156,8 @@ def _parsed(
         *(pooling.mode, counts, model.hidden_size, pooling.normalizes, dimensions, is_base64, pairs, pooling.is_sigmoid)
     )
     options = msgspec.structs.replace(PLAIN)
-    parsed = ParsedRequest(prompts, [sampling] * len(prompts), options, adapter=adapter, pooled=answer)
-    parsed.cache_salt, parsed.priority = body.cache_salt or "", body.priority or 0
-    return parsed
+    asked = RequestOptions(body.cache_salt or "", body.priority or 0, adapter=adapter)
+    return ParsedRequest(prompts, [sampling] * len(prompts), options, asked=asked, pooled=answer)
 
 
 def _ids(

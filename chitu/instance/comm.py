@@ -295,7 +295,7 @@ class CommLoop:
                 message = scheduler_codec.decode(frame)
                 if isinstance(message, LinkAck):
                     owner.on_link_ack(message)
-                elif self.received.take(message.link, message.number, message.num_kept):
+                elif self.received.take(message.stamp):
                     if self.tracer is not None:
                         self._trace_request(self.tracer, message, frame)
                     owner.on_request(message)
@@ -313,7 +313,7 @@ class CommLoop:
 
     def _trace_request(self, tracer: Tracer, message: SchedulerMessage, frame: bytes) -> None:
         if not isinstance(message, CancelRequest):
-            if message.trace:
+            if message.head.options.trace:
                 tracer.begin(message, frame)
         elif tracer.rooms:
             tracer.frame(message.room, "received", "request", frame)

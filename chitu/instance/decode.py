@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import attrgetter
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -97,7 +98,7 @@ def victims_for_growth(
 
 def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> None:
     """Put the sequence into its slot, with its pages and the KV that they hold."""
-    sequence.admitted = True
+    sequence.holds.admitted = True
     plan.admit.append(
         Admit(
             sequence.slot,
@@ -106,7 +107,7 @@ def admit(sequence: Sequence, cache: PagedKVCacheManager, plan: StepPlan) -> Non
             sequence.kv_len,
             tuple(cache.get_page_indices(sequence.room)),
             sequence.sampling,
-            state_slot=sequence.state_slot,
+            state_slot=sequence.holds.state_slot,
             adapter=sequence.adapter,
         )
     )
@@ -196,8 +197,8 @@ class DecodeManager:
 
     def _retract(self, sequence: Sequence, plan: StepPlan) -> None:
         """Move the sequence's KV to host memory. No token is lost: all that were launched have been read."""
-        sequence.offload_key = next(self._offload_keys)
-        plan.offload.append(Offload(sequence.slot, sequence.offload_key))
+        sequence.holds.offload_key = next(self._offload_keys)
+        plan.offload.append(Offload(sequence.slot, sequence.holds.offload_key))
         self._resources.vacate(sequence, is_offloaded=True)
         self._sequences.take(sequence, SequenceEvent.RETRACT)
         self._load.retractions += 1
@@ -216,14 +217,14 @@ class DecodeManager:
             self._cache.reserve(sequence.room, sequence.kv_len + 1)
             sequence.capacity_tokens = num_pages * self._cache.page_size
             admit(sequence, self._cache, plan)
-            plan.restore.append(Restore(sequence.slot, sequence.offload_key))
+            plan.restore.append(Restore(sequence.slot, sequence.holds.offload_key))
             self._sequences.take(sequence, SequenceEvent.RESUME)
 
     def _sample_first_tokens(self, plan: StepPlan) -> list[Sequence]:
         # A request for the logits row alone waits for Success, which follows at once with P's times and bytes. Prompt
         # logprobs come with Success, and leave with the first token.
         early = self._sequences.queue(SequenceState.LOGITS)
-        ready = [s for s in early if s.needs_kv and s.prompt_logprobs is None and not s.forks]
+        ready = [s for s in early if s.needs_kv and s.prompt.asked.logprobs is None and not s.forks]
         ready += self._sequences.queue(SequenceState.LANDED)
         for sequence in ready:
             source = sequence.source or sequence
@@ -233,9 +234,9 @@ class DecodeManager:
                 last = sequence.prompt_len // self._cache.page_size
                 pages = [self._cache.get_page_indices(each.room)[last] for each in (source, sequence)]
                 plan.copy.append(CopyPage(sequence.slot, *pages))
-            if source is not sequence and sequence.state_slot >= 0:
-                plan.copy_state.append(CopyState(sequence.slot, source.state_slot))
-            plan.first_tokens.append(FirstToken(sequence.slot, source.aux_slot))
+            if source is not sequence and sequence.holds.state_slot >= 0:
+                plan.copy_state.append(CopyState(sequence.slot, source.holds.state_slot))
+            plan.first_tokens.append(FirstToken(sequence.slot, source.holds.aux_slot))
         return ready
 
     def fork(self, source: Sequence) -> None:
@@ -247,12 +248,12 @@ class DecodeManager:
                 self._slots.take(fork)
             self._cache.fork(fork.room, source.room, source.prompt_len)
             fork.capacity_tokens = len(self._cache.get_page_indices(fork.room)) * self._cache.page_size
-            fork.keys = None if source.keys is None else source.keys.copy()
-            fork.cached_tokens, fork.prefill_times = source.cached_tokens, source.prefill_times
-            fork.computing_since_s, fork.announced_s = source.computing_since_s, source.announced_s
-            fork.kv_landed_s = source.kv_landed_s
+            fork.holds.keys = None if source.holds.keys is None else source.holds.keys.copy()
+            fork.prompt.cached_tokens = source.prompt.cached_tokens
+            fork.times = replace(source.times)
             self._sequences.take(fork, SequenceEvent.KV_HERE)
-        source.forks[0].kv_bytes, source.forks[0].transfer_sums = source.kv_bytes, source.transfer_sums
+        first, moved = source.forks[0].output, source.output
+        first.kv_bytes, first.transfer_sums = moved.kv_bytes, moved.transfer_sums
 
     def _leave_source(self, fork: Sequence) -> None:
         """Detach a fork that has started or ended from its prompt; free the prompt after its last fork."""
@@ -287,7 +288,7 @@ class DecodeManager:
         if sequence.state is SequenceState.RUNNING and not self._resources.has_state:
             # K and V of the newest token are missing or being computed.
             num_settled = sequence.prompt_len + len(sequence.emitted) - 1
-            self._cache.commit(sequence.room, sequence.keys, sequence.token_ids(), num_settled)
+            self._cache.commit(sequence.room, sequence.holds.keys, sequence.token_ids(), num_settled)
         self._end(sequence)
 
     def _end(self, sequence: Sequence) -> None:

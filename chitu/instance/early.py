@@ -20,7 +20,7 @@ def victims_for_announced(
     """Return the unannounced holders of pages, youngest first, that must give way so that an announced request fits.
     Return [] if none must, or if all together hold too little. `coming_back` is as in `victims_for_growth`."""
     victims: list[Sequence] = []
-    for sequence in sorted((s for s in holders if not s.announced), key=lambda s: s.order, reverse=True):
+    for sequence in sorted((s for s in holders if not s.prompt.announced), key=lambda s: s.order, reverse=True):
         if pages_wanted <= 0 and aux_wanted <= 0:
             break
         victims.append(sequence)
@@ -42,17 +42,17 @@ class EarlyAdmission:
         """Return whether pages, the rows and an executor slot are free; the sequence must start then. An announced
         request may take those of early ones, but not before the step in flight is read."""
         self.needs_read = False
-        if self._resources.has_state and not (sequence.announced and self._resources.states.num_free):
+        if self._resources.has_state and not (sequence.prompt.announced and self._resources.states.num_free):
             return False
         pages, aux = self._missing(sequence)
-        if (pages > 0 or aux > 0) and sequence.announced:
+        if (pages > 0 or aux > 0) and sequence.prompt.announced:
             self._make_way(sequence)
             pages, aux = self._missing(sequence)
         return pages <= 0 and aux <= 0 and self._resources.slots.num_free > 0
 
     def _missing(self, sequence: Sequence) -> tuple[int, int]:
         """Return how many pages and aux slots the sequence lacks."""
-        pages = self._cache.pages_wanted(sequence.keys, sequence.prompt) - self._cache.num_available_pages
+        pages = self._cache.pages_wanted(sequence.holds.keys, sequence.head.token_ids) - self._cache.num_available_pages
         return pages, 1 - self._resources.aux.num_free
 
     def _make_way(self, wanting: Sequence) -> None:
@@ -64,7 +64,7 @@ class EarlyAdmission:
         for sequence in victims:
             if not self._sender.feed.reset(sequence.room):
                 continue  # it was announced just now, so it is urgent, too
-            sequence.stop_load()
+            sequence.holds.stop_load()
             self._resources.vacate(sequence)
-            sequence.kv_len, sequence.prompt_lines = 0, None
+            sequence.kv_len, sequence.prompt.lines = 0, None
             self._sequences.take(sequence, SequenceEvent.GIVE_WAY)

@@ -116,7 +116,7 @@ class InstanceLoad:
         self.snapshot = LoadReport(
             waiting=waiting,
             held_by_prefill=waiting if self._is_held_by_prefill else 0,
-            unannounced=sum(s.state is S.WAITING and not s.announced for s in to_compute),
+            unannounced=sum(s.state is S.WAITING and not s.prompt.announced for s in to_compute),
             transferring=sequences.num_choices(S.INFLIGHT, S.TRANSFER, S.LOGITS, S.STARTED, S.LANDED),
             landed=sequences.num_choices(S.LANDED),
             running=computing + len(sequences.of(S.RUNNING)),
@@ -169,7 +169,7 @@ class PrefillLoad(InstanceLoad):
     def _is_held_by_decoding(self) -> bool:
         """Return whether D has no room for most of the computed prompts."""
         computed = self._sequences.of(S.INFLIGHT).values()
-        return 2 * sum([sequence.announced for sequence in computed]) < len(computed)
+        return 2 * sum([sequence.prompt.announced for sequence in computed]) < len(computed)
 
     @property
     def _num_tokens(self) -> int:

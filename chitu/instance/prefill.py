@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 def by_urgency(waiting: Iterable[Sequence]) -> list[Sequence]:
     """Return the sequences, announced before unannounced, each group by `Sequence.order`."""
-    return sorted(waiting, key=lambda s: (not s.announced, s.order))
+    return sorted(waiting, key=lambda s: (not s.prompt.announced, s.order))
 
 
 def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_size: int) -> list[Chunk]:
@@ -44,11 +44,11 @@ def select_chunks(computing: Iterable[Sequence], max_batched_tokens: int, chunk_
     for sequence in by_urgency(computing):
         if budget == 0:
             break
-        if sequence.load is not None:
+        if sequence.holds.load is not None:
             continue
         length = min(sequence.remaining_prompt, chunk_size, budget)
-        if sequence.kv_len < sequence.keep_at:
-            length = min(length, sequence.keep_at - sequence.kv_len)
+        if sequence.kv_len < sequence.prompt.keep_at:
+            length = min(length, sequence.prompt.keep_at - sequence.kv_len)
         chunks.append(Chunk(sequence, sequence.kv_len, length))
         budget -= length
     return chunks
@@ -84,8 +84,9 @@ class PrefillManager:
         self._estimated_s = -math.inf
 
     def add(self, sequence: Sequence) -> None:
-        if sequence.prompt_logprobs is not None or sequence.pooling == "mean":
-            sequence.keys = None  # every position must be computed, none read from the cache
+        asked = sequence.prompt.asked
+        if asked.logprobs is not None or asked.pooling == "mean":
+            sequence.holds.keys = None  # every position must be computed, none read from the cache
         self._estimate(sequence)
         self._sequences.add(sequence)
 
@@ -105,19 +106,19 @@ class PrefillManager:
     def _estimate(self, sequence: Sequence) -> None:
         """Set `known_tokens`. Takes constant time if the former value is still right: if a page is cached, so are all
         before it."""
-        size, keys, prompt = self._cache.page_size, sequence.keys, sequence.prompt
+        size, keys, prompt = self._cache.page_size, sequence.holds.keys, sequence.head.token_ids
         if not self._cache.accepts(keys):
-            sequence.known_tokens = 0
+            sequence.prompt.known_tokens = 0
             return
         if self._resources.has_state:
-            sequence.known_tokens = self._cache.known_tokens(keys, prompt)
+            sequence.prompt.known_tokens = self._cache.known_tokens(keys, prompt)
             return
-        most, count = (sequence.prompt_len - 1) // size, sequence.known_tokens // size
+        most, count = (sequence.prompt_len - 1) // size, sequence.prompt.known_tokens // size
         if count and not self._holds(keys.key_at(count - 1, prompt)):
             count = 0
         while count < most and self._holds(keys.key_at(count, prompt)):
             count += 1
-        sequence.known_tokens = count * size
+        sequence.prompt.known_tokens = count * size
 
     def _holds(self, key: bytes) -> bool:
         return self._cache.holds(key) or self._tiers.holds(key)
@@ -131,11 +132,11 @@ class PrefillManager:
         chunks = select_chunks(computing, most_tokens, self._config.chunk_size)
         self._planned_s = self._clock.monotonic()
         for sequence, start, length in chunks:
-            if start == sequence.cached_tokens:
-                sequence.computing_since_s = self._planned_s
-            if 0 < start == sequence.keep_at:
+            if start == sequence.prompt.cached_tokens:
+                sequence.times.computing_since_s = self._planned_s
+            if 0 < start == sequence.prompt.keep_at:
                 self._keep_state(sequence, plan)
-            last = start + length == sequence.prompt_len
+            last, asked = start + length == sequence.prompt_len, sequence.prompt.asked
             leaves_row = self._owner.leaves_row(sequence)
             plan.prefill.append(
                 PrefillChunk(
@@ -143,10 +144,10 @@ class PrefillManager:
                     start,
                     length,
                     sample=last and not leaves_row,
-                    aux_slot=sequence.aux_slot if last and leaves_row else -1,
-                    logprobs=-1 if sequence.prompt_logprobs is None else sequence.prompt_logprobs,
-                    pooling=sequence.pooling if last or sequence.pooling == "mean" else "",
-                    pooled_ids=sequence.pooled_ids,
+                    aux_slot=sequence.holds.aux_slot if last and leaves_row else -1,
+                    logprobs=-1 if asked.logprobs is None else asked.logprobs,
+                    pooling=asked.pooling if last or asked.pooling == "mean" else "",
+                    pooled_ids=asked.pooled_ids,
                 )
             )
         return chunks
@@ -162,7 +163,7 @@ class PrefillManager:
             sequence.kv_len += chunk.length
             if sequence.remaining_prompt:
                 continue
-            self._load.note_prompt(sequence.prompt_len, sequence.cached_tokens)
+            self._load.note_prompt(sequence.prompt_len, sequence.prompt.cached_tokens)
             if self._owner.leaves_row(sequence):
                 self._resources.free_slot(sequence)
                 self._sequences.take(sequence, SequenceEvent.COMPUTED)
@@ -177,15 +178,15 @@ class PrefillManager:
             seconds = self._clock.monotonic() - self._unread_s.popleft()
             self._tiers.note_prefill(sum(chunk.length for chunk in chunks), seconds)
         for chunk, slot in zip(chunks, slots, strict=True):
-            sequence = chunk.sequence
+            sequence, prompt = chunk.sequence, chunk.sequence.prompt
             if sequence.state not in OPEN_STATES:
                 continue
             if not self._resources.has_state:
-                self._cache.commit(sequence.room, sequence.keys, sequence.prompt, chunk.start + chunk.length)
-            elif 0 < chunk.start == sequence.keep_at:
+                self._commit(sequence, chunk.start + chunk.length)
+            elif 0 < chunk.start == prompt.keep_at:
                 self._settle_state(sequence)
-            if sequence.prompt_logprobs is not None or sequence.pooling:
-                sequence.prompt_lines = (sequence.prompt_lines or b"") + prompt_logprobs.get(slot, b"")
+            if prompt.asked.logprobs is not None or prompt.asked.pooling:
+                prompt.lines = (prompt.lines or b"") + prompt_logprobs.get(slot, b"")
             if chunk.is_last and sequence.state is SequenceState.INFLIGHT:
                 self._owner.on_computed(sequence)
 
@@ -196,8 +197,10 @@ class PrefillManager:
         if self._trace.rooms:
             self._trace.note_slot(sequence)
         if self._owner.leaves_row(sequence):
-            sequence.aux_slot = self._resources.take_aux()
-        sequence.kv_len = sequence.cached_tokens = self._cache.begin(sequence.room, sequence.keys, sequence.prompt)
+            sequence.holds.aux_slot = self._resources.take_aux()
+        sequence.kv_len = sequence.prompt.cached_tokens = self._cache.begin(
+            sequence.room, sequence.holds.keys, sequence.head.token_ids
+        )
         self._take_state(sequence, plan)
         self._cache.reserve(sequence.room, sequence.prompt_len)
         self._sequences.hold_forks(sequence)
@@ -205,9 +208,9 @@ class PrefillManager:
         sequence.capacity_tokens = len(pages) * self._cache.page_size
         self._sequences.take(sequence, SequenceEvent.ADMIT)
         self._load.admissions += len(sequence.choices)
-        sequence.load = self._load_pages(sequence)
-        if sequence.load is None:
-            sequence.known_tokens = 0  # it was an estimate, and `kv_len` is exact
+        sequence.holds.load = self._load_pages(sequence)
+        if sequence.holds.load is None:
+            sequence.prompt.known_tokens = 0  # it was an estimate, and `kv_len` is exact
             admit(sequence, self._cache, plan)
 
     # ------------------------------------------------------------------------------------------------ recurrent states
@@ -222,42 +225,47 @@ class PrefillManager:
         elif (source := self._resources.go_on_from_state(sequence)) >= 0:
             plan.copy_state.append(CopyState(sequence.slot, source))
         border = (sequence.prompt_len - 1) // self._cache.page_size * self._cache.page_size
-        sequence.keep_at = border if self._cache.accepts(sequence.keys) and border > sequence.kv_len else 0
+        sequence.prompt.keep_at = border if self._cache.accepts(sequence.holds.keys) and border > sequence.kv_len else 0
 
     def _keep_state(self, sequence: Sequence, plan: StepPlan) -> None:
         """Have the plan copy the state before its next chunk, if a row is to spare."""
-        sequence.snapshot = self._resources.keep_state(sequence)
-        if sequence.snapshot is not None:
-            plan.keep_state.append(KeepState(sequence.slot, sequence.snapshot.row, sequence.kv_len))
+        snapshot = sequence.holds.snapshot = self._resources.keep_state(sequence)
+        if snapshot is not None:
+            plan.keep_state.append(KeepState(sequence.slot, snapshot.row, sequence.kv_len))
 
     def _settle_state(self, sequence: Sequence) -> None:
         """Let later prompts find the state of a prompt with its pages: the step that copied it is read. Pages that no
         state continues are of no use, and not cached."""
-        if sequence.snapshot is not None:
-            self._resources.states.settle(sequence.snapshot)
-            sequence.snapshot = None
-        keys, num_pages = sequence.keys, sequence.keep_at // self._cache.page_size
-        if keys is not None and self._resources.states.holds(keys.key_at(num_pages - 1, sequence.prompt)):
-            self._cache.commit(sequence.room, keys, sequence.prompt, sequence.keep_at)
+        if sequence.holds.snapshot is not None:
+            self._resources.states.settle(sequence.holds.snapshot)
+            sequence.holds.snapshot = None
+        keys, num_pages = sequence.holds.keys, sequence.prompt.keep_at // self._cache.page_size
+        if keys is not None and self._resources.states.holds(keys.key_at(num_pages - 1, sequence.head.token_ids)):
+            self._commit(sequence, sequence.prompt.keep_at)
+
+    def _commit(self, sequence: Sequence, num_tokens: int) -> None:
+        """Cache the full pages of so many tokens of a prompt for later ones."""
+        self._cache.commit(sequence.room, sequence.holds.keys, sequence.head.token_ids, num_tokens)
 
     # ---------------------------------------------------------------------------------------------------------- tiers
 
     def _load_pages(self, sequence: Sequence) -> PageLoad | None:
         """Load what the tiers hold of the prompt beyond the pages cached here. The last token is always computed."""
-        keys = sequence.keys
+        keys = sequence.holds.keys
         if not self._cache.accepts(keys):
             return None
         num_full = (sequence.prompt_len - 1) // self._cache.page_size
-        first = sequence.cached_tokens // self._cache.page_size
+        first = sequence.prompt.cached_tokens // self._cache.page_size
         pages = self._cache.get_page_indices(sequence.room)
-        return self._tiers.load(keys.upto(num_full, sequence.prompt), first, pages[first:num_full])
+        return self._tiers.load(keys.upto(num_full, sequence.head.token_ids), first, pages[first:num_full])
 
     def _take_loaded(self, computing: list[Sequence], plan: StepPlan) -> None:
         """Start the sequences whose pages are loaded, or late, with the pages that have arrived."""
         for sequence in computing:
-            if sequence.load is not None and (sequence.load.is_done or self._clock.monotonic() >= sequence.load.end_s):
-                sequence.cached_tokens += sequence.load.stop() * self._cache.page_size
-                self._load.loaded_tokens += max(0, sequence.cached_tokens - max(sequence.kv_len, sequence.known_tokens))
-                sequence.kv_len, sequence.known_tokens, sequence.load = sequence.cached_tokens, 0, None
-                self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.kv_len)
+            prompt, load = sequence.prompt, sequence.holds.load
+            if load is not None and (load.is_done or self._clock.monotonic() >= load.end_s):
+                prompt.cached_tokens += load.stop() * self._cache.page_size
+                self._load.loaded_tokens += max(0, prompt.cached_tokens - max(sequence.kv_len, prompt.known_tokens))
+                sequence.kv_len, prompt.known_tokens, sequence.holds.load = prompt.cached_tokens, 0, None
+                self._commit(sequence, sequence.kv_len)
                 admit(sequence, self._cache, plan)

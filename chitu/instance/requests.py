@@ -35,8 +35,12 @@ from chitu.instance.roles import InstanceRole
 from chitu.instance.sequences import (
     OPEN_STATES,
     SEQUENCE_AWAITS,
+    Holdings,
+    Output,
+    PromptProgress,
     Sequence,
     SequenceState,
+    SequenceTimes,
     StepCommand,
     queue_order,
 )
@@ -53,7 +57,10 @@ from chitu.protocol import (
     Finish,
     Fork,
     PrefillRequest,
+    PromptOutput,
     RequestFailed,
+    RequestMessage,
+    SampledRequest,
     SamplingParams,
     UnifiedRequest,
 )
@@ -113,7 +120,9 @@ class RequestEnds:
         if sequence is None:
             return
         if sequence.sampling is not None:
-            logger.warning("request %s failed: %s", sequence.request_id, error, extra=about(sequence.request_id))
+            logger.warning(
+                "request %s failed: %s", sequence.head.request_id, error, extra=about(sequence.head.request_id)
+            )
         elif isinstance(error, RequestCancelled):
             self._note_end(sequence, "error", error)
             return
@@ -121,12 +130,12 @@ class RequestEnds:
 
     def send_tokens(self, sequence: Sequence) -> None:
         """Send the tokens of a request with a `token_group` that were not sent yet."""
-        tokens = sequence.emitted[sequence.num_sent :].tolist()
-        sequence.num_sent = len(sequence.emitted)
-        self._tokens.push_group(sequence.room, tokens, sequence.router)
+        tokens = sequence.emitted[sequence.output.num_sent :].tolist()
+        sequence.output.num_sent = len(sequence.emitted)
+        self._tokens.push_group(sequence.room, tokens, sequence.head.router)
 
     def _report(self, sequence: Sequence, reason: str, error: ChituError | None) -> None:
-        if sequence.token_group > 1 and sequence.emitted:
+        if sequence.output.group > 1 and sequence.emitted:
             self.send_tokens(sequence)
         self._tokens.finish(
             Finish(
@@ -134,12 +143,12 @@ class RequestEnds:
                 reason,
                 error.code if error else "",
                 error.message if error else "",
-                sequence.kv_bytes,
-                sequence.stage_times(self._clock.monotonic()),
+                sequence.output.kv_bytes,
+                sequence.times.stages(self._clock.monotonic()),
                 self._finished_pages.sums_of(sequence) if self._finished_pages is not None and error is None else b"",
-                sequence.transfer_sums,
+                sequence.output.transfer_sums,
             ),
-            sequence.router,
+            sequence.head.router,
         )
         self._note_end(sequence, reason, error)
 
@@ -149,7 +158,9 @@ class RequestEnds:
 
     def fail(self, sequence: Sequence, error: ChituError) -> None:
         """End an open request with an error, and report it to the router."""
-        logger.warning("request %s failed: %s", sequence.request_id, error.message, extra=about(sequence.request_id))
+        logger.warning(
+            "request %s failed: %s", sequence.head.request_id, error.message, extra=about(sequence.head.request_id)
+        )
         choices = sequence.choices
         self.refuse(sequence, error)
         for each in choices:
@@ -174,7 +185,7 @@ class RequestEnds:
 
     def cancel_all(self, router: int) -> None:
         for sequence in self._sequences.open:
-            if sequence.router == router:
+            if sequence.head.router == router:
                 self.cancel(sequence.room)
         self._tokens.restart(router)
 
@@ -186,7 +197,7 @@ class RequestEnds:
     def end_without_router(self, router: int, silence_s: float) -> None:
         """End the requests of a router with an error. It may come back (a suspended process, a broken connection), and
         then receives these errors."""
-        for sequence in [each for each in self._sequences.open if each.router == router]:
+        for sequence in [each for each in self._sequences.open if each.head.router == router]:
             self.fail(sequence, self._role.lost(self._waited(sequence, silence_s, "a message of the router")))
 
     # ----------------------------------------------------------------------------------------------- ends by the clock
@@ -197,15 +208,16 @@ class RequestEnds:
         now_s = self._clock.monotonic()
         oldest_s = now_s - self._settings.deadlines.queue_s - self._frozen_s
         for sequence in self._sequences.queue(SequenceState.WAITING):
-            if sequence.arrival_s < oldest_s:
+            arrival_s = sequence.times.arrival_s
+            if arrival_s < oldest_s:
                 what = SEQUENCE_AWAITS[sequence.state]
-                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+                self.fail(sequence, QueueTimeout(self._waited(sequence, now_s - arrival_s, what)))
         if now_s >= self._next_expire_s:
             self._next_expire_s = now_s + 1.0
             oldest_s = now_s - self._settings.request_timeout_s - self._frozen_s
-            for sequence in [s for s in self._sequences.open if s.arrival_s < oldest_s]:
+            for sequence in [s for s in self._sequences.open if s.times.arrival_s < oldest_s]:
                 what = f"{SEQUENCE_AWAITS[sequence.state]} (router.request_timeout_s, from its arrival)"
-                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.arrival_s, what)))
+                self.fail(sequence, RequestTimeout(self._waited(sequence, now_s - sequence.times.arrival_s, what)))
 
     def _waited(self, sequence: Sequence, waited_s: float, what: str) -> str:
         return waited_text(self._settings.name, waited_s, sequence.state, what)
@@ -227,7 +239,7 @@ class RequestArrivals:
         """Number and hash of each LoRA adapter, by name."""
         self._adapters[""] = NO_ADAPTER
         self._count = 0
-        self._uncompiled: dict[bytes, DecodeRequest | UnifiedRequest] = {}
+        self._uncompiled: dict[bytes, SampledRequest] = {}
         """Requests whose grammar is being compiled, by room. They hold nothing yet."""
 
     def __len__(self) -> int:
@@ -242,8 +254,8 @@ class RequestArrivals:
             self._ends.cancel(command.room)
 
     def cancel_all(self, router: int) -> None:
-        for message in [message for message in self._uncompiled.values() if message.router == router]:
-            del self._uncompiled[message.room]
+        for message in [message for message in self._uncompiled.values() if message.head.router == router]:
+            del self._uncompiled[message.head.room]
             self._end_trace(message)
         self._ends.cancel_all(router)
 
@@ -260,40 +272,41 @@ class RequestArrivals:
         self._cache.flush()
         self._core.engine.tiers.flush()
         for sequence in self._sequences.queue(SequenceState.COMPUTING):
-            if sequence.load is not None:
-                sequence.load.stop()
-                sequence.load = PageLoad.none()
+            holds = sequence.holds
+            if holds.load is not None:
+                holds.load.stop()
+                holds.load = PageLoad.none()
 
-    def _take_request(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+    def _take_request(self, message: RequestMessage) -> None:
         self._admit(message)
-        if message.trace and message.room not in self._uncompiled:
+        if message.head.options.trace and message.head.room not in self._uncompiled:
             self._end_trace(message)
 
-    def _end_trace(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+    def _end_trace(self, message: RequestMessage) -> None:
         """End the traced rooms of a request of which no sequence was made; `Sequences` ends the others."""
         for room in _rooms_of(message):
             if room not in self._sequences:
                 self._core.trace.end(room)
 
-    def _admit(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+    def _admit(self, message: RequestMessage) -> None:
         rooms = _rooms_of(message)
         if len(set(rooms)) < len(rooms) or any(
             room in self._uncompiled or room in self._sequences for room in rooms
         ):  # not refused: the router knows rooms only, and would end the first request
-            logger.warning("duplicate request %s", message.request_id, extra=log.about(message.request_id))
-        elif isinstance(message, PrefillRequest) or (self._can_answer(message) and self._is_compiled(message)):
+            request_id = message.head.request_id
+            logger.warning("duplicate request %s", request_id, extra=log.about(request_id))
+        elif not isinstance(message, SampledRequest) or (self._can_answer(message) and self._is_compiled(message)):
             self._arrive(message)
 
-    def _can_answer(self, message: DecodeRequest | UnifiedRequest) -> bool:
+    def _can_answer(self, message: SampledRequest) -> bool:
         """Return whether tokens can be sent to the router that asks."""
-        if self._core.tokens.expect(message.router, message.link):
+        if self._core.tokens.expect(message.head.router, message.stamp.link):
             return True
-        logger.warning(
-            "ignored request %s: its link was replaced", message.request_id, extra=log.about(message.request_id)
-        )
+        request_id = message.head.request_id
+        logger.warning("ignored request %s: its link was replaced", request_id, extra=log.about(request_id))
         return False
 
-    def _is_compiled(self, message: DecodeRequest | UnifiedRequest) -> bool:
+    def _is_compiled(self, message: SampledRequest) -> bool:
         """Return whether the request's grammar is compiled. If not, compile it, then take the request again."""
         grammar, grammars = message.sampling.grammar, self._grammars
         if grammar is None or grammars is None or grammars.find(grammar) is not None:
@@ -303,8 +316,9 @@ class RequestArrivals:
         except ChituError as error:
             self._ends.refuse(self._sequence(message), error)
             return False
-        self._uncompiled[message.room] = message
-        future.add_done_callback(lambda _future: self._core.inbox.put(partial(self._take_compiled, message.room)))
+        room = message.head.room
+        self._uncompiled[room] = message
+        future.add_done_callback(lambda _future: self._core.inbox.put(partial(self._take_compiled, room)))
         return False
 
     def _take_compiled(self, room: bytes) -> None:
@@ -327,17 +341,17 @@ class RequestArrivals:
                 return True
         return False
 
-    def _arrive(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> None:
+    def _arrive(self, message: RequestMessage) -> None:
         """Make the request a sequence that waits, or refuse it, which is reported to the router."""
-        sequence = self._sequence(message)
+        sequence, head = self._sequence(message), message.head
         if not isinstance(message, self._role.takes):
             kind = _KINDS[type(message)].value
             self._ends.refuse(sequence, RoleChanged(f"this instance serves no {kind} requests"))
-        elif message.weights != self._weights.accepts:
-            self._ends.refuse(sequence, self._other_weights(message.weights))
-        elif message.adapter not in self._adapters:
+        elif head.weights != self._weights.accepts:
+            self._ends.refuse(sequence, self._other_weights(head.weights))
+        elif head.options.adapter not in self._adapters:
             known = ", ".join(name for name, _ in self._info.adapters) or "none"
-            text = f"this instance has no LoRA adapter {message.adapter!r} (model.adapters: {known})"
+            text = f"this instance has no LoRA adapter {head.options.adapter!r} (model.adapters: {known})"
             self._ends.refuse(sequence, InvalidRequest(text))
         elif refusal := self._refusal(sequence):
             self._ends.refuse(sequence, refusal)
@@ -353,63 +367,55 @@ class RequestArrivals:
 
     # ------------------------------------------------------------------------------------------ sequences and refusals
 
-    def _sequence(self, message: PrefillRequest | DecodeRequest | UnifiedRequest) -> Sequence:
+    def _sequence(self, message: RequestMessage) -> Sequence:
         self._count += 1
+        head, options = message.head, message.head.options
         arrival_s = self._core.clock.monotonic()
         most_s = PRIORITY_SHARE * self._core.settings.deadlines.queue_s
-        sampling = None if isinstance(message, PrefillRequest) else message.sampling
+        sampling = message.sampling if isinstance(message, SampledRequest) else None
+        asked = message.sampling.prompt_output if isinstance(message, SampledRequest) else message.output
         stop_ids: frozenset[int] = frozenset()
-        asks = message if isinstance(message, PrefillRequest) else message.sampling
-        num_emitted = 0 if isinstance(message, PrefillRequest) else message.num_emitted
-        prompt_logprobs = None if num_emitted else asks.prompt_logprobs
         if sampling is not None:
             stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eos)
-        adapter, adapter_hash = self._adapters.get(message.adapter, NO_ADAPTER)
+        adapter, adapter_hash = self._adapters.get(options.adapter, NO_ADAPTER)
+        salt = options.cache_salt
         sequence = Sequence(
-            message.room,
-            message.request_id,
-            queue_order(arrival_s, self._count, message.priority, most_s),
-            arrival_s,
-            message.token_ids,
+            head,
+            queue_order(arrival_s, self._count, options.priority, most_s),
+            SequenceTimes(arrival_s),
             sampling,
-            num_emitted,
-            message.router,
-            adapter=adapter,
-            prompt_logprobs=prompt_logprobs,
-            pooling="" if num_emitted else asks.pooling,
-            pooled_ids=asks.pooled_ids,
-            stop_ids=stop_ids,
-            keys=self._cache.page_keys(message.cache_salt, adapter_hash) if message.cache_salt is not None else None,
+            adapter,
+            stop_ids,
+            prompt=PromptProgress(PromptOutput() if head.num_emitted else asked),
+            holds=Holdings(None if salt is None else self._cache.page_keys(salt, adapter_hash)),
         )
-        if not isinstance(message, PrefillRequest):
-            sequence.token_group = message.token_group
+        if isinstance(message, SampledRequest):
+            sequence.output.group = message.token_group
             sequence.forks = [self._fork(sequence, message.sampling, fork) for fork in message.forks]
         return sequence
 
     def _fork(self, source: Sequence, sampling: SamplingParams, fork: Fork) -> Sequence:
         return Sequence(
-            fork.room,
-            fork.request_id,
+            msgspec.structs.replace(source.head, room=fork.room, request_id=fork.request_id),
             source.order,
-            source.arrival_s,
-            source.prompt,
+            SequenceTimes(source.times.arrival_s),
             msgspec.structs.replace(sampling, seed=fork.seed),
-            router=source.router,
-            adapter=source.adapter,
-            token_group=source.token_group,
-            stop_ids=source.stop_ids,
+            source.adapter,
+            source.stop_ids,
+            output=Output(group=source.output.group),
             source=source,
         )
 
     def _refusal(self, sequence: Sequence) -> ChituError | None:
         """Return why a request can never run here, or not behind those already waiting; None if it can."""
-        if not sequence.prompt or len(sequence.prompt) % 4:
+        if not sequence.head.token_ids or len(sequence.head.token_ids) % 4:
             return InvalidRequest("the prompt has no tokens")
-        wrong = _wrong_ids("the prompt", np.frombuffer(sequence.prompt, "<i4"), self._info.vocab_size)
-        wrong = wrong or _wrong_logprobs(sequence.prompt_logprobs)
-        wrong = wrong or _wrong_ids("pooled_ids", sequence.pooled_ids[:MAX_POOLED_IDS], self._info.vocab_size)
-        if len(sequence.pooled_ids) > MAX_POOLED_IDS:
-            wrong = f"{len(sequence.pooled_ids)} pooled ids; at most {MAX_POOLED_IDS} are accepted"
+        asked = sequence.prompt.asked
+        wrong = _wrong_ids("the prompt", np.frombuffer(sequence.head.token_ids, "<i4"), self._info.vocab_size)
+        wrong = wrong or _wrong_logprobs(asked.logprobs)
+        wrong = wrong or _wrong_ids("pooled_ids", asked.pooled_ids[:MAX_POOLED_IDS], self._info.vocab_size)
+        if len(asked.pooled_ids) > MAX_POOLED_IDS:
+            wrong = f"{len(asked.pooled_ids)} pooled ids; at most {MAX_POOLED_IDS} are accepted"
         if sequence.sampling is not None:
             wrong = wrong or wrong_sampling(sequence.sampling, self._info.vocab_size)
         if wrong:
@@ -419,15 +425,15 @@ class RequestArrivals:
             if not isinstance(found, CompiledGrammar):
                 return found or InvalidRequest("this instance follows no grammars")
             for each in (sequence, *sequence.forks):
-                each.grammar = found
-        if not 0 <= sequence.num_continued < sequence.prompt_len:
-            return InvalidRequest(f"{sequence.num_continued} of {sequence.prompt_len} tokens are marked as output")
-        if sequence.sampling is not None and sequence.num_continued >= sequence.sampling.max_tokens:
-            return InvalidRequest(f"{sequence.num_continued} tokens are output already, the requested number")
+                each.output.grammar = found
+        if not 0 <= sequence.head.num_emitted < sequence.prompt_len:
+            return InvalidRequest(f"{sequence.head.num_emitted} of {sequence.prompt_len} tokens are marked as output")
+        if sequence.sampling is not None and sequence.head.num_emitted >= sequence.sampling.max_tokens:
+            return InvalidRequest(f"{sequence.head.num_emitted} tokens are output already, the requested number")
         total, choices = sequence.choices[0].final_len, len(sequence.choices)
-        if sequence.forks and (sequence.num_continued or choices > MAX_FORKS):
+        if sequence.forks and (sequence.head.num_emitted or choices > MAX_FORKS):
             return InvalidRequest(
-                f"{choices} forks behind {sequence.num_continued} tokens; at most {MAX_FORKS} behind 0"
+                f"{choices} forks behind {sequence.head.num_emitted} tokens; at most {MAX_FORKS} behind 0"
             )
         if total > self._info.max_model_len:
             return InvalidRequest(f"{total} tokens requested, but the context is {self._info.max_model_len}")
@@ -455,9 +461,9 @@ class RequestArrivals:
         return None
 
 
-def _rooms_of(message: PrefillRequest | DecodeRequest | UnifiedRequest) -> list[bytes]:
-    forks = () if isinstance(message, PrefillRequest) else message.forks
-    return [message.room, *(fork.room for fork in forks)]
+def _rooms_of(message: RequestMessage) -> list[bytes]:
+    forks = message.forks if isinstance(message, SampledRequest) else ()
+    return [message.head.room, *(fork.room for fork in forks)]
 
 
 def _wrong_ids(what: str, ids: ArrayLike, vocab_size: int) -> str:

@@ -24,12 +24,10 @@ from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.kv_transfer.chunks import KVChunk
 from chitu.kv_transfer.receiving import DecodeReceiver
 from chitu.kv_transfer.sending import PrefillSender
-from chitu.protocol import DecodeRequest, PrefillRequest, UnifiedRequest
+from chitu.protocol import DecodeRequest, PrefillRequest, RequestMessage, UnifiedRequest
 from chitu.protocol.account import PrefillTimes
 
 logger = logging.getLogger(__name__)
-
-Request = PrefillRequest | DecodeRequest | UnifiedRequest
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +47,7 @@ class Step:
 
 
 class InstanceRole(ABC):
-    takes: tuple[type[Request], ...]
+    takes: tuple[type[RequestMessage], ...]
     """Kinds of requests that the instance takes."""
     lost: type[ChituError] = DecodeLost
     """Error of the requests that end because the router is gone."""
@@ -62,7 +60,7 @@ class InstanceRole(ABC):
     # ------------------------------------------------------------------------------------------------------- a request
 
     @abstractmethod
-    def arrive(self, sequence: Sequence, message: Request) -> None:
+    def arrive(self, sequence: Sequence, message: RequestMessage) -> None:
         """Take a request of a kind in `takes` that may run here."""
 
     @abstractmethod
@@ -119,19 +117,19 @@ class PrefillRole(InstanceRole):
         self._prefill = PrefillManager(core, self.load, self)
         self.layer_done = sender.feed.layer_done
 
-    def arrive(self, sequence: Sequence, message: Request) -> None:
+    def arrive(self, sequence: Sequence, message: RequestMessage) -> None:
         assert isinstance(message, PrefillRequest)
-        logger.info(log.PROCESSING_PREFILL, message.request_id, extra=log.about(message.request_id))
+        head, to = message.head, (message.decode_rank, message.decode_incarnation)
+        logger.info(log.PROCESSING_PREFILL, head.request_id, extra=log.about(head.request_id))
         self._prefill.add(sequence)
-        to = message.decode_rank, message.decode_incarnation
-        self._sender.add_request(message.room, message.request_id, sequence.prompt_len, *to)
+        self._sender.add_request(head.room, head.request_id, sequence.prompt_len, *to)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
         self._sequences.close(sequence)
         self._sender.abort(sequence.room, error)
 
     def finish(self, sequence: Sequence) -> None:
-        raise Internal(f"P sampled a token of {sequence.request_id}")
+        raise Internal(f"P sampled a token of {sequence.head.request_id}")
 
     def schedule(self, plan: StepPlan) -> Step | None:
         self._early.needs_read = False
@@ -170,7 +168,7 @@ class PrefillRole(InstanceRole):
         if sequence is None:
             return
         if event.kind is TransferEventKind.ANNOUNCED:
-            sequence.announced = True
+            sequence.prompt.announced = True
             return
         if event.kind is TransferEventKind.SUCCESS and self._core.trace.rooms and sequence.is_open:
             self._core.trace.note_end(sequence, "sent")
@@ -184,8 +182,8 @@ class PrefillRole(InstanceRole):
 
     def on_computed(self, sequence: Sequence) -> None:
         """Send the logits row and the state row of a prompt (`PromptOwner`)."""
-        is_uncached = not self._core.engine.cache.accepts(sequence.keys)
-        rows = sequence.aux_slot, sequence.prompt_lines, sequence.state_slot
+        is_uncached = not self._core.engine.cache.accepts(sequence.holds.keys)
+        rows = sequence.holds.aux_slot, sequence.prompt.lines, sequence.holds.state_slot
         self._sender.feed.send_rows(sequence.room, *rows, is_uncached)
 
 
@@ -207,13 +205,13 @@ class DecodeRole(InstanceRole):
         self._decode = DecodeManager(core, self.load)
         self._prefill = PrefillManager(core, self.load, self)
 
-    def arrive(self, sequence: Sequence, message: Request) -> None:
+    def arrive(self, sequence: Sequence, message: RequestMessage) -> None:
         if isinstance(message, DecodeRequest):
-            logger.info(log.PROCESSING_DECODE, message.request_id, extra=log.about(message.request_id))
-            sequence.prefill_rank, sequence.prefill_incarnation = message.prefill_rank, message.prefill_incarnation
+            logger.info(log.PROCESSING_DECODE, message.head.request_id, extra=log.about(message.head.request_id))
+            sequence.prompt.peer = message.prefill_rank, message.prefill_incarnation
             self._sequences.add(sequence)
         else:
-            sequence.announced = True
+            sequence.prompt.announced = True
             self._prefill.add(sequence)
 
     def cancel(self, sequence: Sequence, error: ChituError) -> None:
@@ -230,8 +228,8 @@ class DecodeRole(InstanceRole):
     def note_first_token(self, sequence: Sequence) -> None:
         if sequence.from_peer:
             return
-        since_s = sequence.computing_since_s
-        sequence.prefill_times = PrefillTimes.of(sequence.arrival_s, since_s, sequence.first_token_s)
+        times = sequence.times
+        times.prefill = PrefillTimes.of(times.arrival_s, times.computing_since_s, times.first_token_s)
         if self._core.trace.rooms:
             self._core.trace.note_computed(sequence)
 
@@ -265,7 +263,7 @@ class DecodeRole(InstanceRole):
         if sequence is None:
             return
         if event.kind is TransferEventKind.LOGITS_READY:
-            sequence.cached_tokens = event.cached_tokens
+            sequence.prompt.cached_tokens = event.cached_tokens
             self._sequences.take(sequence, SequenceEvent.ROW_HERE)
         elif event.kind is TransferEventKind.SUCCESS:
             self._take_kv(sequence, event)
@@ -299,10 +297,10 @@ class DecodeRole(InstanceRole):
         may_start = self._decode.open_admission(computing)
         for sequence in sorted(waiting, key=lambda s: s.order):
             if not sequence.needs_kv and sequence.from_peer:
-                sequence.keys = None  # its pages will hold no KV: nothing to find or to cache
+                sequence.holds.keys = None  # its pages will hold no KV: nothing to find or to cache
             to_compute = 0 if sequence.from_peer else 1
             num_pages = self._cache.pages_for(sequence.prompt_len)
-            num_shared = num_pages - self._cache.pages_wanted(sequence.keys, sequence.prompt, to_compute)
+            num_shared = num_pages - self._cache.pages_wanted(sequence.holds.keys, sequence.head.token_ids, to_compute)
             takes_kv = sequence.needs_kv or not sequence.from_peer
             num_states = self._resources.states_wanted(sequence) if takes_kv else 0
             takes_row = sequence.from_peer or sequence.forks
@@ -317,44 +315,46 @@ class DecodeRole(InstanceRole):
 
     def _announce(self, sequence: Sequence, num_pages: int, num_states: int) -> None:
         """Reserve pages and announce them to P."""
-        assert self._receiver is not None
+        assert self._receiver is not None and sequence.prompt.peer is not None
         if not sequence.forks:
             self._resources.slots.take(sequence)
-        sequence.aux_slot = self._resources.take_aux()
+        sequence.holds.aux_slot = self._resources.take_aux()
         if num_states:
             self._resources.take_state(sequence)
-        known = self._cache.begin(sequence.room, sequence.keys, sequence.prompt, to_compute=0)
+        known = self._cache.begin(sequence.room, sequence.holds.keys, sequence.head.token_ids, to_compute=0)
         self._cache.reserve_for_transfer(sequence.room, sequence.prompt_len)
         self._sequences.hold_forks(sequence)
         sequence.capacity_tokens = num_pages * self._cache.page_size
         self._sequences.take(sequence, SequenceEvent.ANNOUNCE)
-        sequence.announced_s = self._core.clock.monotonic()
+        sequence.times.announced_s = self._core.clock.monotonic()
         self.load.admissions += len(sequence.choices)
         self._receiver.announce(
             sequence.room,
-            sequence.request_id,
+            sequence.head.request_id,
             self._cache.get_page_indices(sequence.room) if sequence.needs_kv else (),
-            sequence.aux_slot,
+            sequence.holds.aux_slot,
             sequence.prompt_len,
-            sequence.prefill_rank,
-            sequence.prefill_incarnation,
+            *sequence.prompt.peer,
             known // self._cache.page_size,
             sequence.sampling is not None and sequence.sampling.page_sums,
-            sequence.state_slot,
-            digest_of(sequence.prompt) if num_states else 0,
+            sequence.holds.state_slot,
+            digest_of(sequence.head.token_ids) if num_states else 0,
         )
 
     def _take_kv(self, sequence: Sequence, event: TransferEvent) -> None:
         now_s = self._core.clock.monotonic()
         if self._core.trace.rooms and sequence.is_open:
             self._core.trace.note_restored(sequence, event, now_s)
-        sequence.kv_bytes, sequence.prefill_times, sequence.kv_landed_s = event.kv_bytes, event.times, now_s
-        sequence.prompt_lines, sequence.transfer_sums = event.prompt_logprobs, event.sums
+        sequence.times.prefill, sequence.times.kv_landed_s = event.times, now_s
+        sequence.output.kv_bytes, sequence.output.transfer_sums = event.kv_bytes, event.sums
+        sequence.prompt.lines = event.prompt_logprobs
         if event.is_uncached:
-            sequence.keys = None
+            sequence.holds.keys = None
         pages = self._cache.get_page_indices(sequence.room)
         self._cache.insert_kv_cache_from_transfer(sequence.room, pages, sequence.prompt_len)
-        self._cache.commit(sequence.room, sequence.keys, sequence.prompt, sequence.prompt_len, is_copy=True)
+        self._cache.commit(
+            sequence.room, sequence.holds.keys, sequence.head.token_ids, sequence.prompt_len, is_copy=True
+        )
         if sequence.state is SequenceState.CLOSING:
             self._sequences.free(sequence)
         elif sequence.forks:

@@ -41,13 +41,13 @@ class SchedulerTrace:
     def note_computed(self, sequence: Sequence) -> None:
         """Record on a unified instance that the KV of a prompt is here: its first token is known."""
         if self._tracer is not None and sequence.source is None:
-            self._note_pages(self._tracer, sequence, sequence.cached_tokens, 0, sequence.first_token_s)
+            self._note_pages(self._tracer, sequence, sequence.prompt.cached_tokens, 0, sequence.times.first_token_s)
 
     def _note_pages(self, tracer: Tracer, sequence: Sequence, cached_tokens: int, num_came: int, now_s: float) -> None:
         layout = tracer.kv_layout
         pages = self._cache.get_page_indices(sequence.room)
         traced = self.rooms.get(sequence.room)
-        is_moved, times = sequence.aux_slot >= 0, sequence.stage_times(now_s)
+        is_moved, times = sequence.holds.aux_slot >= 0, sequence.times.stages(now_s)
         bytes_by_layer = tuple(num_came * nbytes * layout.tp_size for nbytes in layout.bytes_by_layer)
         tracer.add(
             sequence.room,
@@ -55,7 +55,7 @@ class SchedulerTrace:
             prompt_tokens=sequence.prompt_len,
             cached_tokens=cached_tokens,
             slot=sequence.slot,
-            aux_slot=sequence.aux_slot,
+            aux_slot=sequence.holds.aux_slot,
             pages=TracedPages.of(pages),
             layout=tracer.layout,
             bytes_by_layer=bytes_by_layer,
@@ -76,7 +76,7 @@ class SchedulerTrace:
             traced.num_pages = self._cache.pages_for(sequence.prompt_len)
         num_known = traced.num_pages if traced.num_pages <= len(pages) else 0  # 0: its KV was in host memory
         traced.num_pages = len(pages)
-        last = emitted[-2] if len(emitted) > 1 else int.from_bytes(sequence.prompt[-4:], "little", signed=True)
+        last = emitted[-2] if len(emitted) > 1 else int.from_bytes(sequence.head.token_ids[-4:], "little", signed=True)
         self._tracer.add(
             sequence.room,
             TraceStep,

@@ -29,12 +29,13 @@ from chitu.kv_transfer.layout import MetadataBuffers
 from chitu.net.threads import Waker
 from chitu.protocol import (
     DecodeRequest,
-    Pooled,
     PrefillRequest,
+    PromptOutput,
+    RequestHead,
+    SampledRequest,
     SamplingParams,
     SchedulerMessage,
     TransferSums,
-    UnifiedRequest,
 )
 from chitu.protocol.account import NO_TIMES, PrefillTimes, StageTimes
 
@@ -157,93 +158,130 @@ def queue_order(arrival_s: float, number: int, priority: int, most_s: float) -> 
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
-    """One request on one instance, compared by identity. The sequence with the lowest `order` (see `queue_order`) comes
-    first everywhere, and gives way last."""
+class PromptProgress:
+    """What is known of a sequence's prompt, and who computes it."""
 
-    room: bytes
-    request_id: str
-    order: tuple[float, int]
-    arrival_s: float
-    prompt: bytes
-    """Tokens to prefill, int32 LE: the client's prompt, then `num_continued` tokens of output."""
-    sampling: SamplingParams | None = None
-    num_continued: int = 0
-    """Output tokens that another D emitted before it was lost; this one continues as if it had emitted them."""
-    router: int = 0
-    """Index of the router that sent the request."""
-    adapter: int = 0
-    """As in `Admit`. Its pages hold K and V of this adapter alone."""
-    prefill_rank: int = -1
-    """D: engine rank of the P that computes the prompt; -1 if it is computed here."""
-    prefill_incarnation: int = 0
-    state: SequenceState = SequenceState.WAITING
+    asked: PromptOutput = field(default_factory=PromptOutput)
+    """P and unified instances compute it, D passes it on."""
+    lines: bytes | None = None
+    """Packed logprobs of the prompt, or its pooled states, as far as they are known; None if none are, or none were
+    requested."""
+    peer: tuple[int, int] | None = None
+    """D: engine rank and incarnation of the P that computes it; None if it is computed here."""
     announced: bool = False
     """P: D has reserved its pages, so what is computed can be delivered."""
-    slot: int = -1
+    cached_tokens: int = 0
+    """Tokens that are not computed because cached pages hold them. Known once the prefill is admitted, on D when the
+    logits arrive."""
+    known_tokens: int = 0
+    """Tokens that are expected to need no computing here, as they are cached in the pool or in host memory. An estimate
+    for load reports, until the prompt computes."""
+    keep_at: int = 0
+    """Tokens behind which its state is kept for later prompts: a chunk ends there; 0: nowhere."""
+
+
+@dataclass(slots=True, eq=False)
+class Holdings:
+    """What a sequence holds beside its slot and its pages, which `Sequence.slot` and the cache have."""
+
+    keys: PageKeys | None = None
+    """Keys of its pages in the prefix cache; None if it takes none from there and adds none."""
+    load: PageLoad | None = None
+    """Load of prompt pages from the tiers. Until it ends, the sequence computes nothing and the executor does not know
+    it."""
     admitted: bool = False
     """Whether the executor knows the sequence's slot, from this step's plan on at the latest."""
     aux_slot: int = -1
     state_slot: int = -1
     """Row of its recurrent state, from its admission or announcement to its end, but for a retraction; -1 without."""
-    keep_at: int = 0
-    """Tokens of its prompt behind which its state is kept for later prompts: a chunk ends there; 0: nowhere."""
     snapshot: Snapshot | None = None
     """That of its state, until the step that copies it is read."""
-    kv_len: int = 0
-    """Tokens whose KV is in the pages once the launched steps are done."""
-    cached_tokens: int = 0
-    """Prompt tokens that are not computed because cached pages hold them. Known once the prefill is admitted, on D when
-    the logits arrive."""
-    known_tokens: int = 0
-    """Prompt tokens that are expected to need no computing here, as they are cached in the pool or in host memory. An
-    estimate for load reports, until the prompt computes."""
-    capacity_tokens: int = 0
-    """Tokens for which the held pages have room."""
-    emitted: array[int] = field(default_factory=lambda: array("i"))
-    token_group: int = 1
-    """Most emitted tokens that are sent to the router together."""
-    num_sent: int = 0
-    """Emitted tokens that were sent, if they are sent in groups."""
-    launched: int = 0
-    """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
-    max_new_tokens: int = field(init=False)
-    """Most tokens to sample here; 0 on P."""
-    prompt_logprobs: int | None = None
-    """`SamplingParams.prompt_logprobs` of the request. P and unified instances compute them, D passes them on."""
-    pooling: Pooled = ""
-    """`SamplingParams.pooling` of the request."""
-    pooled_ids: tuple[int, ...] = ()
-    prompt_lines: bytes | None = None
-    """Packed logprobs of the prompt, or its pooled states, as far as they are known; None if none are, or none were
-    requested."""
-    stop_ids: frozenset[int] = frozenset()
-    grammar: CompiledGrammar | None = None
-    """Grammar that the tokens must follow, kept here so that the executor finds it at every admission."""
-    keys: PageKeys | None = None
-    """Keys of the sequence's pages in the prefix cache; None if it takes none from there and adds none."""
-    load: PageLoad | None = None
-    """Load of prompt pages from the tiers. Until it ends, the sequence computes nothing and the executor does not know
-    it."""
     offload_key: int = -1
+
+    def stop_load(self) -> None:
+        """Stop a load from the tiers, so that the pages can be given to another sequence."""
+        if self.load is not None:
+            self.load.stop()
+            self.load = None
+
+
+@dataclass(slots=True, eq=False)
+class Output:
+    """What the router is told of a sequence beside its tokens, and what they must follow."""
+
+    grammar: CompiledGrammar | None = None
+    """Kept here so that the executor finds it at every admission."""
+    group: int = 1
+    """Most tokens that are sent together."""
+    num_sent: int = 0
+    """Tokens that were sent, if they are sent in groups."""
     kv_bytes: int = 0
     """Bytes that P moved for this request; 0 until the KV is here."""
     transfer_sums: TransferSums | None = None
     """Checksums of the pages that P wrote, on both sides, if the request asks for them and its KV is here."""
-    prefill_times: PrefillTimes = NO_TIMES
+
+
+@dataclass(slots=True, eq=False)
+class SequenceTimes:
+    """Moments of a sequence on the instance's clock; 0: not yet."""
+
+    arrival_s: float
     computing_since_s: float = 0.0
-    """When the first prefill chunk began. This and the next three are on the instance's clock, 0 until then."""
+    """When the first prefill chunk began."""
     announced_s: float = 0.0
     kv_landed_s: float = 0.0
     first_token_s: float = 0.0
+    prefill: PrefillTimes = NO_TIMES
+
+    def stages(self, now_s: float) -> StageTimes:
+        """Return the times to report to the router when the request ends on D or a unified instance at `now_s`."""
+        moments_s = self.announced_s, self.first_token_s, self.kv_landed_s, now_s
+        return StageTimes.of(self.prefill, self.arrival_s, *moments_s)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on one instance, compared by identity. The sequence with the lowest `order` (see `queue_order`) comes
+    first everywhere, and gives way last. What a step touches of each sequence is here; the rest is in four parts."""
+
+    head: RequestHead
+    """As it came, or for a fork, that of its prompt with its own room."""
+    order: tuple[float, int]
+    times: SequenceTimes
+    sampling: SamplingParams | None = None
+    """None on P."""
+    adapter: int = 0
+    """As in `Admit`. Its pages hold K and V of this adapter alone."""
+    stop_ids: frozenset[int] = frozenset()
+    prompt: PromptProgress = field(default_factory=PromptProgress)
+    holds: Holdings = field(default_factory=Holdings)
+    output: Output = field(default_factory=Output)
     forks: list[Sequence] = field(default_factory=list)
     """Forks that begin with this prompt; a fork that has begun leaves the list. While it is not empty, this is only a
     prompt, of which nothing is sampled."""
     source: Sequence | None = None
     """Prompt that this sequence is, or was, a fork of."""
+    state: SequenceState = SequenceState.WAITING
+    slot: int = -1
+    kv_len: int = 0
+    """Tokens whose KV is in the pages once the launched steps are done."""
+    capacity_tokens: int = 0
+    """Tokens for which the held pages have room."""
+    launched: int = 0
+    """Tokens that launched steps sample: those emitted, and the one that may be in flight."""
+    emitted: array[int] = field(default_factory=partial(array, "i"))
+    """Tokens that were sampled here."""
+    room: bytes = field(init=False)
+    """That of its head."""
+    prompt_len: int = field(init=False)
+    """Tokens in the head: the client's prompt, then `num_emitted` tokens of output."""
+    max_new_tokens: int = field(init=False)
+    """Most tokens to sample here; 0 on P."""
 
     def __post_init__(self) -> None:
-        self.max_new_tokens = 0 if self.sampling is None else self.sampling.max_tokens - self.num_continued
+        head, sampling = self.head, self.sampling
+        self.room, self.prompt_len = head.room, len(head.token_ids) // 4
+        self.max_new_tokens = 0 if sampling is None else sampling.max_tokens - head.num_emitted
 
     @property
     def is_open(self) -> bool:
@@ -251,18 +289,14 @@ class Sequence:
         return self.state in OPEN_STATES
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.prompt) // 4
-
-    @property
     def client_prompt_len(self) -> int:
-        """Number of tokens in the client's prompt; the rest of `prompt` counts as output."""
-        return self.prompt_len - self.num_continued
+        """Number of tokens in the client's prompt; the rest of the head's tokens counts as output."""
+        return self.prompt_len - self.head.num_emitted
 
     @property
     def from_peer(self) -> bool:
         """Whether a P computes the prompt, and its KV comes from there."""
-        return (self.source or self).prefill_rank >= 0
+        return (self.source or self).prompt.peer is not None
 
     @property
     def needs_kv(self) -> bool:
@@ -288,22 +322,11 @@ class Sequence:
     @property
     def tokens_to_compute(self) -> int:
         """Prompt tokens still to compute, by what is known of the caches."""
-        return self.prompt_len - max(self.kv_len, self.known_tokens)
-
-    def stop_load(self) -> None:
-        """Stop a load from the tiers, so that its pages can be given to another sequence."""
-        if self.load is not None:
-            self.load.stop()
-            self.load = None
+        return self.prompt_len - max(self.kv_len, self.prompt.known_tokens)
 
     def token_ids(self) -> bytes:
         """Return prompt and output so far, int32 LE."""
-        return self.prompt + self.emitted.tobytes()
-
-    def stage_times(self, now_s: float) -> StageTimes:
-        """Return the times to report to the router when the request ends on D or a unified instance at `now_s`."""
-        moments_s = self.announced_s, self.first_token_s, self.kv_landed_s, now_s
-        return StageTimes.of(self.prefill_times, self.arrival_s, *moments_s)
+        return self.head.token_ids + self.emitted.tobytes()
 
     def finish_reason(self, token: int) -> str:
         """Return why the request ends with `token`, its newest; empty if it continues."""
@@ -337,10 +360,10 @@ class SlotPool:
     def free(self, sequence: Sequence, is_offloaded: bool = False) -> None:
         """Free the sequence's slot, if it has one. The next plan releases it if the executor has admitted the sequence.
         `is_offloaded`: the executor itself does, after it has saved its pages."""
-        slot, is_known = sequence.slot, sequence.admitted
+        slot, is_known = sequence.slot, sequence.holds.admitted
         if slot < 0:
             return
-        sequence.slot, sequence.admitted = -1, False
+        sequence.slot, sequence.holds.admitted = -1, False
         self.owner[slot] = None
         self._free.append(slot)
         if is_known and not is_offloaded:
@@ -403,31 +426,31 @@ class Resources:
     def take_state(self, sequence: Sequence) -> None:
         """Take a state slot for the sequence, if the model has state. The caller has just checked that one is free."""
         if self.has_state:
-            sequence.state_slot = self.states.take()
+            sequence.holds.state_slot = self.states.take()
 
     def go_on_from_state(self, sequence: Sequence) -> int:
         """Take a state slot for a sequence whose first `kv_len` tokens `cache.begin` has just found, and return the row
         of the snapshot that the plan must copy to it; -1 if the slot is that row."""
-        assert sequence.keys is not None
-        key = sequence.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
-        sequence.state_slot, source = self.states.take_after(key, self.states_wanted(sequence))
+        assert sequence.holds.keys is not None
+        key = sequence.holds.keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.head.token_ids)
+        sequence.holds.state_slot, source = self.states.take_after(key, self.states_wanted(sequence))
         return source
 
     def keep_state(self, sequence: Sequence) -> Snapshot | None:
         """Take a row for a snapshot of the state of a prompt, which has computed its first `kv_len` tokens. Return None
         if no row is to spare, there is such a snapshot, or the cache was flushed since the prompt came."""
-        keys = sequence.keys
+        keys = sequence.holds.keys
         if not self.cache.accepts(keys):
             return None
-        key = keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.prompt)
-        return self.states.add(key, stamp_of(sequence.prompt, sequence.kv_len))
+        key = keys.key_at(sequence.kv_len // self.cache.page_size - 1, sequence.head.token_ids)
+        return self.states.add(key, stamp_of(sequence.head.token_ids, sequence.kv_len))
 
     def hold_forks(self, source: Sequence) -> None:
         """Reserve for each fork the page in which the prompt ends, a state row if the prompt has one, and a slot; the
         first fork later gets the slot of the prompt, if that has one. The caller has just checked that they are
         free."""
         for fork in source.forks:
-            if source.state_slot >= 0:
+            if source.holds.state_slot >= 0:
                 self.take_state(fork)
             self.cache.reserve(fork.room, source.prompt_len % self.cache.page_size)
         for fork in source.forks[source.slot >= 0 :]:
@@ -440,14 +463,14 @@ class Resources:
 
     def free_aux(self, sequence: Sequence) -> None:
         """Free the aux slot of a sequence, if it has one."""
-        if sequence.aux_slot >= 0:
+        if sequence.holds.aux_slot >= 0:
             self.when_read(partial(self._free_aux, sequence))
 
     def vacate(self, sequence: Sequence, is_offloaded: bool = False) -> None:
         """Free at once all that a sequence holds. No step may be in flight. `is_offloaded`: the executor itself
         releases the slot after it has saved its pages."""
         if self.num_unread:
-            raise Internal(f"pages are wanted back from {sequence.request_id} with a step in flight")
+            raise Internal(f"pages are wanted back from {sequence.head.request_id} with a step in flight")
         self.free_now(sequence, is_offloaded)
 
     def when_read(self, action: Callable[[], None]) -> None:
@@ -462,18 +485,18 @@ class Resources:
         `vacate`."""
         self.slots.free(sequence, is_offloaded)
         self._free_aux(sequence)
-        if sequence.state_slot >= 0:
-            self.states.free(sequence.state_slot)
-            sequence.state_slot = -1
-        if sequence.snapshot is not None:
-            self.states.drop(sequence.snapshot)
-            sequence.snapshot = None
+        if sequence.holds.state_slot >= 0:
+            self.states.free(sequence.holds.state_slot)
+            sequence.holds.state_slot = -1
+        if sequence.holds.snapshot is not None:
+            self.states.drop(sequence.holds.snapshot)
+            sequence.holds.snapshot = None
         self.cache.remove_task(sequence.room)
 
     def _free_aux(self, sequence: Sequence) -> None:
-        if sequence.aux_slot >= 0:
-            self.aux.free(sequence.aux_slot)
-            sequence.aux_slot = -1
+        if sequence.holds.aux_slot >= 0:
+            self.aux.free(sequence.holds.aux_slot)
+            sequence.holds.aux_slot = -1
 
 
 class Sequences:
@@ -540,7 +563,7 @@ class Sequences:
 
     def drop_all_but_retracted(self, saved_keys: Collection[int]) -> None:
         """Drop these saved copies with the next plan, except those of retracted sequences."""
-        wanted = {sequence.offload_key for sequence in self.queue(SequenceState.RETRACTED)}
+        wanted = {sequence.holds.offload_key for sequence in self.queue(SequenceState.RETRACTED)}
         self.dropped_keys = [key for key in saved_keys if key not in wanted]
 
     def take_dropped_keys(self) -> list[int]:
@@ -558,9 +581,9 @@ class Sequences:
         is_retracted = sequence.state is SequenceState.RETRACTED
         if not self.take(sequence, SequenceEvent.END):
             return False
-        sequence.stop_load()
+        sequence.holds.stop_load()
         if is_retracted:
-            self.dropped_keys.append(sequence.offload_key)
+            self.dropped_keys.append(sequence.holds.offload_key)
         self.resources.free_slot(sequence)
         return True
 
@@ -602,6 +625,6 @@ class Inbox:
 
     def waiting(self) -> tuple[int, int]:
         """Return the number of requests not taken yet, and of their prompt tokens on P, cached or not. Any thread."""
-        new = [m for m in tuple(self._commands) if isinstance(m, (PrefillRequest, DecodeRequest, UnifiedRequest))]
+        new = [m for m in tuple(self._commands) if isinstance(m, (PrefillRequest, SampledRequest))]
         count = sum(1 if isinstance(message, PrefillRequest) else len(message.forks) or 1 for message in new)
-        return count, sum(len(message.token_ids) // 4 for message in new if not isinstance(message, DecodeRequest))
+        return count, sum(len(m.head.token_ids) // 4 for m in new if not isinstance(m, DecodeRequest))

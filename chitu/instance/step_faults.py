@@ -94,13 +94,13 @@ class StepFaults:
             if not sequence.from_peer or sequence.emitted:
                 self._in_a_row.add((sequence.source or sequence).room)
             for each in (sequence, *sequence.choices):
-                each.keys = None
+                each.holds.keys = None
             text = f"{self._name} computed logits of this request that are not finite (NaN or infinite)"
             logger.error(
                 "request %s: logits behind %d tokens are not finite: damaged weights, an overflow, or a broken device",
-                sequence.request_id,
+                sequence.head.request_id,
                 sequence.kv_len,
-                extra=about(sequence.request_id),
+                extra=about(sequence.head.request_id),
             )
             self._ends.fail(sequence, StepFailed(text))
 
@@ -174,9 +174,9 @@ class StepFaults:
         for sequence, its_error in outcome.raised:
             logger.error(
                 "request %s alone raises the error",
-                sequence.request_id,
+                sequence.head.request_id,
                 exc_info=its_error,
-                extra=about(sequence.request_id),
+                extra=about(sequence.head.request_id),
             )
             text = f"{self._name} cannot compute this request ({type(its_error).__name__})"
             self._ends.fail(sequence, StepFailed(text))
@@ -187,14 +187,14 @@ class StepFaults:
         self._executor.forget(slots)
         for slot in slots:
             if (sequence := self._resources.slots.owner[slot]) is not None:
-                sequence.admitted = False
+                sequence.holds.admitted = False
 
     def _end_unsaved(self, plan: StepPlan) -> int:
         """Fail the sequences that lost their KV: it was not yet in host memory, and its pages have other owners. They
         can continue on another instance. Return how many there are."""
         lost = {offload.key for offload in plan.offload} - self._executor.saved_keys
         candidates = self._sequences.queue(SequenceState.RETRACTED, SequenceState.RUNNING)
-        sequences = [sequence for sequence in candidates if sequence.offload_key in lost]
+        sequences = [sequence for sequence in candidates if sequence.holds.offload_key in lost]
         for sequence in sequences:
             self._ends.fail(sequence, DecodeLost(f"{self._name} could not save the KV of this request"))
         return len(sequences)
@@ -264,7 +264,7 @@ class StepFaults:
         outcome.unsound.extend(result.unsound)
         outcome.logprobs.update({result.slots[place]: packed for place, packed in result.logprobs.items()})
         for part in parts:
-            part.sequence.admitted = True
+            part.sequence.holds.admitted = True
             outcome.done.add(part.sequence)
 
     def _rebuild_state(self, part: _Part, plan: StepPlan) -> None:
@@ -283,7 +283,7 @@ class StepFaults:
         """Compute a token in place of `sequence`, which is over. Raise `error` if not even that works."""
         sampling = None if sequence.sampling is None else SamplingParams(max_tokens=1, temperature=0.0)
         cache, states = self._resources.cache, self._resources.states
-        if self._resources.has_state and sequence.state_slot < 0 and not states.num_free:
+        if self._resources.has_state and sequence.holds.state_slot < 0 and not states.num_free:
             return  # as below
         try:
             cache.reserve(sequence.room, sequence.kv_len + 1)
@@ -292,9 +292,9 @@ class StepFaults:
         # Use the page that its next token goes to: no other sequence reads it. Full pages may be cached and shared.
         next_page = sequence.kv_len // cache.page_size
         pages = cache.get_page_indices(sequence.room)[next_page : next_page + 1]
-        if self._resources.has_state and sequence.state_slot < 0:
+        if self._resources.has_state and sequence.holds.state_slot < 0:
             self._resources.take_state(sequence)  # freed with the sequence
-        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, tuple(pages), sampling, sequence.state_slot)
+        admit = Admit(sequence.slot, pack_i32([0]), 1, 0, tuple(pages), sampling, sequence.holds.state_slot)
         chunk = PrefillChunk(sequence.slot, 0, 1, sample=sampling is not None)
         try:
             self._executor.launch(StepPlan(admit=[admit], prefill=[chunk])).result()

@@ -24,7 +24,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from chitu.net.sockets import SEND_HIGH_WATER_MARK
-from chitu.protocol import LinkAck
+from chitu.protocol import LinkAck, LinkStamp
 
 MAX_KEPT = SEND_HIGH_WATER_MARK
 MAX_KEPT_BYTES = 64 << 20
@@ -84,6 +84,11 @@ class LinkSender(Generic[T]):
     def num_kept(self) -> int:
         """How many messages before the next one can be sent again; the next one carries it."""
         return len(self._kept)
+
+    @property
+    def stamp(self) -> LinkStamp:
+        """What the next message carries."""
+        return LinkStamp(self.link, self.number, len(self._kept))
 
     @property
     def is_full(self) -> bool:
@@ -173,8 +178,9 @@ class LinkReceivers:
         self._news: set[int] = set()
         self._alarm = False
 
-    def take(self, link: int, number: int, num_kept: int) -> bool:
+    def take(self, stamp: LinkStamp) -> bool:
         """Take a message as `LinkReceiver` does. A message with number 0 is not numbered, and is taken."""
+        link, number = stamp.link, stamp.number
         if number <= 0:
             return True
         with self._lock:
@@ -187,7 +193,7 @@ class LinkReceivers:
                     self._news.discard(oldest)
             self._links[link] = receiver
             self._news.add(link)
-            is_next = receiver.take(number, num_kept)
+            is_next = receiver.take(number, stamp.num_kept)
             self._alarm |= receiver.is_gap_new
             receiver.is_gap_new = False
             return is_next

@@ -39,6 +39,17 @@ TraceLevel = Literal["", "records", "frames"]
 messages."""
 
 
+class PromptOutput(Wire, frozen=True):
+    """What comes of a prompt beside its KV and its last row of logits."""
+
+    logprobs: int | None = None
+    """As `SamplingParams.prompt_logprobs`."""
+    pooling: Pooled = ""
+    """As in SamplingParams; it travels in the place of prompt logprobs."""
+    pooled_ids: tuple[int, ...] = ()
+    """At most MAX_POOLED_IDS."""
+
+
 class SamplingParams(Wire, frozen=True):
     """How tokens are chosen, as D (or a unified instance) needs it. The router has resolved every default.
 
@@ -87,43 +98,69 @@ class SamplingParams(Wire, frozen=True):
     page_sums: bool = False
     """Whether `Finish` brings checksums of its pages, both those that it leaves and those that were moved."""
 
+    @property
+    def prompt_output(self) -> PromptOutput:
+        """The part of it that concerns whoever computes the prompt."""
+        return PromptOutput(self.prompt_logprobs, self.pooling, self.pooled_ids)
+
 
 # ------------------------------------------------------------------------------------------------- router -> scheduler
+
+
+class RequestOptions(Wire, frozen=True):
+    """What a request asks of its instances beside its tokens. The router passes it on as it is: a new option is a field
+    here, and is named only where a body is parsed and where an instance acts on it."""
+
+    cache_salt: str | None = ""
+    """Prompts share cached pages only if their salts are equal. None: this request uses no cached page, and leaves
+    none."""
+    priority: int = 0
+    """The lowest value goes first, wherever requests wait on P and D, within limits (`queue_order`); equal ones go in
+    order of arrival."""
+    trace: TraceLevel = ""
+    """Whether its instances record their work on it."""
+    adapter: str = ""
+    """Name of the LoRA adapter that computes with the model; empty: the model alone."""
+
+
+class RequestHead(Wire, frozen=True):
+    """What all instances of an attempt are told of its request."""
+
+    room: bytes
+    request_id: str
+    """A label for logs; never a key."""
+    token_ids: bytes
+    """Prompt, int32 LE. P computes it; D needs its length for pages and its tokens for penalties."""
+    num_emitted: int = 0
+    """Number of last tokens of `token_ids` that another D emitted before it was lost. This D continues after them as if
+    it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
+    router: int = 0
+    """Index of the router that asks, in `router.hosts`: its tokens go there, and it ends with that router."""
+    weights: int = 0
+    """`Weights.number` of the instances when they were chosen: one that has others by now refuses."""
+    options: RequestOptions = RequestOptions()
+
+
+class LinkStamp(Wire, frozen=True, array_like=True):
+    """Place of a message on its link (`net/link.py`)."""
+
+    link: int = 0
+    """Id of the link: random, drawn by a process of the router whenever the instance joins."""
+    number: int = 0
+    """Number of the message, from 1. 0: not numbered."""
+    num_kept: int = 0
+    """How many messages before this one the sender can send again; older ones were acknowledged or given up."""
 
 
 class PrefillRequest(Wire, frozen=True, tag="prefill_request"):
     """P's half: run the prompt, send KV and the first logits row to the D that announces the room."""
 
-    room: bytes
-    request_id: str
-    token_ids: bytes
-    """Prompt, int32 LE."""
+    head: RequestHead
     decode_rank: int
     decode_incarnation: int
-    router: int = 0
-    """Index of the router that asks, in `router.hosts`: its tokens go there, and it ends with that router."""
-    link: int = 0
-    """Id of the link: random, drawn by a process of the router whenever the instance joins (`net/link.py`)."""
-    number: int = 0
-    """Number of this message on its link to this instance, from 1. 0: not numbered."""
-    num_kept: int = 0
-    """How many messages before this one the sender can send again; older ones were acknowledged or given up."""
-    cache_salt: str | None = ""
-    """Prompts share cached pages only if their salts are equal. None: this request uses no cached page, and leaves
-    none."""
-    priority: int = 0
-    """The lowest of the waiting requests goes first; equal ones go in order of arrival."""
-    prompt_logprobs: int | None = None
-    """As in SamplingParams; they travel with Success."""
-    pooling: Pooled = ""
-    """As in SamplingParams; it travels in the place of prompt logprobs."""
-    pooled_ids: tuple[int, ...] = ()
-    trace: TraceLevel = ""
-    """Whether the instance records its work on this request."""
-    adapter: str = ""
-    """Name of the LoRA adapter that computes with the model; empty: the model alone."""
-    weights: int = 0
-    """`Weights.number` of both instances when they were chosen: one that has others by now refuses."""
+    output: PromptOutput = PromptOutput()
+    """It travels with Success; none if output of another D follows the prompt."""
+    stamp: LinkStamp = LinkStamp()
 
 
 class Fork(Wire, frozen=True, array_like=True):
@@ -136,74 +173,36 @@ class Fork(Wire, frozen=True, array_like=True):
     """Replaces the one in `sampling`; all else is the same."""
 
 
-class DecodeRequest(Wire, frozen=True, tag="decode_request"):
-    """D's half: reserve, announce to the named P, sample and stream."""
+class SampledRequest(Wire, frozen=True):
+    """What D and a unified instance are told: how to go on behind the prompt."""
 
-    room: bytes
-    request_id: str
-    token_ids: bytes
-    """Prompt, int32 LE: D needs its length for pages and its tokens for penalties."""
+    head: RequestHead
     sampling: SamplingParams
-    prefill_rank: int
-    prefill_incarnation: int
-    num_emitted: int = 0
-    """Number of last tokens of `token_ids` that another D emitted before it was lost. This D continues after them as if
-    it had emitted them itself (penalties, seed position, `max_tokens`, `min_tokens`)."""
-    router: int = 0
-    """As in PrefillRequest."""
-    link: int = 0
-    number: int = 0
-    num_kept: int = 0
-    cache_salt: str | None = ""
-    """As in PrefillRequest."""
-    priority: int = 0
     forks: tuple[Fork, ...] = ()
-    """If not empty, `room` is the prompt's alone, and each of these choices begins with it. At most MAX_FORKS."""
+    """If not empty, the head's room is the prompt's alone, and each of these choices begins with it. At most
+    MAX_FORKS."""
     token_group: int = 1
     """Most tokens that may wait for each other, because nobody reads them one by one. The first token, the last ones
     and those before an error never wait."""
-    trace: TraceLevel = ""
-    """As in PrefillRequest."""
-    adapter: str = ""
-    """As in PrefillRequest."""
-    weights: int = 0
-    """As in PrefillRequest."""
+    stamp: LinkStamp = LinkStamp()
 
 
-class UnifiedRequest(Wire, frozen=True, tag="unified_request"):
+class DecodeRequest(SampledRequest, frozen=True, kw_only=True, tag="decode_request"):
+    """D's half: reserve, announce to the named P, sample and stream."""
+
+    prefill_rank: int
+    prefill_incarnation: int
+
+
+class UnifiedRequest(SampledRequest, frozen=True, tag="unified_request"):
     """Both halves on one instance."""
-
-    room: bytes
-    request_id: str
-    token_ids: bytes
-    sampling: SamplingParams
-    num_emitted: int = 0
-    router: int = 0
-    link: int = 0
-    number: int = 0
-    num_kept: int = 0
-    cache_salt: str | None = ""
-    """As in PrefillRequest."""
-    priority: int = 0
-    forks: tuple[Fork, ...] = ()
-    """As in DecodeRequest."""
-    token_group: int = 1
-    """As in DecodeRequest."""
-    trace: TraceLevel = ""
-    """As in PrefillRequest."""
-    adapter: str = ""
-    """As in PrefillRequest."""
-    weights: int = 0
-    """As in PrefillRequest."""
 
 
 class CancelRequest(Wire, frozen=True, tag="cancel_request"):
     """The client is gone, or a stop string was found. Idempotent; an unknown room is ignored."""
 
     room: bytes
-    link: int = 0
-    number: int = 0
-    num_kept: int = 0
+    stamp: LinkStamp = LinkStamp()
 
 
 class LinkAck(Wire, frozen=True, tag="link_ack"):
@@ -217,6 +216,7 @@ class LinkAck(Wire, frozen=True, tag="link_ack"):
     """Whether something came after a missing message: everything after `last` is to be sent again."""
 
 
+RequestMessage = Union[PrefillRequest, SampledRequest]
 SchedulerMessage = Union[PrefillRequest, DecodeRequest, UnifiedRequest, CancelRequest]
 RequestPortMessage = Union[SchedulerMessage, LinkAck]
 

@@ -24,7 +24,9 @@ from chitu.protocol import (
     InstanceInfo,
     LinkAck,
     PrefillRequest,
-    SchedulerMessage,
+    RequestHead,
+    RequestMessage,
+    SampledRequest,
     UnifiedRequest,
     encode,
 )
@@ -83,67 +85,24 @@ class Dispatcher:
         to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode
+        head = RequestHead(
+            room=room,
+            request_id=request.request_id,
+            token_ids=attempt.token_ids,
+            num_emitted=attempt.num_continued,
+            router=self._router,
+            weights=decode.weights.number,
+            options=request.options,
+        )
+        sampled = head, request.sampling, forks, _token_group(request), to_decode.sender.stamp
         if prefill is None or attempt.prefill is None:
-            whole = UnifiedRequest(
-                room=room,
-                request_id=request.request_id,
-                token_ids=attempt.token_ids,
-                sampling=request.sampling,
-                num_emitted=attempt.num_continued,
-                router=self._router,
-                link=to_decode.sender.link,
-                number=to_decode.sender.number,
-                num_kept=to_decode.sender.num_kept,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                forks=forks,
-                token_group=_token_group(request),
-                trace=request.trace,
-                adapter=request.adapter,
-                weights=decode.weights.number,
-            )
-            return None if self._post(to_decode, whole, attempt.created_s) else attempt.decode
+            return None if self._post(to_decode, UnifiedRequest(*sampled), attempt.created_s) else attempt.decode
         to_prefill = self._members.get(attempt.prefill)
         if to_prefill is None:
             return attempt.prefill
-        decode_half = DecodeRequest(
-            room=room,
-            request_id=request.request_id,
-            token_ids=attempt.token_ids,
-            sampling=request.sampling,
-            prefill_rank=prefill.engine_rank,
-            prefill_incarnation=prefill.incarnation,
-            num_emitted=attempt.num_continued,
-            router=self._router,
-            link=to_decode.sender.link,
-            number=to_decode.sender.number,
-            num_kept=to_decode.sender.num_kept,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            forks=forks,
-            token_group=_token_group(request),
-            trace=request.trace,
-            adapter=request.adapter,
-            weights=decode.weights.number,
-        )
+        decode_half = DecodeRequest(*sampled, prefill_rank=prefill.engine_rank, prefill_incarnation=prefill.incarnation)
         prefill_half = PrefillRequest(
-            room=room,
-            request_id=request.request_id,
-            token_ids=attempt.token_ids,
-            decode_rank=decode.engine_rank,
-            decode_incarnation=decode.incarnation,
-            router=self._router,
-            link=to_prefill.sender.link,
-            number=to_prefill.sender.number,
-            num_kept=to_prefill.sender.num_kept,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            prompt_logprobs=None if attempt.num_continued else request.sampling.prompt_logprobs,
-            pooling="" if attempt.num_continued else request.sampling.pooling,
-            pooled_ids=request.sampling.pooled_ids,
-            trace=request.trace,
-            adapter=request.adapter,
-            weights=decode.weights.number,
+            head, decode.engine_rank, decode.incarnation, request.sampling.prompt_output, to_prefill.sender.stamp
         )
         if not self._post(to_decode, decode_half, attempt.created_s):
             return attempt.decode
@@ -189,27 +148,27 @@ class Dispatcher:
         member = self._members.get(key)
         if member is not None:
             sender = member.sender
-            message = encode(CancelRequest(room, sender.link, sender.number, sender.num_kept))
+            message = encode(CancelRequest(room, sender.stamp))
             member.peer.send(message)  # if its queue is full, it is sent again
             sender.note(message, Dispatched(room, True), self._clock.monotonic())
 
-    def _post(self, member: ClusterMember, message: SchedulerMessage, now_s: float) -> bool:
+    def _post(self, member: ClusterMember, message: RequestMessage, now_s: float) -> bool:
         """Send the half of a request with the next number of its link. Return False, with nothing sent, if too much
         waits there."""
-        frame = encode(message)
+        frame, head = encode(message), message.head
         if member.sender.is_full or not member.peer.send(frame):
             return False
-        member.sender.note(frame, Dispatched(message.room, False), now_s)
-        if not isinstance(message, CancelRequest) and message.trace == "frames":
-            self.trace.note_frame(message.request_id, message.room, "sent", "request", frame)
-            if not isinstance(message, PrefillRequest):
-                pairs = [(fork.room, fork.request_id) for fork in message.forks] or [(message.room, message.request_id)]
+        member.sender.note(frame, Dispatched(head.room, False), now_s)
+        if head.options.trace == "frames":
+            self.trace.note_frame(head.request_id, head.room, "sent", "request", frame)
+            if isinstance(message, SampledRequest):
+                pairs = [(fork.room, fork.request_id) for fork in message.forks] or [(head.room, head.request_id)]
                 self.trace.framed.update(pairs)
         return True
 
 
 def _token_group(request: GenerateRequest) -> int:
-    is_read_singly = request.wake_per_token or request.sampling.logprobs is not None or request.trace
+    is_read_singly = request.wake_per_token or request.sampling.logprobs is not None or request.options.trace
     return 1 if is_read_singly else TOKEN_GROUP
 
 

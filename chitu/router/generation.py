@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct
 from chitu.errors import (
     ChituError,
 )
-from chitu.protocol import Finish, Fork, SamplingParams, TraceLevel
+from chitu.protocol import Finish, Fork, RequestOptions, SamplingParams
 from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
 from chitu.router.costs import NO_SLO, SLO
 from chitu.router.policies import InstanceKey, Target
@@ -118,24 +118,18 @@ class GenerateRequest(Struct):
     """Tokens that end the output: the request's stop ids, and eos unless it is ignored."""
     timeout_s: float | None = None
     """The client's own timeout, if it has one; `router.request_timeout_s` is the upper bound."""
-    cache_salt: str | None = ""
-    """Prompts share cached pages only if their salts are equal. None: this request uses no cached page, and leaves
-    none."""
-    priority: int = 0
-    """The lowest value goes first, wherever requests wait on P and D, within limits (`queue_order`)."""
+    options: RequestOptions = RequestOptions()
+    """What its instances are told of it beside its tokens and the sampling."""
     tenant: str = ""
     """Tenant that may see the request; empty if the router has no API keys, or if no client asked."""
-    trace: TraceLevel = ""
-    """Whether P and D record their work on it."""
-    adapter: str = ""
-    """Name of its LoRA adapter; empty: none."""
     slo: SLO = NO_SLO
     """The client's own targets for its tokens."""
 
     @property
     def prefix_salt(self) -> str | None:
         """What its prompt shares with others whose cached pages it may use; None if it uses none."""
-        return f"{self.adapter}\0{self.cache_salt}" if self.adapter and self.cache_salt is not None else self.cache_salt
+        salt, adapter = self.options.cache_salt, self.options.adapter
+        return f"{adapter}\0{salt}" if adapter and salt is not None else salt
 
 
 class PromptGroup(Struct, eq=False):

@@ -1,9 +1,9 @@
 """The network between simulated routers and instances: it delivers each message after a while, in order, unless told
 otherwise.
 
-A `NetworkWire` is one direction between two ends (routers and processes). Faults are of wires: a message may be lost, or take
-longer. What is lost is gone: the senders find out as they do over real connections, where a broken one loses what was
-in it. KV is not sent here (`transfers.py`), but takes its rate from here.
+A `NetworkWire` is one direction between two ends (routers and processes). Faults are of wires: a message may be lost,
+or take longer. What is lost is gone: the senders find out as they do over real connections, where a broken one loses
+what was in it. KV is not sent here (`transfers.py`), but takes its rate from here.
 """
 
 from __future__ import annotations

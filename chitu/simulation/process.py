@@ -308,7 +308,7 @@ class SimulatedProcess:
             if isinstance(message, LinkAck):
                 self.core.tokens.take_ack(message)
                 self.wake()
-            elif self.received.take(message.link, message.number, message.num_kept):
+            elif self.received.take(message.stamp):
                 self.on_request(message)
         if self.received.take_alarm():
             self.on_missing()

@@ -23,11 +23,10 @@ from chitu.errors import ChituError
 from chitu.net.sockets import PushPort
 from chitu.net.threads import ServiceThread
 from chitu.protocol import (
-    DecodeRequest,
     KVLayout,
-    PrefillRequest,
+    RequestMessage,
+    SampledRequest,
     TraceLines,
-    UnifiedRequest,
     encode,
     unpack_i32,
 )
@@ -114,30 +113,30 @@ class Tracer:
 
     # ----------------------------------------------------------------------------------------------------- comm thread
 
-    def begin(self, message: PrefillRequest | DecodeRequest | UnifiedRequest, frame: bytes) -> None:
+    def begin(self, message: RequestMessage, frame: bytes) -> None:
         """Start tracing a request that arrived, and its forks."""
-        has_frames = message.trace == "frames"
-        pairs = [(message.room, message.request_id)]
-        if not isinstance(message, PrefillRequest):
+        head, ids = message.head, message.head.token_ids
+        has_frames = head.options.trace == "frames"
+        pairs = [(head.room, head.request_id)]
+        if isinstance(message, SampledRequest):
             pairs += [(fork.room, fork.request_id) for fork in message.forks]
         with self._lock:
             for room, request_id in pairs:
-                self.rooms.setdefault(room, TracedRoom(request_id, room_text(room), has_frames, router=message.router))
+                self.rooms.setdefault(room, TracedRoom(request_id, room_text(room), has_frames, router=head.router))
             while len(self.rooms) > MAX_ROOMS:
                 del self.rooms[next(iter(self.rooms))]
         if self._thread is None:
             self._thread = ServiceThread("trace", self._loop)
             self._thread.start()
-        ids = message.token_ids
         for room, _ in pairs:
             self.add(
                 room,
                 TraceArrival,
                 prompt_tokens=len(ids) // 4,
-                continued_tokens=0 if isinstance(message, PrefillRequest) else message.num_emitted,
+                continued_tokens=head.num_emitted,
                 prompt_head=tuple(unpack_i32(ids[: 4 * HEAD_TOKENS])) if len(ids) % 4 == 0 else (),
             )
-        self.frame(message.room, "received", "request", frame)
+        self.frame(head.room, "received", "request", frame)
         self._is_wanted.set()
 
     # ------------------------------------------------------------------------------------------------------ any thread

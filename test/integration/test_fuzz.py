@@ -16,6 +16,7 @@ import zmq
 from completions import complete_all, instance_loads, is_whole
 from draws import IS_NIGHTLY, often
 from nursery import FORKED
+from support.requests import decode_request, prefill_request, unified_request
 from support.router_process import wait_until
 
 from chitu.assets import TINY_MODEL_DIR
@@ -29,7 +30,6 @@ from chitu.protocol import (
     AbortTransfer,
     AuxReady,
     CancelRequest,
-    DecodeRequest,
     Drain,
     Finish,
     Heartbeat,
@@ -39,8 +39,8 @@ from chitu.protocol import (
     KVLayout,
     Leave,
     LinkAck,
+    LinkStamp,
     LoadReport,
-    PrefillRequest,
     RankMemory,
     RegisterReply,
     RequestFailed,
@@ -51,7 +51,6 @@ from chitu.protocol import (
     TransferStatus,
     TransportMessage,
     TransportSession,
-    UnifiedRequest,
     encode,
     pack_i32,
 )
@@ -69,14 +68,14 @@ SAMPLING = SamplingParams(max_tokens=4)
 SESSIONS = (TransportSession("shm", "s", {"pid": "1"}),)
 MEMORY = RankMemory(0, SESSIONS, 4096, 8192, (4096, 5000), (64, 64), 4, 7000, 64, 2)
 REQUESTS = [
-    PrefillRequest(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
-    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),
-    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, 9),
-    DecodeRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, -1),
-    UnifiedRequest(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
+    prefill_request(ROOM, "r", pack_i32([1, 2, 3]), 0, 5),
+    decode_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5),
+    decode_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, router=9),
+    decode_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING, 0, 5, 1, router=-1),
+    unified_request(ROOM, "r", pack_i32([1, 2, 3]), SAMPLING),
     CancelRequest(ROOM),
-    CancelRequest(ROOM, 1 << 60, 3),
-    CancelRequest(ROOM, 1 << 60, 9, 2),
+    CancelRequest(ROOM, LinkStamp(1 << 60, 3)),
+    CancelRequest(ROOM, LinkStamp(1 << 60, 9, 2)),
     LinkAck(5, 9, True),
 ]
 CONTROL = [

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_checkpoints import PAGE_SIZE, VOCAB_SIZE, Engine, expected_tokens, make_prompt, write_checkpoint
 from support.clock import FakeClock
+from support.requests import unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -23,7 +24,7 @@ from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.ops.torch_ops import TorchOps
 from chitu.pd_scheduler import PDScheduler
-from chitu.protocol import CancelRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
+from chitu.protocol import CancelRequest, SamplingParams, pack_i32, token_codec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_PAGES = 14
@@ -86,7 +87,7 @@ def serve(
     )
     scheduler = PDScheduler(core, DecodeRole(core))
     for index, (prompt, sampling) in enumerate(requests):
-        scheduler.submit(UnifiedRequest(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))
+        scheduler.submit(unified_request(index.to_bytes(16, "big"), f"r{index}", pack_i32(prompt), sampling))
         scheduler.step()
     while len(requests) - 1 not in served.tokens:
         scheduler.step()

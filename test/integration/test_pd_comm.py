@@ -32,6 +32,7 @@ from chitu.protocol import (
     JoinReply,
     KVLayout,
     LinkAck,
+    LinkStamp,
     SchedulerMessage,
     ViewChange,
     coordination_codec,
@@ -310,7 +311,7 @@ def test_garbage_is_counted_and_the_next_request_is_served(router: Router) -> No
 
 def test_what_is_behind_a_gap_is_told_at_once_and_taken_when_all_of_it_comes_again(router: Router) -> None:
     push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
-    frames = [encode(CancelRequest(bytes([number]) * 16, 9, number, number - 1)) for number in range(1, 4)]
+    frames = [encode(CancelRequest(bytes([number]) * 16, LinkStamp(9, number, number - 1))) for number in range(1, 4)]
     push.send(frames[0])
     push.send(frames[2])
     while not router.alarms:
@@ -326,7 +327,7 @@ def test_what_is_behind_a_gap_is_told_at_once_and_taken_when_all_of_it_comes_aga
 
 def test_a_frame_that_cannot_be_read_is_lost(router: Router) -> None:
     push = connect(router.context, zmq.PUSH, "127.0.0.1", router.loop.port)
-    frames = [encode(CancelRequest(b"r" * 16, 9, number, number - 1)) for number in range(1, 4)]
+    frames = [encode(CancelRequest(b"r" * 16, LinkStamp(9, number, number - 1))) for number in range(1, 4)]
     push.send_multipart([frames[0], frames[1][:-1], frames[2]])
     while not router.alarms:
         router.happened.wait(5)

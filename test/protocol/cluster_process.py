@@ -150,7 +150,7 @@ def _check(process: Process, room: bytes, addresses: object, lengths: object, is
 
 def _rows_of(sequence: Sequence) -> set[int]:
     """Return its rows, numbered as by `_parts`."""
-    return {sequence.aux_slot, *([NUM_AUX + sequence.state_slot] if sequence.state_slot >= 0 else [])}
+    return {sequence.holds.aux_slot, *([NUM_AUX + sequence.holds.state_slot] if sequence.holds.state_slot >= 0 else [])}
 
 
 def _parts(process: Process, addresses: object, lengths: object) -> tuple[set[int], set[int]]:
@@ -492,9 +492,9 @@ class Process(SimulatedProcess):
         assert allocator.num_free + allocator.num_cached + len(private) + len(pinned) == NUM_PAGES
         sequences = self.sequences()
         assert rooms.keys() <= sequences.keys(), "pages of a request that is gone"
-        slots = [s.aux_slot for s in sequences.values() if s.aux_slot >= 0]
+        slots = [s.holds.aux_slot for s in sequences.values() if s.holds.aux_slot >= 0]
         assert len(slots) == len(set(slots)) and self.memory.aux.num_free + len(slots) == NUM_AUX
-        rows = [s.state_slot for s in sequences.values() if s.state_slot >= 0]
+        rows = [s.holds.state_slot for s in sequences.values() if s.holds.state_slot >= 0]
         assert len(rows) == len(set(rows)) and self.states.num_free + len(rows) == self.states.num_slots
         self._check_rooms()
 
@@ -579,7 +579,7 @@ class LateProcess(Process):
         for step in self.late.unread:
             assert step.pages <= held, "a page is free while a launched, unread step has its slot"
             assert not step.slots & set(resources.slots._free), "a slot is free while a launched step has it"
-            aux_slots = {sequence.aux_slot for sequence in self.sequences().values()}
+            aux_slots = {sequence.holds.aux_slot for sequence in self.sequences().values()}
             assert step.aux_slots <= aux_slots, "an aux slot is free while a launched step has it"
 
     def check_empty(self) -> None:

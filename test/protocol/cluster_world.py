@@ -11,16 +11,15 @@ from cluster_process import CONFIG, INFO, REQUEST_TIMEOUT_S, LateProcess, Proces
 from pd_world import mixed
 from support.executors import expected_tokens
 from support.keyed_peer import KeyedPeer
+from support.requests import decode_request, prefill_request
 
 from chitu.errors import NoInstance
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import (
     CancelRequest,
-    DecodeRequest,
     Finish,
     Heartbeat,
     InstanceInfo,
-    PrefillRequest,
     RequestFailed,
     SamplingParams,
     SchedulerMessage,
@@ -126,11 +125,11 @@ class ClusterWorld(Cluster):
         self.requests[room] = asked
         name = f"r{self._num_rooms}"
         if lost != 2:
-            half = DecodeRequest(room, name, tokens, sampling, prefill.rank, prefill.incarnation)
+            half = decode_request(room, name, tokens, sampling, prefill.rank, prefill.incarnation)
             self.orders.append((decode.incarnation, half))
         if lost != 1:
             self.orders.append(
-                (prefill.incarnation, PrefillRequest(room, name, tokens, decode.rank, decode.incarnation))
+                (prefill.incarnation, prefill_request(room, name, tokens, decode.rank, decode.incarnation))
             )
         return asked
 
@@ -286,7 +285,7 @@ class RoutedWorld(Cluster):
 
     def on_submit(self, process: Process, message: SchedulerMessage) -> None:
         if not isinstance(message, CancelRequest):
-            half = process.incarnation, message.room
+            half = process.incarnation, message.head.room
             assert half not in self.handed_over, "a request came twice"
             self.handed_over.add(half)
 

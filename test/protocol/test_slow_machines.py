@@ -54,7 +54,7 @@ def test_a_prompt_that_waits_behind_others_for_longer_than_transfer_s_is_answere
     while not last.end:
         world.turns(1)
         sequence = p.sequences().get(last.room)
-        if sequence is not None and sequence.announced and not sequence.kv_len:
+        if sequence is not None and sequence.prompt.announced and not sequence.kv_len:
             waited_s = world.clock.monotonic() - began_s
     assert waited_s > DEADLINES.transfer_s
     world.settle_down(12.0)

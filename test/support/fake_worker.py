@@ -37,7 +37,6 @@ from chitu.protocol import (
     PROTOCOL_VERSION,
     VIEW_TOPIC,
     CancelRequest,
-    DecodeRequest,
     Drain,
     Finish,
     Heartbeat,
@@ -50,8 +49,8 @@ from chitu.protocol import (
     LoadReport,
     PrefillRequest,
     RequestFailed,
+    SampledRequest,
     SamplingParams,
-    UnifiedRequest,
     coordination_reply_codec,
     encode,
     scheduler_codec,
@@ -303,24 +302,25 @@ class FakeWorker:
                 if isinstance(message, LinkAck):
                     instance.stream.take_ack(message)
                     continue
-                if not instance.received.take(message.link, message.number, message.num_kept):
+                if not instance.received.take(message.stamp):
                     continue
                 self._note(instance, message)
                 if isinstance(message, CancelRequest):
                     instance.running.pop(message.room, None)
-                elif isinstance(message, (DecodeRequest, UnifiedRequest)):
-                    token_ids, emitted = unpack_i32(message.token_ids), message.num_emitted
+                elif isinstance(message, SampledRequest):
+                    head = message.head
+                    token_ids, emitted = unpack_i32(head.token_ids), head.num_emitted
                     prompt = token_ids[: len(token_ids) - emitted]  # the rest is output of a lost D
-                    asks = message.router
-                    instance.stream.expect(asks, message.link)
-                    instance.running[message.room] = _Running(
-                        *(message.room, prompt, message.sampling, asks, emitted, message.token_group)
+                    asks = head.router
+                    instance.stream.expect(asks, message.stamp.link)
+                    instance.running[head.room] = _Running(
+                        *(head.room, prompt, message.sampling, asks, emitted, message.token_group)
                     )
                 elif isinstance(message, PrefillRequest) and self._options.fail_prefill:
                     info = instance.info
                     failed = RequestFailed(
                         *(info.role, info.engine_rank, info.incarnation),
-                        message.room,
+                        message.head.room,
                         self._options.fail_prefill,
                         "told to fail",
                     )
@@ -366,7 +366,7 @@ class FakeWorker:
             return
         line: dict[str, object] = {"instance": instance.name, "kind": type(message).__name__}
         for name in ("room", "request_id", "sampling", "code"):
-            value = getattr(message, name, None)
+            value = getattr(message, name, None) or getattr(getattr(message, "head", None), name, None)
             if value is not None:
                 line[name] = room_text(value) if isinstance(value, bytes) else value
         with self._trace.open("ab") as file:

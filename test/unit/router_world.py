@@ -7,6 +7,7 @@ from typing import Any
 
 from support.clock import FakeClock
 from support.keyed_peer import KeyedPeer
+from support.requests import generate_request
 
 from chitu.config.schema import (
     BreakerConfig,
@@ -30,7 +31,7 @@ from chitu.protocol import (
     pack_i32,
     scheduler_codec,
 )
-from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.generation import Generation
 from chitu.router.policies import InstanceKey, instance_key
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
@@ -112,14 +113,14 @@ class World:
         self.wakes += 1
 
     def add(self, **fields: Any) -> tuple[Generation, bytes]:
-        request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4), **fields)
+        request = generate_request("id", pack_i32([1, 2, 3]), 3, SamplingParams(max_tokens=4), **fields)
         generation = self.router.add_request(request, self.wake)
         return generation, self.room(generation)
 
     def add_choices(self, count: int, num_tokens: int = 3, **fields: Any) -> list[Generation]:
         prompt = pack_i32(range(num_tokens))
         samplings = [SamplingParams(max_tokens=4, seed=7 + choice) for choice in range(count)]
-        requests = [GenerateRequest(f"id-{i}", prompt, num_tokens, s, **fields) for i, s in enumerate(samplings)]
+        requests = [generate_request(f"id-{i}", prompt, num_tokens, s, **fields) for i, s in enumerate(samplings)]
         added: list[Generation] = []
         while len(added) < count:
             added += self.router.add_choices(requests[len(added) :], self.wake)
@@ -128,7 +129,7 @@ class World:
     def add_client(self, **fields: Any) -> Client:
         client = Client()
         sampling = fields.pop("sampling", SamplingParams(max_tokens=8))
-        request = GenerateRequest("id", pack_i32([1, 2, 3]), 3, sampling, **fields)
+        request = generate_request("id", pack_i32([1, 2, 3]), 3, sampling, **fields)
         client.generation = self.router.add_request(request, client.wake)
         return client
 
@@ -190,7 +191,7 @@ class World:
         return {
             name: message
             for name, message in self.outbox.sent
-            if not isinstance(message, CancelRequest | LinkAck) and message.room == room  # type: ignore[attr-defined]
+            if not isinstance(message, CancelRequest | LinkAck) and message.head.room == room  # type: ignore[attr-defined]
         }
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-import msgspec
 import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from support.executors import (
     expected_tokens,
     fake_logprobs,
 )
+from support.requests import decode_request, prefill_request, unified_request, with_options
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -108,7 +108,7 @@ class TracedScheduler(PDScheduler):
     def submit(self, message: SchedulerMessage) -> None:
         tracer = self._core.tracer
         if tracer is not None and isinstance(message, (PrefillRequest, DecodeRequest, UnifiedRequest)):
-            message = msgspec.structs.replace(message, trace="records")
+            message = with_options(message, trace="records")
             tracer.begin(message, b"")
         super().submit(message)
 
@@ -526,7 +526,7 @@ class Tiered(Instance):
 
     def submit(self, index: int, prompt: list[int], salt: str | None = "") -> None:
         room = room_of(index)
-        self.scheduler.submit(UnifiedRequest(room, f"r{index}", pack_i32(prompt), GREEDY, cache_salt=salt))
+        self.scheduler.submit(unified_request(room, f"r{index}", pack_i32(prompt), GREEDY, cache_salt=salt))
 
     def ask(self, index: int, prompt: list[int], salt: str | None = "") -> int:
         """Serve a request and return how many tokens of its prompt were not computed."""
@@ -649,8 +649,8 @@ class TieredPair:
         """Serve a request and return how many tokens of its prompt P did not compute."""
         room, tokens, sampling = room_of(index), pack_i32(prompt), SamplingParams(max_tokens, temperature=0.0)
         before = self.prefill.scheduler._load.prompt_tokens
-        self.decode.scheduler.submit(DecodeRequest(room, f"r{index}", tokens, sampling, 0, 1, cache_salt=salt))
-        self.prefill.scheduler.submit(PrefillRequest(room, f"r{index}", tokens, 0, 1, cache_salt=salt))
+        self.decode.scheduler.submit(decode_request(room, f"r{index}", tokens, sampling, 0, 1, cache_salt=salt))
+        self.prefill.scheduler.submit(prefill_request(room, f"r{index}", tokens, 0, 1, cache_salt=salt))
         while room not in self.decode.finishes or not (
             self.decode.scheduler.is_idle and self.prefill.scheduler.is_idle
         ):

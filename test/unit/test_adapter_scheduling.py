@@ -12,12 +12,13 @@ import msgspec
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import Admit
 from chitu.errors import IncompatibleLayout
 from chitu.kv_transfer.layout import check_compatible
-from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import Fork, KVLayout, SamplingParams, pack_i32
 
 ADAPTERS = (("sql", "1" * 32), ("tone", "2" * 32))
 NUMBERS = {"": 0, "sql": 1, "tone": 2}
@@ -32,7 +33,7 @@ def unified(num_pages: int = 64, config: SchedulerConfig | None = None, overlap:
 def ask(
     instance: Instance, index: int, prompt: list[int], adapter: str, sampling: SamplingParams = GREEDY, **more: object
 ) -> None:
-    request = UnifiedRequest(room_of(index), f"r{index}", pack_i32(prompt), sampling, adapter=adapter)
+    request = unified_request(room_of(index), f"r{index}", pack_i32(prompt), sampling, adapter=adapter)
     instance.scheduler.submit(msgspec.structs.replace(request, **more))
 
 
@@ -96,7 +97,7 @@ def test_an_unknown_adapter_is_refused_by_p_and_by_d() -> None:
     )
     wire = Wire()
     prefill = Instance(64, sender=PSide(wire))
-    prefill.scheduler.submit(PrefillRequest(room_of(1), "r1", pack_i32([5, 6]), 0, 1, adapter="sql"))
+    prefill.scheduler.submit(prefill_request(room_of(1), "r1", pack_i32([5, 6]), 0, 1, adapter="sql"))
     prefill.run()
     assert str(prefill.failures[room_of(1)]) == "this instance has no LoRA adapter 'sql' (model.adapters: none)"
 
@@ -117,8 +118,8 @@ def test_p_and_d_compute_with_the_adapter_and_reuse_its_pages() -> None:
     for index, (adapter, computed) in enumerate((("sql", 17), ("tone", 17), ("", 17), ("sql", 1), ("tone", 1))):
         room, tokens = room_of(index), pack_i32(prompt)
         before = prefill.scheduler._load.prompt_tokens
-        decode.scheduler.submit(DecodeRequest(room, f"r{index}", tokens, GREEDY, 0, 1, adapter=adapter))
-        prefill.scheduler.submit(PrefillRequest(room, f"r{index}", tokens, 0, 1, adapter=adapter))
+        decode.scheduler.submit(decode_request(room, f"r{index}", tokens, GREEDY, 0, 1, adapter=adapter))
+        prefill.scheduler.submit(prefill_request(room, f"r{index}", tokens, 0, 1, adapter=adapter))
         while room not in decode.finishes or not (decode.scheduler.is_idle and prefill.scheduler.is_idle):
             for instance in (prefill, decode):
                 instance.scheduler.step()

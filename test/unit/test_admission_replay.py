@@ -20,6 +20,7 @@ from scheduler_world import DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor
 from support.keyed_peer import KeyedPeer
+from support.requests import unified_request
 
 from chitu.config.schema import AdmissionConfig, PolicyName, RouterConfig, SchedulerConfig
 from chitu.engine.executor import ExecutorInfo, LayerCallback, StepPlan, StepResult
@@ -34,7 +35,6 @@ from chitu.protocol import (
     KVLayout,
     LinkAck,
     SamplingParams,
-    UnifiedRequest,
     pack_i32,
     scheduler_codec,
 )
@@ -77,10 +77,10 @@ class TimedWire(Wire):
             source, target = self.computed.pop(room), self.announced[room]
             sequence = self.prefill.scheduler._sequences.get(room)
             assert sequence is not None
-            since_s = sequence.computing_since_s
-            times = PrefillTimes(since_s - sequence.arrival_s, self.prefill.clock.monotonic() - since_s)
+            since_s = sequence.times.computing_since_s
+            times = PrefillTimes(since_s - sequence.times.arrival_s, self.prefill.clock.monotonic() - since_s)
             self.decode.executor.aux_row(target)[:] = self.prefill.executor.aux_row(source)
-            cached_tokens = sequence.cached_tokens
+            cached_tokens = sequence.prompt.cached_tokens
             self.events_d.append(TransferEvent(TransferEventKind.LOGITS_READY, room, cached_tokens=cached_tokens))
             self.events_d.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100, times=times))
             self.events_p.append(TransferEvent(TransferEventKind.SUCCESS, room, kv_bytes=100))
@@ -174,7 +174,7 @@ class ReplayWorld:
         instance, message = self.instances[key], scheduler_codec.decode(frame)
         if isinstance(message, LinkAck):
             instance.scheduler._tokens.take_ack(message)
-        elif instance.received.take(message.link, message.number, message.num_kept):
+        elif instance.received.take(message.stamp):
             instance.scheduler.submit(message)
             self._wake(instance)
         return True
@@ -480,7 +480,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
                 continue
             outcomes[room_of(count)] = outcome
             admission.on_sent(member, len(prompt))
-            message = UnifiedRequest(room_of(count), "r", pack_i32(prompt), SamplingParams(1, temperature=0.0))
+            message = unified_request(room_of(count), "r", pack_i32(prompt), SamplingParams(1, temperature=0.0))
             instance.scheduler.submit(message)
         served = len(instance.finishes)  # its only token is the first one
         worked = instance.scheduler.step()

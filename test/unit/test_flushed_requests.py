@@ -24,10 +24,11 @@ from scheduler_world import (
     rows_of,
 )
 from support.executors import expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.instance.prefill import ESTIMATE_S
 from chitu.instance.sequences import SequenceState
-from chitu.protocol import DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import Fork, SamplingParams, pack_i32
 
 SHORT, LONG, WITH_CHOICES, PATIENT = (prompt_of(index, length) for index, length in enumerate((3, 25, 9, 30)))
 """Prompts of less than a page, of several chunks, of two choices, and one that waits."""
@@ -80,10 +81,10 @@ class World:
         sampling, more = SamplingParams(max_tokens, temperature=0.0), {"cache_salt": "", "weights": self.number}
         self.prompts |= dict.fromkeys([fork.room for fork in forks] or [room], prompt)
         if len(self.instances) == 2:
-            self.sampler.scheduler.submit(DecodeRequest(room, name, tokens, sampling, 0, 1, forks=forks, **more))
-            self.instances[0].scheduler.submit(PrefillRequest(room, name, tokens, 0, 1, **more))
+            self.sampler.scheduler.submit(decode_request(room, name, tokens, sampling, 0, 1, forks=forks, **more))
+            self.instances[0].scheduler.submit(prefill_request(room, name, tokens, 0, 1, **more))
         else:
-            self.sampler.scheduler.submit(UnifiedRequest(room, name, tokens, sampling, forks=forks, **more))
+            self.sampler.scheduler.submit(unified_request(room, name, tokens, sampling, forks=forks, **more))
 
     def run(self) -> None:
         for _ in range(3000):
@@ -253,7 +254,7 @@ def test_a_prompt_that_waited_through_a_flush_is_work_to_do_to_its_last_token() 
     instance = Instance(20)
     instance.cache.reserve(b"other", 16 * PAGE_SIZE)
     tokens, sampling = pack_i32(LONG), SamplingParams(3, temperature=0.0)
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "r1", tokens, sampling, cache_salt=""))
+    instance.scheduler.submit(unified_request(room_of(1), "r1", tokens, sampling, cache_salt=""))
     instance.scheduler.step()
     instance.scheduler.flush_cache()
     instance.scheduler.step()
@@ -271,7 +272,7 @@ def test_no_snapshot_is_kept_of_a_state_that_other_weights_made() -> None:
     for before in range(1, 8):
         instance, tokens = Instance(40, state_slots=4), pack_i32(prompt_of(1, 29))
         sampling = SamplingParams(3, temperature=0.0)
-        instance.scheduler.submit(UnifiedRequest(room_of(1), "r", tokens, sampling, cache_salt=""))
+        instance.scheduler.submit(unified_request(room_of(1), "r", tokens, sampling, cache_salt=""))
         for _ in range(before):
             instance.scheduler.step()
         assert not instance.scheduler.is_idle

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from scheduler_world import Instance, prompt_of, room_of
 from support.executors import FakeExecutor
+from support.requests import unified_request
 from test_jobs import World, copy_of_tiny
 
 from chitu.engine.executor import LayerCallback, StepPlan, StepResult
@@ -30,7 +31,6 @@ from chitu.protocol import (
     Reasoning,
     SamplingParams,
     ToolCalls,
-    UnifiedRequest,
     pack_i32,
 )
 
@@ -262,7 +262,7 @@ def instance_with(store: Store) -> Instance:
 def ask(instance: Instance, index: int, grammar: Grammar | None = GRAMMAR) -> None:
     sampling = SamplingParams(4, temperature=0.0, grammar=grammar, ignore_eos=True)
     prompt = pack_i32(prompt_of(index, 6))
-    instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling))
+    instance.scheduler.submit(unified_request(room_of(index), f"r{index}", prompt, sampling))
 
 
 def test_it_waits_for_its_grammar_and_others_do_not() -> None:
@@ -330,7 +330,7 @@ def test_a_fork_that_is_cancelled_meanwhile_does_not_come_and_the_others_do() ->
     instance = Instance(32, grammars=cast(GrammarStore, store))
     sampling = SamplingParams(4, temperature=0.0, grammar=GRAMMAR, ignore_eos=True)
     forks = tuple(Fork(room_of(index), f"r{index}", index) for index in (1, 2, 3))
-    instance.scheduler.submit(UnifiedRequest(room_of(9), "prompt", pack_i32(prompt_of(1, 6)), sampling, forks=forks))
+    instance.scheduler.submit(unified_request(room_of(9), "prompt", pack_i32(prompt_of(1, 6)), sampling, forks=forks))
     instance.scheduler.step()
     instance.scheduler.submit(CancelRequest(room_of(2)))
     instance.scheduler.step()
@@ -338,7 +338,7 @@ def test_a_fork_that_is_cancelled_meanwhile_does_not_come_and_the_others_do() ->
     instance.run()
     assert set(instance.tokens) == set(instance.finishes) == {room_of(1), room_of(3)}
     instance.scheduler.submit(
-        UnifiedRequest(room_of(19), "prompt", pack_i32(prompt_of(2, 6)), sampling, forks=(Fork(room_of(11), "r", 1),))
+        unified_request(room_of(19), "prompt", pack_i32(prompt_of(2, 6)), sampling, forks=(Fork(room_of(11), "r", 1),))
     )
     instance.run()
     assert room_of(11) in instance.finishes

@@ -49,7 +49,7 @@ def test_a_line_comes_last_unless_it_has_a_priority_of_its_own() -> None:
     async def priorities(is_batch: bool, **more: Any) -> set[int]:
         task, found = await sent(pair(), is_batch, **more)
         task.cancel()
-        return {each.priority for each in found}
+        return {each.head.options.priority for each in found}
 
     assert asyncio.run(priorities(True)) == {MAX_PRIORITY}
     assert asyncio.run(priorities(True, priority=3)) == {3}
@@ -60,7 +60,7 @@ def test_the_answer_is_that_of_the_route_and_a_line_that_is_given_up_ends_on_p_a
     async def answered() -> Reply:
         world = pair()
         task, found = await sent(world)
-        world.emit(found[0].room, 65, 66, finish="length")
+        world.emit(found[0].head.room, 65, 66, finish="length")
         return await task
 
     reply = asyncio.run(answered())

@@ -25,7 +25,7 @@ from chitu.http.kept_requests import LOOK_S, KeptFolder, KeptRequests, NotKept
 from chitu.http.parse import ParsedRequest, Prompt
 from chitu.http.sampling_fields import OutputOptions
 from chitu.http.served_model import ModelLimits
-from chitu.protocol import InstanceInfo, KVLayout, SamplingParams
+from chitu.protocol import InstanceInfo, KVLayout, RequestOptions, SamplingParams
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
 from chitu.router.generation import GenerateRequest
@@ -244,7 +244,7 @@ async def test_a_request_stays_in_the_folder_if_the_last_instance_leaves_while_i
     routes = SimpleNamespace(running=RunningAnswers(lambda generation: None))
 
     async def parse_again(route: str, raw: bytearray) -> SimpleNamespace:
-        return SimpleNamespace(why_not_kept="", priority=-1)
+        return SimpleNamespace(why_not_kept="", asked=RequestOptions(priority=-1))
 
     def require_priority(tenant: str, priority: int) -> None:
         assert (tenant, priority) == ("t", -1)
@@ -302,13 +302,13 @@ async def test_a_request_goes_on_with_the_content_of_its_adapter_alone(tmp_path:
     options = OutputOptions(1, False, False, (), False, True, False)
 
     async def parse_again(route: str, raw: bytearray) -> ParsedRequest:
-        return ParsedRequest([Prompt(b"", 0, "")], [SamplingParams(10)], options, adapter="sql")
+        return ParsedRequest([Prompt(b"", 0, "")], [SamplingParams(10)], options, asked=RequestOptions(adapter="sql"))
 
     bodies, none = SimpleNamespace(parse_again=parse_again), lambda *given: None
     kept = KeptRequests(of, model, router, bodies, routes, none, FakeClock())  # type: ignore[arg-type]
     kept.tick()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
-    assert [request.adapter for request in sent] == (["sql"] if known else [])
+    assert [request.options.adapter for request in sent] == (["sql"] if known else [])
     assert [name.rpartition(".")[2] for name in names(tmp_path)] == ([] if known else ["refused"])
 
 

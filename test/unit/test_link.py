@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chitu.config.schema import DeadlineConfig
 from chitu.net.link import MAX_KEPT, MAX_KEPT_BYTES, MAX_LINKS, LinkReceiver, LinkReceivers, LinkSender
-from chitu.protocol import LinkAck
+from chitu.protocol import LinkAck, LinkStamp
 
 INTERVAL_S, PATIENCE_S = 0.5, 3.0
 DEADLINES = DeadlineConfig(heartbeat_interval_s=INTERVAL_S, lease_s=PATIENCE_S)
@@ -56,7 +56,7 @@ class Pump:
 
     def _take(self, frame: bytes) -> None:
         number, num_kept, name = map(int, frame.split())
-        if self.receivers.take(LINK, number, num_kept):
+        if self.receivers.take(LinkStamp(LINK, number, num_kept)):
             self.taken.append(name)
 
     def beat(self, *, is_lost: bool = False, is_reading: bool = True) -> None:
@@ -228,20 +228,20 @@ def test_what_a_sender_keeps_is_bounded_in_messages_and_bytes() -> None:
 def test_what_a_receiver_knows_is_bounded_and_a_forgotten_link_goes_on() -> None:
     receivers = LinkReceivers()
     for number in range(1, 5):
-        assert receivers.take(0, number, 0)
+        assert receivers.take(LinkStamp(0, number, 0))
     for link in range(1, MAX_LINKS + 1):
-        receivers.take(link, 1, 0)
+        receivers.take(LinkStamp(link, 1, 0))
     assert [word.link for word in receivers.acks()] == list(range(1, MAX_LINKS + 1))
-    assert not receivers.take(0, 6, 1) and receivers.take_alarm()
-    assert receivers.take(0, 5, 0) and receivers.take(0, 6, 1)
+    assert not receivers.take(LinkStamp(0, 6, 1)) and receivers.take_alarm()
+    assert receivers.take(LinkStamp(0, 5, 0)) and receivers.take(LinkStamp(0, 6, 1))
     assert receivers.acks() == (LinkAck(0, 6),) and receivers.acks() == ()
 
 
 def test_odd_numbers_from_the_wire_change_no_other_link_and_what_has_none_is_taken() -> None:
     receivers = LinkReceivers()
-    assert receivers.take(1, 1, 0)
-    assert receivers.take(LINK, 0, 0) and receivers.take(LINK, -1, 0)
+    assert receivers.take(LinkStamp(1, 1, 0))
+    assert receivers.take(LinkStamp(LINK, 0, 0)) and receivers.take(LinkStamp(LINK, -1, 0))
     assert receivers.acks() == (LinkAck(1, 1),)
     receiver = LinkReceiver()
     assert receiver.take((1 << 64) - 1, -5) and not receiver.take(3, 1 << 70)
-    assert receivers.take(1, 2, 0)
+    assert receivers.take(LinkStamp(1, 2, 0))

@@ -1,4 +1,4 @@
-"""Golden frames of protocol version 6, read back by the reference `msgpack` package, and what decoders refuse.
+"""Golden frames of the present protocol version, read back by the `msgpack` package, and what decoders refuse.
 
 The hex strings are also printed in docs/protocol.md: a change here is a change of the wire.
 """
@@ -23,16 +23,21 @@ from chitu.protocol import (
     Codec,
     DecodeRequest,
     Finish,
+    Fork,
     Grammar,
     Heartbeat,
     KVArgsRegisterInfo,
     KVLayout,
     KVSums,
     LinkAck,
+    LinkStamp,
     LoadReport,
     PrefillRequest,
+    PromptOutput,
     RankMemory,
     RegisterReply,
+    RequestHead,
+    RequestOptions,
     SamplingParams,
     StateSeal,
     StatusAck,
@@ -271,52 +276,69 @@ GOLDEN: list[tuple[msgspec.Struct, Codec[Any], str, object]] = [
         {"type": "register_reply", "engine_rank": 0, "incarnation": 9, "peer_incarnation": 7},
     ),
     (
-        PrefillRequest(ROOM, "cmpl-1", pack_i32([1, 2]), 0, 7, adapter="sql"),
+        PrefillRequest(
+            RequestHead(ROOM, "cmpl-1", pack_i32([1, 2]), weights=2, options=RequestOptions(adapter="sql")),
+            *(0, 7, PromptOutput(pooling="last"), LinkStamp(5, 3, 1)),
+        ),
         scheduler_codec,
         "",
         {
             "type": "prefill_request",
-            "room": ROOM,
-            "request_id": "cmpl-1",
-            "token_ids": b"\x01\0\0\0\x02\0\0\0",
+            "head": {
+                "room": ROOM,
+                "request_id": "cmpl-1",
+                "token_ids": b"\x01\0\0\0\x02\0\0\0",
+                "weights": 2,
+                "options": {"adapter": "sql"},
+            },
             "decode_rank": 0,
             "decode_incarnation": 7,
-            "adapter": "sql",
+            "output": {"pooling": "last"},
+            "stamp": [5, 3, 1],
         },
     ),
     (
-        DecodeRequest(ROOM, "cmpl-1", b"", SamplingParams(16, seed=5), 0, 9, token_group=16),
+        DecodeRequest(
+            RequestHead(ROOM, "cmpl-1", b"", 2, 1, options=RequestOptions(None, -3, "frames")),
+            *(SamplingParams(16, seed=5), (Fork(ROOM, "f", 4),), 16),
+            prefill_rank=0,
+            prefill_incarnation=9,
+        ),
         scheduler_codec,
         "",
         {
             "type": "decode_request",
-            "room": ROOM,
-            "request_id": "cmpl-1",
-            "token_ids": b"",
+            "head": {
+                "room": ROOM,
+                "request_id": "cmpl-1",
+                "token_ids": b"",
+                "num_emitted": 2,
+                "router": 1,
+                "options": {"cache_salt": None, "priority": -3, "trace": "frames"},
+            },
             "sampling": {"max_tokens": 16, "seed": 5},
+            "forks": [[ROOM, "f", 4]],
+            "token_group": 16,
             "prefill_rank": 0,
             "prefill_incarnation": 9,
-            "token_group": 16,
         },
     ),
     (
-        UnifiedRequest(ROOM, "cmpl-1", b"", SamplingParams(16, grammar=Grammar("regex", "a+"))),
+        UnifiedRequest(RequestHead(ROOM, "cmpl-1", b""), SamplingParams(16, grammar=Grammar("regex", "a+"))),
         scheduler_codec,
         "",
         {
             "type": "unified_request",
-            "room": ROOM,
-            "request_id": "cmpl-1",
-            "token_ids": b"",
+            "head": {"room": ROOM, "request_id": "cmpl-1", "token_ids": b""},
             "sampling": {"max_tokens": 16, "grammar": {"kind": "regex", "text": "a+"}},
         },
     ),
     (CancelRequest(ROOM), scheduler_codec, "", {"type": "cancel_request", "room": ROOM}),
     (
-        CancelRequest(ROOM, 5, 2),
+        CancelRequest(ROOM, LinkStamp(5, 2)),
         scheduler_codec,
         "",
-        {"type": "cancel_request", "room": ROOM, "link": 5, "number": 2},
+        {"type": "cancel_request", "room": ROOM, "stamp": [5, 2, 0]},
     ),
     (
         LinkAck(5, 9, has_gap=True),
@@ -501,7 +523,7 @@ def test_layouts_name_every_field_that_differs() -> None:
 
 def test_a_grammar_of_an_unknown_kind_or_above_its_bound_is_refused() -> None:
     def request(grammar: Grammar) -> bytes:
-        return encode(UnifiedRequest(ROOM, "r", b"", SamplingParams(16, grammar=grammar)))
+        return encode(UnifiedRequest(RequestHead(ROOM, "r", b""), SamplingParams(16, grammar=grammar)))
 
     scheduler_codec.decode(request(Grammar("regex", "a" * MAX_GRAMMAR_CHARS)))
     for refused in (Grammar("regex", "a" * (MAX_GRAMMAR_CHARS + 1)), Grammar("yaml", "")):  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor, InvariantViolation, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import SchedulerConfig
@@ -17,9 +18,7 @@ from chitu.kv_cache.prefix_index import PageKeys
 from chitu.protocol import (
     LEAST_PROMPT_TOKENS,
     SLO_SHARE,
-    DecodeRequest,
     Fork,
-    PrefillRequest,
     SamplingParams,
     UnifiedRequest,
     pack_i32,
@@ -55,7 +54,7 @@ def timed(wire: Wire | None, tpot_s: float, overlap: bool = False) -> Instance:
 
 
 def whole(index: int, prompt: list[int], max_tokens: int) -> UnifiedRequest:
-    return UnifiedRequest(room_of(index), f"r{index}", pack_i32(prompt), SamplingParams(max_tokens, temperature=0.0))
+    return unified_request(room_of(index), f"r{index}", pack_i32(prompt), SamplingParams(max_tokens, temperature=0.0))
 
 
 def prompt_of_length(length: int, first: int = 5) -> list[int]:
@@ -116,8 +115,8 @@ def test_a_second_turn_on_d_computes_only_what_neither_turn_left_there_and_moves
     prefill = wire.prefill = Instance(60, sender=PSide(wire))
     decode = wire.decode = Instance(60, receiver=DSide(wire), tpot_s=1.0)
     first, sampling = prompt_of_length(18), SamplingParams(11, temperature=0.0)
-    decode.scheduler.submit(DecodeRequest(room_of(1), "r1", pack_i32(first), sampling, 0, 1))
-    prefill.scheduler.submit(PrefillRequest(room_of(1), "r1", pack_i32(first), 0, 1))
+    decode.scheduler.submit(decode_request(room_of(1), "r1", pack_i32(first), sampling, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(1), "r1", pack_i32(first), 0, 1))
     rng = random.Random(1)
     while room_of(1) not in decode.finishes:
         for instance in (prefill, decode):
@@ -158,7 +157,7 @@ def test_choices_of_a_prompt_that_d_computes_share_it() -> None:
     prompt = prompt_of_length(13)
     forks = tuple(Fork(room_of(10 + n), f"r{n}", n) for n in range(3))
     sampling = SamplingParams(5, temperature=1.0)
-    decode.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
+    decode.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
     decode.run()
     for n in range(3):
         seeded = SamplingParams(5, temperature=1.0, seed=n)

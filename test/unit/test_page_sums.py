@@ -15,7 +15,7 @@ from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.tensor_parallel import kv_heads_of
 from chitu.errors import ConfigError, Integrity
 from chitu.instance.page_sums import MAX_SUMMED_BYTES, FinishedPages
-from chitu.instance.sequences import Sequence, SequenceState
+from chitu.instance.sequences import Sequence, SequenceState, SequenceTimes
 from chitu.kv_cache.checksum import HostPageSums, head_copies, page_weights
 from chitu.kv_transfer.layout import (
     SAMPLE_DIVISOR,
@@ -25,7 +25,7 @@ from chitu.kv_transfer.layout import (
     compare,
     read_sums,
 )
-from chitu.protocol import KVLayout, KVSums, SamplingParams, pack_i32
+from chitu.protocol import KVLayout, KVSums, RequestHead, SamplingParams, pack_i32
 from chitu.tools.verify.parity import UNKNOWN_LAYER, Judgement, Place, damage_of, first_unlike
 from chitu.tools.verify.probe import CheckedRequest, MovedSums, Served
 from chitu.tools.verify.report import FORCED, Judged, wrong_pages
@@ -52,7 +52,9 @@ def sums_of(
     cache = PagedKVCacheManager(64, layout.page_size)
     cache.reserve(ROOM, num_prompt + num_emitted)
     sampling = SamplingParams(max_tokens=num_emitted, page_sums=page_sums)
-    sequence = Sequence(ROOM, "r", 0, 0.0, pack_i32(range(num_prompt)), sampling, state=state)
+    sequence = Sequence(
+        RequestHead(ROOM, "r", pack_i32(range(num_prompt))), 0, SequenceTimes(0.0), sampling, state=state
+    )
     sequence.emitted.extend([7] * num_emitted)
     data = FinishedPages(NamedSums(), cache, layout).sums_of(sequence)
     return np.frombuffer(data, "<i8").reshape(layout.num_layers, -1).tolist() if data else []

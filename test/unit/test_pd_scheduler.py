@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, check_prompt, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -33,11 +34,8 @@ from chitu.protocol import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     CancelRequest,
-    DecodeRequest,
     LoadReport,
-    PrefillRequest,
     SamplingParams,
-    UnifiedRequest,
     pack_i32,
 )
 
@@ -50,7 +48,7 @@ def test_unified_tokens_are_right_and_every_page_comes_back(
     for index, one in enumerate(load):
         token_ids, sampling, num_emitted, _ = continued(index, *one)
         group = 1 if index % 3 else (1, 2, 16)[index // 3 % 3]
-        whole = UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted, token_group=group)
+        whole = unified_request(room_of(index), f"r{index}", token_ids, sampling, num_emitted, token_group=group)
         instance.scheduler.submit(whole)
     instance.run()
     for index, one in enumerate(load):
@@ -76,12 +74,11 @@ def test_pd_tokens_are_right_with_cancels_and_failures_and_nothing_leaks(
             prompt, sampling, num_emitted, _ = continued(index, *one)
             common = dict(num_emitted=num_emitted, token_group=1 if index % 3 else 16)
             if rng.random() < 0.4:
-                decode.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, sampling, **common))
+                decode.scheduler.submit(unified_request(room_of(index), f"r{index}", prompt, sampling, **common))
                 continue
-            decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", prompt, sampling, 0, 1, **common))
-            asked = None if num_emitted else sampling.prompt_logprobs
-            half = PrefillRequest(room_of(index), f"r{index}", prompt, 0, 1, prompt_logprobs=asked)
-            prefill.scheduler.submit(half)
+            decode.scheduler.submit(decode_request(room_of(index), f"r{index}", prompt, sampling, 0, 1, **common))
+            more = dict(num_emitted=num_emitted, output=sampling.prompt_output)
+            prefill.scheduler.submit(prefill_request(room_of(index), f"r{index}", prompt, 0, 1, **more))
             fate = rng.random()
             if fate < 0.15:
                 wire.failing.add(room_of(index))
@@ -123,7 +120,7 @@ def test_tokens_that_nobody_reads_singly_come_in_the_same_few_messages_and_the_f
     for index, length in lengths.items():
         sampling = SamplingParams(length, temperature=0.0)
         tokens = pack_i32(prompt_of(index, 4))
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", tokens, sampling, token_group=most))
+        instance.scheduler.submit(unified_request(room_of(index), "r", tokens, sampling, token_group=most))
     instance.scheduler.step()
     assert [instance.groups[room_of(index)] for index in lengths] == [[1]] * 4, "a first token waits for others"
     instance.run()
@@ -138,7 +135,7 @@ def test_tokens_that_nobody_reads_singly_come_in_the_same_few_messages_and_the_f
 @pytest.mark.parametrize("ends", ["error", "cancel"])
 def test_tokens_that_waited_come_before_an_error_and_not_at_all_after_a_cancellation(ends: str) -> None:
     instance = Instance(64)
-    request = UnifiedRequest(room_of(1), "r", pack_i32(prompt_of(1, 4)), SamplingParams(30), token_group=16)
+    request = unified_request(room_of(1), "r", pack_i32(prompt_of(1, 4)), SamplingParams(30), token_group=16)
     instance.scheduler.submit(request)
     for _ in range(6):
         instance.scheduler.step()
@@ -164,7 +161,7 @@ def test_a_stop_id_ends_a_request_at_once_and_ignore_eos_overrides_only_eos() ->
     tokens = expected_tokens(prompt, 10, INFO.vocab_size)
     instance = Instance(32)
     sampling = SamplingParams(10, temperature=0.0, stop_token_ids=(tokens[3],))
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling))
+    instance.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling))
     instance.run()
     end = tokens.index(tokens[3]) + 1
     assert instance.tokens[room_of(1)] == tokens[:end]
@@ -179,9 +176,9 @@ def test_waiting_for_pages_has_a_deadline(role: str) -> None:
     prompt = pack_i32(prompt_of(1, 20))
     for index in (1, 2):
         if role == "decode":
-            instance.scheduler.submit(DecodeRequest(room_of(index), "r", prompt, SamplingParams(12), 0, 1))
+            instance.scheduler.submit(decode_request(room_of(index), "r", prompt, SamplingParams(12), 0, 1))
         else:
-            instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(12)))
+            instance.scheduler.submit(unified_request(room_of(index), "r", prompt, SamplingParams(12)))
     instance.scheduler.step()
     clock.advance(30.5)
     instance.scheduler.step()
@@ -193,7 +190,7 @@ def test_a_new_router_ends_everything_of_the_old_one() -> None:
     instance = Instance(32)
     for index in range(5):
         prompt = pack_i32(prompt_of(index, 9))
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(50)))
+        instance.scheduler.submit(unified_request(room_of(index), "r", prompt, SamplingParams(50)))
     for _ in range(3):
         instance.scheduler.step()
     instance.scheduler.cancel_all()
@@ -214,11 +211,11 @@ def test_who_waits_with_the_lowest_priority_is_first_and_of_equals_who_came_firs
     instance = Instance(40, config=one_at_once, aux_slots=len(priorities), **side)
     for i, priority in enumerate(priorities):
         instance.scheduler.submit(
-            PrefillRequest(room_of(i), "r", prompt, 0, 1, priority=priority)
+            prefill_request(room_of(i), "r", prompt, 0, 1, priority=priority)
             if role == "prefill"
-            else DecodeRequest(room_of(i), "r", prompt, sampling, 0, 1, priority=priority)
+            else decode_request(room_of(i), "r", prompt, sampling, 0, 1, priority=priority)
             if role == "decode"
-            else UnifiedRequest(room_of(i), "r", prompt, sampling, priority=priority)
+            else unified_request(room_of(i), "r", prompt, sampling, priority=priority)
         )
     for _ in range(50 * len(priorities)):
         instance.scheduler.step()
@@ -235,7 +232,7 @@ def test_retraction_really_happens_and_loses_no_token() -> None:
     for index in range(6):
         prompt = pack_i32(prompt_of(index, 7))
         sampling = SamplingParams(40, temperature=0.0, logprobs=1)
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, sampling))
+        instance.scheduler.submit(unified_request(room_of(index), "r", prompt, sampling))
     instance.run()
     assert len(instance.has_logprobs) == 6 and all(instance.has_logprobs.values())
     assert instance.scheduler.load.retractions > 0
@@ -248,12 +245,12 @@ def test_speculative_prompts_give_their_pages_to_announced_ones() -> None:
     wire = Wire()
     prefill = Instance(num_pages=8, sender=PSide(wire))
     speculative, promised = prompt_of(1, 30), prompt_of(2, 20)
-    prefill.scheduler.submit(PrefillRequest(room_of(1), "speculative", pack_i32(speculative), 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(1), "speculative", pack_i32(speculative), 0, 1))
     for _ in range(8):
         prefill.scheduler.step()
     assert room_of(1) in wire.computed
     wire.announced[room_of(2)] = 0
-    prefill.scheduler.submit(PrefillRequest(room_of(2), "promised", pack_i32(promised), 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(2), "promised", pack_i32(promised), 0, 1))
     for _ in range(8):
         prefill.scheduler.step()
     assert room_of(2) in wire.computed
@@ -277,9 +274,9 @@ def test_a_full_queue_refuses_the_next_request_before_it_takes_anything() -> Non
     prompt = pack_i32(prompt_of(1, 20))
     for number in range(5):
         room = room_of(number)
-        sides["P"].scheduler.submit(PrefillRequest(room, "r", prompt, 0, 1))
-        sides["D"].scheduler.submit(DecodeRequest(room, "r", prompt, SamplingParams(4), 0, 1))
-        unified.scheduler.submit(UnifiedRequest(room, "r", prompt, SamplingParams(4)))
+        sides["P"].scheduler.submit(prefill_request(room, "r", prompt, 0, 1))
+        sides["D"].scheduler.submit(decode_request(room, "r", prompt, SamplingParams(4), 0, 1))
+        unified.scheduler.submit(unified_request(room, "r", prompt, SamplingParams(4)))
     for instance in (*sides.values(), unified):
         instance.scheduler.step()
     assert {room: error.code for room, error in sides["P"].failures.items()} == {
@@ -314,14 +311,14 @@ def test_an_instance_reports_the_rate_of_its_full_steps_and_not_of_its_lonely_re
 
     def add(first: int, count: int) -> None:
         for number in range(first, first + count):
-            message = PrefillRequest(room_of(number), "r", pack_i32(prompt_of(number, 8)), 0, 1)
+            message = prefill_request(room_of(number), "r", pack_i32(prompt_of(number, 8)), 0, 1)
             instance.scheduler.submit(message)
 
     for number in range(5):
         add(number, 1)  # 8 of 16 tokens a step: nothing waits
         steps(2, 1.0)
     assert (instance.scheduler.load.backlog_s, instance.scheduler.load.backlog_work) == (0.0, 0)
-    instance.scheduler.submit(PrefillRequest(room_of(99), "r", pack_i32(prompt_of(99, 40)), 0, 1))
+    instance.scheduler.submit(prefill_request(room_of(99), "r", pack_i32(prompt_of(99, 40)), 0, 1))
     steps(4, 0.5)  # 16, 16, 8: two full steps
     assert (instance.scheduler.load.backlog_s, instance.scheduler.load.backlog_work) == (1.0, 32)
 
@@ -329,9 +326,9 @@ def test_an_instance_reports_the_rate_of_its_full_steps_and_not_of_its_lonely_re
 def submit(instance: Instance, number: int, prompt: list[int], max_tokens: int = 4) -> None:
     room, token_ids = room_of(number), pack_i32(prompt)
     if isinstance(instance.role, PrefillRole):
-        instance.scheduler.submit(PrefillRequest(room, "r", token_ids, 0, 1))
+        instance.scheduler.submit(prefill_request(room, "r", token_ids, 0, 1))
     else:
-        instance.scheduler.submit(UnifiedRequest(room, "r", token_ids, SamplingParams(max_tokens)))
+        instance.scheduler.submit(unified_request(room, "r", token_ids, SamplingParams(max_tokens)))
 
 
 def turns(instance: Instance, clock: FakeClock, count: int) -> LoadReport:
@@ -403,8 +400,8 @@ def test_decode_says_which_requests_wait_for_prompts() -> None:
     wire.decode = Instance(400, receiver=DSide(wire), config=WIDE, aux_slots=2)
     for number in range(3):
         room, prompt = room_of(number), pack_i32(prompt_of(number, 8))
-        wire.prefill.scheduler.submit(PrefillRequest(room, "r", prompt, 0, 1))
-        wire.decode.scheduler.submit(DecodeRequest(room, "r", prompt, SamplingParams(9), 0, 1))
+        wire.prefill.scheduler.submit(prefill_request(room, "r", prompt, 0, 1))
+        wire.decode.scheduler.submit(decode_request(room, "r", prompt, SamplingParams(9), 0, 1))
     seen = []
     for _ in range(30):  # two aux slots: one request waits for the prompts of the others
         wire.decode.scheduler.step()
@@ -421,7 +418,7 @@ def test_decode_reports_how_many_requests_its_queue_admits() -> None:
     wire = Wire()
     instance = Instance(400, receiver=DSide(wire), clock=clock, aux_slots=2)
     for number in range(5):
-        message = DecodeRequest(room_of(number), "r", pack_i32(prompt_of(number, 8)), SamplingParams(4), 0, 1)
+        message = decode_request(room_of(number), "r", pack_i32(prompt_of(number, 8)), SamplingParams(4), 0, 1)
         instance.scheduler.submit(message)
     instance.scheduler.step()  # two aux slots: three wait
     assert (instance.scheduler.load.waiting, instance.scheduler.load.backlog_work) == (3, 0)
@@ -435,7 +432,7 @@ def test_decode_reports_how_many_requests_its_queue_admits() -> None:
 def test_what_came_in_during_a_step_is_in_the_report_before_the_next_one() -> None:
     instance = Instance(8, sender=PSide(Wire()), config=BOUND)
     for number, length in enumerate((8, 9)):
-        instance.scheduler.submit(PrefillRequest(room_of(number), "r", pack_i32(prompt_of(number, length)), 0, 1))
+        instance.scheduler.submit(prefill_request(room_of(number), "r", pack_i32(prompt_of(number, length)), 0, 1))
     assert (instance.scheduler.load.waiting, instance.scheduler.load.waiting_tokens) == (2, 17)
     instance.scheduler.step()
     assert (instance.scheduler.load.waiting, instance.scheduler.load.waiting_tokens) == (0, 1)
@@ -447,13 +444,13 @@ def test_what_came_in_during_a_step_is_in_the_report_before_the_next_one() -> No
 
 def test_an_impossible_request_is_refused_and_the_next_one_served() -> None:
     instance = Instance(8)
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "big", pack_i32(prompt_of(1, 30)), SamplingParams(10)))
-    instance.scheduler.submit(UnifiedRequest(room_of(2), "empty", b"", SamplingParams(10)))
-    instance.scheduler.submit(UnifiedRequest(room_of(3), "long", pack_i32(prompt_of(1, 300)), SamplingParams(10)))
-    instance.scheduler.submit(UnifiedRequest(room_of(4), "ok", pack_i32(prompt_of(1, 3)), SamplingParams(2)))
+    instance.scheduler.submit(unified_request(room_of(1), "big", pack_i32(prompt_of(1, 30)), SamplingParams(10)))
+    instance.scheduler.submit(unified_request(room_of(2), "empty", b"", SamplingParams(10)))
+    instance.scheduler.submit(unified_request(room_of(3), "long", pack_i32(prompt_of(1, 300)), SamplingParams(10)))
+    instance.scheduler.submit(unified_request(room_of(4), "ok", pack_i32(prompt_of(1, 3)), SamplingParams(2)))
     for room, num_emitted in ((5, 3), (6, 4), (7, 2)):  # nothing but output; more than the tokens; max_tokens reached
         prompt = pack_i32(prompt_of(1, 3))
-        instance.scheduler.submit(UnifiedRequest(room_of(room), "bad", prompt, SamplingParams(2), num_emitted))
+        instance.scheduler.submit(unified_request(room_of(room), "bad", prompt, SamplingParams(2), num_emitted))
     instance.run()
     codes = [instance.finishes[room_of(n)].code for n in range(1, 8)]
     assert codes == ["capacity", "invalid_request", "invalid_request", "", *["invalid_request"] * 3]
@@ -494,11 +491,11 @@ def test_a_token_id_beyond_the_vocabulary_is_refused_wherever_it_stands(role: st
         ids[place] = token
         room, prompt = room_of(place), pack_i32(ids)
         instance.scheduler.submit(
-            PrefillRequest(room, "r", prompt, 0, 1)
+            prefill_request(room, "r", prompt, 0, 1)
             if role == "prefill"
-            else DecodeRequest(room, "r", prompt, sampling, 0, 1, num_emitted=1)
+            else decode_request(room, "r", prompt, sampling, 0, 1, num_emitted=1)
             if role == "decode"
-            else UnifiedRequest(room, "r", prompt, sampling, num_emitted=1)
+            else unified_request(room, "r", prompt, sampling, num_emitted=1)
         )
     instance.scheduler.step()
     ends = instance.failures if role == "prefill" else instance.finishes
@@ -510,7 +507,7 @@ def test_a_token_id_beyond_the_vocabulary_is_refused_wherever_it_stands(role: st
 @pytest.mark.parametrize("sampling", WRONG_SAMPLING, ids=range(len(WRONG_SAMPLING)))
 def test_sampling_that_a_step_could_not_take_is_refused(sampling: SamplingParams) -> None:
     instance = Instance(8)
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32([1, 2]), sampling))
+    instance.scheduler.submit(unified_request(room_of(1), "r", pack_i32([1, 2]), sampling))
     instance.run()
     assert instance.finishes[room_of(1)].code == "invalid_request"
 
@@ -528,9 +525,9 @@ def test_half_requests_on_the_wrong_role_are_refused() -> None:
     wire = Wire()
     prefill, unified = Instance(8, sender=PSide(wire)), Instance(8)
     prompt = pack_i32(array("i", [1, 2]))
-    unified.scheduler.submit(PrefillRequest(room_of(1), "r", prompt, 0, 1))
-    unified.scheduler.submit(DecodeRequest(room_of(2), "r", prompt, SamplingParams(1), 0, 1))
-    prefill.scheduler.submit(UnifiedRequest(room_of(3), "r", prompt, SamplingParams(1)))
+    unified.scheduler.submit(prefill_request(room_of(1), "r", prompt, 0, 1))
+    unified.scheduler.submit(decode_request(room_of(2), "r", prompt, SamplingParams(1), 0, 1))
+    prefill.scheduler.submit(unified_request(room_of(3), "r", prompt, SamplingParams(1)))
     unified.run()
     prefill.run()
     assert unified.failures[room_of(1)].code == "role_changed"
@@ -563,8 +560,8 @@ def test_pages_add_up_after_every_step_whatever_fails_or_is_cancelled(seed: int)
     while pending or not all(side.scheduler.is_idle for side in sides):
         if pending and rng.random() < 0.5:
             room, prompt = room_of(pending[0]), pack_i32(prompt_of(pending[0], rng.randint(1, 40)))
-            decode.scheduler.submit(DecodeRequest(room, "r", prompt, SamplingParams(rng.randint(1, 20)), 0, 1))
-            prefill.scheduler.submit(PrefillRequest(room, "r", prompt, 0, 1))
+            decode.scheduler.submit(decode_request(room, "r", prompt, SamplingParams(rng.randint(1, 20)), 0, 1))
+            prefill.scheduler.submit(prefill_request(room, "r", prompt, 0, 1))
             if rng.random() < 0.2:
                 wire.failing.add(room)
             pending.pop(0)
@@ -602,9 +599,9 @@ def test_the_parts_of_the_queues_follow_a_request_through_p_and_d() -> None:
         decode.scheduler.step()
         return decode.scheduler.load
 
-    prefill.scheduler.submit(PrefillRequest(room, "first", prompt, 0, 1))
+    prefill.scheduler.submit(prefill_request(room, "first", prompt, 0, 1))
     p()
-    prefill.scheduler.submit(PrefillRequest(room_of(2), "second", too_long, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(2), "second", too_long, 0, 1))
     load = p()
     assert (load.waiting, load.unannounced) == (1, 1), "no pages, and no D has announced it"
     wire.announced[room_of(2)] = 0
@@ -612,7 +609,7 @@ def test_the_parts_of_the_queues_follow_a_request_through_p_and_d() -> None:
     while prefill.scheduler.load.running:
         p()
     assert (prefill.scheduler.load.transferring, prefill.scheduler.load.waiting) == (1, 0)
-    decode.scheduler.submit(DecodeRequest(room, "first", prompt, SamplingParams(4), 0, 1))
+    decode.scheduler.submit(decode_request(room, "first", prompt, SamplingParams(4), 0, 1))
     load = d()
     assert (load.transferring, load.landed, load.waiting) == (1, 0, 0)
     # The logits come before the KV, so the request has its first token and waits for its KV.
@@ -647,7 +644,7 @@ def test_tokens_that_the_router_does_not_take_are_counted() -> None:
     scheduler = PDScheduler(core, DecodeRole(core))
     for index in (1, 2):
         prompt = pack_i32(prompt_of(index, 5))
-        scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(5, temperature=0.0)))
+        scheduler.submit(unified_request(room_of(index), "r", prompt, SamplingParams(5, temperature=0.0)))
     while not scheduler.is_idle:
         scheduler.step()
     assert (scheduler.load.tokens, scheduler.load.tokens_dropped) == (10, 6)
@@ -682,7 +679,7 @@ def test_a_step_with_prompt_tokens_may_take_long_while_its_layers_end() -> None:
     device, scheduler = instance.executor, instance.scheduler
     assert isinstance(device, SlowDevice)
     device.scheduler = scheduler
-    prompts = [UnifiedRequest(room_of(n), "r", pack_i32(prompt_of(n, 4)), SamplingParams(1)) for n in range(2)]
+    prompts = [unified_request(room_of(n), "r", pack_i32(prompt_of(n, 4)), SamplingParams(1)) for n in range(2)]
     scheduler.submit(prompts[0])
     assert scheduler.step()
     assert device.views == INFO.num_layers * device.looks

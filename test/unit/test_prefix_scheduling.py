@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.executors import FakeExecutor, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import FirstToken, LayerCallback, StepPlan, StepResult
 from chitu.instance.sequences import SequenceState
 from chitu.kv_cache.prefix_index import PageKeys
 from chitu.kv_transfer.chunks import KVChunk
-from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import CancelRequest, SamplingParams, pack_i32
 
 GREEDY = SamplingParams(6, temperature=0.0)
 
@@ -26,7 +27,7 @@ def ask(
     instance: Instance, index: int, prompt: list[int], salt: str | None = "", sampling: SamplingParams = GREEDY
 ) -> None:
     room = room_of(index)
-    instance.scheduler.submit(UnifiedRequest(room, f"r{index}", pack_i32(prompt), sampling, cache_salt=salt))
+    instance.scheduler.submit(unified_request(room, f"r{index}", pack_i32(prompt), sampling, cache_salt=salt))
 
 
 def cached_tokens(instance: Instance, index: int) -> int:
@@ -107,8 +108,8 @@ class Pair:
 
     def submit(self, index: int, prompt: list[int], salt: str = "", sampling: SamplingParams = GREEDY) -> None:
         room, name, tokens = room_of(index), f"r{index}", pack_i32(prompt)
-        self.decode.scheduler.submit(DecodeRequest(room, name, tokens, sampling, 0, 1, cache_salt=salt))
-        self.prefill.scheduler.submit(PrefillRequest(room, name, tokens, 0, 1, cache_salt=salt))
+        self.decode.scheduler.submit(decode_request(room, name, tokens, sampling, 0, 1, cache_salt=salt))
+        self.prefill.scheduler.submit(prefill_request(room, name, tokens, 0, 1, cache_salt=salt))
 
     def turn(self) -> None:
         self.prefill.scheduler.step()

@@ -25,6 +25,7 @@ from scheduler_world import (
     prompt_of,
     room_of,
 )
+from support.requests import decode_request, prefill_request
 
 from chitu.config.schema import CacheConfig, StoreConfig
 from chitu.errors import ConfigError
@@ -33,7 +34,7 @@ from chitu.kv_cache.tiers.disk_pages import DiskPages
 from chitu.kv_cache.tiers.pages import HEADER_BYTES, MEMORY_S, PageStore, StoreError
 from chitu.kv_cache.tiers.prefix_tiers import DECODE_HOST_BYTES, OFF_S, PIECE_PAGES, decode_cache
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
-from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, pack_i32
+from chitu.protocol import CancelRequest, SamplingParams, pack_i32
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -239,7 +240,7 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
 
     def ask(index: int, tokens: list[int]) -> None:
         room = room_of(index)
-        instance.scheduler.submit(PrefillRequest(room, f"r{index}", pack_i32(tokens), 0, 1, cache_salt=""))
+        instance.scheduler.submit(prefill_request(room, f"r{index}", pack_i32(tokens), 0, 1, cache_salt=""))
         while index != 1 and room not in wire.computed:
             instance.pump()
             instance.step()
@@ -255,13 +256,13 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     ask(1, prompt)
     instance.step()
     speculating = instance.scheduler._sequences.of(SequenceState.COMPUTING)[room_of(1)]
-    load = speculating.load
+    load = speculating.holds.load
     assert load is not None
     if is_loaded:
         instance.pump()
     assert load.is_done is is_loaded
     wire.announced[room_of(2)] = 0
-    instance.scheduler.submit(PrefillRequest(room_of(2), "r2", pack_i32(urgent), 0, 1, cache_salt=""))
+    instance.scheduler.submit(prefill_request(room_of(2), "r2", pack_i32(urgent), 0, 1, cache_salt=""))
     wire.requested.add(room_of(2))
     instance.step()
     wire.events_p.append(TransferEvent(TransferEventKind.ANNOUNCED, room_of(2)))
@@ -274,7 +275,7 @@ def test_speculation_that_gives_way_while_it_loads_starts_anew(is_loaded: bool) 
     while room_of(1) not in wire.computed:
         instance.pump()
         instance.step()
-    assert speculating.cached_tokens == 40
+    assert speculating.prompt.cached_tokens == 40
     finish(1)
     instance.run()
     instance.check_empty()
@@ -290,7 +291,7 @@ def test_speculation_that_gave_way_computed_and_ends_while_it_loads_releases_no_
         if is_announced:
             wire.announced[room_of(index)] = 0
         tokens = pack_i32(prompt_of(index, length))
-        instance.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", tokens, 0, 1, cache_salt=""))
+        instance.scheduler.submit(prefill_request(room_of(index), f"r{index}", tokens, 0, 1, cache_salt=""))
         wire.requested.add(room_of(index))
         instance.step()
         if is_announced:
@@ -314,7 +315,7 @@ def test_speculation_that_gave_way_computed_and_ends_while_it_loads_releases_no_
     finish(2)
     instance.step()
     again = instance.scheduler._sequences.of(SequenceState.COMPUTING)[room_of(1)]
-    assert again.load is not None and again.slot >= 0
+    assert again.holds.load is not None and again.slot >= 0
     finish(1)
     ask(3, 9, is_announced=True)
     compute(3)
@@ -588,8 +589,8 @@ def test_d_leaves_nothing_of_a_request_that_is_cancelled() -> None:
     pair, decode = pair_over(MemoryStore(), store)
     room, tokens = room_of(0), prompt_bytes(prompt_of(1, 22))
     sampling = SamplingParams(60, temperature=0.0)
-    decode.scheduler.submit(DecodeRequest(room, "r", tokens, sampling, 0, 1, cache_salt=""))
-    pair.prefill.scheduler.submit(PrefillRequest(room, "r", tokens, 0, 1, cache_salt=""))
+    decode.scheduler.submit(decode_request(room, "r", tokens, sampling, 0, 1, cache_salt=""))
+    pair.prefill.scheduler.submit(prefill_request(room, "r", tokens, 0, 1, cache_salt=""))
     while len(decode.tokens.get(room, [])) < 20:
         pair.turn()
     decode.scheduler.submit(CancelRequest(room))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.requests import generate_request
 from test_jobs import World
 
 from chitu.errors import InvalidRequest
@@ -15,7 +16,7 @@ from chitu.http.proof import receipt_of
 from chitu.launch.router_client import RouterClient
 from chitu.protocol import Finish, Grammar, KVLayout, Reasoning, SamplingParams, pack_i32
 from chitu.protocol.receipt import Receipt, ReceiptSampling, changed_fields, sealed
-from chitu.router.generation import GenerateRequest, Generation
+from chitu.router.generation import Generation
 from chitu.tools.replay import fields_of, judge, read_receipts, replay
 from chitu.tools.verify.probe import CheckedRequest, Impossible, Prober, Score
 
@@ -114,7 +115,7 @@ def test_what_the_text_ended_is_asked_for_no_longer_and_some_grammars_cannot_be(
 
 def test_a_receipt_ends_where_the_answer_does_whatever_d_made_beyond() -> None:
     layout = KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99)
-    request = GenerateRequest("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8))
+    request = generate_request("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8))
     made = Generation(request, lambda: None, 9.0, 0.0, tokens=[7, 8, 9])
     for reason, count, finish in (("length", 3, "length"), ("length", 2, "text"), ("cancelled", 3, "text")):
         made.finish = Finish(b"", reason)
@@ -127,7 +128,7 @@ def test_a_receipt_names_the_adapter_by_its_hash() -> None:
     adapters = (("sql", "1" * 32), ("tone", "2" * 32))
     layout = msgspec.structs.replace(KVLayout.uniform("ab", 2, 2, 16, 16, "bfloat16", 99), adapters=adapters)
     for adapter, digest in (("", ""), ("tone", "2" * 32)):
-        request = GenerateRequest("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8), adapter=adapter)
+        request = generate_request("r", pack_i32([5, 6]), 2, SamplingParams(4, seed=8), adapter=adapter)
         one = receipt_of("m", layout, Generation(request, lambda: None, 9.0, 0.0, tokens=[7]), 1)
         assert (one.model, one.adapter_hash, changed_fields(one)) == (adapter or "m", digest, [])
         assert ("adapter_hash" in one.digests) == bool(adapter), "without one it is as receipts always were"

@@ -36,7 +36,7 @@ def test_the_decode_half_leaves_before_the_prefill_half_with_one_room() -> None:
     (first, decode), (second, prefill) = world.outbox.sent
     assert (first, second) == ("D0", "P0")
     assert isinstance(decode, DecodeRequest) and isinstance(prefill, PrefillRequest)
-    assert decode.room == prefill.room == room
+    assert decode.head == prefill.head and decode.head.room == room
     assert (decode.prefill_rank, decode.prefill_incarnation) == (0, 1)
 
 
@@ -285,11 +285,11 @@ def test_choices_go_out_as_one_request_and_each_hears_of_its_own_room() -> None:
     assert sent(world) == [("D0", "DecodeRequest"), ("P0", "PrefillRequest")]
     (_, to_decode), (_, to_prefill) = world.outbox.sent
     assert isinstance(to_decode, DecodeRequest) and isinstance(to_prefill, PrefillRequest)
-    assert to_decode.room == to_prefill.room
+    assert to_decode.head == to_prefill.head
     assert [fork.room for fork in to_decode.forks] == [world.room(generation) for generation in generations]
     assert [(fork.request_id, fork.seed) for fork in to_decode.forks] == [("id-0", 7), ("id-1", 8), ("id-2", 9)]
     rooms = [world.room(generation) for generation in generations]
-    world.router.on_tokens(TokenBatch(1, rooms, [5, 6, 7], [], prompt_logprobs=[(to_decode.room, b"lines")]))
+    world.router.on_tokens(TokenBatch(1, rooms, [5, 6, 7], [], prompt_logprobs=[(to_decode.head.room, b"lines")]))
     assert [generation.take() for generation in generations] == [[5], [6], [7]]
     assert {generation.prompt_logprobs for generation in generations} == {b"lines"}
     for room in rooms:
@@ -300,7 +300,7 @@ def test_choices_go_out_as_one_request_and_each_hears_of_its_own_room() -> None:
 def test_p_hears_of_a_cancellation_when_the_last_choice_is_cancelled() -> None:
     world = pair()
     first, second = world.add_choices(2)
-    room = world.outbox.sent[0][1].room  # type: ignore[attr-defined]
+    room = world.outbox.sent[0][1].head.room  # type: ignore[attr-defined]
     world.router.cancel(first, is_complete=True)
     assert world.cancelled() == ["D0"]
     world.router.cancel(second)
@@ -316,7 +316,7 @@ def test_when_the_prompt_fails_each_choice_goes_on_by_itself(reporter: str) -> N
     of_pair = {"P0": "P" + name[1], "D0": name}
     rooms = [world.room(generation) for generation in generations]
     if reporter == "P0":
-        world.fails(of_pair["P0"], message.room, "transfer_failed")  # type: ignore[attr-defined]
+        world.fails(of_pair["P0"], message.head.room, "transfer_failed")  # type: ignore[attr-defined]
     else:
         for room in rooms:
             world.decode_fails(room, "transfer_failed")

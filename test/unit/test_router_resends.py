@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from router_world import World, pair, two_pairs
 
@@ -30,6 +32,10 @@ from chitu.types import Role
 INTERVAL_S, PATIENCE_S = 0.5, 3.0
 DEADLINES = DeadlineConfig(heartbeat_interval_s=INTERVAL_S, lease_s=PATIENCE_S)
 LINK = 70
+
+
+def room_in(message: Any) -> bytes:
+    return message.room if isinstance(message, CancelRequest) else message.head.room
 
 
 class Port:
@@ -212,7 +218,7 @@ class Instances:
             if name in lost or isinstance(message, LinkAck):
                 continue
             receivers = self.receivers[instance_key(self.world.instance(name))]
-            if receivers.take(message.link, message.number, message.num_kept):  # type: ignore[attr-defined]
+            if receivers.take(message.stamp):  # type: ignore[attr-defined]
                 self.taken.append((name, message))
         self.num_delivered = len(self.world.outbox.sent)
         self.reads += 1
@@ -238,7 +244,7 @@ def test_a_lost_half_and_the_cancellation_behind_it_come_again_in_their_order(na
     for _ in range(3):
         instances.beat()
         instances.deliver()
-    kinds = [isinstance(m, CancelRequest) for to, m in instances.taken if to == name and m.room == room]  # type: ignore[attr-defined]
+    kinds = [isinstance(m, CancelRequest) for to, m in instances.taken if to == name and room_in(m) == room]
     assert kinds == [False, True] and world.router.metrics().retries == {}
     count = len(world.outbox.sent)
     instances.beat()
@@ -261,7 +267,7 @@ def test_a_cancellation_that_was_given_up_comes_as_soon_as_something_comes_throu
     for _ in range(3):
         instances.deliver()
         instances.beat()
-    kinds = [isinstance(m, CancelRequest) for to, m in instances.taken if to == name and m.room == room]  # type: ignore[attr-defined]
+    kinds = [isinstance(m, CancelRequest) for to, m in instances.taken if to == name and room_in(m) == room]
     assert kinds == [False, True]
 
 
@@ -280,7 +286,7 @@ def test_late_and_repeated_words_and_those_for_other_processes_of_the_router_cha
         instances.deliver()
     world.router.on_heartbeat(late)
     assert world.room(client.generation) == room
-    assert [m.room for to, m in instances.taken if to == "D0"] == [room]  # type: ignore[attr-defined]
+    assert [room_in(m) for to, m in instances.taken if to == "D0"] == [room]
 
 
 def test_an_instance_that_comes_back_has_another_link() -> None:
@@ -294,7 +300,7 @@ def test_an_instance_that_comes_back_has_another_link() -> None:
     for _ in range(2):
         world.add()
     new = [m for name, m in world.outbox.sent[len(old) :] if name == "D0" and not isinstance(m, CancelRequest)]
-    assert link not in {m.link for m in new} and new[0].number == 1  # type: ignore[attr-defined]
+    assert link not in {m.stamp.link for m in new} and new[0].stamp.number == 1  # type: ignore[attr-defined]
 
 
 def test_each_router_has_its_own_link_and_hears_the_words_for_all() -> None:
@@ -309,8 +315,8 @@ def test_each_router_has_its_own_link_and_hears_the_words_for_all() -> None:
             for _, message in world.outbox.sent[delivered[at] :]:
                 if at in lost or isinstance(message, LinkAck):
                     continue
-                if receivers.take(message.link, message.number, message.num_kept):  # type: ignore[attr-defined]
-                    taken.append(message.room)  # type: ignore[attr-defined]
+                if receivers.take(message.stamp):  # type: ignore[attr-defined]
+                    taken.append(room_in(message))
             delivered[at] = len(world.outbox.sent)
 
     deliver(1)

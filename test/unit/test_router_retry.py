@@ -92,7 +92,7 @@ def test_after_the_first_token_the_next_d_goes_on_behind_the_last_one(code: str)
     new = world.room(client.generation)
     decode, prefill = (world.sent_to(new)[name] for name in sorted(world.sent_to(new)))
     expected = pack_i32([1, 2, 3, 11, 12, 13])
-    assert (decode.token_ids, decode.num_emitted, prefill.token_ids) == (expected, 3, expected)
+    assert (decode.head.token_ids, decode.head.num_emitted, prefill.head) == (expected, 3, decode.head)
     assert decode.sampling == client.generation.request.sampling  # type: ignore[union-attr]
     world.emit(old, 14)  # late: D emits it again
     world.emit(new, 14, 15, finish="length")
@@ -131,7 +131,7 @@ def test_every_half_of_every_attempt_has_the_priority() -> None:
     rooms.append(world.room(client.generation))
     assert len(set(rooms)) == 3
     for room in rooms:
-        assert [half.priority for half in world.sent_to(room).values()] == [-3, -3]
+        assert [half.head.options.priority for half in world.sent_to(room).values()] == [-3, -3]
 
 
 def test_a_continuation_is_continued() -> None:
@@ -140,8 +140,8 @@ def test_a_continuation_is_continued() -> None:
     for token in (11, 12):
         world.emit(world.room(client.generation), token)
         world.decode_fails(world.room(client.generation), "transfer_failed")
-    (decode,) = (m for m in world.sent_to(world.room(client.generation)).values() if hasattr(m, "num_emitted"))
-    assert (decode.token_ids, decode.num_emitted) == (pack_i32([1, 2, 3, 11, 12]), 2)
+    (decode,) = (m for m in world.sent_to(world.room(client.generation)).values() if hasattr(m, "sampling"))
+    assert (decode.head.token_ids, decode.head.num_emitted) == (pack_i32([1, 2, 3, 11, 12]), 2)
     world.emit(world.room(client.generation), 13, finish="stop")
     assert client.tokens == [11, 12, 13]
 
@@ -169,7 +169,8 @@ def test_a_continuation_of_tokens_that_came_in_groups_begins_after_the_last_grou
     world.lose(Role.DECODE)
     again = world.room(client.generation)
     half = world.sent_to(again)["D1"]
-    assert (half.token_ids, half.num_emitted, half.token_group) == (pack_i32([1, 2, 3, 11, 12, 13]), 3, TOKEN_GROUP)
+    found = half.head.token_ids, half.head.num_emitted, half.token_group
+    assert found == (pack_i32([1, 2, 3, 11, 12, 13]), 3, TOKEN_GROUP)
     world.router.on_tokens(
         TokenBatch(2, [], [], [Finish(again, "length")], groups=[(room, [14]), (again, [14, 15])]),
     )
@@ -191,7 +192,7 @@ def test_a_unified_instance_continues_too() -> None:
     world.lose(Role.UNIFIED, 0)
     assert world.pair(client.generation) == "U1"
     whole = world.sent_to(world.room(client.generation))["U1"]
-    assert (whole.token_ids, whole.num_emitted) == (pack_i32([1, 2, 3, 11]), 1)
+    assert (whole.head.token_ids, whole.head.num_emitted) == (pack_i32([1, 2, 3, 11]), 1)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_a_request_that_is_refused_for_weights_before_its_first_token_waits_and_
     assert not generation.done and world.room(generation) == room, "it is sent while new ones wait"
     show(world, UNMIXED)
     again = world.room(generation)
-    assert again != room and {m.weights for m in world.sent_to(again).values()} == {1}
+    assert again != room and {m.head.weights for m in world.sent_to(again).values()} == {1}
     world.emit(again, 1, 2, 3, 4, finish="length")
     assert generation.finish is not None and generation.take() == [1, 2, 3, 4]
     assert generation.weights == [(0, "h1")]

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from router_world import RecordingOutbox
+from support.requests import generate_request
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
 from chitu.router.compatibility import MemberKinds, why_incompatible
-from chitu.router.generation import GenerateRequest
 from chitu.router.members import Members
 from chitu.router.policies import Candidates, InstanceKey, Policy, Target, instance_key, make_policy
 from chitu.router.prefix_history import (
@@ -247,7 +247,7 @@ def test_prompts_that_share_no_pages_attract_each_other_as_little_as_others() ->
     text = prompt(300)
     asked = [("", ""), ("tenant", ""), (None, "sql"), ("", "sql")]  # None: it uses no cached pages and leaves none
     requests = [
-        GenerateRequest("r", text, 300, SamplingParams(1), cache_salt=salt, adapter=adapter) for salt, adapter in asked
+        generate_request("r", text, 300, SamplingParams(1), cache_salt=salt, adapter=adapter) for salt, adapter in asked
     ]
     salts = [request.prefix_salt for request in requests]
     prefills = [names(chosen.select(text, salt=salt))[0] for salt in salts]

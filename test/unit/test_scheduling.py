@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scheduler_world import DSide, Instance, PSide, Wire, make_aux, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -30,10 +31,12 @@ from chitu.instance.sequences import (
     AT_PEER_STATES,
     OPEN_STATES,
     SEQUENCE_TRANSITIONS,
+    PromptProgress,
     Resources,
     Sequence,
     Sequences,
     SequenceState,
+    SequenceTimes,
     queue_order,
 )
 from chitu.instance.sequences import SequenceEvent as E
@@ -41,15 +44,7 @@ from chitu.instance.sequences import SequenceState as S
 from chitu.instance.token_manager import TokenManager
 from chitu.kv_transfer.both_sides import TransferEvent, TransferEventKind
 from chitu.net.fair_share import NoPlace, Places, Turns
-from chitu.protocol import (
-    MAX_PRIORITY,
-    CancelRequest,
-    DecodeRequest,
-    PrefillRequest,
-    SamplingParams,
-    UnifiedRequest,
-    pack_i32,
-)
+from chitu.protocol import MAX_PRIORITY, CancelRequest, RequestHead, SamplingParams, pack_i32
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The states of a request on its instance, checked as a graph; and its queue is always that of its state.
@@ -74,7 +69,9 @@ ROADS: dict[S, tuple[E, ...]] = {
 
 def one(number: int, forks: int = 0) -> Sequence:
     room = number.to_bytes(16, "big")
-    sequence = Sequence(room, f"r{number}", number, 0.0, pack_i32(range(6)), SamplingParams(4))
+    sequence = Sequence(
+        RequestHead(room, f"r{number}", pack_i32(range(6))), number, SequenceTimes(0.0), SamplingParams(4)
+    )
     sequence.forks = [one(number * 100 + fork) for fork in range(1, forks + 1)]
     for fork in sequence.forks:
         fork.source = sequence
@@ -133,7 +130,7 @@ def test_what_is_closed_and_freed_is_gone_and_holds_nothing(state: S) -> None:
     sequences.resources.cache.reserve(sequence.room, 6)
     assert sequences.close(sequence) and not sequences.close(sequence)
     assert sequences.resources.slots.num_free == 4
-    assert sequences.take_dropped_keys() == ([sequence.offload_key] if state is S.RETRACTED else [])
+    assert sequences.take_dropped_keys() == ([sequence.holds.offload_key] if state is S.RETRACTED else [])
     sequences.free(sequence)
     sequences.free(sequence)
     assert sequence.room not in sequences and sequences.resources.cache.allocator.num_free == 8
@@ -167,14 +164,12 @@ def sequence(
     order: int, prompt_len: int = 10, max_tokens: int = 6, kv_len: int = 0, announced: bool = True
 ) -> Sequence:
     return Sequence(
-        order.to_bytes(16, "big"),
-        f"r{order}",
+        RequestHead(order.to_bytes(16, "big"), f"r{order}", pack_i32(range(prompt_len))),
         order,
-        0.0,
-        pack_i32(range(prompt_len)),
+        SequenceTimes(0.0),
         SamplingParams(max_tokens),
         kv_len=kv_len,
-        announced=announced,
+        prompt=PromptProgress(announced=announced),
     )
 
 
@@ -270,7 +265,7 @@ def test_the_admissions_of_a_turn_look_at_each_request_a_few_times_however_many_
     for turn in range(2):
         for index in range(count):
             waiting = sequence(turn * count + index, 10, 2)
-            waiting.prefill_rank = 0
+            waiting.prompt.peer = 0, 1
             sequences.add(waiting)
         cache.looks = 0
         role.schedule(StepPlan())
@@ -345,11 +340,11 @@ class Clients:
         self.count += 1
         room, prompt, sampling = room_of(self.count), pack_i32(range(16)), SamplingParams(12, ignore_eos=True)
         self.instance.scheduler.submit(
-            PrefillRequest(room, "r", prompt, 0, 1, priority=priority)
+            prefill_request(room, "r", prompt, 0, 1, priority=priority)
             if self.role == "prefill"
-            else DecodeRequest(room, "r", prompt, sampling, 0, 1, priority=priority)
+            else decode_request(room, "r", prompt, sampling, 0, 1, priority=priority)
             if self.role == "decode"
-            else UnifiedRequest(room, "r", prompt, sampling, priority=priority)
+            else unified_request(room, "r", prompt, sampling, priority=priority)
         )
         return room
 
@@ -396,7 +391,9 @@ def test_a_dozen_clients_ahead_of_another_do_not_starve_it(role: str, priority: 
 def test_the_youngest_is_retracted_first_unless_a_priority_decides_and_an_old_one_is_not_for_urgent_ones() -> None:
     def running(number: int, arrival_s: float, priority: int) -> Sequence:
         order = queue_order(arrival_s, number, priority, MOST_S)
-        return Sequence(room_of(number), "r", order, arrival_s, pack_i32([1]), SamplingParams(4))
+        return Sequence(
+            RequestHead(room_of(number), "r", pack_i32([1])), order, SequenceTimes(arrival_s), SamplingParams(4)
+        )
 
     old, young, urgent = running(1, 0.0, 0), running(2, 3 * MOST_S, 0), running(3, 3 * MOST_S, -MAX_PRIORITY)
     for needy, available in ((3, 0), (3, 1), (3, 2)):

@@ -9,13 +9,14 @@ from typing import ClassVar
 import pytest
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, continued, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.config.schema import SchedulerConfig
 from chitu.engine.executor import CopyState, PrefillChunk, Restore, StepResult
 from chitu.errors import Internal
 from chitu.instance.sequences import Sequence
 from chitu.kv_cache.state_row import StateSlots
-from chitu.protocol import CancelRequest, DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import CancelRequest, Fork, SamplingParams, pack_i32
 
 POISON = 999
 
@@ -26,7 +27,7 @@ def sequences_of(instance: Instance) -> list[Sequence]:
 
 def check_rows(instance: Instance) -> None:
     """Check that free rows, used rows and those of snapshots are all rows, and that no two requests have one."""
-    held = [s.state_slot for s in sequences_of(instance) if s.state_slot >= 0]
+    held = [s.holds.state_slot for s in sequences_of(instance) if s.holds.state_slot >= 0]
     states, load = instance.states, instance.scheduler.load
     assert len(held) == len(set(held)) and sorted(held) == sorted(states._used)
     assert states.num_free + len(held) == states.num_slots == load.states_total
@@ -64,8 +65,8 @@ def ask(prefill: Instance, decode: Instance, index: int, length: int, max_tokens
     """Send both halves of a request, and return its tokens to come."""
     prompt = prompt_of(index, length)
     sampling = SamplingParams(max_tokens, temperature=0.0)
-    decode.scheduler.submit(DecodeRequest(room_of(index), "r", pack_i32(prompt), sampling, 0, 1))
-    prefill.scheduler.submit(PrefillRequest(room_of(index), "r", pack_i32(prompt), 0, 1))
+    decode.scheduler.submit(decode_request(room_of(index), "r", pack_i32(prompt), sampling, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(index), "r", pack_i32(prompt), 0, 1))
     return expected_tokens(prompt, max_tokens, INFO.vocab_size, sampling)
 
 
@@ -77,7 +78,7 @@ def test_a_unified_instance_gives_every_request_its_tokens(num_pages: int, overl
     for index in range(12):
         token_ids, sampling, num_emitted, tokens = continued(index, 5 + 3 * index % 30, 20, index)
         expected[room_of(index)] = tokens
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", token_ids, sampling, num_emitted))
+        instance.scheduler.submit(unified_request(room_of(index), "r", token_ids, sampling, num_emitted))
     run(instance)
     assert instance.tokens == expected
     assert (instance.scheduler.load.retractions > 0) == (num_pages == 18)
@@ -128,7 +129,7 @@ def test_p_computes_nothing_before_d_has_a_row_for_it() -> None:
     decode.scheduler.step()
     for _ in range(5):
         prefill.scheduler.step()
-    assert [s.room for s in sequences_of(prefill) if s.state_slot >= 0] == [room_of(0)]
+    assert [s.room for s in sequences_of(prefill) if s.holds.state_slot >= 0] == [room_of(0)]
     run(prefill, decode, wire=wire)
 
 
@@ -158,12 +159,12 @@ def tokens_of_forks(prompt: list[int], forks: tuple[Fork, ...]) -> dict[bytes, l
 def test_each_choice_continues_its_own_copy_of_the_state(length: int) -> None:
     prompt, sampling, forks = with_forks(1, length, 4)
     unified = Instance(40, state_slots=5)
-    unified.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
+    unified.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
     run(unified)
     assert unified.tokens == tokens_of_forks(prompt, forks)
     wire, prefill, decode = pair(d_states=5)
-    decode.scheduler.submit(DecodeRequest(room_of(1), "r", pack_i32(prompt), sampling, 0, 1, forks=forks))
-    prefill.scheduler.submit(PrefillRequest(room_of(1), "r", pack_i32(prompt), 0, 1))
+    decode.scheduler.submit(decode_request(room_of(1), "r", pack_i32(prompt), sampling, 0, 1, forks=forks))
+    prefill.scheduler.submit(prefill_request(room_of(1), "r", pack_i32(prompt), 0, 1))
     run(prefill, decode, wire=wire)
     assert decode.tokens == tokens_of_forks(prompt, forks)
 
@@ -171,7 +172,7 @@ def test_each_choice_continues_its_own_copy_of_the_state(length: int) -> None:
 def test_more_choices_than_rows_are_refused_at_once() -> None:
     prompt, sampling, forks = with_forks(1, 6, 4)
     instance = Instance(40, state_slots=4)
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
+    instance.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
     run(instance)
     assert {end.code for end in instance.finishes.values()} == {"capacity"}
     assert "need 5 state rows, this instance has 4 (cache.num_state_slots)" in instance.finishes[forks[0].room].message
@@ -205,7 +206,7 @@ class ForgetsZeroing(FakeExecutor):
 def test_a_fork_without_the_state_of_its_prompt_is_found() -> None:
     prompt, sampling, forks = with_forks(1, 9, 2)
     instance = Instance(40, state_slots=4, executor=ForgetsCopies)
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
+    instance.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
     with pytest.raises(InvariantViolation, match="the state of other tokens"):
         run(instance)
 
@@ -215,7 +216,7 @@ def test_a_row_that_keeps_what_its_last_owner_left_is_found(executor: type[FakeE
     instance = Instance(18, state_slots=6, executor=executor)
     for index in range(8):
         prompt = pack_i32(prompt_of(index, 12))
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", prompt, SamplingParams(20, temperature=0.0)))
+        instance.scheduler.submit(unified_request(room_of(index), "r", prompt, SamplingParams(20, temperature=0.0)))
     with pytest.raises(InvariantViolation, match="the state of other tokens"):
         run(instance)
 
@@ -238,8 +239,8 @@ def test_d_caches_nothing_and_has_all_sent() -> None:
     for index in range(3):  # the same prompt, one after the other
         prompt, sampling = pack_i32(prompt_of(5, 30)), SamplingParams(3, temperature=0.0)
         expected[room_of(index)] = expected_tokens(prompt_of(5, 30), 3, INFO.vocab_size)
-        decode.scheduler.submit(DecodeRequest(room_of(index), "r", prompt, sampling, 0, 1))
-        prefill.scheduler.submit(PrefillRequest(room_of(index), "r", prompt, 0, 1))
+        decode.scheduler.submit(decode_request(room_of(index), "r", prompt, sampling, 0, 1))
+        prefill.scheduler.submit(prefill_request(room_of(index), "r", prompt, 0, 1))
         run(prefill, decode, wire=wire)
     assert decode.tokens == expected and set(wire.prefix_pages.values()) == {0}
     assert decode.cache.hit_tokens == 0 and decode.scheduler.load.pages_cached == 0
@@ -292,15 +293,15 @@ def test_no_token_is_taken_into_a_state_twice_when_a_step_is_repeated(place: str
     if forks:
         prompt, sampling, choices = with_forks(1, 9, 3)
         expected |= tokens_of_forks(prompt, choices)
-        instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling, forks=choices))
+        instance.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling, forks=choices))
     else:
         for index in range(5):
             token_ids, sampling, num_emitted, tokens = continued(index, 5 + 6 * index, 12, index)
             expected[room_of(index)] = tokens
-            instance.scheduler.submit(UnifiedRequest(room_of(index), "r", token_ids, sampling, num_emitted))
+            instance.scheduler.submit(unified_request(room_of(index), "r", token_ids, sampling, num_emitted))
     for _ in range(3):
         instance.scheduler.step()
-    bad = UnifiedRequest(room_of(99), "bad", pack_i32([*prompt_of(7, 4), POISON]), SamplingParams(9, temperature=0.0))
+    bad = unified_request(room_of(99), "bad", pack_i32([*prompt_of(7, 4), POISON]), SamplingParams(9, temperature=0.0))
     instance.scheduler.submit(bad)
     run(instance)
     executor = instance.executor
@@ -315,7 +316,7 @@ def test_a_repeat_without_a_new_state_is_found(monkeypatch: pytest.MonkeyPatch) 
     poisoned = type("PoisonedThere", (Poisoned,), {"place": "decode"})
     instance = Instance(64, executor=poisoned, state_slots=10)
     for index, tokens in enumerate(([1, 2, 3], [4, 5, POISON])):
-        request = UnifiedRequest(room_of(index), "r", pack_i32(tokens), SamplingParams(9, temperature=0.0))
+        request = unified_request(room_of(index), "r", pack_i32(tokens), SamplingParams(9, temperature=0.0))
         instance.scheduler.submit(request)
     with pytest.raises(InvariantViolation, match="the state of other tokens"):
         run(instance)
@@ -335,7 +336,7 @@ def test_the_prompts_that_try_the_device_have_a_row_of_their_own() -> None:
     instance = Instance(40, executor=Damaged, state_slots=1)
     expected = {}
     for index, prompt in enumerate(([1, 2, POISON], [4, 5, 6])):
-        request = UnifiedRequest(room_of(index), "r", pack_i32(prompt), SamplingParams(5, temperature=0.0))
+        request = unified_request(room_of(index), "r", pack_i32(prompt), SamplingParams(5, temperature=0.0))
         expected[room_of(index)] = expected_tokens(prompt, 5, INFO.vocab_size)
         instance.scheduler.submit(request)
     run(instance)
@@ -351,9 +352,9 @@ def test_one_token_before_and_behind_a_repeat_are_those_of_one_step() -> None:
     for index in range(6):
         token_ids, sampling, num_emitted, tokens = continued(index, 8, 20, 0)
         expected[room_of(index)] = tokens
-        instance.scheduler.submit(UnifiedRequest(room_of(index), "r", token_ids, sampling, num_emitted))
+        instance.scheduler.submit(unified_request(room_of(index), "r", token_ids, sampling, num_emitted))
         if index % 2:
-            bad = UnifiedRequest(room_of(50 + index), "b", pack_i32([index, POISON]), SamplingParams(2))
+            bad = unified_request(room_of(50 + index), "b", pack_i32([index, POISON]), SamplingParams(2))
             instance.scheduler.submit(bad)
         for _ in range(4):
             instance.scheduler.step()
@@ -374,8 +375,8 @@ def test_a_repeat_on_p_or_on_d_changes_no_token(place: str) -> None:
         decode.scheduler.step()
         wire.deliver(random.Random(1))
     prompt, sampling = pack_i32([*prompt_of(9, 11), POISON]), SamplingParams(4, temperature=0.0)
-    decode.scheduler.submit(DecodeRequest(room_of(9), "bad", prompt, sampling, 0, 1))
-    prefill.scheduler.submit(PrefillRequest(room_of(9), "bad", prompt, 0, 1))
+    decode.scheduler.submit(decode_request(room_of(9), "bad", prompt, sampling, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(9), "bad", prompt, 0, 1))
     for _ in range(12):
         for side in (prefill, decode):
             side.scheduler.step()

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from scheduler_world import INFO, PAGE_SIZE, Instance, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 from test_state_scheduling import Poisoned, check_rows, pair, run, tokens_of_forks, with_forks
 
 from chitu.cache_manager import PagedKVCacheManager
@@ -18,7 +19,7 @@ from chitu.engine.executor import KeepState, PrefillChunk, StepResult
 from chitu.errors import Internal
 from chitu.instance.sequences import Resources, Sequence
 from chitu.kv_cache.state_row import Snapshot, StateSlots, StateStamp, digest_of, stamp_of
-from chitu.protocol import CancelRequest, DecodeRequest, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import CancelRequest, SamplingParams, pack_i32
 
 GREEDY = SamplingParams(6, temperature=0.0)
 
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(6, temperature=0.0)
 def ask(instance: Instance, index: int, prompt: list[int], salt: str | None = "", max_tokens: int = 6) -> list[int]:
     """Submit a request and return its tokens to come."""
     sampling = SamplingParams(max_tokens, temperature=0.0)
-    instance.scheduler.submit(UnifiedRequest(room_of(index), "r", pack_i32(prompt), sampling, cache_salt=salt))
+    instance.scheduler.submit(unified_request(room_of(index), "r", pack_i32(prompt), sampling, cache_salt=salt))
     return expected_tokens(prompt, max_tokens, INFO.vocab_size)
 
 
@@ -64,8 +65,8 @@ def test_p_goes_on_and_sends_all_pages_and_the_state(overlap: bool) -> None:
     for turn in range(3):
         before = prefill.scheduler._load.prompt_tokens
         expected = expected_tokens(prompt, 6, INFO.vocab_size)
-        decode.scheduler.submit(DecodeRequest(room_of(turn), "r", pack_i32(prompt), GREEDY, 0, 1))
-        prefill.scheduler.submit(PrefillRequest(room_of(turn), "r", pack_i32(prompt), 0, 1))
+        decode.scheduler.submit(decode_request(room_of(turn), "r", pack_i32(prompt), GREEDY, 0, 1))
+        prefill.scheduler.submit(prefill_request(room_of(turn), "r", pack_i32(prompt), 0, 1))
         run(prefill, decode, wire=wire, seed=turn)
         assert decode.tokens[room_of(turn)] == expected
         computed.append(prefill.scheduler._load.prompt_tokens - before)
@@ -93,7 +94,7 @@ def test_salts_logprobs_of_prompts_and_a_flush_are_as_without_state() -> None:
         run(instance)
         assert cached(instance, index) == hit
     sampling = SamplingParams(3, temperature=0.0, prompt_logprobs=1)
-    instance.scheduler.submit(UnifiedRequest(room_of(8), "r", pack_i32(prompt), sampling))
+    instance.scheduler.submit(unified_request(room_of(8), "r", pack_i32(prompt), sampling))
     run(instance)
     assert cached(instance, 8) == 0 and instance.states.num_snapshots == 2
     instance.scheduler.flush_cache()
@@ -122,7 +123,7 @@ def test_choices_go_on_behind_a_prefix(num_rows: int) -> None:
     instance = Instance(60, state_slots=num_rows)
     ask(instance, 0, prompt)
     run(instance)
-    instance.scheduler.submit(UnifiedRequest(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
+    instance.scheduler.submit(unified_request(room_of(1), "r", pack_i32(prompt), sampling, forks=forks))
     run(instance)
     expected = tokens_of_forks(prompt, forks)
     assert {room: instance.tokens[room] for room in expected} == expected
@@ -345,8 +346,8 @@ def test_p_and_d_with_turns_that_fail_or_are_cancelled(seed: int) -> None:
         sampling = SamplingParams(count, temperature=0.0)
         expected[room_of(index)] = expected_tokens(prompt, count, INFO.vocab_size)
         known.append(prompt)
-        decode.scheduler.submit(DecodeRequest(room_of(index), "r", tokens, sampling, 0, 1))
-        prefill.scheduler.submit(PrefillRequest(room_of(index), "r", tokens, 0, 1))
+        decode.scheduler.submit(decode_request(room_of(index), "r", tokens, sampling, 0, 1))
+        prefill.scheduler.submit(prefill_request(room_of(index), "r", tokens, 0, 1))
         if rng.random() < 0.2:
             del expected[room_of(index)]
             wire.failing.add(room_of(index))
@@ -379,7 +380,7 @@ def test_a_step_that_raises_leaves_no_snapshot_and_no_wrong_state(num_rows: int,
     for _ in range(wait):
         instance.scheduler.step()
         check_rows(instance)
-    bad = UnifiedRequest(room_of(99), "bad", pack_i32([*prompt_of(7, 4), 999]), SamplingParams(9, temperature=0.0))
+    bad = unified_request(room_of(99), "bad", pack_i32([*prompt_of(7, 4), 999]), SamplingParams(9, temperature=0.0))
     instance.scheduler.submit(bad)
     run(instance)
     for index in (3, 4):
@@ -449,13 +450,13 @@ def test_a_snapshot_whose_stamp_is_not_of_the_prompt_is_not_used(fault: str, mon
 
     def keep_state(self: Resources, sequence: Sequence) -> Snapshot | None:
         if fault == "of another prompt":
-            key = sequence.keys.key_at(sequence.kv_len // PAGE_SIZE - 1, sequence.prompt)  # type: ignore[union-attr]
+            key = sequence.holds.keys.key_at(sequence.kv_len // PAGE_SIZE - 1, sequence.head.token_ids)  # type: ignore[union-attr]
             return self.states.add(key, StateStamp(sequence.kv_len, digest_of(pack_i32([5] * sequence.kv_len))))
         place = sequence.kv_len // PAGE_SIZE + (-2 if fault == "a page early" else 0)
         if place * PAGE_SIZE + PAGE_SIZE > sequence.prompt_len:
             return right(self, sequence)
-        key = sequence.keys.key_at(place, sequence.prompt)  # type: ignore[union-attr]
-        return self.states.add(key, stamp_of(sequence.prompt, sequence.kv_len))
+        key = sequence.holds.keys.key_at(place, sequence.head.token_ids)  # type: ignore[union-attr]
+        return self.states.add(key, stamp_of(sequence.head.token_ids, sequence.kv_len))
 
     monkeypatch.setattr(Resources, "keep_state", keep_state)
     monkeypatch.setattr(StateSlots, "holds", lambda self, key: True)  # the pages are cached all the same
@@ -475,11 +476,11 @@ def test_without_the_stamp_the_wrong_snapshot_is_found_by_its_state(
     monkeypatch.setattr(StateSlots, "find", lambda self, key, num_tokens, token_ids: key in self._by_key)
 
     def keep_state(self: Resources, sequence: Sequence) -> Snapshot | None:
-        prompt = sequence.prompt if fault == "a page early" else pack_i32(prompt_of(2, 24))
+        prompt = sequence.head.token_ids if fault == "a page early" else pack_i32(prompt_of(2, 24))
         place = sequence.kv_len // PAGE_SIZE - (2 if fault == "a page early" else 1)
         keys = self.cache.page_keys("")
         assert keys is not None
-        return self.states.add(keys.key_at(place, prompt), stamp_of(sequence.prompt, sequence.kv_len))
+        return self.states.add(keys.key_at(place, prompt), stamp_of(sequence.head.token_ids, sequence.kv_len))
 
     instance = Instance(40, state_slots=6)
     ask(instance, 0, prompt_of(2, 24))

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.executors import FakeExecutor, InvariantViolation, LateExecutor, LateStep, expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 from test_step_overlap import check
 
 from chitu.config.schema import SchedulerConfig
@@ -32,7 +33,7 @@ from chitu.engine.step_tokens import Checks, StepTokens
 from chitu.errors import ConfigError, Internal
 from chitu.instance.step_faults import MAX_UNSOUND_IN_A_ROW
 from chitu.ops.sampling_numbers import NO_TOKEN
-from chitu.protocol import CancelRequest, DecodeRequest, Fork, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import CancelRequest, Fork, SamplingParams, pack_i32
 
 POISON = 999
 """A token id that no other prompt or answer has."""
@@ -112,11 +113,11 @@ def test_one_poisonous_request_among_eight_fails_alone(where: str) -> None:
     for index in range(7):
         token_ids, sampling, num_emitted, tokens = continued(index, 5 + 6 * index, 12, index)
         expected[room_of(index)] = tokens
-        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
+        instance.scheduler.submit(unified_request(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
     for _ in range(3):
         instance.scheduler.step()
     bad = pack_i32([*prompt_of(7, 4), POISON])
-    instance.scheduler.submit(UnifiedRequest(room_of(7), "bad", bad, SamplingParams(9, temperature=0.0)))
+    instance.scheduler.submit(unified_request(room_of(7), "bad", bad, SamplingParams(9, temperature=0.0)))
     instance.run()
     assert {room: instance.tokens[room] for room in expected} == expected
     assert all(instance.finishes[room].reason == "length" for room in expected)
@@ -124,7 +125,7 @@ def test_one_poisonous_request_among_eight_fails_alone(where: str) -> None:
     assert "(IndexError)" in instance.finishes[room_of(7)].message
     instance.check_empty()
     prompt = prompt_of(3, 9)
-    instance.scheduler.submit(UnifiedRequest(room_of(8), "next", pack_i32(prompt), SamplingParams(4, temperature=0.0)))
+    instance.scheduler.submit(unified_request(room_of(8), "next", pack_i32(prompt), SamplingParams(4, temperature=0.0)))
     instance.run()
     assert instance.tokens[room_of(8)] == expected_tokens(prompt, 4, INFO.vocab_size)
 
@@ -158,7 +159,7 @@ def test_any_number_of_poisonous_requests_fail_with_retractions_and_cancels(
             token_ids = pack_i32([POISON]) + token_ids[4:]
         else:
             expected[room] = tokens
-        instance.scheduler.submit(UnifiedRequest(room, f"r{index}", token_ids, sampling, num_emitted))
+        instance.scheduler.submit(unified_request(room, f"r{index}", token_ids, sampling, num_emitted))
         for _ in range(rng.randrange(4)):
             instance.scheduler.step()
             check(instance)
@@ -208,8 +209,8 @@ def test_p_and_d_fail_the_poisonous_halves_alone(
             token_ids = pack_i32([POISON]) + token_ids[4:]
         else:
             expected[room] = tokens
-        decode.scheduler.submit(DecodeRequest(room, f"r{index}", token_ids, sampling, 0, 1, num_emitted=num_emitted))
-        prefill.scheduler.submit(PrefillRequest(room, f"r{index}", token_ids, 0, 1))
+        decode.scheduler.submit(decode_request(room, f"r{index}", token_ids, sampling, 0, 1, num_emitted=num_emitted))
+        prefill.scheduler.submit(prefill_request(room, f"r{index}", token_ids, 0, 1, num_emitted=num_emitted))
     for _ in range(3000):
         for instance in rng.sample([prefill, decode], 2):
             instance.scheduler.step()
@@ -245,7 +246,7 @@ def test_an_executor_that_always_raises_ends_the_step_loop(error: Exception, cou
     instance = Instance(32, executor=type("BrokenSo", (Broken,), {"error": error}))
     for index in range(count):
         prompt = pack_i32(prompt_of(index, 3))
-        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", prompt, SamplingParams(9)))
+        instance.scheduler.submit(unified_request(room_of(index), f"r{index}", prompt, SamplingParams(9)))
     with pytest.raises(type(error)) as raised:
         instance.run()
     assert raised.value is error
@@ -267,7 +268,7 @@ def test_a_step_that_raises_for_nobody_alone_is_repeated_and_nobody_notices() ->
     for index in range(8):
         token_ids, sampling, num_emitted, tokens = continued(index, 4, 24, 0)
         expected[room_of(index)] = tokens
-        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
+        instance.scheduler.submit(unified_request(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
     instance.run()
     assert instance.tokens == expected
     assert all(finish.reason == "length" for finish in instance.finishes.values())
@@ -291,7 +292,7 @@ def test_kv_that_cannot_be_saved_ends_its_request_which_may_go_on_elsewhere() ->
     for index in range(6):
         token_ids, sampling, num_emitted, tokens = continued(index, 8, 24, 0)
         expected[room_of(index)] = tokens
-        instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
+        instance.scheduler.submit(unified_request(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
     instance.run()
     lost = [room for room, finish in instance.finishes.items() if finish.code == "decode_lost"]
     assert len(lost) == 1
@@ -362,7 +363,7 @@ class BadZero(Unsound):
 
 
 def ask(instance: Instance, index: int, prompt: list[int]) -> None:
-    message = UnifiedRequest(room_of(index), f"r{index}", pack_i32(prompt), GREEDY)
+    message = unified_request(room_of(index), f"r{index}", pack_i32(prompt), GREEDY)
     instance.scheduler.submit(message)
 
 
@@ -409,8 +410,8 @@ def test_p_fails_it_by_name_and_neither_end_caches_a_page() -> None:
     prefill = wire.prefill = Instance(64, sender=PSide(wire), executor=Unsound)
     decode = wire.decode = Instance(64, receiver=DSide(wire), executor=Unsound)
     prompt = [BAD, *prompt_of(1, 20)]
-    decode.scheduler.submit(DecodeRequest(room_of(0), "r", pack_i32(prompt), GREEDY, 0, 1))
-    prefill.scheduler.submit(PrefillRequest(room_of(0), "r", pack_i32(prompt), 0, 1))
+    decode.scheduler.submit(decode_request(room_of(0), "r", pack_i32(prompt), GREEDY, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(0), "r", pack_i32(prompt), 0, 1))
     for _ in range(20):
         prefill.scheduler.step()
         decode.scheduler.step()
@@ -425,8 +426,8 @@ def test_d_fails_it_by_name_if_p_has_not() -> None:
     prefill = wire.prefill = Instance(64, sender=PSide(wire))
     decode = wire.decode = Instance(64, receiver=DSide(wire), executor=Unsound)
     prompt = [*prompt_of(1, 20), BAD]
-    decode.scheduler.submit(DecodeRequest(room_of(0), "r", pack_i32(prompt), GREEDY, 0, 1))
-    prefill.scheduler.submit(PrefillRequest(room_of(0), "r", pack_i32(prompt), 0, 1))
+    decode.scheduler.submit(decode_request(room_of(0), "r", pack_i32(prompt), GREEDY, 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(0), "r", pack_i32(prompt), 0, 1))
     rng = random.Random(1)
     while room_of(0) not in decode.finishes:
         prefill.scheduler.step()
@@ -442,7 +443,7 @@ def test_an_instance_that_computes_nothing_finite_ends(is_prefill: bool, overlap
     instance = Instance(64, sender=PSide(wire) if is_prefill else None, executor=Hopeless, overlap=overlap)
     wire.prefill = instance
     if is_prefill:
-        instance.scheduler.submit(PrefillRequest(room_of(0), "r", pack_i32([1, 2, 3]), 0, 1))
+        instance.scheduler.submit(prefill_request(room_of(0), "r", pack_i32([1, 2, 3]), 0, 1))
         wire.announced[room_of(0)] = 0
         wire.requested.add(room_of(0))
     else:
@@ -454,7 +455,7 @@ def test_an_instance_that_computes_nothing_finite_ends(is_prefill: bool, overlap
 
 def prefill_on_p(wire: Wire, index: int, prompt: list[int]) -> None:
     assert wire.prefill is not None
-    wire.prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", pack_i32(prompt), 0, 1))
+    wire.prefill.scheduler.submit(prefill_request(room_of(index), f"r{index}", pack_i32(prompt), 0, 1))
     wire.announced[room_of(index)] = 0
     wire.requested.add(room_of(index))
 
@@ -499,7 +500,7 @@ def test_choices_of_one_prompt_count_once() -> None:
     instance = Instance(200, executor=Unsound, info=info, config=config)
     instance.executor.bad = frozenset({NEXT_TOKENS[0]})  # type: ignore[attr-defined]
     forks = tuple(Fork(room_of(1 + index), "r", index) for index in range(MAX_UNSOUND_IN_A_ROW + 1))
-    instance.scheduler.submit(UnifiedRequest(room_of(0), "r", pack_i32(prompt_of(1, 21)), GREEDY, forks=forks))
+    instance.scheduler.submit(unified_request(room_of(0), "r", pack_i32(prompt_of(1, 21)), GREEDY, forks=forks))
     instance.run()
     assert {instance.finishes[fork.room].code for fork in forks} == {"step_failed"}
     assert instance.scheduler.load.unsound == len(forks)
@@ -512,8 +513,8 @@ def test_d_does_not_end_over_the_logits_of_p() -> None:
     rng = random.Random(1)
     for index in range(MAX_UNSOUND_IN_A_ROW + 1):
         prompt = [*prompt_of(1, 20), BAD]
-        decode.scheduler.submit(DecodeRequest(room_of(index), f"r{index}", pack_i32(prompt), GREEDY, 0, 1))
-        prefill.scheduler.submit(PrefillRequest(room_of(index), f"r{index}", pack_i32(prompt), 0, 1))
+        decode.scheduler.submit(decode_request(room_of(index), f"r{index}", pack_i32(prompt), GREEDY, 0, 1))
+        prefill.scheduler.submit(prefill_request(room_of(index), f"r{index}", pack_i32(prompt), 0, 1))
         while room_of(index) not in decode.finishes:
             prefill.scheduler.step()
             decode.scheduler.step()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scheduler_world import INFO, PAGE_SIZE, DSide, Instance, PSide, Wire, continued, loads, prompt_of, room_of
 from support.clock import FakeClock
 from support.executors import FakeExecutor, LateExecutor, expected_tokens, fake_logprobs
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import DeadlineConfig, SchedulerConfig
@@ -24,16 +25,7 @@ from chitu.instance.roles import DecodeRole
 from chitu.instance.sequences import SequenceState
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler
-from chitu.protocol import (
-    MAX_FORKS,
-    CancelRequest,
-    DecodeRequest,
-    Fork,
-    PrefillRequest,
-    SamplingParams,
-    UnifiedRequest,
-    pack_i32,
-)
+from chitu.protocol import MAX_FORKS, CancelRequest, Fork, PromptOutput, SamplingParams, UnifiedRequest, pack_i32
 
 stops = st.integers(0, 11)
 """Index of the output token that is a request's stop id; from 8 on there is none."""
@@ -84,7 +76,7 @@ def test_unified_tokens_ends_and_pages_are_those_without_overlap(
         if pending and rng.random() < 0.5:
             index, one = pending.pop(0)
             token_ids, sampling, num_emitted, _, _ = stopped(index, one, stop_at[index])
-            instance.scheduler.submit(UnifiedRequest(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
+            instance.scheduler.submit(unified_request(room_of(index), f"r{index}", token_ids, sampling, num_emitted))
         if rng.random() < 0.04 and len(pending) < len(load):
             room = room_of(rng.randrange(len(load) - len(pending)))
             if room not in instance.finishes:
@@ -143,8 +135,8 @@ def test_pd_tokens_ends_and_pages_are_those_without_overlap(
             index, one = pending.pop(0)
             room = room_of(index)
             prompt, sampling, num_emitted, _, _ = stopped(index, one, stop_at[index])
-            decode.scheduler.submit(DecodeRequest(room, f"r{index}", prompt, sampling, 0, 1, num_emitted))
-            prefill.scheduler.submit(PrefillRequest(room, f"r{index}", prompt, 0, 1))
+            decode.scheduler.submit(decode_request(room, f"r{index}", prompt, sampling, 0, 1, num_emitted))
+            prefill.scheduler.submit(prefill_request(room, f"r{index}", prompt, 0, 1, num_emitted=num_emitted))
             if rng.random() < 0.15:
                 wire.failing.add(room)
         if rng.random() < 0.05 and len(pending) < len(load):
@@ -176,7 +168,7 @@ def test_pd_tokens_ends_and_pages_are_those_without_overlap(
 
 
 def unified(index: int, prompt_len: int, sampling: SamplingParams) -> UnifiedRequest:
-    return UnifiedRequest(room_of(index), f"r{index}", pack_i32(prompt_of(index, prompt_len)), sampling)
+    return unified_request(room_of(index), f"r{index}", pack_i32(prompt_of(index, prompt_len)), sampling)
 
 
 def test_a_step_is_launched_while_the_one_before_runs_and_a_request_loses_no_step_by_it() -> None:
@@ -377,7 +369,7 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
 
     prefill = Instance(32, sender=Side(Wire()), chunk=16, overlap=True)
     for index in (1, 2):
-        prefill.scheduler.submit(PrefillRequest(room_of(index), "r", pack_i32(prompt_of(index, 16)), 0, 1))
+        prefill.scheduler.submit(prefill_request(room_of(index), "r", pack_i32(prompt_of(index, 16)), 0, 1))
     prefill.scheduler.step()
     step = ["begin", "layer 0", "layer 1", "end"]
     assert handed == step
@@ -392,13 +384,13 @@ def test_p_hands_layers_over_at_the_launch_and_logits_when_they_are_there() -> N
 def test_pages_of_a_speculative_prompt_in_flight_are_read_before_they_are_taken_back() -> None:
     wire = Wire()
     prefill = Instance(num_pages=8, sender=PSide(wire), overlap=True)
-    prefill.scheduler.submit(PrefillRequest(room_of(1), "speculative", pack_i32(prompt_of(1, 30)), 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(1), "speculative", pack_i32(prompt_of(1, 30)), 0, 1))
     rng = random.Random(3)
     turn(prefill, rng)
     turn(prefill, rng)
     assert prefill.late.unread, "its second chunk"
     wire.announced[room_of(2)] = 0
-    prefill.scheduler.submit(PrefillRequest(room_of(2), "promised", pack_i32(prompt_of(2, 20)), 0, 1))
+    prefill.scheduler.submit(prefill_request(room_of(2), "promised", pack_i32(prompt_of(2, 20)), 0, 1))
     for _ in range(8):
         turn(prefill, rng)
     assert room_of(2) in wire.computed and room_of(1) not in wire.computed
@@ -464,7 +456,7 @@ def test_choices_on_a_unified_instance_are_those_of_single_requests(
     instance = Instance(num_pages, chunk=chunk, overlap=overlap)
     over: set[bytes] = set()
     for index, (length, max_tokens, count, is_cached) in enumerate(load):
-        message = UnifiedRequest(
+        message = unified_request(
             *(prompt_room(index), f"r{index}", pack_i32(prompt_of(index, length)), sampling_of(index, max_tokens)),
             cache_salt="" if is_cached else None,
             forks=forks_of(index, count),
@@ -506,12 +498,12 @@ def test_choices_between_p_and_d_are_those_of_single_requests_whatever_ends_some
             index, (length, max_tokens, count, is_cached) = pending.pop(0)
             prompt, sampling = pack_i32(prompt_of(index, length)), sampling_of(index, max_tokens)
             room, salt = prompt_room(index), "" if is_cached else None
-            half = DecodeRequest(
+            half = decode_request(
                 room, f"r{index}", prompt, sampling, 0, 1, cache_salt=salt, forks=forks_of(index, count)
             )
             decode.scheduler.submit(half)
             asked = sampling.prompt_logprobs
-            prefill.scheduler.submit(PrefillRequest(room, f"r{index}", prompt, 0, 1, prompt_logprobs=asked))
+            prefill.scheduler.submit(prefill_request(room, f"r{index}", prompt, 0, 1, output=PromptOutput(asked)))
             if rng.random() < 0.15:
                 wire.failing.add(room)
         if rng.random() < 0.1 and len(pending) < len(load):
@@ -550,15 +542,15 @@ def test_a_group_that_can_never_start_together_is_refused_and_one_that_can_waits
         (MAX_FORKS + 1, 60, "invalid_request"),
     ):
         instance = Instance(pages)
-        first = UnifiedRequest(room_of(1), "first", pack_i32(prompt_of(2, 5)), SamplingParams(3, temperature=0.0))
+        first = unified_request(room_of(1), "first", pack_i32(prompt_of(2, 5)), SamplingParams(3, temperature=0.0))
         forks = tuple(Fork(room_of(2000 + i), "r", i) for i in range(count))
         instance.scheduler.submit(first)
-        instance.scheduler.submit(UnifiedRequest(room_of(2), "r", prompt, sampling, forks=forks))
+        instance.scheduler.submit(unified_request(room_of(2), "r", prompt, sampling, forks=forks))
         instance.run()
         assert instance.finishes[room_of(1)].reason == "length"
         assert {instance.finishes[fork.room].code for fork in forks} == {code}, (count, pages)
         instance.check_empty()
-    behind_output = UnifiedRequest(room_of(3), "r", prompt, sampling, 2, forks=forks_of(1, 2))
+    behind_output = unified_request(room_of(3), "r", prompt, sampling, 2, forks=forks_of(1, 2))
     instance.scheduler.submit(behind_output)
     instance.run()
     assert instance.finishes[choice_room(1, 0)].code == "invalid_request"
@@ -569,7 +561,7 @@ def test_a_page_is_copied_only_where_the_prompt_ends_within_it() -> None:
         instance = Instance(40)
         prompt = pack_i32(prompt_of(1, length))
         sampling = SamplingParams(20, temperature=1.0)
-        instance.scheduler.submit(UnifiedRequest(room_of(1), "r", prompt, sampling, forks=forks_of(1, 3)))
+        instance.scheduler.submit(unified_request(room_of(1), "r", prompt, sampling, forks=forks_of(1, 3)))
         while not instance.tokens:
             instance.scheduler.step()
         tables = [set(instance.cache.get_page_indices(choice_room(1, choice))) for choice in range(3)]

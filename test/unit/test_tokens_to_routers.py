@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import INFO, DSide, Instance, PSide, Wire, prompt_of, room_of
 from support.executors import expected_tokens
+from support.requests import decode_request, prefill_request, unified_request
 
 from chitu.instance.token_manager import TokenManager
-from chitu.protocol import DecodeRequest, Finish, PrefillRequest, SamplingParams, UnifiedRequest, pack_i32, token_codec
+from chitu.protocol import Finish, SamplingParams, pack_i32, token_codec
 from chitu.protocol.weights import WeightsOrder
 
 PROMPT = prompt_of(1, 10)
@@ -71,8 +72,8 @@ def test_a_router_that_is_gone_takes_its_rooms_with_it_and_nobody_elses(ending: 
     decode = wire.decode = Instance(60, receiver=DSide(wire))
     for router in (0, 1):
         room = room_of(router)
-        decode.scheduler.submit(DecodeRequest(room, "r", pack_i32(PROMPT), SAMPLING, 0, 1, router=router))
-        prefill.scheduler.submit(PrefillRequest(room, "r", pack_i32(PROMPT), 0, 1, router=router))
+        decode.scheduler.submit(decode_request(room, "r", pack_i32(PROMPT), SAMPLING, 0, 1, router=router))
+        prefill.scheduler.submit(prefill_request(room, "r", pack_i32(PROMPT), 0, 1, router=router))
     instances = (prefill, decode)
     for instance in (decode, prefill):
         instance.scheduler.step()
@@ -101,7 +102,7 @@ def test_a_router_that_is_gone_takes_its_rooms_with_it_and_nobody_elses(ending: 
 def test_a_request_of_a_router_that_is_not_on_the_list_is_ignored_and_the_next_one_served() -> None:
     instance = Instance(60)
     for number, router in ((1, 7), (2, -1), (3, 1)):
-        instance.scheduler.submit(UnifiedRequest(room_of(number), "r", pack_i32(PROMPT), SAMPLING, router=router))
+        instance.scheduler.submit(unified_request(room_of(number), "r", pack_i32(PROMPT), SAMPLING, router=router))
     instance.run()
     assert not instance.failures
     assert instance.tokens == {room_of(3): expected_tokens(PROMPT, 12, INFO.vocab_size, SAMPLING)}
@@ -113,7 +114,7 @@ def test_an_instance_reports_that_it_is_drained_once_no_request_of_any_router_ru
     weights = instance.scheduler.weights
     for number in (0, 1):
         room = room_of(number)
-        instance.scheduler.submit(UnifiedRequest(room, "r", pack_i32(PROMPT), SAMPLING, router=number))
+        instance.scheduler.submit(unified_request(room, "r", pack_i32(PROMPT), SAMPLING, router=number))
     instance.scheduler.step()
     weights.set_order(WeightsOrder(holds=True))
     reported = []

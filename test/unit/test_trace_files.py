@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 from support.clock import FakeClock
+from support.requests import decode_request, prefill_request
 
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
 from chitu.http.routes import records_of
 from chitu.net.threads import ServiceThread
-from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
+from chitu.protocol import Fork, KVLayout, SamplingParams, TraceLines, encode, pack_i32
 from chitu.protocol.account import RequestSnapshot
 from chitu.protocol.cluster import stats_codec
 from chitu.protocol.trace import (
@@ -187,7 +188,7 @@ def test_rooms_that_are_not_traced_leave_nothing() -> None:
 def test_each_choice_arrives_and_is_forgotten_after_its_end() -> None:
     made, socket, clock = started()
     forks = (Fork(OTHER, "r-1", 5),)
-    message = DecodeRequest(ROOM, "r-0", pack_i32([5, 6]), SamplingParams(3), 0, 1, forks=forks, trace="records")
+    message = decode_request(ROOM, "r-0", pack_i32([5, 6]), SamplingParams(3), 0, 1, forks=forks, trace="records")
     made.begin(message, encode(message))
     made.frame(ROOM, "sent", "control", b"not wanted")
     made.send_waiting([socket])
@@ -212,14 +213,14 @@ def test_the_thread_sleeps_between_two_looks_and_sends_what_waits_at_its_end() -
 
     made = Tracer(Role.DECODE, 1, 9, LAYOUT, "cpu", lambda: [socket], Watched(), pause_s=30.0)
     for room in (ROOM, OTHER):
-        made.begin(PrefillRequest(room, "r", pack_i32([5]), 0, 1, trace="records"), b"")
+        made.begin(prefill_request(room, "r", pack_i32([5]), 0, 1, trace="records"), b"")
     made.close()
     assert looks == 0 and len(socket.records()) == 2
 
 
 def test_records_beyond_the_bounds_are_dropped_counted_and_said() -> None:
     made, socket, _ = started()
-    message = PrefillRequest(ROOM, "r", pack_i32([5]), 0, 1, trace="frames")
+    message = prefill_request(ROOM, "r", pack_i32([5]), 0, 1, trace="frames")
     made.begin(message, b"12345")  # two records
     num_frames = MAX_FRAME_SHARE_BYTES // MAX_FRAME_BYTES - 1  # what fits beside that one
     for _ in range(num_frames + 2):

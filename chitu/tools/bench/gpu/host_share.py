@@ -15,7 +15,7 @@ from chitu.instance.core import InstanceCore, LoadedEngine, SchedulerSettings
 from chitu.instance.roles import DecodeRole
 from chitu.instance.token_manager import TokenManager
 from chitu.pd_scheduler import PDScheduler
-from chitu.protocol import SamplingParams, UnifiedRequest, pack_i32
+from chitu.protocol import RequestHead, SamplingParams, UnifiedRequest, pack_i32
 from chitu.tools.bench.gpu.card import PAGE_SIZE, Card
 from chitu.types import new_room
 
@@ -61,7 +61,7 @@ def step_seconds(card: Card, runner: ModelRunner, prompt_len: int, steps: int, o
     sampling = SamplingParams(max_tokens=info.max_model_len - prompt_len, temperature=0.0, ignore_eos=True)
     for index in range(batch):
         prompt = pack_i32([(7 * position + index) % info.vocab_size for position in range(prompt_len)])
-        scheduler.submit(UnifiedRequest(new_room(), f"r{index}", prompt, sampling))
+        scheduler.submit(UnifiedRequest(RequestHead(new_room(), f"r{index}", prompt), sampling))
     while scheduler.load.running < batch or scheduler.load.waiting_tokens:
         if not scheduler.step():
             raise Internal(f"{scheduler.load.running} of {batch} requests run, the others never will")
