@@ -28,8 +28,8 @@ from chitu.config.schema import RouterConfig, SchedulerConfig, TraceConfig
 from chitu.errors import ChituError, ConfigError
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, LoadReport, RequestFailed, SamplingParams
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.policies import InstanceKey, instance_key
 from chitu.tools.size.engine import WorldClock
 from chitu.tools.size.instance import SimulatedInstance
 from chitu.tools.size.profile import EngineProfile
