@@ -119,7 +119,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
         prefill.cache.remove_task(room)
         prefill.is_busy = False
         taken[number] = now_s - ask.arrival_s
-        members[keys[rank]].load.began(new_tokens[number])
+        members[keys[rank]].load.on_begun(new_tokens[number])
         start(rank, now_s)
 
     for number, ask in enumerate(asks):
@@ -129,7 +129,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
         way = selector.select(ask.prompt)
         assert way.prefill is not None
         rank, new_tokens[number] = way.prefill.engine_rank, way.new_tokens
-        members[keys[rank]].load.sent(way.new_tokens, ask.arrival_s)
+        members[keys[rank]].load.on_sent(way.new_tokens, ask.arrival_s)
         prefills[rank].waiting.append(number)
         start(rank, ask.arrival_s)
     while ends:

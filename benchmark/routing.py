@@ -87,11 +87,11 @@ def decisions(policy: PolicyName, size: int, count: int, slo: SLOConfig = SLOCon
         way = selector.select(prompt)
         spans_s.append(time.thread_time() - start_s)
         for load, new_tokens in _used(members, way):
-            load.sent(new_tokens, time.monotonic())
+            load.on_sent(new_tokens, time.monotonic())
         running.append(way)
         if len(running) > IN_FLIGHT:
             for load, new_tokens in _used(members, running.popleft()):
-                load.ended(new_tokens, has_begun=False)
+                load.on_ended(new_tokens, has_begun=False)
         members.on_report(members[instance_key(view.instances[n % size])], report, time.monotonic())
     return spans_s[IN_FLIGHT:]
 

@@ -1,9 +1,10 @@
 """Early rejection: a request that would wait too long is refused at once, with the time after which to retry.
 
 Owned by `PDRequestRouter`, on the loop thread. The waits are what the loads of the members predict
-(`InstanceLoad.waits_s`): until the first chunk of a prompt is computed, and until there are pages for it. Both halves
-of a request queue at the same time, so the longer wait counts. Before a request is parsed, the shortest wait counts
-that any way would have; once the cheapest of several ways was chosen for it, the wait there.
+(`InstanceLoad.prompt_wait_s`, `pages_wait_s`): until the first chunk of a prompt is computed, and until there are pages
+for it. Both halves of a request queue at the same time, so the longer wait counts. Before a request is parsed, the mean
+of all instances of a role counts, unless one has room, and of several ways (pairs, unified instances, D alone) that in
+which it would wait least. Once the cheapest of several ways was chosen for it, the wait there counts.
 
 Invariants: nothing is rejected while nothing waits; more work ahead never predicts a shorter wait.
 """
@@ -17,11 +18,10 @@ from typing import NoReturn
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
 from chitu.errors import Overloaded
-from chitu.router.loads import InstanceLoad
 from chitu.router.members import Members, longest_wait_s
 
-LOOK_S = 0.02
-"""Time for which all queues are known to be too long, however many instances and requests there are."""
+FEW, LOOK_S = 64, 0.02
+"""So many instances are looked at for each request; more of them after this time."""
 
 
 class Admission:
@@ -32,22 +32,16 @@ class Admission:
         self._members = members
         self._clock = clock
         self._looked_s = -math.inf
-        """When no way was found with a wait that is short enough, and `_waits_s`, what the shortest one was."""
+        """When `_waits_s` were predicted."""
         self._waits_s = 0.0, 0.0
 
     def require(self) -> None:
         """Raise Overloaded if a request would wait longer than `max_wait_s` whichever way it goes, with the time until
         it would not."""
-        now_s = self._clock.monotonic()
-        if now_s - self._looked_s >= LOOK_S:
-            self._waits_s = self.predicted_waits_s(self.max_wait_s)
-            if max(self._waits_s) <= self.max_wait_s:
-                return
-            self._looked_s = now_s
-        prompt_s, pages_s = self._waits_s
-        self._refuse(
-            max(self._waits_s), "a prompt is computed" if prompt_s >= pages_s else "a decode instance has pages"
-        )
+        prompt_s, pages_s = self.predicted_waits_s()
+        if max(prompt_s, pages_s) > self.max_wait_s:
+            what = "a prompt is computed" if prompt_s >= pages_s else "a decode instance has pages"
+            self._refuse(max(prompt_s, pages_s), what)
 
     def require_way(self, wait_s: float) -> None:
         """Raise Overloaded if a request would wait longer than `max_wait_s` in the way that was chosen for it. Among
@@ -62,22 +56,29 @@ class Admission:
             wait_s - self.max_wait_s,
         )
 
-    def predicted_waits_s(self, enough_s: float = 0.0) -> tuple[float, float]:
+    def predicted_waits_s(self) -> tuple[float, float]:
         """Return how long a request sent now would wait for its first chunk, and for its pages, in the way that makes
-        it wait least; 0 if unknown. A way with waits up to `enough_s` is as good as any."""
+        it wait least; 0 if unknown."""
         members, now_s = self._members, self._clock.monotonic()
         candidates = members.candidates
+        prefill, decode, unified = members.prefill.loads, members.decode.loads, members.unified.loads
+        if now_s - self._looked_s < LOOK_S and len(prefill) + len(decode) + len(unified) > FEW:
+            return self._waits_s
+        ways = [(prefill, decode)] if candidates.has_pair else []
+        ways += [(alone, alone) for alone in (unified, tuple(load for load in decode if load.computes)) if alone]
+        waits = [
+            (_mean(load.prompt_wait_s(now_s) for load in computes), _mean(load.pages_wait_s(now_s) for load in decodes))
+            for computes, decodes in ways
+        ]
+        self._looked_s, self._waits_s = now_s, min(waits, key=max, default=(0.0, 0.0))
+        return self._waits_s
 
-        def least(loads: Iterable[InstanceLoad]) -> tuple[float, float]:
-            found = (math.inf, math.inf)
-            for load in loads:
-                found = min(found, load.waits_s(now_s), key=max)
-                if max(found) <= enough_s:
-                    break
-            return found
 
-        waits = [least(members.unified.loads), least(load for load in members.decode.loads if load.computes)]
-        if candidates.has_pair:
-            waits.append((least(members.prefill.loads)[0], least(members.decode.loads)[1]))
-        shortest = min(waits, key=max)
-        return shortest if max(shortest) < math.inf else (0.0, 0.0)
+def _mean(waits_s: Iterable[float]) -> float:
+    """Return the mean of waits, among which routing spreads the requests; 0 if an instance has room."""
+    total_s, count = 0.0, 0
+    for wait_s in waits_s:
+        if not wait_s:
+            return 0.0
+        total_s, count = total_s + wait_s, count + 1
+    return total_s / count

@@ -187,11 +187,9 @@ class Attempts:
         request = generations[0].request
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
-        way = self._selector.select(
-            token_ids, NO_INSTANCES, blocked, request.prefix_salt, request.sampling.max_tokens, request.slo
-        )
-        if not is_admitted:
-            self._admission.require_way(way.wait_s)
+        limits = request.prefix_salt, request.sampling.max_tokens, request.slo
+        admit = None if is_admitted else self._admission.require_way
+        way = self._selector.select(token_ids, NO_INSTANCES, blocked, *limits, admit)
         count = 1 if len(generations) == 1 else max_choices(way.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None
@@ -298,7 +296,7 @@ class Attempts:
         self.num_waiting += 1
         self.counters.attempts += 1
         for member, new_tokens in self._used(attempt):
-            member.load.sent(new_tokens, attempt.created_s)
+            member.load.on_sent(new_tokens, attempt.created_s)
             member.breaker.on_sent(attempt.created_s)
         if way.prefill is not None and attempt.is_group_leader:  # once per message, as P logs its arrival
             ranks = way.prefill.engine_rank, way.decode.engine_rank
@@ -397,7 +395,7 @@ class Attempts:
         self.journal.version += 1
         self.num_waiting -= 1
         for member, new_tokens in self._used(attempt):
-            member.load.began(new_tokens)
+            member.load.on_begun(new_tokens)
 
     def _count_served(self, attempt: Attempt, reason: str) -> None:
         """Count a request that was answered to its end."""
@@ -430,7 +428,7 @@ class Attempts:
         has_begun = attempt.first_token_s is not None
         self.num_waiting -= not has_begun
         for member, new_tokens in self._used(attempt):
-            member.load.ended(new_tokens, has_begun)
+            member.load.on_ended(new_tokens, has_begun)
         if (group := attempt.group) is not None:
             group.attempts.remove(attempt)
             if not group.attempts:

@@ -33,8 +33,6 @@ class Way(NamedTuple):
     decode: InstanceInfo
     new_tokens: int = 0
     """Prompt tokens that are likely to be computed, because they are not cached there."""
-    wait_s: float = 0.0
-    """Predicted wait, if there was a choice of ways."""
 
 
 @dataclass(slots=True, frozen=True)

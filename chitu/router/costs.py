@@ -94,11 +94,7 @@ def cost_alone(asked: Asked, load: InstanceLoad, new_tokens: int, now_s: float) 
 def _cost(asked: Asked, ttft_s: float, wait_s: float, decodes: InstanceLoad, delays_s: float = 0.0) -> Cost:
     """Return the cost of a first token after `ttft_s` and an answer on `decodes`, where requests that decode wait
     `delays_s` longer in sum for the prompt."""
-    rates, soon, num_steps = (
-        decodes.rates,
-        decodes.requests + decodes.other_requests,
-        min(asked.max_tokens, ANSWER_TOKENS),
-    )
+    rates, soon, num_steps = decodes.rates, decodes.num_requests, min(asked.max_tokens, ANSWER_TOKENS)
     tpot_s = rates.step_s(soon + 1, decodes.context_tokens + asked.num_tokens)
     row_s = rates.row_s + rates.context_token_s * asked.num_tokens
     breaks_slo = ttft_s > asked.ttft_s or tpot_s > asked.tpot_s

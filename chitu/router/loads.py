@@ -1,18 +1,18 @@
 """What an instance has to do, and how long that takes: one record of each, from its reports and what is sent there.
 
 Owned by `Members`, on the loop thread. Pure: reports, requests and the time come in. Policies read `work`, costs the
-seconds of queues and of steps, admission and the balancer `waits_s`.
+seconds of queues and of steps, admission and the balancer the waits.
 
 Two queues: prompts that wait to be computed, in tokens, and requests that wait for slots and pages to decode in. A P
 has the first, a D the second, an instance that does both has both. A queue is what the newest report shows and what was
-sent since, less what was done meanwhile; and at most what is outstanding, which of this router's requests is known
-exactly.
+sent since, as far as it has no first token, less what was done meanwhile.
 
-* **Seconds of a queue**: its work by the rate at which it moved of late. That rate is measured only while something
-  waits (`LoadReport.backlog_*`), since an instance without a queue works only as fast as requests come. Until then
-  prompts take what the instance's steps take (`StepRates`), and pages nothing.
-* **Steps** of an instance that has measured none take what those of another did (it has the same model); before any has
-  reported, `PRIOR`, with which only the numbers of tokens and requests decide.
+* **Costs** compare queues by what the instance's steps take (`StepRates`). Steps of an instance that has measured none
+  take what those of another did (it has the same model); before any has reported, `PRIOR`, with which only the numbers
+  of tokens and requests decide.
+* **Waits** by which requests are refused are those of queues that were seen to move: the same queue by its own rate,
+  which is measured only while something waits (`LoadReport.backlog_*`), since an instance without a queue works only as
+  fast as requests come. It includes what steps do not show: pages from a store, room that others hold.
 
 Invariants: nothing waits where nothing is outstanding; more work never predicts a shorter wait.
 """
@@ -48,41 +48,30 @@ SHORTEST_S = 1e-6
 
 
 @dataclass(slots=True)
-class Queue:
-    """Work that waits, in its unit, and the rate at which it is done."""
+class QueueRate:
+    """How fast a queue moves: work a second, measured while something waits in it."""
 
     memory_s: float
-    """Time constant of the rate: what was measured that many seconds of backlog ago counts by 1/e."""
-    rate: float | None = None
-    """Units a second while something waited; None while unknown."""
-    _work: float = 0.0
-    """Waited at `_counted_s`."""
-    _counted_s: float = 0.0
+    """Time constant: what was measured that many seconds of backlog ago counts by 1/e."""
+    value: float | None = None
+    """None while unknown."""
     _seconds: float = 0.0
-    _done: float = 0.0
-    """`_seconds` of backlog and what was done in them, decaying."""
+    _work: float = 0.0
+    """`_seconds` and `_work` of backlog, decaying."""
     _taken: tuple[float, int] = (0.0, 0)
     """Counters of the report that both sums already include."""
     _waited: tuple[float, float] = (0.0, 0.0)
     """Seconds of backlog that the newest report shows, and when they last grew."""
 
-    def left(self, now_s: float, unit_s: float) -> float:
-        """Return how much waits now, if a unit takes `unit_s`."""
-        return max(0.0, self._work - (now_s - self._counted_s) / unit_s) if self._work and unit_s else self._work
-
-    def put(self, work: float, now_s: float) -> None:
-        """Set how much waits."""
-        self._work, self._counted_s = work, now_s
-
-    def measure(self, counters: tuple[float, int], now_s: float, enough: float = 1.0, counts: bool = True) -> None:
+    def report(self, counters: tuple[float, int], now_s: float, enough: float = 1.0, counts: bool = True) -> None:
         """Take a report's seconds of backlog and work done in them. A rate needs `enough` work. What was done up to
         this report is left out unless it `counts`."""
         if not counts:
             self._taken, self._waited = counters, (counters[0], self._waited[1])
         if counters[0] != self._waited[0]:
             self._waited = counters[0], now_s
-        elif self.rate is not None and now_s - self._waited[1] > EXPIRES * self.memory_s:
-            self.rate, self._seconds, self._done, self._taken = None, 0.0, 0.0, counters
+        elif self.value is not None and now_s - self._waited[1] > EXPIRES * self.memory_s:
+            self.value, self._seconds, self._work, self._taken = None, 0.0, 0.0, counters
         seconds, work = counters[0] - self._taken[0], counters[1] - self._taken[1]
         if work < enough or seconds < SHORTEST_S:
             return
@@ -90,45 +79,56 @@ class Queue:
         kept = math.exp(-seconds / self.memory_s)
         share = self.memory_s * (1 - kept) / seconds  # a long stretch has decayed too by its end
         self._seconds = self._seconds * kept + seconds * share
-        self._done = self._done * kept + work * share
-        self.rate = self._done / self._seconds
+        self._work = self._work * kept + work * share
+        self.value = self._work / self._seconds
+
+
+@dataclass(slots=True)
+class Counts:
+    """Requests of an instance."""
+
+    requests: int = 0
+    """Those that are not over (on P: that have no first token)."""
+    prompts: int = 0
+    """Those of them whose prompts are to be computed here and that have no first token, with so many `tokens` to
+    compute."""
+    tokens: int = 0
+    streams: int = 0
+    """Those that decode here."""
+
+    def add(self, requests: int, prompts: int, tokens: int) -> None:
+        self.requests += requests
+        self.prompts += prompts
+        self.tokens += tokens
 
 
 @dataclass(slots=True, eq=False)
 class InstanceLoad:
+    """One instance's load, from its joining to its loss."""
+
     key: InstanceKey
     info: InstanceInfo
     """As in the newest view that was used."""
-    prompts: Queue
-    pages: Queue
-    page_size: int
+    prompts: QueueRate
+    """Rate of the queue for steps, in prompt tokens; `pages`: of that for slots and pages, in requests."""
+    pages: QueueRate
     kv_token_bytes: float
     """Bytes of one token's KV on all ranks."""
     row_bytes: float
     """Bytes that move with every prompt: a logits row and the recurrent state."""
-    bound_s: float = math.inf
+    bound_s: float
     """`slo.tpot_s` of the configuration: a bound of steps that also decode."""
     newest: LoadReport = field(default_factory=LoadReport)
+    reported_s: float = 0.0
     rates: StepRates = PRIOR
-
-    requests: int = 0
-    """Requests of this router that are here and not over (on P: without a first token)."""
-    num_prompts: int = 0
-    """Those of them whose prompts are to be computed here and have no first token, with `tokens` to compute."""
-    tokens: int = 0
-    streams: int = 0
-    """Those that decode here."""
-    other_requests: int = 0
-    """Requests of other routers, their `other_tokens` and `other_streams`: the newest report less this router's
-    share."""
-    other_tokens: int = 0
-    other_streams: int = 0
-
-    sent_tokens: int = 0
-    """Prompt tokens sent here since the report."""
-    lacks_pages: bool = False
-    """Whether requests were waiting for pages at the report. If not, what is sent here most likely gets its own at
-    once, or in the next step."""
+    own: Counts = field(default_factory=Counts)
+    """Requests of this router: exact."""
+    sent: Counts = field(default_factory=Counts)
+    """Those that were sent since the report."""
+    others: Counts = field(default_factory=Counts)
+    """Requests of other routers: what the report has beyond this router's."""
+    _queued: tuple[float, float] = (0.0, 0.0)
+    """Prompt tokens that waited or were being computed, and when."""
     works: list[int] = field(default_factory=lambda: [0])
     position: int = 0
     """List of `work` of the newest group that has the instance, and index in it."""
@@ -136,81 +136,55 @@ class InstanceLoad:
 
     @classmethod
     def of(cls, info: InstanceInfo, slo: SLOConfig, memory_s: float) -> InstanceLoad:
-        layout = info.layout
+        layout, rates = info.layout, (QueueRate(memory_s), QueueRate(memory_s))
         token_bytes = layout.bytes_per_page * layout.tp_size / layout.page_size
         row_bytes = 4.0 * layout.vocab_size + layout.state_bytes
         bound_s = math.inf if slo.tpot_s is None else slo.tpot_s
-        return cls(
-            instance_key(info),
-            info,
-            Queue(memory_s),
-            Queue(memory_s),
-            layout.page_size,
-            token_bytes,
-            row_bytes,
-            bound_s,
-        )
+        return cls(instance_key(info), info, *rates, token_bytes, row_bytes, bound_s)
 
     # ------------------------------------------------------------------------------------------------- what comes in
 
-    def report(self, load: LoadReport, now_s: float, typical: StepRates) -> StepRates:
+    def on_report(self, load: LoadReport, now_s: float, typical: StepRates) -> StepRates:
         """Take a report, up to a heartbeat old. `typical` are the rates of an instance that has not measured its own;
         return them anew."""
-        self.newest, self.rates, self._links = load, _known(load.rates, typical), None
+        self.newest, self.reported_s, self.rates, self._links = load, now_s, _known(load.rates, typical), None
+        self._queued, self.sent = (load.waiting_tokens, now_s), Counts()
         present = load.waiting + load.transferring + load.running + load.retracted
-        self.other_requests = max(0, present - self.requests)
-        self.other_tokens = max(0, load.waiting_tokens - self.tokens)
-        self.other_streams = max(0, load.running - load.computing - self.streams)
+        self.others.requests = max(0, present - self.own.requests)
+        self.others.tokens = max(0, load.waiting_tokens - self.own.tokens)
+        self.others.streams = max(0, load.running - load.computing - self.own.streams)
         self.works[self.position] = self.work
-        self.sent_tokens = 0
-        self.prompts.put(load.waiting_tokens, now_s)
-        is_prefill, backlog = self.info.role is Role.PREFILL, (load.backlog_s, load.backlog_work)
+        is_prefill, backlog = self.key.role is Role.PREFILL, (load.backlog_s, load.backlog_work)
         if is_prefill or self.computes:
-            self.prompts.measure(backlog, now_s)
+            self.prompts.report(backlog, now_s)
             backlog = load.decode_backlog_s, load.decode_backlog_work
         if not is_prefill:
-            # No queue if no request that was looked at was left waiting, or only by the queue of P.
-            self.lacks_pages = load.unread + load.held_by_prefill < load.waiting
-            self.pages.put(load.waiting if self.lacks_pages else 0, now_s)
             enough = max(1.0, TURNOVER * (load.running + load.transferring))
-            self.pages.measure(backlog, now_s, enough, counts=not load.held_by_prefill)  # else it moves as P computes
+            self.pages.report(backlog, now_s, enough, counts=not load.held_by_prefill)  # else it moves as P computes
         return self.rates
 
-    def sent(self, new_tokens: int, now_s: float) -> None:
+    def on_sent(self, new_tokens: int, now_s: float) -> None:
         """Count a request that was sent here, with the prompt tokens that are to be computed here."""
-        if new_tokens:
-            self.prompts.put(self.queued_tokens(now_s) + new_tokens, now_s)
-            self.num_prompts += 1
-            self.sent_tokens += new_tokens
-            self.tokens += new_tokens
-        if self.lacks_pages:
-            self.pages.put(self.waiting_requests(now_s) + 1, now_s)
-        self._count(1)
+        self._queued = self.queued_tokens(now_s) + new_tokens, now_s
+        self.sent.add(1, bool(new_tokens), new_tokens)
+        self._count(1, bool(new_tokens), new_tokens)
 
-    def began(self, new_tokens: int) -> None:
+    def on_begun(self, new_tokens: int) -> None:
         """Count the first token of a request that was sent here with so many tokens to compute."""
-        self._computed(new_tokens)
-        if self.info.role is Role.PREFILL:
-            self._count(-1)
-        else:
-            self.streams += 1
+        is_prefill = self.key.role is Role.PREFILL
+        self.own.streams += not is_prefill
+        self._count(-is_prefill, -bool(new_tokens), -new_tokens)
 
-    def ended(self, new_tokens: int, has_begun: bool) -> None:
+    def on_ended(self, new_tokens: int, has_begun: bool) -> None:
         """Count the end of such a request."""
         if not has_begun:
-            self._computed(new_tokens)
-        elif self.info.role is Role.PREFILL:
-            return
-        else:
-            self.streams -= 1
-        self._count(-1)
+            self._count(-1, -bool(new_tokens), -new_tokens)
+        elif self.key.role is not Role.PREFILL:
+            self.own.streams -= 1
+            self._count(-1, 0, 0)
 
-    def _computed(self, new_tokens: int) -> None:
-        self.num_prompts -= bool(new_tokens)
-        self.tokens -= new_tokens
-
-    def _count(self, requests: int) -> None:
-        self.requests += requests
+    def _count(self, requests: int, prompts: int, tokens: int) -> None:
+        self.own.add(requests, prompts, tokens)
         self.works[self.position] = self.work
 
     # ---------------------------------------------------------------------------------------------- what there is to do
@@ -218,25 +192,30 @@ class InstanceLoad:
     @property
     def computes(self) -> bool:
         """Whether it both computes prompts and decodes."""
-        return self.info.role is Role.UNIFIED or (self.info.role is Role.DECODE and self.info.computes)
+        return self.key.role is Role.UNIFIED or (self.key.role is Role.DECODE and self.info.computes)
 
     @property
     def work(self) -> int:
         """What this router has outstanding here, and what others have by the report: prompt tokens still to compute on
         P, requests elsewhere."""
-        if self.info.role is Role.PREFILL:
-            return self.tokens + self.other_tokens
-        return self.requests + self.other_requests
+        if self.key.role is Role.PREFILL:
+            return self.own.tokens + self.others.tokens
+        return self.num_requests
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are here, each of which decodes or will soon (not on P)."""
+        return self.own.requests + self.others.requests
 
     @property
     def rows(self) -> int:
         """Requests that decode here."""
-        return self.streams + self.other_streams
+        return self.own.streams + self.others.streams
 
     @property
     def context_tokens(self) -> int:
         """Tokens of KV that requests hold here."""
-        return self.newest.pages_used * self.page_size
+        return self.newest.pages_used * self.info.layout.page_size
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """Return how many tokens of a prompt it is likely to compute, if nothing is known of the prompt."""
@@ -244,27 +223,22 @@ class InstanceLoad:
 
     def queued_tokens(self, now_s: float) -> float:
         """Return how many prompt tokens wait here or are being computed."""
-        return min(self.prompts.left(now_s, self.token_s), self.tokens + self.other_tokens)
-
-    def waiting_requests(self, now_s: float) -> float:
-        """Return how many requests wait for pages."""
-        if not self.lacks_pages:
-            return 0.0
-        left = self.pages.left(now_s, 1 / self.pages.rate if self.pages.rate else 0.0)
-        return max(0.0, min(left, self.requests + self.other_requests - self.rows))
+        tokens, counted_s = self._queued
+        token_s = self.token_s
+        return max(0.0, tokens - (now_s - counted_s) / token_s) if tokens and token_s else tokens
 
     # --------------------------------------------------------------------------------------------------------- seconds
 
     @property
     def is_measured(self) -> bool:
         """Whether the instance has measured how long prompts take."""
-        return self.newest.rates.prompt_steps > 0 or self.prompts.rate is not None
+        return self.newest.rates.prompt_steps > 0 or self.prompts.value is not None
 
     @property
     def token_s(self) -> float:
-        """Seconds of a prompt token in the queue."""
-        if self.prompts.rate:
-            return 1 / self.prompts.rate
+        """Seconds of a prompt token in the queue, in steps like those of late beside the requests that decode."""
+        if self.prompts.value and not self.newest.rates.prompt_steps:
+            return 1 / self.prompts.value
         rows = self.rows
         chunk = min(self.chunk(rows), self.rates.chunk_tokens or CHUNK_TOKENS)
         return (self.rates.prompt_s(chunk, 0.0, chunk) + self.step_s(rows)) / chunk
@@ -274,18 +248,26 @@ class InstanceLoad:
         return self.queued_tokens(now_s) * self.token_s
 
     def pages_wait_s(self, now_s: float) -> float:
-        """Return the seconds until a request that is sent now has pages; 0 while the rate is not known."""
-        return self.waiting_requests(now_s) / self.pages.rate if self.pages.rate else 0.0
+        """Return the seconds until a request that is sent now has pages; 0 while none wait, or the rate is unknown."""
+        load, rate = self.newest, self.pages.value
+        # No queue if no request that was looked at was left waiting, or only by the queue of P: what is sent then most
+        # likely gets its pages at once, or in the next step.
+        if rate is None or load.unread + load.held_by_prefill >= load.waiting:
+            return 0.0
+        waiting = load.waiting + min(self.sent.requests, self.own.requests - self.own.streams)
+        return max(0.0, waiting / rate - (now_s - self.reported_s))
 
-    def waits_s(self, now_s: float) -> tuple[float, float]:
-        """Return the seconds until the first chunk of a request that is sent now is computed, and until it has pages.
-        Each is 0 while nothing waits, or its rate was not measured."""
-        if not self.prompts.rate:
-            return 0.0, self.pages_wait_s(now_s)
-        tokens = self.queued_tokens(now_s)
-        if self.newest.waiting_tokens <= self.newest.joinable_tokens:  # there was room: a prompt alone waits for none
-            tokens = min(tokens, self.sent_tokens if self.num_prompts > 1 else 0)
-        return tokens / self.prompts.rate, self.pages_wait_s(now_s)
+    def prompt_wait_s(self, now_s: float) -> float:
+        """Return the seconds until the first chunk of a request that is sent now is computed, by the rate at which this
+        queue moved of late; 0 while nothing waits, or that is unknown."""
+        load, rate = self.newest, self.prompts.value
+        if rate is None:
+            return 0.0
+        # Prompts in steps with room for more hold up no other, and one alone is in such a step.
+        ahead = load.waiting_tokens - load.joinable_tokens
+        if ahead or self.own.prompts > 1:
+            ahead += min(self.sent.tokens, self.own.tokens)
+        return min(ahead, self.queued_tokens(now_s)) / rate
 
     def step_s(self, rows: int) -> float:
         """Return the seconds of a step with so many requests and no prompt."""

@@ -176,7 +176,7 @@ class Members:
 
     def on_report(self, member: ClusterMember, report: LoadReport, now_s: float) -> None:
         """Apply a report of an instance."""
-        self._rates = member.load.report(report, now_s, self._rates)
+        self._rates = member.load.on_report(report, now_s, self._rates)
 
     def remove(self, key: InstanceKey) -> None:
         """Remove an instance that is gone, although the newest view may have it, and drop what is queued for it."""

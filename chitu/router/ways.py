@@ -1,10 +1,10 @@
 """Which way the next request goes: a pair, D alone, or a unified instance.
 
 Owned by `PDRequestRouter`, on the loop thread. A few ways are proposed, however many instances there are, and the
-cheapest is taken (`costs.py`). The policy of each role proposes one instance, or, if admission would refuse a request
-that waits there, the least loaded one. That is the only pair, unless the choice is *open*: if the request has an SLO,
-or there are unified instances beside pairs. Then these are proposed, too: the P with least to do, the D that has most
-of the prompt, the least busy D on P's host, and each of these D alone if it computes prompts.
+cheapest is taken (`costs.py`). The policy of each role proposes one instance. That is all, unless the choice is *open*:
+if the request has an SLO, or there are unified instances beside pairs. Then these are proposed, too: the P with least
+to do, the D that has most of the prompt, the least busy D on P's host, and each of these D alone if it computes
+prompts. If it is not open, the least loaded instance is proposed instead of one where admission would refuse a request.
 
 The selector keeps what policies may not have: the turn, and which instances were sent which beginnings of prompts.
 
@@ -101,6 +101,7 @@ class Selector:
         salt: str | None = "",
         max_tokens: int = ANSWER_TOKENS,
         slo: SLO = NO_SLO,
+        admit: Callable[[float], None] | None = None,
     ) -> Way:
         """Return the way that a request with this prompt (int32 LE) goes. Raises NoInstance if none can serve.
 
@@ -108,7 +109,8 @@ class Selector:
         others can serve. If not, those to avoid are tried before those that are blocked. A pair that is cut off from
         each other is chosen only if there is no other, and no instance can serve alone. A suspended one is never
         chosen: its P would fail the request. `salt`: `GenerateRequest.prefix_salt`. `max_tokens` bounds the answer, for
-        its cost.
+        its cost. `admit` gets the predicted wait in the chosen way, 0 if there was no choice, and raises if that is too
+        long: no instance is then taken to have the prompt.
         """
         members = self._members
         candidates = members.candidates
@@ -127,18 +129,20 @@ class Selector:
             prefill = members.prefill.without(avoid, blocked) if has_pair else None
             ways = self._ways_of_d(request, prompt, prefill, members.decode.without(avoid, blocked), is_open)
         if candidates.unified:
-            load = self._proposed(self._prefill_policy, request, members.unified.without(avoid, blocked))
+            load = self._proposed(self._prefill_policy, request, members.unified.without(avoid, blocked), is_open)
             new_tokens = min(self._new_tokens(load, prompt), prompt.num_tokens - prompt.decoded.get(load.key, 0))
             ways.append(_Way(None, load, max(1, new_tokens)))
         way, wait_s = ways[0], 0.0
-        if len(ways) > 1:
+        if is_open or len(ways) > 1:
             way, wait_s = self._cheapest(ways, Asked.of(prompt.num_tokens, max_tokens, slo, self._slo), avoid | blocked)
+        if admit is not None:
+            admit(wait_s)
         computes = (way.prefill or way.decode).key
         if self._prefixes is not None and prompt.uses_cache and computes.role is not Role.DECODE:
             self._prefixes.add(prompt.names, computes, members)
         if self._has_alone:
             self._decoded.add(prompt.names, way.decode.key, members)
-        return Way(None if way.prefill is None else way.prefill.info, way.decode.info, way.new_tokens, wait_s)
+        return Way(None if way.prefill is None else way.prefill.info, way.decode.info, way.new_tokens)
 
     @property
     def keeps_answers(self) -> bool:
@@ -199,14 +203,14 @@ class Selector:
         else:
             if self._members.num_cut_off:
                 prefill, decode, is_out = self._connected(prefill, decode)
-            prefills = [self._proposed(self._prefill_policy, request, prefill)]
+            prefills = [self._proposed(self._prefill_policy, request, prefill, is_open)]
             if is_open:
                 _add(prefills, prefill.loads[least_loaded(request, prefill)])
             if is_out is not None:
                 decode = decode.without({d for d in decode.positions if is_out(prefills[0].key, d)})
             turn, entropy = request.turn + request.turn // self._period, self._random_bits(ENTROPY_BITS)
             request = RoutingRequest(turn, prompt.num_tokens, entropy)
-        decodes = [self._proposed(self._decode_policy, request, decode)]
+        decodes = [self._proposed(self._decode_policy, request, decode, is_open)]
         if is_open:
             if known := [key for key in prompt.decoded if key in decode.positions]:
                 _add(decodes, decode.loads[decode.positions[max(known, key=prompt.decoded.__getitem__)]])
@@ -223,11 +227,12 @@ class Selector:
                     pairs.append(_Way(p, load, self._new_tokens(p, prompt), prompt.num_tokens - num_cached))
         return pairs + alone
 
-    def _proposed(self, policy: Policy, request: RoutingRequest, group: InstanceGroup) -> InstanceLoad:
-        """Return the instance that a policy proposes, or the least loaded one if requests wait there for too long."""
-        first = group.loads[policy(request, group)]
-        is_full = max(first.waits_s(self._clock.monotonic())) > self._max_wait_s
-        return group.loads[least_loaded(request, group)] if is_full else first
+    def _proposed(self, policy: Policy, request: RoutingRequest, group: InstanceGroup, is_open: bool) -> InstanceLoad:
+        """Return the instance that a policy proposes, or, if no cost decides, and admission would refuse a request that
+        waits there, the least loaded one."""
+        first, now_s = group.loads[policy(request, group)], self._clock.monotonic()
+        wait_s = 0.0 if is_open else max(first.prompt_wait_s(now_s), first.pages_wait_s(now_s))
+        return first if wait_s <= self._max_wait_s else group.loads[least_loaded(request, group)]
 
     def _connected(self, prefill: InstanceGroup, decode: InstanceGroup) -> tuple[InstanceGroup, InstanceGroup, IsOut]:
         """Return the P that have a D to serve with, these D, and which pairs of both are out. All P and D count if none

@@ -261,7 +261,9 @@ class ReplayWorld:
             loads = [member.load for member in self.router._members.by_link.values()]
             has_queue = any(instance.has_queue for instance in self.instances.values())
             ask.was_free = not has_queue and not any(
-                load.lacks_pages or load.newest.waiting_tokens > load.newest.joinable_tokens for load in loads
+                load.newest.waiting > load.newest.unread + load.newest.held_by_prefill
+                or load.newest.waiting_tokens > load.newest.joinable_tokens
+                for load in loads
             )
             self.at(self.clock.monotonic() + max(1.0, error.retry_after_s), then)  # as `Retry-After` rounds it
         return ask
@@ -480,7 +482,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
                 rejected.append(outcome)
                 continue
             outcomes[room_of(count)] = outcome
-            member.load.sent(len(prompt), clock.monotonic())
+            member.load.on_sent(len(prompt), clock.monotonic())
             message = UnifiedRequest(room_of(count), "r", pack_i32(prompt), SamplingParams(1, temperature=0.0))
             instance.scheduler.submit(message)
         served = len(instance.finishes)  # its only token is the first one

@@ -175,7 +175,7 @@ def test_prompts_that_were_sent_since_the_report_count_and_what_is_done_meanwhil
     fleet = pair_and_unified()
     load = fleet["P0"].load
     fleet.clock.advance(0.4)
-    load.sent(5000, fleet.clock.monotonic())
+    load.on_sent(5000, fleet.clock.monotonic())
     assert load.queued_tokens(fleet.clock.monotonic()) == 5000, "time before it was sent computed none of it"
     fleet.clock.advance(0.2)
     assert load.queued_tokens(fleet.clock.monotonic()) == pytest.approx(3000)

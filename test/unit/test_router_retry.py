@@ -383,7 +383,7 @@ def test_loads_are_those_of_the_attempts_that_run() -> None:
         world.emit(world.room(client.generation), 11)
         world.decode_fails(world.room(client.generation), "transfer_failed")
     world.emit(world.room(client.generation), 12, finish="stop")
-    assert {member.load.requests for member in world.router._members.by_link.values()} == {0}
+    assert {member.load.own.requests for member in world.router._members.by_link.values()} == {0}
 
 
 # ------------------------------------------------------------------------------------------------------------ breakers

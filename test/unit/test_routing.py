@@ -66,11 +66,11 @@ class Routing:
 
     def send(self, key: InstanceKey, new_tokens: int = 0) -> None:
         """Count a request, as the router does once it has sent it."""
-        self._members[key].load.sent(new_tokens, 0.0)
+        self._members[key].load.on_sent(new_tokens, 0.0)
 
     def end(self, key: InstanceKey, new_tokens: int = 0) -> None:
         if (member := self._members.get(key)) is not None:
-            member.load.ended(new_tokens, has_begun=False)
+            member.load.on_ended(new_tokens, has_begun=False)
 
     def start(self, way: Way, new_tokens: int) -> None:
         """Count a request on both instances of a pair."""
@@ -79,7 +79,7 @@ class Routing:
         self.send(instance_key(way.decode))
 
     def on_report(self, key: InstanceKey, report: LoadReport) -> None:
-        self._members[key].load.report(report, 0.0, PRIOR)
+        self._members[key].load.on_report(report, 0.0, PRIOR)
 
 
 def selector(policy: str, members: ClusterView, decode_policy: str | None = None) -> Routing:
