@@ -232,20 +232,22 @@ class InstanceLoad:
     @property
     def is_measured(self) -> bool:
         """Whether the instance has measured how long prompts take."""
-        return self.newest.rates.prompt_steps > 0 or self.prompts.value is not None
+        return self.newest.rates.prompt_steps > 0
 
     @property
     def token_s(self) -> float:
-        """Seconds of a prompt token in the queue, in steps like those of late beside the requests that decode."""
+        """Seconds of a prompt token as the queue is counted down: rather too many, as long steps end late."""
         if self.prompts.value and not self.newest.rates.prompt_steps:
             return 1 / self.prompts.value
         rows = self.rows
-        chunk = min(self.chunk(rows), self.rates.chunk_tokens or CHUNK_TOKENS)
+        chunk = min(self.chunk(rows), CHUNK_TOKENS)
         return (self.rates.prompt_s(chunk, 0.0, chunk) + self.step_s(rows)) / chunk
 
     def queue_s(self, now_s: float) -> float:
-        """Return the seconds of the prompts that wait here or are being computed."""
-        return self.queued_tokens(now_s) * self.token_s
+        """Return the seconds of the prompts that wait here or are being computed, in steps beside those that decode."""
+        rows, tokens = self.rows, self.queued_tokens(now_s)
+        chunk = self.chunk(rows)
+        return self.rates.prompt_s(tokens, 0.0, chunk) + tokens / chunk * self.step_s(rows)
 
     def pages_wait_s(self, now_s: float) -> float:
         """Return the seconds until a request that is sent now has pages; 0 while none wait, or the rate is unknown."""
