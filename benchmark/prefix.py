@@ -1,7 +1,7 @@
 """Prefix cache hits on a trace of real conversations: `python -m benchmark.prefix TRACE` (Mooncake's JSONL).
 
 A trace has the time, the lengths and the chain of block hashes of every request. They become prompts (a block is 512
-tokens, all equal to its hash), which go through the code that serves: `PairSelector` with each routing policy, and a
+tokens, all equal to its hash), which go through the code that serves: `Selector` with each routing policy, and a
 `PagedKVCacheManager` for each P with pages of a block. Only time is simulated: a P computes one prompt after the other
 at a fixed token rate, and cached tokens take no time. At that rate all P are busy for a given share of the time without
 a cache.
@@ -29,9 +29,9 @@ from benchmark.routing import NO_OUTBOX
 from chitu.cache_manager import PagedKVCacheManager
 from chitu.config.schema import PolicyName, RouterConfig
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout
+from chitu.router.candidates import instance_key
 from chitu.router.members import Members
-from chitu.router.policies import instance_key
-from chitu.router.selector import make_selector
+from chitu.router.ways import Selector
 from chitu.types import Role
 
 BLOCK_TOKENS = 512
@@ -84,7 +84,7 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
     """Replay the trace. Each P has `num_pages` pages (0: no cache) and computes `tokens_s` tokens a second."""
     config = RouterConfig(prefill_policy=policy)
     members = Members(config, NO_OUTBOX)
-    selector = make_selector(config, members)
+    selector = Selector(config, members)
     ranks = [(Role.PREFILL, rank) for rank in range(num_prefills)] + [(Role.DECODE, 0)]
     view = ClusterView(1, 1, tuple(InstanceInfo(role, rank, 1, "h", 1, 2, LAYOUT, 1 << 30) for role, rank in ranks))
     for info in view.instances:
@@ -119,17 +119,17 @@ def replay(asks: Sequence[Ask], policy: PolicyName, num_prefills: int, num_pages
         prefill.cache.remove_task(room)
         prefill.is_busy = False
         taken[number] = now_s - ask.arrival_s
-        members[keys[rank]].load.count(-1, -new_tokens[number])
+        members[keys[rank]].load.on_begun(new_tokens[number])
         start(rank, now_s)
 
     for number, ask in enumerate(asks):
         while ends and ends[0][0] <= ask.arrival_s:
             now_s, _, rank, done = heapq.heappop(ends)
             end(now_s, rank, done)
-        target = selector.select(ask.prompt)
-        assert target.prefill is not None
-        rank, new_tokens[number] = target.prefill.engine_rank, target.new_tokens
-        members[keys[rank]].load.count(1, target.new_tokens)
+        way = selector.select(ask.prompt)
+        assert way.prefill is not None
+        rank, new_tokens[number] = way.prefill.engine_rank, way.new_tokens
+        members[keys[rank]].load.on_sent(way.new_tokens, ask.arrival_s)
         prefills[rank].waiting.append(number)
         start(rank, ask.arrival_s)
     while ends:

@@ -1,9 +1,10 @@
 """Cost of a routing decision, and time until a new instance is used: `python -m benchmark.routing`.
 
-Decisions: `PairSelector` in this process, with 5, 100 and 1000 simulated instances (two P to three D), under load: each
-decision is counted as the router counts it, 256 requests are in flight, and load reports arrive in between. Prompts
-have 512 tokens (token ids; one in two continues an earlier prompt). A decision is everything from the prompt to the
-pair, in CPU time of its thread, so other work of the machine does not count.
+Decisions: `Selector` in this process, with 5, 100 and 2000 simulated instances (two P to three D), under load: each
+decision is counted as the router counts it, 256 requests are in flight, and load reports arrive in between. In the last
+rows there is an SLO, and D that compute prompts, so that several ways are compared by cost. Prompts have 512 tokens
+(token ids; one in two continues an earlier prompt). A decision is everything from the prompt to the way, in CPU time of
+its thread, so other work of the machine does not count.
 
 Joins: the real router process with a fake P0 and D0 and one request after the other; then D1 starts. Measured is the
 time from its start (sockets bound, nothing sent yet) until the router sends it the first request.
@@ -18,27 +19,29 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import cast, get_args
 
 from support.fake_worker import STARTED
 from support.router_process import RouterUnderTest, wait_until
 
-from chitu.config.schema import RouterConfig
+from chitu.config.schema import PolicyName, RouterConfig, SLOConfig
 from chitu.launch.router_client import RouterClient
 from chitu.net.aio import Outbox
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, pack_i32
+from chitu.router.candidates import Way, instance_key
+from chitu.router.loads import InstanceLoad
 from chitu.router.members import Members
-from chitu.router.policies import Target, instance_key
-from chitu.router.selector import make_selector
+from chitu.router.ways import Selector
 from chitu.tools.bench.report import DEFAULT_DIR, publish
 from chitu.tools.make_model import make_model
 from chitu.types import Role
 
-POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
-SIZES = (5, 100, 1000)
+POLICIES = get_args(PolicyName)
+SLO = SLOConfig(ttft_s=2.0, tpot_s=0.05)
+SIZES = (5, 100, 2000)
 PROMPT_TOKENS = 512
 IN_FLIGHT = 256
 JOIN_TIMEOUT_S = 30.0
@@ -46,11 +49,12 @@ NO_OUTBOX = cast(Outbox, SimpleNamespace(open=lambda instance: None))
 """Nothing is sent where only decisions are measured."""
 
 
-def made_up_view(size: int) -> ClusterView:
+def made_up_view(size: int, computes: bool = False) -> ClusterView:
     layout = KVLayout.uniform("hash", 32, 8, 128, 16, "bfloat16", 128_000)
     prefills = size * 2 // 5
     roles = [(Role.PREFILL, k) for k in range(prefills)] + [(Role.DECODE, k) for k in range(size - prefills)]
-    return ClusterView(1, 1, tuple(InstanceInfo(r, k, 1, "10.0.0.1", 1, 2, layout, 32_768) for r, k in roles))
+    infos = [InstanceInfo(r, k, 1, "10.0.0.1", 1, 2, layout, 32_768, computes=computes) for r, k in roles]
+    return ClusterView(1, 1, tuple(infos))
 
 
 def made_up_prompts(count: int) -> list[bytes]:
@@ -64,36 +68,38 @@ def made_up_prompts(count: int) -> list[bytes]:
     return prompts
 
 
-def decisions(policy: str, size: int, count: int) -> list[float]:
+def decisions(policy: PolicyName, size: int, count: int, slo: SLOConfig = SLOConfig()) -> list[float]:
     """Return the CPU seconds of each decision."""
-    view, prompts = made_up_view(size), made_up_prompts(512)
-    config = RouterConfig(policy=policy)  # type: ignore[arg-type]
+    view, prompts = made_up_view(size, computes=slo.tpot_s is not None), made_up_prompts(512)
+    config = RouterConfig(policy=policy, slo=slo)
     members = Members(config, NO_OUTBOX)
-    selector = make_selector(config, members)
+    selector = Selector(config, members)
     for info in view.instances:
         members.add(info)
     members.on_view(view)
     report = LoadReport(waiting=1, running=2, waiting_tokens=900)
-    running: deque[Target] = deque()
+    running: deque[Way] = deque()
     spans_s = []
     for n in range(count + IN_FLIGHT):
         prompt = prompts[n % len(prompts)]
         start_s = time.thread_time()
-        target = selector.select(prompt)
+        way = selector.select(prompt)
         spans_s.append(time.thread_time() - start_s)
-        assert target.prefill is not None
-        _count(members, target, 1)
-        running.append(target)
+        for load, new_tokens in _used(members, way):
+            load.on_sent(new_tokens, time.monotonic())
+        running.append(way)
         if len(running) > IN_FLIGHT:
-            _count(members, running.popleft(), -1)
-        members[instance_key(view.instances[n % size])].load.report(report)
+            for load, new_tokens in _used(members, running.popleft()):
+                load.on_ended(new_tokens, has_begun=False)
+        members.on_report(members[instance_key(view.instances[n % size])], report, time.monotonic())
     return spans_s[IN_FLIGHT:]
 
 
-def _count(members: Members, target: Target, sign: int) -> None:
-    for instance in (target.prefill, target.decode):
-        assert instance is not None
-        members[instance_key(instance)].load.count(sign, sign * target.new_tokens)
+def _used(members: Members, way: Way) -> Iterator[tuple[InstanceLoad, int]]:
+    """Yield the loads that a request on this way counts in, with the tokens that it has computed there."""
+    computes = way.prefill or way.decode
+    for info in filter(None, (way.prefill, way.decode)):
+        yield members[instance_key(info)].load, way.new_tokens if info is computes else 0
 
 
 def join_s(router: RouterUnderTest) -> float:
@@ -136,12 +142,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json-dir", type=Path, default=DEFAULT_DIR)
     args = parser.parse_args(argv)
     rows = []
-    for policy in POLICIES:
+    kinds = [(policy, policy, SLOConfig()) for policy in POLICIES] + [("by cost", "prefix_affinity", SLO)]
+    for name, policy, slo in kinds:
         for size in SIZES:
-            spans_s = sorted(decisions(policy, size, args.decisions))
+            spans_s = sorted(decisions(policy, size, args.decisions, slo))
             per_s = round(len(spans_s) / sum(spans_s))
             p50_us, p99_us = (1e6 * spans_s[len(spans_s) * part // 100] for part in (50, 99))
-            rows.append((policy, size, per_s, p50_us, p99_us))
+            rows.append((name, size, per_s, p50_us, p99_us))
     publish("routing", ("policy", "instances", "decisions/CPU-s", "p50 us", "p99 us"), rows, args.json_dir)
     if args.joins:
         spans_s = joins(args.joins)

@@ -55,9 +55,9 @@ from chitu.protocol import (
     ViewChange,
 )
 from chitu.protocol.weights import WeightsOrder, WeightsReport
+from chitu.router.candidates import Candidates
 from chitu.router.compatibility import MemberKinds
 from chitu.router.metrics import CoordinationMetrics
-from chitu.router.policies import Candidates
 from chitu.router.weights import ClusterWeights
 from chitu.types import Role, instance_name, place_of, place_text
 

@@ -46,12 +46,12 @@ from chitu.protocol import (
 from chitu.protocol.account import RequestSnapshot
 from chitu.router.admission import Admission
 from chitu.router.attempts import KEPT_RECORDS, Attempts
+from chitu.router.candidates import Candidates, InstanceKey, instance_key
 from chitu.router.dispatch import Dispatcher
 from chitu.router.generation import Attempt, GenerateRequest, Generation, GenerationState
 from chitu.router.members import ClusterMember, Members
 from chitu.router.metrics import TIME_BOUNDS_S, RouterMetrics
-from chitu.router.policies import Candidates, InstanceKey, instance_key
-from chitu.router.selector import make_selector
+from chitu.router.ways import Selector
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
@@ -92,7 +92,7 @@ class PDRequestRouter:
         self._max_tokens = config.max_tokens_in_flight
         self._timeout_s = config.request_timeout_s
         self._dispatcher = Dispatcher(members, index, clock, trace)
-        selector = make_selector(config, members, index, clock)
+        selector = Selector(config, members, clock, index)
         admission = Admission(config, members, clock)
         self._attempts = Attempts(members, selector, self._dispatcher, admission, clock, config)
         self._dirty = self._attempts.dirty

@@ -44,7 +44,7 @@ from chitu.http.served_model import ServedModel
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import Grammar
-from chitu.router.policies import Candidates
+from chitu.router.candidates import Candidates
 
 BodyT = TypeVar("BodyT", bound=Body)
 BODY_S = 30.0

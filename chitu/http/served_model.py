@@ -26,7 +26,7 @@ from chitu.http.token_logprobs import (
 from chitu.models.config import ModelSpec, read_model_spec
 from chitu.models.pooling import read_pooling
 from chitu.protocol import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, KVLayout, SamplingParams
-from chitu.router.policies import Candidates
+from chitu.router.candidates import Candidates
 from chitu.tokenizer import Tokenizer
 
 NAMED_CHARS = 100

@@ -22,11 +22,11 @@ from chitu.log import CREATED_PD_REQUEST, about
 from chitu.protocol import Finish, Heartbeat
 from chitu.protocol.account import RequestSnapshot, Stages
 from chitu.router.admission import Admission
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.dispatch import Dispatcher, max_choices
 from chitu.router.generation import Attempt, Generation, GenerationState, PromptGroup
 from chitu.router.members import NO_INSTANCES, ClusterMember, Members
 from chitu.router.metrics import Counts, RouterMetrics
-from chitu.router.policies import InstanceKey, instance_key
 from chitu.router.request import (
     AttemptFailed,
     Begin,
@@ -50,7 +50,7 @@ from chitu.router.request import (
     TokensBegan,
 )
 from chitu.router.retry import Failure
-from chitu.router.selector import PairSelector
+from chitu.router.ways import Selector
 from chitu.types import Role, instance_name, new_room
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class Attempts:
     def __init__(
         self,
         members: Members,
-        selector: PairSelector,
+        selector: Selector,
         dispatcher: Dispatcher,
         admission: Admission,
         clock: Clock,
@@ -143,8 +143,6 @@ class Attempts:
         """Requests whose attempt was ended by a change of weights, and that wait for its end; still in `rooms`."""
         self.num_waiting = 0
         """Attempts in `rooms` without a token."""
-        self.num_new_tokens = 0
-        """Prompt tokens that are to be computed for these."""
         self.dirty: list[Generation] = []
         """Generations whose readers are to be woken."""
         self.counters = RouterMetrics()
@@ -175,11 +173,11 @@ class Attempts:
 
     def require_short_wait(self) -> None:
         """Raise Overloaded if a request would wait for too long."""
-        self._admission.require(self.num_waiting, self.num_new_tokens)
+        self._admission.require()
 
     def predicted_waits_s(self) -> tuple[float, float]:
         """Return how long a request sent now would wait for a P, and for a D; 0 if unknown."""
-        return self._admission.predicted_waits_s(self.num_waiting, self.num_new_tokens)
+        return self._admission.predicted_waits_s()
 
     def start(self, generations: list[Generation], is_admitted: bool = False) -> int:
         """Send a new request, or several that differ only in their seeds, to a pair or a unified instance. Return how
@@ -189,12 +187,10 @@ class Attempts:
         request = generations[0].request
         blocked = self._members.blocked(self._clock.monotonic())
         token_ids = request.token_ids + generations[0].taken.tobytes()  # output of an earlier router, if any
-        target = self._selector.select(
-            token_ids, NO_INSTANCES, blocked, request.prefix_salt, request.sampling.max_tokens, request.slo
-        )
-        if not is_admitted:
-            self._admission.require_way(target.wait_s)
-        count = 1 if len(generations) == 1 else max_choices(target.decode, request.num_tokens)
+        limits = request.prefix_salt, request.sampling.max_tokens, request.slo
+        admit = None if is_admitted else self._admission.require_way
+        way = self._selector.select(token_ids, NO_INSTANCES, blocked, *limits, admit)
+        count = 1 if len(generations) == 1 else max_choices(way.decode, request.num_tokens)
         together = generations[:count]
         group = PromptGroup(new_room()) if len(together) > 1 else None
         if group is not None:
@@ -203,7 +199,7 @@ class Attempts:
             self.counters.requests += 1
             self.counters.prompt_tokens += request.num_tokens
             self._deadlines.add(generation, generation.deadline_s)
-            self._apply(generation, PairChosen(target, new_room(), token_ids, group=group))
+            self._apply(generation, PairChosen(way, new_room(), token_ids, group=group))
         if group is not None and (refused := self._dispatch(group.attempts[0])) is not None:
             for generation in together:
                 self._apply(generation, refused)
@@ -294,23 +290,27 @@ class Attempts:
 
     def _begin(self, attempt: Attempt) -> Event | None:
         """Count an attempt, and send it, unless it goes out with its group."""
-        now_s, target, request_id = attempt.created_s, attempt.target, attempt.generation.request.request_id
-        num_tokens, new_tokens, is_leader = attempt.num_tokens, target.new_tokens, attempt.is_group_leader
+        way, request_id = attempt.way, attempt.generation.request.request_id
         self.rooms[attempt.room] = attempt
-        self.num_tokens += num_tokens
-        self._count_waiting(attempt, 1)
+        self.num_tokens += attempt.num_tokens
+        self.num_waiting += 1
         self.counters.attempts += 1
-        for key in (attempt.prefill, attempt.decode):
-            if key is not None and (is_leader or key is attempt.decode):
-                member = self._members[key]
-                member.load.count(1, new_tokens)
-                computes_here = is_leader and (attempt.prefill is None or key is attempt.prefill)
-                self._admission.on_sent(member, new_tokens if computes_here else 0)
-                member.breaker.on_sent(now_s)
-        if target.prefill is not None and is_leader:  # once per message, as P logs its arrival
-            ranks = target.prefill.engine_rank, target.decode.engine_rank
+        for member, new_tokens in self._used(attempt):
+            member.load.on_sent(new_tokens, attempt.created_s)
+            member.breaker.on_sent(attempt.created_s)
+        if way.prefill is not None and attempt.is_group_leader:  # once per message, as P logs its arrival
+            ranks = way.prefill.engine_rank, way.decode.engine_rank
             logger.info(CREATED_PD_REQUEST, request_id, *ranks, extra=about(request_id))
         return self._dispatch(attempt) if attempt.group is None else None
+
+    def _used(self, attempt: Attempt) -> list[tuple[ClusterMember, int]]:
+        """Return the members that an attempt counts on, with the prompt tokens that each computes for it. Of a group
+        only the leader counts on P, and computes."""
+        keys = [attempt.prefill] if attempt.prefill is not None and attempt.is_group_leader else []
+        new_tokens = attempt.way.new_tokens if attempt.is_group_leader else 0
+        computes = attempt.prefill or attempt.decode
+        found = [(self._members.get(key), new_tokens if key == computes else 0) for key in (*keys, attempt.decode)]
+        return [(member, tokens) for member, tokens in found if member is not None]
 
     def _dispatch(self, attempt: Attempt) -> AttemptFailed | None:
         """Send an attempt, or its whole group. Return a failure if an instance does not read."""
@@ -346,15 +346,15 @@ class Attempts:
         try:
             request = generation.request
             limits = request.prefix_salt, request.sampling.max_tokens, request.slo
-            target = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits)
+            way = self._selector.select(wanted.token_ids, wanted.avoid, blocked, *limits)
         except NoInstance:
             if self.is_held and generation.state is GenerationState.RETRYING:  # else its attempt is kept
                 self._defer(generation, wanted)
                 return None
             return NoPair(wanted.failure)
-        prefill, decode = target.prefill, instance_key(target.decode)
+        prefill, decode = way.prefill, instance_key(way.decode)
         is_cut_off = prefill is not None and self._members.is_cut_off(instance_key(prefill), decode)
-        return PairChosen(target, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
+        return PairChosen(way, new_room(), wanted.token_ids, wanted.failure, is_cut_off)
 
     def _on_silent(self, decode: ClusterMember, prefills: frozenset[int]) -> None:
         """Note the P that a D receives nothing from. Their requests on it are retried elsewhere if possible. Paired
@@ -393,22 +393,9 @@ class Attempts:
         if is_first and attempt.first_token_s is not None:
             self.counters.ttft.observe(attempt.first_token_s - attempt.generation.created_s)
         self.journal.version += 1
-        self._count_waiting(attempt, -1)
-        if (decode := self._members.get(attempt.decode)) is not None:
-            decode.costs.streams += 1
-        if attempt.prefill is not None and attempt.is_group_leader:
-            self._count_over(attempt.prefill, attempt.target.new_tokens)
-
-    def _count_over(self, key: InstanceKey, new_tokens: int) -> None:
-        """Count a request (or its half) that is over on its instance."""
-        member = self._members.get(key)
-        if member is not None:
-            member.load.count(-1, -new_tokens)
-
-    def _count_waiting(self, attempt: Attempt, sign: int) -> None:
-        self.num_waiting += sign
-        if attempt.is_group_leader:
-            self.num_new_tokens += sign * attempt.target.new_tokens
+        self.num_waiting -= 1
+        for member, new_tokens in self._used(attempt):
+            member.load.on_begun(new_tokens)
 
     def _count_served(self, attempt: Attempt, reason: str) -> None:
         """Count a request that was answered to its end."""
@@ -431,7 +418,6 @@ class Attempts:
 
     def _end(self, attempt: Attempt, record: RequestSnapshot, is_news: bool) -> None:
         """Remove an attempt that is over; whatever still comes for its room is stale."""
-        new_tokens = attempt.target.new_tokens
         del self.rooms[attempt.room]
         self.deferred.pop(attempt.generation, None)
         self._dispatcher.trace.framed.pop(attempt.room, None)
@@ -439,17 +425,14 @@ class Attempts:
         self.journal.add(record)
         if record.stages is not None and record.stages.is_reported:
             self._count_stages(record, record.stages)
-        if attempt.first_token_s is None:
-            self._count_waiting(attempt, -1)
-            if attempt.prefill is not None and attempt.is_group_leader:
-                self._count_over(attempt.prefill, new_tokens)
+        has_begun = attempt.first_token_s is not None
+        self.num_waiting -= not has_begun
+        for member, new_tokens in self._used(attempt):
+            member.load.on_ended(new_tokens, has_begun)
         if (group := attempt.group) is not None:
             group.attempts.remove(attempt)
             if not group.attempts:
                 del self.groups[group.room]
-        self._count_over(attempt.decode, new_tokens)
-        if attempt.first_token_s is not None and (decode := self._members.get(attempt.decode)) is not None:
-            decode.costs.streams -= 1
         generation, error = attempt.generation, attempt.error
         if error is not None:
             self._count_failure(attempt, error, record)

@@ -30,9 +30,9 @@ from chitu.protocol import (
     UnifiedRequest,
     encode,
 )
+from chitu.router.candidates import InstanceKey
 from chitu.router.generation import Attempt, GenerateRequest
 from chitu.router.members import ClusterMember, Dispatched, Members
-from chitu.router.policies import InstanceKey
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
@@ -80,8 +80,8 @@ class Dispatcher:
         Nothing is waited for. Return None, or the instance that is gone or whose queue is full."""
         group = attempt.group
         room, forks = (attempt.room, ()) if group is None else (group.room, group.forks)
-        request, prefill = attempt.generation.request, attempt.target.prefill
-        decode = attempt.target.decode
+        request, prefill = attempt.generation.request, attempt.way.prefill
+        decode = attempt.way.decode
         to_decode = self._members.get(attempt.decode)
         if to_decode is None:
             return attempt.decode

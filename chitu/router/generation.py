@@ -20,8 +20,8 @@ from chitu.errors import (
 )
 from chitu.protocol import Finish, Fork, RequestOptions, SamplingParams
 from chitu.protocol.account import RequestSnapshot, RequestState, Stages, attempt_stages
+from chitu.router.candidates import InstanceKey, Way
 from chitu.router.costs import NO_SLO, SLO
-from chitu.router.policies import InstanceKey, Target
 from chitu.router.retry import FailureHistory
 from chitu.types import room_text
 
@@ -151,7 +151,7 @@ class Attempt(Struct, eq=False):
     """One attempt of a generation on one pair."""
 
     room: bytes
-    target: Target
+    way: Way
     generation: Generation
     prefill: InstanceKey | None
     """None if one instance does both halves: a unified one, or a D that computes the prompt."""
@@ -185,7 +185,7 @@ class Attempt(Struct, eq=False):
     @property
     def pair(self) -> str:
         """`P0-D1`, or `U0`."""
-        prefill, decode = self.target.prefill, self.target.decode
+        prefill, decode = self.way.prefill, self.way.decode
         name = decode.name
         return name if prefill is None else f"{prefill.name}-{name}"
 
@@ -198,7 +198,7 @@ class Attempt(Struct, eq=False):
     def snapshot(self, state: RequestState | None = None, ended_s: float | None = None) -> RequestSnapshot:
         """Return its record. `state` is None while it runs."""
         generation = self.generation
-        prefill, decode, finish = self.target.prefill, self.target.decode, generation.finish
+        prefill, decode, finish = self.way.prefill, self.way.decode, generation.finish
         return RequestSnapshot(
             room=room_text(self.room),
             request_id=generation.request.request_id,

@@ -3,14 +3,13 @@
 Owned by `PDRequestRouter`, on the loop thread. Only `Members` adds and removes a record. The parts of a record are
 pure: reports, outcomes and the time come in.
 
-Invariants: `InstanceGroup.costs` are the costs of its instances at any moment; a request changes two numbers in them,
-so a choice only reads these lists. What is asked for every request costs nothing per instance: the candidates are
-arranged anew only after a view or a loss.
+Invariants: `InstanceGroup.works` is the work of its instances at any moment; a request changes two numbers in them, so
+a choice only reads these lists. What is asked for every request costs nothing per instance: the candidates are arranged
+anew only after a view or a loss.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,9 +21,8 @@ from chitu.config.schema import BreakerConfig, RouterConfig
 from chitu.net.aio import LINGER_MS, Outbox, PeerSocket
 from chitu.net.link import LinkReceiver, LinkSender
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport
-from chitu.router.costs import PRIOR, DecodePlace, InstanceCosts
-from chitu.router.policies import Candidates, InstanceGroup, InstanceKey, instance_key
-from chitu.types import Role
+from chitu.router.candidates import Candidates, InstanceKey, instance_key
+from chitu.router.loads import PRIOR, InstanceGroup, InstanceLoad
 
 BreakerState = Literal["closed", "open", "half_open"]
 NO_INSTANCES: frozenset[InstanceKey] = frozenset()
@@ -34,13 +32,6 @@ MEMORY_S = (2.0, 10.0)
 is the longest wait that may be predicted: a promise of a short wait needs an early sign of a slower instance."""
 NAMED_PAIRS = 4
 """Pairs that the reason of `/health` names."""
-EXPIRES = 3
-"""A rate is forgotten once nothing has waited for this many time constants: the next queue may be of other requests."""
-TURNOVER = 0.25
-"""D's rate is updated once this share of what it runs was replaced: requests that began together end together, and the
-pause before that is no rate."""
-SHORTEST_S = 1e-6
-"""Shortest time of backlog from which a rate is taken."""
 MARGIN = 2 / 3
 """Largest share of the instances' own `queue_s` that a wait may take: a request must not time out in the queue that it
 was admitted to."""
@@ -51,109 +42,6 @@ def longest_wait_s(config: RouterConfig) -> float:
     deadlines, wanted_s = config.pd_disaggregation.deadlines, config.admission.max_queue_s
     survivable_s = min(MARGIN * deadlines.queue_s, config.request_timeout_s)
     return survivable_s if wanted_s is None else min(wanted_s, survivable_s)
-
-
-@dataclass(slots=True)
-class QueueEstimate:
-    """One instance's queue according to its reports, in its unit."""
-
-    role: Role
-    """PREFILL: the queue for steps, in prompt tokens. DECODE: the queue for slots and pages, in requests."""
-    is_unified: bool = False
-    """Whether it is one of the two queues of an instance that both computes prompts and decodes."""
-    memory_s: float = MEMORY_S[1]
-    reported: int = 0
-    reported_s: float = 0.0
-    sent: int = 0
-    """Sent by this router since the report."""
-    rate: float | None = None
-    """Units a second; None while unknown."""
-    _seconds: float = 0.0
-    _work: float = 0.0
-    """`_seconds` and `_work` of backlog, decaying."""
-    _taken: tuple[float, int] = (0.0, 0)
-    """Counters of the report that both sums already include."""
-    _waited: tuple[float, float] = (0.0, 0.0)
-    """Seconds of backlog that the newest report shows, and when they last grew."""
-
-    def report(self, load: LoadReport, now_s: float) -> None:
-        counters, enough = (load.backlog_s, load.backlog_work), 1.0
-        if self.role is Role.DECODE:
-            if self.is_unified:
-                counters = load.decode_backlog_s, load.decode_backlog_work
-            enough = max(1.0, TURNOVER * (load.running + load.transferring))
-            # No queue if no request that was looked at was left waiting, or only by the queue of P.
-            self.reported = 0 if load.unread + load.held_by_prefill >= load.waiting else load.waiting
-            if load.held_by_prefill:  # it moves as P computes
-                self._taken, self._waited = counters, (counters[0], self._waited[1])
-        else:
-            self.reported = load.waiting_tokens - load.joinable_tokens
-        self.reported_s, self.sent = now_s, 0
-        if counters[0] != self._waited[0]:
-            self._waited = counters[0], now_s
-        elif self.rate is not None and now_s - self._waited[1] > EXPIRES * self.memory_s:
-            self.rate, self._seconds, self._work, self._taken = None, 0.0, 0.0, counters
-        seconds, work = counters[0] - self._taken[0], counters[1] - self._taken[1]
-        if work < enough or seconds < SHORTEST_S:
-            return
-        self._taken = counters
-        kept = math.exp(-seconds / self.memory_s)
-        share = self.memory_s * (1 - kept) / seconds  # a long stretch has decayed too by its end
-        self._seconds = self._seconds * kept + seconds * share
-        self._work = self._work * kept + work * share
-        self.rate = self._work / self._seconds
-
-    @property
-    def is_free(self) -> bool:
-        """Whether it is a D without a queue: what was sent there most likely got its pages at once, or will in the next
-        step."""
-        return self.role is Role.DECODE and not self.reported
-
-    def ahead(self, now_s: float) -> float:
-        """Return how much work a request that is sent now waits behind."""
-        return 0.0 if self.is_free else max(0.0, self.sent + self._left(now_s))
-
-    def queued(self, now_s: float) -> float:
-        """Return how much of this waited when the instance reported."""
-        return max(0.0, self._left(now_s))
-
-    def _left(self, now_s: float) -> float:
-        return self.reported - (self.rate or 0.0) * (now_s - self.reported_s)
-
-
-@dataclass(slots=True)
-class RoutedLoad:
-    """What an instance has to do: what this router has outstanding there, always exact, and what only its reports show.
-    Both are costs: prompt tokens still to compute on P, requests elsewhere."""
-
-    counts_tokens: bool
-    own: int = 0
-    """Cost of requests sent there and not over (on P: until the first token)."""
-    from_others: int = 0
-    """Cost of what other routers sent there: the last report minus this router's share."""
-    cached_share: float = 0.0
-    """`LoadReport.cached_share` of the last report."""
-    costs: list[int] = field(default_factory=lambda: [0])
-    position: int = 0
-    """Cost list of the newest group that has the instance, and index in it."""
-
-    def new_tokens(self, prompt_tokens: int) -> int:
-        """Return how many tokens of a prompt it is likely to compute, if nothing is known of the prompt."""
-        return max(1, round(prompt_tokens * (1 - self.cached_share)))
-
-    def count(self, requests: int, new_tokens: int) -> None:
-        """Count requests that were sent there or (negative) are over, with the prompt tokens to compute for them."""
-        self.own += new_tokens if self.counts_tokens else requests
-        self.costs[self.position] = self.own + self.from_others
-
-    def report(self, report: LoadReport) -> None:
-        """Apply a report, up to a heartbeat old."""
-        if self.counts_tokens:
-            reported = report.waiting_tokens
-        else:
-            reported = report.waiting + report.transferring + report.running + report.retracted
-        self.from_others, self.cached_share = max(0, reported - self.own), report.cached_share
-        self.costs[self.position] = self.own + self.from_others
 
 
 @dataclass(slots=True)
@@ -214,18 +102,12 @@ class Dispatched(msgspec.Struct, frozen=True):
 class ClusterMember:
     """One incarnation of one instance."""
 
-    key: InstanceKey
-    info: InstanceInfo
-    """As in the newest view that was used."""
+    load: InstanceLoad
     peer: PeerSocket
     """Socket to its request port."""
     sender: LinkSender[Dispatched]
     """Sending end of the link with it."""
-    load: RoutedLoad
     breaker: Breaker
-    queues: tuple[QueueEstimate, ...]
-    """Its queue, or the two queues of an instance that both computes prompts and decodes."""
-    costs: InstanceCosts
     receiver: LinkReceiver = field(default_factory=LinkReceiver)
     """Receiving end for its tokens."""
     reads: int = 0
@@ -235,15 +117,16 @@ class ClusterMember:
     that failed is fenced."""
 
     @property
-    def name(self) -> str:
-        return self.key.name
+    def key(self) -> InstanceKey:
+        return self.load.key
 
-    def place(self, new_tokens: int, now_s: float) -> DecodePlace:
-        """Return what a request finds that is to be decoded here, with so many prompt tokens to compute."""
-        queue = self.queues[-1]
-        room_s = queue.ahead(now_s) / queue.rate if queue.rate else 0.0
-        rows, soon = self.costs.streams + self.costs.other_streams, self.load.own + self.load.from_others
-        return DecodePlace(rows, soon, new_tokens, room_s)
+    @property
+    def info(self) -> InstanceInfo:
+        return self.load.info
+
+    @property
+    def name(self) -> str:
+        return self.load.key.name
 
 
 class Members:
@@ -268,41 +151,32 @@ class Members:
         """Rates of instances that have not measured their own."""
         self._has_lost = False
         self._candidates = Candidates()
-        self.prefill = self.decode = self.unified = InstanceGroup((), [], {}, False)
-        """The candidates, as policies get them. Read `candidates` first, which renews them."""
+        self.prefill = self.decode = self.unified = InstanceGroup()
+        """The loads of the candidates. Read `candidates` first, which renews them."""
 
     def __getitem__(self, key: InstanceKey) -> ClusterMember:
         return self._members[key]
 
     def __contains__(self, key: object) -> bool:
         """Return whether an instance may get new requests."""
-        return any(key in group.positions for group in (self.prefill, self.decode, self.unified))
+        return key in self.prefill.positions or key in self.decode.positions or key in self.unified.positions
 
     def add(self, info: InstanceInfo) -> None:
         """Add an instance that joined. Idempotent. Raises Capacity if this process has no socket for it."""
         key = instance_key(info)
         if key in self._members:
             return
-        is_both = key.role is Role.UNIFIED or (key.role is Role.DECODE and info.computes)
-        roles = (Role.PREFILL, Role.DECODE) if is_both else (key.role,)
         link = 1 + secrets.randbelow((1 << 63) - 1)
         self._members[key] = self.by_link[link] = ClusterMember(
-            key,
-            info,
+            InstanceLoad.of(info, self._slo, self._memory_s),
             self._outbox.open(info),
             LinkSender(link, self._deadlines.heartbeat_interval_s, self._deadlines.lease_s),
-            RoutedLoad(key.role is Role.PREFILL),
             Breaker(self._breaker),
-            tuple(QueueEstimate(role, is_both, self._memory_s) for role in roles),
-            InstanceCosts.of(info, self._slo),
         )
 
     def on_report(self, member: ClusterMember, report: LoadReport, now_s: float) -> None:
         """Apply a report of an instance."""
-        member.load.report(report)
-        for queue in member.queues:
-            queue.report(report, now_s)
-        self._rates = member.costs.report(report, now_s, self._rates)
+        self._rates = member.load.on_report(report, now_s, self._rates)
 
     def remove(self, key: InstanceKey) -> None:
         """Remove an instance that is gone, although the newest view may have it, and drop what is queued for it."""
@@ -334,25 +208,17 @@ class Members:
             self._view, self._has_lost = None, False
             groups = [self._group(instances) for instances in (listed.prefill, listed.decode, listed.unified)]
             self.prefill, self.decode, self.unified = groups
-            self._candidates = Candidates(*(group.instances for group in groups))
+            self._candidates = Candidates(*(tuple(load.info for load in group.loads) for group in groups))
         return self._candidates
 
     def _group(self, instances: Iterable[InstanceInfo]) -> InstanceGroup:
         """Return a group of those that are members, which replaces all earlier ones that they are in."""
-        costs: list[int] = []
-        found: list[InstanceInfo] = []
-        positions: dict[InstanceKey, int] = {}
+        loads = []
         for info in instances:
-            key = instance_key(info)
-            member = self._members.get(key)
-            if member is None:
-                continue
-            load, member.info = member.load, info
-            load.costs, load.position = costs, len(costs)
-            positions[key] = len(costs)
-            costs.append(load.own + load.from_others)
-            found.append(info)
-        return InstanceGroup(tuple(found), costs, positions, bool(found) and found[0].role is Role.PREFILL)
+            if (member := self._members.get(instance_key(info))) is not None:
+                member.load.info = info
+                loads.append(member.load)
+        return InstanceGroup.of(loads).watch()
 
     # ------------------------------------------------------------------------------------------------------- health
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from chitu.router.policies import (
-    InstanceKey,
-)
+from chitu.router.candidates import InstanceKey
 
 BLOCK_TOKENS = 256
 MAX_PROMPT_BLOCKS = 128

@@ -32,6 +32,7 @@ from chitu.errors import (
 )
 from chitu.protocol import Finish
 from chitu.protocol.account import RequestSnapshot, RequestState
+from chitu.router.candidates import InstanceKey, Way, instance_key
 from chitu.router.generation import (
     GENERATION_AWAITS,
     GENERATION_TRANSITIONS,
@@ -41,7 +42,6 @@ from chitu.router.generation import (
     GenerationState,
     PromptGroup,
 )
-from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.retry import DEADLINES, MAX_DEATHS, Failure, failure_of, may_retry
 from chitu.types import waited_text
 
@@ -55,7 +55,7 @@ class Event(Struct):
 class PairChosen(Event):
     """A pair for the first attempt, or the answer to `Choose`, with the `failure` and `token_ids` of that."""
 
-    target: Target
+    way: Way
     room: bytes
     token_ids: bytes
     failure: Failure | None = None
@@ -232,8 +232,8 @@ class GenerationMachine:
 
     def _chosen(self, generation: Generation, before: Attempt | None, event: PairChosen) -> None:
         """Start an attempt in place of the one before, or the first."""
-        failure, target = event.failure, event.target
-        pair = instance_key(target.prefill) if target.prefill is not None else None, instance_key(target.decode)
+        failure, way = event.failure, event.way
+        pair = instance_key(way.prefill) if way.prefill is not None else None, instance_key(way.decode)
         if before is not None:
             if failure is None:
                 return
@@ -241,12 +241,12 @@ class GenerationMachine:
             if is_refused or (event.is_cut_off and isinstance(failure.error, SilentLink)):
                 self._no_pair(generation, before, failure)
                 return
-            if (changed := _other_weights(generation, before, target)) is not None:
+            if (changed := _other_weights(generation, before, way)) is not None:
                 self._no_pair(generation, before, Failure(changed, frozenset()))
                 return
         if not self._enter(generation, _E.CHOSEN):
             return
-        generation.note_weights(target.decode.model_hash)
+        generation.note_weights(way.decode.model_hash)
         if before is not None and failure is not None:
             generation.record.add(failure, before.has_progressed)
             before.error = failure.error
@@ -254,7 +254,7 @@ class GenerationMachine:
             self._end(generation, before, "retried")
         attempt = Attempt(
             room=event.room,
-            target=target,
+            way=way,
             generation=generation,
             prefill=pair[0],
             decode=pair[1],
@@ -393,10 +393,10 @@ class GenerationMachine:
         return RequestTimeout(f"not finished within {limit_s:g} s ({whose}): {waited}")
 
 
-def _other_weights(generation: Generation, before: Attempt, target: Target) -> WeightsChanged | None:
+def _other_weights(generation: Generation, before: Attempt, way: Way) -> WeightsChanged | None:
     """Return why a request with tokens cannot go on there: it would have tokens of two models, which only a mixed
     change allows. None if it can."""
-    old, new = before.target.decode.weights, target.decode.weights
+    old, new = before.way.decode.weights, way.decode.weights
     if old.number == new.number or not generation.num_emitted or new.goes_on_from(old):
         return None
     return WeightsChanged(

@@ -37,7 +37,7 @@ from chitu.errors import (
     TransferTimeout,
     WeightsChanged,
 )
-from chitu.router.policies import InstanceKey
+from chitu.router.candidates import InstanceKey
 
 OF_THE_LINK = (TransferFailed, TransferTimeout, TransferStalled, Integrity)
 BUSY = (Capacity, QueueTimeout, NoInstance)

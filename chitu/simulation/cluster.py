@@ -38,8 +38,8 @@ from chitu.protocol import (
     ViewMessage,
     scheduler_codec,
 )
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.policies import InstanceKey, instance_key
 from chitu.simulation.events import Events
 from chitu.simulation.instance import SimulatedInstance
 from chitu.simulation.network import Network

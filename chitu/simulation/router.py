@@ -23,7 +23,7 @@ from chitu.protocol import (
     ViewMessage,
 )
 from chitu.protocol.weights import PauseMode
-from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.weights import WeightsChange
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role

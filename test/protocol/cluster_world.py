@@ -28,8 +28,8 @@ from chitu.protocol import (
     scheduler_codec,
     token_codec,
 )
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import GenerateRequest, Generation
-from chitu.router.policies import InstanceKey, instance_key
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

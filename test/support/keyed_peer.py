@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from chitu.router.policies import InstanceKey
+from chitu.router.candidates import InstanceKey
 
 
 @dataclass

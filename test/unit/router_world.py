@@ -31,8 +31,8 @@ from chitu.protocol import (
     pack_i32,
     scheduler_codec,
 )
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import Generation
-from chitu.router.policies import InstanceKey, instance_key
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 

@@ -10,14 +10,15 @@ from router_world import RecordingOutbox
 from support.clock import FakeClock
 from test_router_requests import World, pair
 
-from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig
+from chitu.config.schema import AdmissionConfig, DeadlineConfig, PDDisaggregationConfig, RouterConfig, SLOConfig
 from chitu.errors import Overloaded
 from chitu.net.http import error_headers
 from chitu.protocol import ClusterView, Heartbeat, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
 from chitu.router.admission import Admission
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import GenerateRequest
-from chitu.router.members import Members, QueueEstimate
-from chitu.router.policies import InstanceKey, instance_key
+from chitu.router.loads import PRIOR, InstanceLoad
+from chitu.router.members import Members
 from chitu.types import Role
 
 LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)
@@ -53,7 +54,11 @@ class Door:
         self.members.on_report(self.members[key], load, self.clock.monotonic())
 
     def on_sent(self, instance: InstanceInfo, new_tokens: int) -> None:
-        self.admission.on_sent(self.members[instance_key(instance)], new_tokens)
+        self.members[instance_key(instance)].load.on_sent(new_tokens, self.clock.monotonic())
+
+    def on_began(self, instance: InstanceInfo, new_tokens: int) -> None:
+        """Count the first token of a request that was sent."""
+        self.members[instance_key(instance)].load.on_begun(new_tokens)
 
     def report(
         self, instance: InstanceInfo, queue: int, seconds: float = 0.0, work: int = 0, running: int = 0, unread: int = 0
@@ -119,7 +124,7 @@ def test_the_queue_of_decode_counts_in_requests_and_only_while_there_is_one() ->
     assert error is not None and "decode" in error.message and error.retry_after_s == pytest.approx(2.5, abs=0.1)
     door.report(D0, queue=0)
     for _ in range(1000):
-        door.on_sent(D0, 10)
+        door.on_sent(D0, 0)
     assert door.refusal() is None, "D had room a moment ago"
 
 
@@ -252,14 +257,20 @@ def test_nothing_is_refused_while_nothing_waits(
     door = Door(P0, P1, D0, max_queue_s=0.1)
     for instance, queue, seconds, work, running, sent, pause_s in steps:
         door.report(instance, queue, seconds, work, running)
-        door.on_sent(instance, sent)
+        computed = 0 if instance is D0 else sent
+        door.on_sent(instance, computed)
         door.clock.advance(pause_s)
+        door.on_began(instance, computed)
     for instance in (P0, P1, D0):
+        computed = 0 if instance is D0 else 100_000
         door.report(instance, queue=0)
         for _ in range(5):
-            door.on_sent(instance, 100_000)
-    door.admission.require(num_waiting=0, new_tokens=0)
-    door.admission.require(num_waiting=2, new_tokens=200_000)  # one at each P
+            door.on_sent(instance, computed)
+            door.on_began(instance, computed)
+    door.admission.require()
+    for instance, computed in ((P0, 100_000), (P1, 100_000), (D0, 0), (D0, 0)):
+        door.on_sent(instance, computed)
+    door.admission.require()
 
 
 numbers = st.integers(0, 10**6)
@@ -270,11 +281,11 @@ def test_more_ahead_never_predicts_less(
     queue: int, more: int, sent: int, seconds: float, work: int, age_s: float
 ) -> None:
     def wait_s(reported: int, sent: int) -> float:
-        estimate = QueueEstimate(Role.PREFILL)
-        estimate.report(LoadReport(waiting_tokens=reported, backlog_s=seconds, backlog_work=work), 10.0)
-        estimate.sent += sent
-        assert estimate.rate is not None and estimate.rate > 0
-        return estimate.ahead(10.0 + age_s) / estimate.rate
+        load = InstanceLoad.of(P0, SLOConfig(), memory_s=10.0)
+        load.on_report(LoadReport(waiting_tokens=reported, backlog_s=seconds, backlog_work=work), 10.0, PRIOR)
+        for tokens in (sent, sent):
+            load.on_sent(tokens, 10.0)
+        return load.prompt_wait_s(10.0 + age_s)
 
     base = wait_s(queue, sent)
     assert wait_s(queue + more, sent) >= base >= 0.0

@@ -40,9 +40,9 @@ from chitu.protocol import (
 )
 from chitu.protocol.account import PrefillTimes
 from chitu.router.admission import Admission
+from chitu.router.candidates import InstanceKey, instance_key
 from chitu.router.generation import GenerateRequest, Generation
 from chitu.router.members import Members
-from chitu.router.policies import InstanceKey, instance_key
 from chitu.tracing.trace_files import RouterTrace
 from chitu.types import Role
 
@@ -244,8 +244,7 @@ class ReplayWorld:
     ) -> Ask:
         """Send a request. `then` is called when it is over, or was refused."""
         attempts = self.router._attempts
-        waits_s = attempts._admission.predicted_waits_s(attempts.num_waiting, attempts.num_new_tokens)
-        ask = Ask(self.clock.monotonic(), max(waits_s))
+        ask = Ask(self.clock.monotonic(), max(attempts.predicted_waits_s()))
         self.asks.append(ask)
         token_ids = np.array(prompt, np.int32).tobytes()
         sampling = SamplingParams(max_tokens, temperature=0.0)
@@ -259,9 +258,13 @@ class ReplayWorld:
                 requests = requests[len(sent) :]
         except Overloaded as error:
             assert error.retry_after_s is not None and error.retry_after_s > 0
-            queues = [queue for member in self.router._members.by_link.values() for queue in member.queues]
+            loads = [member.load for member in self.router._members.by_link.values()]
             has_queue = any(instance.has_queue for instance in self.instances.values())
-            ask.was_free = not has_queue and not any(queue.reported for queue in queues)
+            ask.was_free = not has_queue and not any(
+                load.newest.waiting > load.newest.unread + load.newest.held_by_prefill
+                or load.newest.waiting_tokens > load.newest.joinable_tokens
+                for load in loads
+            )
             self.at(self.clock.monotonic() + max(1.0, error.retry_after_s), then)  # as `Retry-After` rounds it
         return ask
 
@@ -479,7 +482,7 @@ def simulate(rate: Callable[[float], float], seconds: float, step_s: float, toke
                 rejected.append(outcome)
                 continue
             outcomes[room_of(count)] = outcome
-            admission.on_sent(member, len(prompt))
+            member.load.on_sent(len(prompt), clock.monotonic())
             message = unified_request(room_of(count), "r", pack_i32(prompt), SamplingParams(1, temperature=0.0))
             instance.scheduler.submit(message)
         served = len(instance.finishes)  # its only token is the first one

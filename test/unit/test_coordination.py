@@ -31,7 +31,7 @@ from chitu.protocol import (
     LoadReport,
     RequestFailed,
 )
-from chitu.router.policies import Candidates
+from chitu.router.candidates import Candidates
 from chitu.types import Role, place_of, place_text
 
 LAYOUT = KVLayout.uniform("hash", 2, 2, 16, 16, "float32", 100)

@@ -13,11 +13,11 @@ from support.clock import FakeClock
 from chitu.config.schema import RouterConfig, SLOConfig
 from chitu.protocol import ClusterView, InstanceInfo, LoadReport, PathLoad, StepRates, pack_i32
 from chitu.router.admission import Admission
+from chitu.router.candidates import InstanceKey, Way, instance_key
 from chitu.router.costs import SLO
 from chitu.router.members import Members
-from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.prefix_history import BLOCK_TOKENS
-from chitu.router.selector import make_selector
+from chitu.router.ways import Selector
 from chitu.types import Role
 
 RATES = StepRates(
@@ -41,7 +41,7 @@ class Fleet:
         for instance in instances:
             self.members.add(instance)
         self.members.on_view(ClusterView(1, 1, instances))
-        self.selector = make_selector(self.config, self.members, clock=self.clock)
+        self.selector = Selector(self.config, self.members, self.clock)
         self.admission = Admission(self.config, self.members, self.clock)
 
     def report(self, name: str, rates: StepRates = RATES, **fields: Any) -> None:
@@ -55,7 +55,7 @@ class Fleet:
         return self.name(self.selector.select(prompt(num_tokens, seed), **options))
 
     @staticmethod
-    def name(target: Target) -> str:
+    def name(target: Way) -> str:
         return "-".join(one.name for one in (target.prefill, target.decode) if one is not None)
 
 
@@ -91,6 +91,20 @@ def test_without_another_way_and_without_an_slo_the_policies_decide_alone() -> N
     assert sorted(fleet.pick(100, seed) for seed in range(4)) == ["P0-D0", "P0-D1", "P1-D0", "P1-D1"]
 
 
+@pytest.mark.parametrize("policy", ["round_robin", "prefix_affinity"])
+def test_who_would_be_refused_where_a_policy_sends_it_goes_to_the_least_loaded_one(policy: str) -> None:
+    fleet = Fleet(info(Role.PREFILL, 0), info(Role.PREFILL, 1), info(Role.DECODE, 0), policy=policy)
+    owner = fleet.pick(8 * BLOCK_TOKENS)[:2]
+    other = "P1" if owner == "P0" else "P0"
+    for name, queue in ((owner, 10_000), (other, 9_000)):  # 1000 tokens a second: 10 s and 9 s of 20 s
+        fleet.report(name, waiting_tokens=queue, backlog_s=1.0, backlog_work=1000)
+    picked = [fleet.pick(8 * BLOCK_TOKENS)[:2] for _ in range(4)]
+    assert picked == ([owner] * 4 if policy == "prefix_affinity" else [other, owner] * 2), "as the policy says"
+    fleet.report(owner, waiting_tokens=21_000, backlog_s=1.0, backlog_work=1000)
+    assert [fleet.pick(8 * BLOCK_TOKENS)[:2] for _ in range(4)] == [other] * 4
+    fleet.admission.require()
+
+
 def alone(num_decode: int = 2, **config: Any) -> Fleet:
     slo = config.pop("slo", SLOConfig(tpot_s=0.05))
     instances = [info(Role.PREFILL, 0), *(info(Role.DECODE, rank, computes=True) for rank in range(num_decode))]
@@ -111,7 +125,7 @@ def test_d_computes_what_it_has_most_of_and_not_what_its_streams_would_wait_for(
     fleet.selector.note_answer(prompt(4 * BLOCK_TOKENS) + answer, "", decode)
     turn = prompt(4 * BLOCK_TOKENS) + answer + prompt(30, seed=3)
     second = fleet.selector.select(turn)
-    assert second == Target(None, first.decode, 30)
+    assert second == Way(None, first.decode, 30)
     fleet.report(first.decode.name, running=10, waiting_tokens=100_000)
     assert fleet.selector.select(turn).prefill is not None, "its queue is longer than P's work"
     assert fleet.pick(4 * BLOCK_TOKENS + 30, seed=5).startswith("P0"), "another prompt"
@@ -159,18 +173,18 @@ def test_the_link_decides_between_equal_instances_as_measured_or_by_host_and_rac
 
 def test_prompts_that_were_sent_since_the_report_count_and_what_is_done_meanwhile_does_not() -> None:
     fleet = pair_and_unified()
-    costs = fleet["P0"].costs
+    load = fleet["P0"].load
     fleet.clock.advance(0.4)
-    fleet.admission.on_sent(fleet["P0"], 5000)
-    assert costs.queued_tokens(fleet.clock.monotonic()) == 5000, "time before it was sent computed none of it"
+    load.on_sent(5000, fleet.clock.monotonic())
+    assert load.queued_tokens(fleet.clock.monotonic()) == 5000, "time before it was sent computed none of it"
     fleet.clock.advance(0.2)
-    assert costs.queued_tokens(fleet.clock.monotonic()) == pytest.approx(3000)
+    assert load.queued_tokens(fleet.clock.monotonic()) == pytest.approx(3000)
 
 
 def test_an_instance_without_rates_has_those_of_others_and_failed_ones_are_avoided() -> None:
     fleet = alone(2)
     fleet.report("D1", StepRates())
-    assert fleet["D1"].costs.rates == fleet["P0"].costs.rates
+    assert fleet["D1"].load.rates == fleet["P0"].load.rates
     for avoided, other in (("D0", "D1"), ("D1", "D0")):
         picked = {fleet.pick(50, seed, avoid=frozenset({fleet[avoided].key})) for seed in range(4)}
         assert all(name.endswith(other) for name in picked)
@@ -184,9 +198,9 @@ def test_a_request_is_refused_only_if_it_would_wait_too_long_in_every_way() -> N
         fleet.clock.advance(1.0)
         fleet.report("P0", waiting_tokens=90_000, backlog_s=float(at), backlog_work=1000 * at)
         fleet.report("U0")
-    assert fleet.admission.predicted_waits_s(1e9, 1e9) == (0.0, 0.0)
+    assert fleet.admission.predicted_waits_s() == (0.0, 0.0)
     for at in range(1, 4):
         fleet.clock.advance(1.0)
         fleet.report("P0", waiting_tokens=90_000, backlog_s=3.0 + at, backlog_work=3000 + 1000 * at)
         fleet.report("U0", waiting_tokens=50_000, backlog_s=float(at), backlog_work=1000 * at)
-    assert fleet.admission.predicted_waits_s(1e9, 1e9)[0] == pytest.approx(50.0, rel=0.01)
+    assert fleet.admission.predicted_waits_s()[0] == pytest.approx(50.0, rel=0.01)

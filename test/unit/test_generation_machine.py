@@ -12,6 +12,7 @@ from chitu.config.schema import RetryConfig, RouterConfig
 from chitu.errors import DecodeLost, InvalidRequest, NoInstance, PrefillLost, RequestLost, TransferFailed
 from chitu.protocol import Finish, InstanceInfo, SamplingParams, pack_i32
 from chitu.protocol.account import RequestState, StageTimes
+from chitu.router.candidates import InstanceKey, Way, instance_key
 from chitu.router.generation import (
     GENERATION_TRANSITIONS,
     RUNNING,
@@ -21,7 +22,6 @@ from chitu.router.generation import (
     GenerationState,
     PromptGroup,
 )
-from chitu.router.policies import InstanceKey, Target, instance_key
 from chitu.router.request import (
     AttemptFailed,
     Begin,
@@ -54,7 +54,7 @@ INSTANCES = [
     for role in (Role.PREFILL, Role.DECODE)
     for rank in (0, 1, 2)
 ]
-PAIRS = [Target(INSTANCES[rank], INSTANCES[3 + rank]) for rank in range(3)]
+PAIRS = [Way(INSTANCES[rank], INSTANCES[3 + rank]) for rank in range(3)]
 P, D, STRANGER = instance_key(INSTANCES[0]), instance_key(INSTANCES[3]), InstanceKey(Role.PREFILL, 7, 77)
 NOW_S, END_S = 100.0, 160.0
 OVER = (S.FINISHED, S.FAILED, S.CANCELLED)

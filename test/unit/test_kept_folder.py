@@ -28,8 +28,8 @@ from chitu.http.served_model import ModelLimits
 from chitu.protocol import InstanceInfo, KVLayout, RequestOptions, SamplingParams
 from chitu.protocol.kept_request import DamagedFile, KeptRequest, pack, unpack
 from chitu.protocol.receipt import ReceiptSampling
+from chitu.router.candidates import Candidates
 from chitu.router.generation import GenerateRequest
-from chitu.router.policies import Candidates
 
 NOW_S = 1_000_000_000.0
 SERVING = Candidates(unified=(cast(InstanceInfo, None),))

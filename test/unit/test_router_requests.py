@@ -332,11 +332,11 @@ def test_a_prompt_counts_once_where_prompts_are_counted_and_choices_where_these_
     world = pair()
     generations = world.add_choices(4, num_tokens=10)
     loads = {member.key.role: member.load for member in world.router._members.by_link.values()}
-    assert loads[Role.PREFILL].own == 10, "prompt tokens"
-    assert loads[Role.DECODE].own == 4, "requests"
+    assert loads[Role.PREFILL].work == 10, "prompt tokens"
+    assert loads[Role.DECODE].work == 4, "requests"
     for generation in generations:
         world.emit(world.room(generation), 5, finish="length")
-    assert [load.own for load in loads.values()] == [0, 0]
+    assert [load.work for load in loads.values()] == [0, 0]
 
 
 def test_of_more_choices_than_d_can_start_together_several_messages_are_made() -> None:

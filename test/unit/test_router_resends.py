@@ -21,7 +21,7 @@ from chitu.protocol import (
     TokenBatch,
     token_codec,
 )
-from chitu.router.policies import instance_key
+from chitu.router.candidates import instance_key
 from chitu.types import Role
 
 # ----------------------------------------------------------------------------------------------------------------------

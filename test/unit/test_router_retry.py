@@ -14,9 +14,9 @@ from chitu.errors import NoInstance
 from chitu.net.http import error_headers
 from chitu.protocol import Finish, InstanceInfo, SamplingParams, TokenBatch, pack_i32
 from chitu.router.attempts import TimerWheel
+from chitu.router.candidates import InstanceKey
 from chitu.router.dispatch import TOKEN_GROUP
 from chitu.router.members import ClusterMember, Members
-from chitu.router.policies import InstanceKey
 from chitu.types import Role
 
 FAILURES = {
@@ -384,7 +384,7 @@ def test_loads_are_those_of_the_attempts_that_run() -> None:
         world.emit(world.room(client.generation), 11)
         world.decode_fails(world.room(client.generation), "transfer_failed")
     world.emit(world.room(client.generation), 12, finish="stop")
-    assert {member.load.own for member in world.router._members.by_link.values()} == {0}
+    assert {member.load.own.requests for member in world.router._members.by_link.values()} == {0}
 
 
 # ------------------------------------------------------------------------------------------------------------ breakers

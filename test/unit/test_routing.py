@@ -18,9 +18,11 @@ from support.requests import generate_request
 from chitu.config.schema import RouterConfig
 from chitu.errors import ConfigError, NoInstance
 from chitu.protocol import ClusterView, InstanceInfo, KVLayout, LoadReport, SamplingParams, pack_i32
+from chitu.router.candidates import Candidates, InstanceKey, Way, instance_key
 from chitu.router.compatibility import MemberKinds, why_incompatible
+from chitu.router.loads import PRIOR
 from chitu.router.members import Members
-from chitu.router.policies import Candidates, InstanceKey, Policy, Target, instance_key, make_policy
+from chitu.router.policies import make_policy
 from chitu.router.prefix_history import (
     BLOCK_TOKENS,
     MAX_OWNERS,
@@ -29,7 +31,7 @@ from chitu.router.prefix_history import (
     PrefixHistory,
     prefix_names,
 )
-from chitu.router.selector import PairSelector, make_selector
+from chitu.router.ways import Selector
 from chitu.types import Role
 
 PAIR_POLICIES = ("round_robin", "least_loaded", "power_of_two", "prefix_affinity")
@@ -48,12 +50,10 @@ def view(prefill: int, decode: int, unified: int = 0, version: int = 1) -> Clust
 class Routing:
     """A selector and its members, which join with the view that has them first."""
 
-    def __init__(self, *policies: Policy, random_bits: Callable[[int], int] = random.getrandbits, **fields: Any):
-        """Take two policies, or what the configuration says."""
+    def __init__(self, random_bits: Callable[[int], int] = random.getrandbits, **fields: Any) -> None:
         config = RouterConfig(**fields)
         self._members = members = Members(config, RecordingOutbox())
-        chosen = PairSelector(members, *policies, random_bits) if policies else make_selector(config, members)
-        self.select, self.on_lost = chosen.select, members.remove
+        self.select, self.on_lost = Selector(config, members, random_bits=random_bits).select, members.remove
 
     def on_view(self, view: ClusterView) -> None:
         for instance in view.instances:
@@ -64,12 +64,22 @@ class Routing:
     def candidates(self) -> Candidates:
         return self._members.candidates
 
-    def count(self, key: InstanceKey, requests: int, new_tokens: int) -> None:
+    def send(self, key: InstanceKey, new_tokens: int = 0) -> None:
+        """Count a request, as the router does once it has sent it."""
+        self._members[key].load.on_sent(new_tokens, 0.0)
+
+    def end(self, key: InstanceKey, new_tokens: int = 0) -> None:
         if (member := self._members.get(key)) is not None:
-            member.load.count(requests, new_tokens)
+            member.load.on_ended(new_tokens, has_begun=False)
+
+    def start(self, way: Way, new_tokens: int) -> None:
+        """Count a request on both instances of a pair."""
+        assert way.prefill is not None
+        self.send(instance_key(way.prefill), new_tokens)
+        self.send(instance_key(way.decode))
 
     def on_report(self, key: InstanceKey, report: LoadReport) -> None:
-        self._members[key].load.report(report)
+        self._members[key].load.on_report(report, 0.0, PRIOR)
 
 
 def selector(policy: str, members: ClusterView, decode_policy: str | None = None) -> Routing:
@@ -84,16 +94,9 @@ def prompt(num_tokens: int = 3, seed: int = 0) -> bytes:
     return pack_i32([rng.randrange(100) for _ in range(num_tokens)])
 
 
-def names(target: Target) -> tuple[int, int]:
-    assert target.prefill is not None
-    return target.prefill.engine_rank, target.decode.engine_rank
-
-
-def start(selector: Routing, target: Target, num_tokens: int) -> None:
-    """Count a request as the router does once it has sent it."""
-    assert target.prefill is not None
-    selector.count(instance_key(target.prefill), 1, num_tokens)
-    selector.count(instance_key(target.decode), 1, num_tokens)
+def names(way: Way) -> tuple[int, int]:
+    assert way.prefill is not None
+    return way.prefill.engine_rank, way.decode.engine_rank
 
 
 # ----------------------------------------------------------------------------------------------------------- pairs
@@ -117,10 +120,7 @@ def test_every_pair_gets_the_same_number_of_requests(policy: str, prefill: int, 
 def test_every_policy_reaches_every_pair_with_prompts_that_differ(
     policy: str, prefill: int, decode: int, seed: int
 ) -> None:
-    rng = random.Random(seed)
-    affine = policy == "prefix_affinity"
-    one, two = make_policy(policy), make_policy("least_loaded" if affine else policy)
-    chosen = Routing(one, two, random_bits=rng.getrandbits)
+    chosen = Routing(random.Random(seed).getrandbits, policy=policy)
     chosen.on_view(view(prefill, decode))
     pairs = {names(chosen.select(prompt(200, seed=n))) for n in range(16 * prefill * decode)}
     assert len(pairs) == prefill * decode
@@ -143,11 +143,11 @@ def test_unified_instances_serve_without_a_pair_and_draining_ones_are_skipped(po
 def test_least_loaded_counts_tokens_on_p_and_requests_on_d() -> None:
     chosen = selector("least_loaded", view(2, 2))
     big = chosen.select(prompt(90))
-    start(chosen, big, 90)
+    chosen.start(big, 90)
     decodes = [big.decode.engine_rank]
     for _ in range(3):  # three short prompts are less work for P than the long one, and more requests for D
         small = chosen.select(prompt(10))
-        start(chosen, small, 10)
+        chosen.start(small, 10)
         assert small.prefill is not big.prefill
         decodes.append(small.decode.engine_rank)
     assert sorted(decodes) == [0, 0, 1, 1]
@@ -156,11 +156,11 @@ def test_least_loaded_counts_tokens_on_p_and_requests_on_d() -> None:
 def test_a_finished_request_frees_its_instance_for_the_next() -> None:
     chosen = selector("least_loaded", view(1, 2))
     first = chosen.select(prompt())
-    start(chosen, first, 3)
+    chosen.start(first, 3)
     second = chosen.select(prompt())
-    start(chosen, second, 3)
+    chosen.start(second, 3)
     assert second.decode is not first.decode
-    chosen.count(instance_key(first.decode), -1, -3)
+    chosen.end(instance_key(first.decode))
     assert [chosen.select(prompt()).decode for _ in range(4)] == [first.decode] * 4
 
 
@@ -168,7 +168,7 @@ def test_a_report_adds_only_what_others_sent_there() -> None:
     chosen = selector("least_loaded", view(1, 2))
     d0, d1 = chosen.candidates.decode
     for _ in range(3):
-        chosen.count(instance_key(d0), 1, 10)
+        chosen.send(instance_key(d0))
     chosen.on_report(instance_key(d0), LoadReport(running=3))  # our own three requests: nothing new
     chosen.on_report(instance_key(d1), LoadReport(waiting=1, transferring=1, running=1, retracted=1))
     assert [chosen.select(prompt()).decode for _ in range(4)] == [d0] * 4
@@ -179,7 +179,8 @@ def test_a_report_adds_only_what_others_sent_there() -> None:
 def test_loads_survive_a_view_and_end_with_the_instance() -> None:
     chosen = selector("least_loaded", view(1, 2))
     d0 = instance_key(chosen.candidates.decode[0])
-    chosen.count(d0, 5, 50)
+    for _ in range(5):
+        chosen.send(d0)
     chosen.on_view(view(2, 3, version=2))
     assert {chosen.select(prompt()).decode.engine_rank for _ in range(9)} == {1, 2}
     chosen.on_view(view(2, 1, version=3))
@@ -187,29 +188,28 @@ def test_loads_survive_a_view_and_end_with_the_instance() -> None:
     again = ClusterView(1, 4, (info(Role.PREFILL, 0), info(Role.DECODE, 0, incarnation=2), info(Role.DECODE, 1)))
     chosen.on_view(again)
     chosen.on_lost(d0)
-    chosen.count(d0, -5, -50)  # its requests end after it, and are not counted for its successor
+    for _ in range(5):
+        chosen.end(d0)  # its requests end after it, and are not counted for its successor
     assert {chosen.select(prompt()).decode.engine_rank for _ in range(4)} == {0, 1}
 
 
 @given(st.integers(2, 40), st.integers(0, 2**32))
 def test_power_of_two_never_takes_the_most_loaded_one(count: int, seed: int) -> None:
-    policy = make_policy("power_of_two")
-    chosen = Routing(policy, policy, random_bits=random.Random(seed).getrandbits)
+    chosen = Routing(random.Random(seed).getrandbits, policy="power_of_two")
     chosen.on_view(view(1, count))
     busiest = chosen.candidates.decode[seed % count]
-    chosen.count(instance_key(busiest), 1, 1)
+    chosen.send(instance_key(busiest))
     assert busiest not in [chosen.select(prompt()).decode for _ in range(50)]
 
 
 def test_power_of_two_keeps_the_fullest_instance_close_to_the_mean() -> None:
-    policy = make_policy("power_of_two")
-    chosen = Routing(policy, policy, random_bits=random.Random(1).getrandbits)
+    chosen = Routing(random.Random(1).getrandbits, policy="power_of_two")
     chosen.on_view(view(1, 50))
     held: Counter[InstanceKey] = Counter()
     for _ in range(2000):
         key = instance_key(chosen.select(prompt()).decode)
         held[key] += 1
-        chosen.count(key, 1, 3)
+        chosen.send(key)
     assert max(held.values()) <= 2000 / 50 + 4, "one random draw alone would be some 15 over the mean"
 
 
@@ -237,7 +237,7 @@ def test_a_short_beginning_in_common_is_no_reason_to_crowd() -> None:
     prefills = []
     for seed in range(6):
         target = chosen.select(system + prompt(rest, seed))
-        start(chosen, target, BLOCK_TOKENS + rest)
+        chosen.start(target, BLOCK_TOKENS + rest)
         prefills.append(names(target)[0])
     assert Counter(prefills) == {0: 2, 1: 2, 2: 2}
 
@@ -261,13 +261,12 @@ def test_an_overloaded_owner_is_passed_over_and_its_substitute_becomes_an_owner(
     first = owner_of(chosen, text)
     key = InstanceKey(Role.PREFILL, first, 1)
     known = 300 // BLOCK_TOKENS * BLOCK_TOKENS
-    chosen.count(key, 1, PATIENCE * known - 1)
+    chosen.send(key, PATIENCE * known - 1)
     assert owner_of(chosen, text) == first
-    chosen.count(key, 1, 1)
+    chosen.send(key, 1)
     other = owner_of(chosen, text)
     assert other != first
-    chosen.count(key, -2, -PATIENCE * known)
-    chosen.count(InstanceKey(Role.PREFILL, other, 1), 1, -1)
+    chosen.end(key, PATIENCE * known - 1)
     assert owner_of(chosen, text) == other, "both own it now: the less loaded one"
 
 
@@ -277,7 +276,7 @@ def test_a_beginning_that_all_prompts_share_keeps_nobody_idle() -> None:
     system, held = prompt(8 * BLOCK_TOKENS, seed=7), Counter[int]()
     for seed in range(60):
         target = chosen.select(system + prompt(8 * BLOCK_TOKENS, seed))
-        start(chosen, target, 16 * BLOCK_TOKENS)
+        chosen.start(target, 16 * BLOCK_TOKENS)
         held[names(target)[0]] += 1
     assert len(held) == 20 and max(held.values()) <= PATIENCE, held
 
@@ -287,7 +286,7 @@ def test_a_restarted_owner_owns_nothing() -> None:
     first = owner_of(chosen, prompt(300))
     fresh = (info(Role.PREFILL, 0, incarnation=2), info(Role.PREFILL, 1, incarnation=2), info(Role.DECODE, 0))
     chosen.on_view(ClusterView(1, 2, fresh))
-    chosen.count(InstanceKey(Role.PREFILL, first, 2), 1, 1)
+    chosen.send(InstanceKey(Role.PREFILL, first, 2), 1)
     assert owner_of(chosen, prompt(300)) != first
 
 
@@ -300,7 +299,7 @@ def test_what_is_cached_is_no_load() -> None:
     for _ in range(24):
         target = chosen.select(text + rest)
         assert target.new_tokens == 10
-        start(chosen, target, target.new_tokens)
+        chosen.start(target, target.new_tokens)
         prefills.append(target.prefill)
     assert prefills == [first.prefill] * 24
     assert chosen.select(text, salt=None).new_tokens == 12 * BLOCK_TOKENS, "it uses no cached page"
@@ -359,8 +358,8 @@ def test_names_stand_for_all_that_came_before() -> None:
 def test_p_and_d_have_policies_of_their_own() -> None:
     chosen = selector("least_loaded", view(2, 2), decode_policy="round_robin")
     p0, d0 = chosen.candidates.prefill[0], chosen.candidates.decode[0]
-    chosen.count(instance_key(p0), 1, 10)
-    chosen.count(instance_key(d0), 1, 10)
+    chosen.send(instance_key(p0), 10)
+    chosen.send(instance_key(d0))
     assert {names(chosen.select(prompt())) for _ in range(4)} == {(1, 0), (1, 1)}
 
 

@@ -18,7 +18,7 @@ from chitu.instance.weights import RETRY_S, WeightsKeeper
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import PROTOCOL_VERSION, ClusterView, Heartbeat, InstanceInfo, Join, KVLayout, LoadReport
 from chitu.protocol.weights import Weights, WeightsOrder, WeightsReport
-from chitu.router.policies import Candidates
+from chitu.router.candidates import Candidates
 from chitu.router.weights import ClusterWeights, WeightsChange
 from chitu.types import Role
 

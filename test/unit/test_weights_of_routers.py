@@ -16,7 +16,7 @@ from chitu.instance.weights import RETRY_S, WeightsKeeper, join_orders
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol import PROTOCOL_VERSION, Heartbeat, InstanceInfo, Join, LoadReport
 from chitu.protocol.weights import Pause, PauseMode, Weights, WeightsOrder
-from chitu.router.policies import Candidates
+from chitu.router.candidates import Candidates
 from chitu.router.weights import WeightsChange
 from chitu.types import Role
 

@@ -1,0 +1,88 @@
+"""The instances that may get new requests, how they are named, and the way of a request among them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from chitu.protocol import ClusterView, InstanceInfo
+from chitu.types import Role, instance_name
+
+
+class InstanceKey(NamedTuple):
+    """One incarnation of one instance."""
+
+    role: Role
+    engine_rank: int
+    incarnation: int
+
+    @property
+    def name(self) -> str:
+        return instance_name(self.role, self.engine_rank)
+
+
+def instance_key(instance: InstanceInfo) -> InstanceKey:
+    return InstanceKey(instance.role, instance.engine_rank, instance.incarnation)
+
+
+class Way(NamedTuple):
+    """How a request is served: by a pair, or with `prefill` None by a D or a unified instance alone."""
+
+    prefill: InstanceInfo | None
+    decode: InstanceInfo
+    new_tokens: int = 0
+    """Prompt tokens that are likely to be computed, because they are not cached there."""
+
+
+@dataclass(slots=True, frozen=True)
+class Candidates:
+    """The members of a view that may get new requests, in rank order."""
+
+    prefill: tuple[InstanceInfo, ...] = ()
+    decode: tuple[InstanceInfo, ...] = ()
+    unified: tuple[InstanceInfo, ...] = ()
+
+    @classmethod
+    def in_view(cls, view: ClusterView) -> Candidates:
+        # While new requests wait, those that change their weights count, too: nothing goes there before they have.
+        return cls.among(view.instances, None if view.weights.holds else view.weights.serve.number)
+
+    @classmethod
+    def among(cls, instances: Iterable[InstanceInfo], weights: int | None = None) -> Candidates:
+        """Return those of the instances that serve weights of this number; None: whatever they serve."""
+        usable = sorted(
+            (i for i in instances if not i.draining and weights in (None, i.weights.number)),
+            key=lambda i: i.engine_rank,
+        )
+        return cls(
+            tuple(i for i in usable if i.role is Role.PREFILL),
+            tuple(i for i in usable if i.role is Role.DECODE),
+            tuple(i for i in usable if i.role is Role.UNIFIED),
+        )
+
+    @property
+    def has_pair(self) -> bool:
+        return bool(self.prefill and self.decode)
+
+    @property
+    def usable_alone(self) -> bool:
+        """Whether an instance can serve a request alone: a unified one, or a D that computes prompts."""
+        return bool(self.unified) or any(d.computes for d in self.decode)
+
+    @property
+    def usable(self) -> bool:
+        return self.has_pair or self.usable_alone
+
+    @property
+    def serving(self) -> tuple[InstanceInfo, ...]:
+        """Instances that new requests may go to."""
+        pairs = self.prefill + self.decode if self.has_pair else tuple(d for d in self.decode if d.computes)
+        return pairs + self.unified
+
+    def why_unusable(self) -> str:
+        """Return a clause on what is missing; empty if a request can be served."""
+        if self.usable:
+            return ""
+        missing = [name for name, group in (("prefill", self.prefill), ("decode", self.decode)) if not group]
+        return f"no {' and no '.join(missing)} instance is ready"
