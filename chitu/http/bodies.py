@@ -125,7 +125,7 @@ StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS, extra_json_sch
 _BadWord = Annotated[str, msgspec.Meta(max_length=MAX_WORD_CHARS, extra_json_schema={"pattern": "\\S"})]
 _BadTokens = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 _TokenIdText = Annotated[str, documented(pattern="^[0-9]+$")]
-_TokenId = Annotated[int, documented(minimum=0)]
+TokenId = Annotated[int, documented(minimum=0)]
 _Bias = Annotated[float, documented(minimum=-100, maximum=100)]
 FormatType = Annotated[Literal["text", "json_object", "json_schema"], note("`text`, `json_object` or `json_schema`")]
 ObjectText = Annotated[Unread, documented(type="object")]
@@ -246,7 +246,7 @@ class GenerationBody(Body, kw_only=True):
         note("0 to `max_tokens`: no eos and no stop id before so many tokens"),
     ] = None
     stop_token_ids: Annotated[
-        Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, note("up to 256")
+        Annotated[list[TokenId], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None, note("up to 256")
     ] = None
     ignore_eos: Annotated[bool | None, note("not if the answer follows a grammar")] = None
     response_format: Annotated[
@@ -258,7 +258,7 @@ class GenerationBody(Body, kw_only=True):
     guided_choice: Annotated[_Choices | None, note("as `structured_outputs.choice`")] = None
     guided_grammar: Annotated[GrammarText | None, note("as `structured_outputs.grammar`")] = None
     allowed_token_ids: Annotated[
-        Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS, extra_json_schema={"minItems": 1})]
+        Annotated[list[TokenId], msgspec.Meta(max_length=MAX_ALLOWED_TOKEN_IDS, extra_json_schema={"minItems": 1})]
         | None,
         note("1 to 1024: no other token is drawn, not even eos"),
     ] = None
@@ -343,13 +343,13 @@ def _list_of(items: dict[str, Any]) -> dict[str, Any]:
 
 
 _TOKEN_IDS = _list_of({"type": "integer", "minimum": 0})
-_PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
+PROMPTS = [_TEXT, _list_of(_TEXT), _TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 
 class CompletionBody(GenerationBody, kw_only=True):
     prompt: Annotated[
         msgspec.Raw,
-        documented(anyOf=_PROMPTS),
+        documented(anyOf=PROMPTS),
         note("text, a list of texts, a list of token ids, or a list of such lists"),
     ] = msgspec.field(default_factory=msgspec.Raw)
     """Undecoded JSON, because it can be as large as the body, and its first characters decide how it is decoded
@@ -463,11 +463,11 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True):
     cache_control: Uncached = msgspec.UNSET
 
 
-_Messages = Annotated[
+Messages = Annotated[
     Annotated[list[ChatMessage], msgspec.Meta(max_length=MAX_MESSAGES, extra_json_schema={"minItems": 1})] | None,
     note("1 to 2048"),
 ]
-_Tools = Annotated[
+ToolList = Annotated[
     Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None,
     note("up to 128; in the prompt as the model's chat template writes them"),
 ]
@@ -487,11 +487,11 @@ Effort = Annotated[str, documented(enum=list(EFFORTS))]
 
 
 class ChatBody(GenerationBody, kw_only=True):
-    messages: _Messages = None
+    messages: Messages = None
     logprobs: Annotated[bool | None, note("`true`: with each token its logprob")] = None
     top_logprobs: Annotated[_NumLogprobs | None, note("0 to 20 most likely tokens, with `logprobs`")] = None
     chat_template_kwargs: TemplateKwargs = None
-    tools: _Tools = None
+    tools: ToolList = None
     tool_choice: Annotated[
         ChosenTool | ChoiceOfTool | None,
         note(
@@ -543,7 +543,7 @@ class PooledBody(Body, kw_only=True):
 class EmbeddingsBody(PooledBody, kw_only=True):
     input: Annotated[
         msgspec.Raw,
-        documented(anyOf=_PROMPTS),
+        documented(anyOf=PROMPTS),
         note("text, a list of texts, a list of token ids, or a list of such lists"),
     ] = msgspec.field(default_factory=msgspec.Raw)
     """Undecoded, as `CompletionBody.prompt`."""
@@ -576,9 +576,9 @@ class RerankBody(PooledBody, kw_only=True):
 
 class TokenizeBody(Body, kw_only=True):
     prompt: Annotated[str | None, note("text")] = None
-    messages: _Messages = None
+    messages: Messages = None
     chat_template_kwargs: TemplateKwargs = None
-    tools: _Tools = None
+    tools: ToolList = None
     add_generation_prompt: Annotated[
         bool | None, note("for messages; default true: with the tokens that precede the model's answer")
     ] = None
@@ -589,7 +589,7 @@ class TokenizeBody(Body, kw_only=True):
 
 
 class DetokenizeBody(Body, kw_only=True):
-    tokens: Annotated[list[_TokenId], msgspec.Meta(max_length=MAX_TOKENS), note("up to 262,144 token ids")]
+    tokens: Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKENS), note("up to 262,144 token ids")]
     skip_special_tokens: Annotated[bool | None, note("default false")] = None
 
 

@@ -169,7 +169,7 @@ class Route(NamedTuple):
     """Whether it is in the document."""
 
 
-class _PageFiles(StaticFiles):
+class PageFiles(StaticFiles):
     """The page's scripts and styles, under the page's policy."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
@@ -185,7 +185,7 @@ def control_app(version: str, routes: Sequence[Route]) -> FastAPI:
     for route in routes:
         if route.answer is not None:
             app.add_api_route(route.path, route.answer, methods=[route.method], response_model=None)
-    app.mount("/web", _PageFiles(directory=WEB_DIR))
+    app.mount("/web", PageFiles(directory=WEB_DIR))
     app.openapi = cache(partial(openapi_document, version, tuple(routes)))  # type: ignore[method-assign]
     return app
 
