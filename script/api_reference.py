@@ -8,27 +8,29 @@ from pathlib import Path
 
 import msgspec
 
-from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.bodies import NO_EFFECT, REFUSED, SERVED
-from chitu.http.body_decoder import (
+from chitu.http.ask.bodies import (
     ABORT,
     BATCHES,
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
     EMBEDDINGS,
+    NO_EFFECT,
+    REFUSED,
     RERANK,
     RESPONSES,
     SCORE,
+    SERVED,
     TOKENIZE,
 )
-from chitu.http.body_fields import BODIES, Field, fields_of
+from chitu.http.ask.fields import BODIES, Field, fields_of
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "api.md"
 TITLE = """# HTTP API: every field
 
-Generated from `chitu/http/bodies.py` and `body_fields.py` by `script/api_reference.py`; edit there.
+Generated from `chitu/http/ask/bodies.py` and `fields.py` beside it by `script/api_reference.py`; edit there.
 `GET /openapi.json` has the same with types. Every field of a body is served, refused, or in the short list of those
 without effect. `null` is the same as leaving a field out.
 

@@ -26,9 +26,10 @@ import transformers
 from chitu.config.schema import ModelConfig
 from chitu.engine.sampler import Sampler
 from chitu.grammars import GrammarCompiler
-from chitu.http.parse import BodyParser, ClusterFacts, ParseContext, ParsedRequest
-from chitu.http.sampling_fields import with_seed
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.ask.parse import BodyParser
+from chitu.http.ask.parsed import ClusterFacts, ParseContext, ParsedRequest
+from chitu.http.ask.sampling import with_seed
+from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.protocol import SamplingParams, unpack_i32
 
 CLOSE = 2e-3

@@ -21,26 +21,24 @@ from chitu.clock import RealClock
 from chitu.config.schema import Topology
 from chitu.config.topology import router_at
 from chitu.errors import ConfigError, NoInstance
-from chitu.http.access import Access
-from chitu.http.app import HotRoute, RouterApp
-from chitu.http.batches import Batches
-from chitu.http.body_reader import BodyReader, BodyRoute
-from chitu.http.cluster_snapshot import ClusterSource, SnapshotSource
-from chitu.http.file_routes import file_routes
-from chitu.http.file_store import FileStore
-from chitu.http.generate import GenerationRoutes
-from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
-from chitu.http.routes import (
-    HOT_ROUTES,
-    client_routes,
-    cluster_routes,
-    control_app,
-    operator_routes,
-    page_routes,
-    trace_routes,
-)
-from chitu.http.served_model import ServedModel
-from chitu.http.spans import SpanExport
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.answer.spans import SpanExport
+from chitu.http.api_document import control_app
+from chitu.http.ask.reader import BodyReader, BodyRoute
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.batch.batches import Batches
+from chitu.http.batch.routes import file_routes
+from chitu.http.batch.store import FileStore
+from chitu.http.dialects.openai.cold import client_routes
+from chitu.http.fleet.cluster_routes import cluster_routes
+from chitu.http.fleet.operator_routes import operator_routes
+from chitu.http.fleet.page import page_routes
+from chitu.http.fleet.snapshot import ClusterSource, SnapshotSource
+from chitu.http.fleet.trace_routes import trace_routes
+from chitu.http.table import HOT_ROUTES
+from chitu.http.wire.access import Access
+from chitu.http.wire.app import HotRoute, RouterApp
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.sockets import bind

@@ -33,8 +33,8 @@ from typing import Any, cast
 from chitu.config.load import child_environment
 from chitu.config.schema import ModelConfig
 from chitu.errors import Capacity, ChituError, Internal, PoisonRequest
-from chitu.http.body_reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too_costly
-from chitu.http.served_model import ServedModel
+from chitu.http.ask.reader import BODY_S, BodyTask, BodyWork, JudgeGrammar, too_costly
+from chitu.http.ask.served_model import ServedModel
 from chitu.net.fair_share import NoPlace, Turns
 from chitu.net.http import ClientGone
 from chitu.process.child import describe_exit

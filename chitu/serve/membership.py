@@ -27,9 +27,9 @@ from chitu.clock import RealClock
 from chitu.config.schema import RouterConfig
 from chitu.config.topology import SECTIONS
 from chitu.errors import BadFrame, ConfigError, LastInstance, UnknownInstance
-from chitu.http.cluster_snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState
-from chitu.http.replies import DrainReply, RoleReply
-from chitu.http.server import HTTPServer, listen
+from chitu.http.fleet.replies import DrainReply, RoleReply
+from chitu.http.fleet.snapshot import Draining, Loads, RoleChange, RouterRecord, WeightsState
+from chitu.http.wire.server import HTTPServer, listen
 from chitu.kv_transfer.bootstrap import BootstrapServer
 from chitu.net.aio import FrameReader
 from chitu.net.curve import ClusterSecrets

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from chitu.errors import RequestTimeout
-from chitu.http.cluster_snapshot import WeightsState
+from chitu.http.fleet.snapshot import WeightsState
 from chitu.pd_coordination import PDCoordination
 from chitu.protocol.weights import PauseMode
 from chitu.router.weights import WeightsChange

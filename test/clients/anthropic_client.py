@@ -14,8 +14,8 @@ from anthropic.types.beta import message_count_tokens_params as beta_count_param
 from anthropic.types.beta import message_create_params as beta_params
 from pydantic import BaseModel
 
-from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.body_fields import fields_of
+from chitu.http.ask.fields import fields_of
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
 
 URL = os.environ["OPENAI_BASE_URL"].removesuffix("/v1")
 ASK = "What number does the red fox have?"

@@ -24,11 +24,11 @@ from test_body_costs import costly_bodies
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import ChituError, InvalidRequest
-from chitu.http.bodies import LARGE_BODY_BYTES
-from chitu.http.body_fields import fields_of
-from chitu.http.body_reader import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.parse import ClusterFacts, ParsedRequest
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.ask.bodies import LARGE_BODY_BYTES
+from chitu.http.ask.fields import fields_of
+from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
+from chitu.http.ask.reader import GRAMMAR_S, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.protocol import Grammar
 from chitu.serve.body_pool import BodyProcesses
 

@@ -40,8 +40,8 @@ from support.router_process import wait_until
 from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
-from chitu.http.bodies import REFUSED, SERVED
-from chitu.http.body_fields import fields_of
+from chitu.http.ask.bodies import REFUSED, SERVED
+from chitu.http.ask.fields import fields_of
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive

@@ -12,7 +12,7 @@ import pytest
 
 from chitu.config.schema import RouterConfig
 from chitu.errors import LastInstance, NoInstance
-from chitu.http.replies import DrainReply
+from chitu.http.fleet.replies import DrainReply
 from chitu.net.http import error_body
 from chitu.serve.other_routers import OtherRouters
 

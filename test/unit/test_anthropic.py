@@ -27,13 +27,13 @@ from chitu.errors import (
     RequestTimeout,
     Unauthorized,
 )
-from chitu.http.answers import COMMENT, FinishedChoice, UsageCount
-from chitu.http.anthropic_answers import SIGNATURE, MessagesFormat
-from chitu.http.anthropic_chat import TOO_LONG, chat_of_messages
-from chitu.http.body_decoder import messages_decoder
+from chitu.http.answer.formats import COMMENT, FinishedChoice, UsageCount
+from chitu.http.ask.chat import chat_messages, chosen_tools
+from chitu.http.ask.decoder import messages_decoder
+from chitu.http.ask.translation import Translation
+from chitu.http.dialects.anthropic.answers import SIGNATURE, MessagesFormat
+from chitu.http.dialects.anthropic.chat import TOO_LONG, chat_of_messages
 from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
-from chitu.http.parse import chat_messages, chosen_tools
-from chitu.http.translation import Translation
 from chitu.net.http import anthropic_error, anthropic_status
 
 USER = {"role": "user", "content": "a"}

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chitu.http import batch_lines
-from chitu.http.batch_lines import (
+from chitu.http.batch import lines as batch_lines
+from chitu.http.batch.lines import (
     Answers,
     BatchLine,
     ConnectionBroke,

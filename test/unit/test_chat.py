@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chitu.errors import ConfigError, DecodeLost, Internal
-from chitu.http.answers import DONE, AnswerFormat, ChatFormat, CompletionFormat, UsageCount
+from chitu.http.answer.formats import DONE, AnswerFormat, UsageCount
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
 from chitu.launch.router_client import Answer, AnswerReader, EventParser, RouterClient, Usage
 from chitu.protocol import LoadReport
 from chitu.protocol.account import PrefillTimes, RequestSnapshot, StageTimes, attempt_stages

@@ -16,10 +16,11 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
-from chitu.http.custom_tools import arguments_of, input_of
+from chitu.http.ask.parse import BodyParser
+from chitu.http.ask.parsed import ClusterFacts, ParseContext, ParsedRequest
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.dialects.responses.custom_tools import arguments_of, input_of
 from chitu.http.messages.call_formats import HermesParser
-from chitu.http.parse import BodyParser, ClusterFacts, ParseContext, ParsedRequest
-from chitu.http.served_model import ModelLimits, ServedModel
 from chitu.protocol import unpack_i32
 
 

@@ -18,9 +18,9 @@ from chitu.engine.executor import LayerCallback, StepPlan, StepResult
 from chitu.errors import Capacity, ChituError, InvalidRequest
 from chitu.grammars import CompiledGrammar, GrammarStore
 from chitu.grammars.store import Outcome
-from chitu.http.bodies import MAX_CHOICE_CHARS, MAX_CHOICES
-from chitu.http.body_decoder import completion_decoder
-from chitu.http.sampling_fields import grammar_of
+from chitu.http.ask.bodies import MAX_CHOICE_CHARS, MAX_CHOICES
+from chitu.http.ask.decoder import completion_decoder
+from chitu.http.ask.sampling import grammar_of
 from chitu.pd_scheduler import PDScheduler
 from chitu.protocol import (
     MAX_GRAMMAR_CHARS,

@@ -16,13 +16,13 @@ from chitu.assets import TINY_MODEL_DIR
 from chitu.grammars import GrammarCompiler
 from chitu.grammars.marks import behind_reasoning
 from chitu.grammars.tool_calls import tool_calls_lark
-from chitu.http.body_decoder import chat_decoder
+from chitu.http.ask.decoder import chat_decoder
+from chitu.http.ask.served_model import ServedModel
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.call_parser import MAX_HEAD_CHARS
 from chitu.http.messages.harmony import ANALYSIS, CALL, END, FINAL, MESSAGE, NEXT, HarmonyParser
 from chitu.http.messages.message_parser import HARMONY, MessageFormat, MessagePlan
-from chitu.http.served_model import ServedModel
 from chitu.protocol import Grammar, ToolCalls
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate

@@ -19,21 +19,24 @@ from router_world import World
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import BatchesConfig, ModelConfig, RouterConfig
 from chitu.errors import ChituError
-from chitu.http.access import Access
-from chitu.http.app import HotRoute, RouterApp
-from chitu.http.batches import Batches
-from chitu.http.body_reader import BodyReader
-from chitu.http.cluster_snapshot import RouterRecord
-from chitu.http.connection import RequestParser
-from chitu.http.exchange import EXCHANGE, Exchange
-from chitu.http.file_routes import file_routes
-from chitu.http.file_store import FileStore
-from chitu.http.generate import GenerationRoutes
-from chitu.http.inner import InnerPeer
-from chitu.http.kept_requests import KeptFolder, KeptRequests, KeptRoute
-from chitu.http.limits import BodyBudget, HTTPLimits
-from chitu.http.routes import client_routes, control_app, page_routes, trace_routes
-from chitu.http.served_model import ServedModel
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.api_document import control_app
+from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.batch.batches import Batches
+from chitu.http.batch.routes import file_routes
+from chitu.http.batch.store import FileStore
+from chitu.http.dialects.openai.cold import client_routes
+from chitu.http.fleet.page import page_routes
+from chitu.http.fleet.snapshot import RouterRecord
+from chitu.http.fleet.trace_routes import trace_routes
+from chitu.http.wire.access import Access
+from chitu.http.wire.app import HotRoute, RouterApp
+from chitu.http.wire.connection import RequestParser
+from chitu.http.wire.exchange import EXCHANGE, Exchange
+from chitu.http.wire.inner import InnerPeer
+from chitu.http.wire.limits import BodyBudget, HTTPLimits
 from chitu.net.http import Scope
 
 MODEL = ServedModel.load(ModelConfig(path=str(TINY_MODEL_DIR), served_name="m"), 0)

@@ -12,12 +12,12 @@ from router_world import World, pair
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import Forbidden
-from chitu.http.batch_lines import Reply, verdict_on
-from chitu.http.body_reader import BodyReader
-from chitu.http.exchange import Exchange
-from chitu.http.generate import GenerationRoutes
-from chitu.http.inner import ask
-from chitu.http.served_model import ServedModel
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.served_model import ServedModel
+from chitu.http.batch.lines import Reply, verdict_on
+from chitu.http.wire.exchange import Exchange
+from chitu.http.wire.inner import ask
 from chitu.net.http import Scope
 from chitu.protocol import MAX_PRIORITY, DecodeRequest, PrefillRequest
 

@@ -16,13 +16,13 @@ from support.clock import FakeClock
 from chitu.assets import TINY_MODEL_DIR
 from chitu.config.schema import ModelConfig, RouterConfig
 from chitu.errors import ChituError, ContextLengthExceeded, InvalidRequest, NoInstance
-from chitu.http.bodies import LARGE_BODY_BYTES, MAX_TOKENS
-from chitu.http.body_reader import BodyReader, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
-from chitu.http.exchange import Exchange
-from chitu.http.generate import GenerationRoutes
-from chitu.http.parse import ClusterFacts, ParsedRequest
-from chitu.http.sampling_fields import ENTRY_BYTES, MAX_ANSWER_BYTES
-from chitu.http.served_model import ModelLimits, ServedModel
+from chitu.http.answer.generate import GenerationRoutes
+from chitu.http.ask.bodies import LARGE_BODY_BYTES, MAX_TOKENS
+from chitu.http.ask.parsed import ClusterFacts, ParsedRequest
+from chitu.http.ask.reader import BodyReader, BodyRoute, BodyTask, BodyWork, JudgeGrammar, ReadBody
+from chitu.http.ask.sampling import ENTRY_BYTES, MAX_ANSWER_BYTES
+from chitu.http.ask.served_model import ModelLimits, ServedModel
+from chitu.http.wire.exchange import Exchange
 from chitu.net.http import ClientGone
 from chitu.net.link import MAX_KEPT_BYTES
 from chitu.pd_request_router import PDRequestRouter

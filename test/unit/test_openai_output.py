@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from support.agent_requests import PATCH, codex_agent
 
 from chitu.errors import BadFrame, Internal, InvalidRequest, RequestCancelled
-from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
-from chitu.http.body_decoder import responses_decoder
-from chitu.http.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
-from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
-from chitu.http.parse import chat_messages
-from chitu.http.responses_chat import chat_of_responses, echo_of
-from chitu.http.sampling_fields import OutputOptions
-from chitu.http.token_logprobs import (
+from chitu.http.answer.choice import ChoiceDecoder, Delta, RunningAnswer, RunningAnswers
+from chitu.http.answer.formats import FinishedChoice, UsageCount
+from chitu.http.answer.token_logprobs import (
     LOWEST,
     ChatLogprobs,
     ChoiceLogprobs,
@@ -26,7 +21,14 @@ from chitu.http.token_logprobs import (
     chat_texts,
     completion_texts,
 )
-from chitu.http.translation import decoded_reasoning, encoded_reasoning
+from chitu.http.ask.chat import chat_messages
+from chitu.http.ask.decoder import responses_decoder
+from chitu.http.ask.sampling import OutputOptions
+from chitu.http.ask.translation import decoded_reasoning, encoded_reasoning
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
+from chitu.http.dialects.responses.answers import ResponsesFormat
+from chitu.http.dialects.responses.chat import chat_of_responses, echo_of
+from chitu.http.messages.call_objects import CallDelta, MessageDelta, joined
 from chitu.protocol import pack_logprobs, prompt_lines, unpack_logprobs
 from chitu.tokenizer import StopScanner
 

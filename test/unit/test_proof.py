@@ -7,10 +7,12 @@ import json
 import msgspec
 from router_world import World, pair, two_pairs
 
-from chitu.http.answers import ChatFormat, CompletionFormat, FinishedChoice, ResponsesFormat, UsageCount
-from chitu.http.body_decoder import responses_decoder
-from chitu.http.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
-from chitu.http.responses_chat import echo_of
+from chitu.http.answer.formats import FinishedChoice, UsageCount
+from chitu.http.answer.proof import HEADERS, ChoiceSums, Proof, ProofSums, headers_of, proof_of
+from chitu.http.ask.decoder import responses_decoder
+from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
+from chitu.http.dialects.responses.answers import ResponsesFormat
+from chitu.http.dialects.responses.chat import echo_of
 from chitu.protocol import Finish, TokenBatch, TransferSums
 from chitu.protocol.account import Moments, PrefillTimes, StageTimes
 from chitu.router.generation import Generation

@@ -20,15 +20,19 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
 from chitu.errors import InvalidRequest
-from chitu.http.anthropic_bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.bodies import (
+from chitu.http.api_document import openapi_document
+from chitu.http.ask.bodies import (
+    ABORT,
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    EMBEDDINGS,
     LARGE_BODY_BYTES,
     MAX_ID_CHARS,
     MAX_MESSAGES,
     MAX_N,
     MAX_NAME_CHARS,
     MAX_PARTS,
-    MAX_PRIORITY,
     MAX_PROMPTS,
     MAX_ROLE_CHARS,
     MAX_STOP_CHARS,
@@ -42,20 +46,16 @@ from chitu.http.bodies import (
     MAX_WORD_CHARS,
     NO_EFFECT,
     REFUSED,
-    SERVED,
-)
-from chitu.http.body_decoder import (
-    ABORT,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    MAX_FIELD_BYTES,
-    MAX_TOOLS_BYTES,
     RERANK,
     RESPONSES,
     SCORE,
+    SERVED,
     TOKENIZE,
+)
+from chitu.http.ask.chat import chat_messages, offered_tools
+from chitu.http.ask.decoder import (
+    MAX_FIELD_BYTES,
+    MAX_TOOLS_BYTES,
     BodyDecoder,
     abort_decoder,
     chat_decoder,
@@ -70,14 +70,15 @@ from chitu.http.body_decoder import (
     tokenize_decoder,
     warning_header,
 )
-from chitu.http.body_fields import BODIES, OTHER_NAMES, UNSERVED, Field, fields_of
-from chitu.http.connection import RequestParser
-from chitu.http.limits import HTTPLimits
-from chitu.http.parse import chat_messages, offered_tools, prompts_of
-from chitu.http.responses_chat import chat_of_responses
-from chitu.http.routes import Route, openapi_document
-from chitu.http.sampling_fields import grammar_of, output_options, sampling_params
-from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
+from chitu.http.ask.fields import BODIES, OTHER_NAMES, UNSERVED, Field, fields_of
+from chitu.http.ask.prompts import prompts_of
+from chitu.http.ask.sampling import grammar_of, output_options, sampling_params
+from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
+from chitu.http.dialects.responses.chat import chat_of_responses
+from chitu.http.wire.connection import RequestParser
+from chitu.http.wire.limits import HTTPLimits
+from chitu.http.wire.routes import Route
+from chitu.protocol import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_PRIORITY
 from chitu.tokenizer import StopScanner
 
 ROOT = Path(__file__).resolve().parents[2]

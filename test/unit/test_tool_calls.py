@@ -21,9 +21,11 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from chitu.assets import TINY_MODEL_DIR
 from chitu.errors import InvalidRequest
 from chitu.grammars import GrammarCompiler
-from chitu.http.bodies import ChatBody
-from chitu.http.body_decoder import chat_decoder
-from chitu.http.choice import ChoiceDecoder, Delta
+from chitu.http.answer.choice import ChoiceDecoder, Delta
+from chitu.http.ask.bodies import ChatBody
+from chitu.http.ask.chat import chat_messages, chosen_tools, reasoning_variables
+from chitu.http.ask.decoder import chat_decoder
+from chitu.http.ask.sampling import OutputOptions
 from chitu.http.messages.call_formats import (
     HermesParser,
     Llama4Parser,
@@ -42,8 +44,6 @@ from chitu.http.messages.message_parser import (
     ReasoningMarks,
     takes_several_calls,
 )
-from chitu.http.parse import chat_messages, chosen_tools, reasoning_variables
-from chitu.http.sampling_fields import OutputOptions
 from chitu.protocol import MAX_GRAMMAR_CHARS, ToolCalls
 from chitu.tokenizer import Tokenizer
 from chitu.tokenizer.chat_template import ChatTemplate

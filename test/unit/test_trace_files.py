@@ -13,7 +13,7 @@ from support.clock import FakeClock
 
 from chitu.config.schema import TraceConfig
 from chitu.errors import InvalidRequest
-from chitu.http.routes import records_of
+from chitu.http.fleet.trace_routes import records_of
 from chitu.net.threads import ServiceThread
 from chitu.protocol import DecodeRequest, Fork, KVLayout, PrefillRequest, SamplingParams, TraceLines, encode, pack_i32
 from chitu.protocol.account import RequestSnapshot

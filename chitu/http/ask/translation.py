@@ -1,0 +1,125 @@
+"""What bodies of other APIs (`/v1/responses`, `/v1/messages`) share on their way to a chat. Pure; part of `BodyWork`.
+
+There is one generation loop, that of chats. A translation makes a chat's body of another body, and gives errors of the
+chat the names of its own fields. What only the other API's own servers can run is left out of the prompt with a
+warning: agents send such tools by default, and can do without them.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from chitu.errors import ContextLengthExceeded, InvalidRequest
+from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage
+
+_TOOL = re.compile(r"tools\[(\d+)\]\.function")
+_EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
+_ENCODED = "chitu1."
+
+
+class FieldNames(NamedTuple):
+    """Names of a chat's fields in another body."""
+
+    patterns: tuple[tuple[re.Pattern[str], str], ...]
+    """Fields of a chat -> the fields that they are made from. The first that matches applies."""
+    tool_places: Sequence[int]
+    """Place, in the other body, of each tool of the chat."""
+    tool_fields: tuple[tuple[str, str], ...] = ()
+    """Fields of a tool -> their own names."""
+    custom_places: Collection[int] = ()
+    """Places of those tools that have a format in the place of parameters."""
+    too_long: str = ""
+    """How the error of too long a prompt begins, if clients look for that."""
+
+    def of(self, param: str) -> str:
+        """Return the own name of a chat's field."""
+        if found := _TOOL.match(param):
+            field, place = param[found.end() :], self.tool_places[int(found[1])]
+            if place in self.custom_places and field.startswith(".parameters"):
+                field = ".format"
+            for name, own in self.tool_fields:
+                field = re.sub(rf"\A\.{name}\b", f".{own}", field)
+            return f"tools[{place}]{field}"
+        for pattern, name in self.patterns:
+            if pattern.match(param):
+                return pattern.sub(name, param)
+        return param
+
+    def renamed(self, error: InvalidRequest) -> InvalidRequest:
+        """Return an error of the chat with the own name of its field."""
+        param, message = error.param, error.message
+        if param is not None:
+            own = self.of(param)
+            message, param = message.replace(param, own), own
+        if isinstance(error, ContextLengthExceeded):
+            message = self.too_long + message
+        return type(error)(message, param)
+
+
+class Translation(NamedTuple):
+    chat: ChatBody
+    names: FieldNames
+    patterns: Mapping[str, str] = MappingProxyType({})
+    """Patterns of the arguments of custom tools that have a regular expression, by name."""
+
+
+def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
+    """Return parts of content, each a type and a text, as one text: joined by line breaks, as vLLM and llama.cpp do.
+    Raise InvalidRequest for a part of another type, and for one without text."""
+    for i, (kind, text) in enumerate(parts):
+        if kind not in types:
+            known = ", ".join(map(repr, types))
+            raise InvalidRequest(f"{where}[{i}]: only {known} parts are supported, not {kind[:40]!r}", f"{where}[{i}]")
+        if text is None:
+            raise InvalidRequest(f"{where}[{i}].text is required", f"{where}[{i}].text")
+    return "\n".join([text for _, text in parts if text is not None])
+
+
+def left_out(places: Sequence[str], kinds: Collection[str]) -> str:
+    """Return the warning that the prompt does not have what is at these places."""
+    told = ", ".join(sorted({kind[:40] for kind in kinds}))
+    where = ", ".join(places[:4]) + (", ..." if len(places) > 4 else "")
+    return f"{where}: this server cannot run {told}, so the prompt leaves it out"
+
+
+def served_effort(effort: str | None, known: Collection[str], param: str, warnings: list[str]) -> str | None:
+    """Return the effort of reasoning. If the chat template, which reads `known`, has no such choice: None, with a
+    warning, since agents send an effort whatever the model is."""
+    if effort not in EFFORTS or effort == "none" or any(name in known for name in _EFFORT_VARIABLES):
+        return effort
+    warnings.append(f"{param}: the model's chat template has no such choice")
+    return None
+
+
+def turn_of(turns: list[ChatMessage], role: str) -> ChatMessage:
+    """Return the last turn if it is of this role, else a new one after it."""
+    if not turns or turns[-1].role != role:
+        turns.append(ChatMessage(role))
+    return turns[-1]
+
+
+def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
+    """Add text to the last turn if it is of this role, else as a turn of its own. A line break joins texts, as it does
+    the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
+    turn = turn_of(turns, role)
+    turn.content = text if not turn.content else f"{turn.content}\n{text}"
+
+
+def encoded_reasoning(text: str) -> str:
+    """Return reasoning as text that clients keep and send back without looking at it. It is not encrypted: the client
+    gets the same text in plain words."""
+    return _ENCODED + b64encode(text.encode()).decode()
+
+
+def decoded_reasoning(text: str) -> str:
+    """Return the reasoning in such a text; empty if it is of another server."""
+    if not text.startswith(_ENCODED):
+        return ""
+    try:
+        return b64decode(text.removeprefix(_ENCODED), validate=True).decode()
+    except ValueError:
+        return ""

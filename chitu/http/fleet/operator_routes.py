@@ -1,0 +1,119 @@
+"""The operator's calls: drain, roles, caches, weights, pause, snapshots. Loop thread."""
+
+from __future__ import annotations
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from chitu.config.cluster_key import with_api_keys, with_cluster_key
+from chitu.config.schema import Topology
+from chitu.config.topology import with_router_ports
+from chitu.errors import InvalidRequest
+from chitu.http.answer.choice import RunningAnswers
+from chitu.http.answer.kept_requests import KeptRequests
+from chitu.http.ask.decoder import (
+    drain_decoder,
+    pause_decoder,
+    resume_decoder,
+    role_decoder,
+    snapshot_decoder,
+    weights_decoder,
+)
+from chitu.http.ask.small_bodies import read_body
+from chitu.http.fleet.replies import DrainReply, RoleReply, StatusReply
+from chitu.http.fleet.snapshot import ClusterSource, WeightsState
+from chitu.http.wire.access import Access
+from chitu.http.wire.routes import BINARY, Route, json_response
+from chitu.types import Role
+
+MAX_CHANGE_S = 86_400.0
+DEFAULT_CHANGE_S = 600.0
+
+
+def operator_routes(
+    cluster: ClusterSource,
+    topology: Topology,
+    token_port: int,
+    running: RunningAnswers,
+    kept: KeptRequests | None,
+    access: Access,
+) -> list[Route]:
+    """Return an operator's calls. `kept`: None if there is no folder of kept requests."""
+
+    async def drain(request: Request) -> Response:
+        """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
+        Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
+        body = await read_body(request, drain_decoder)
+        draining = await cluster.drain(body.instance, body.force is True)
+        return json_response(DrainReply(draining.name, str(draining.incarnation), "draining"))
+
+    async def role(request: Request) -> Response:
+        """Have an instance become a P, a D or a unified instance. It gets no new requests, finishes its own (those that
+        take longer than `deadlines.role_change_s` go on elsewhere), and joins under another name and incarnation; its
+        process, weights and cached prefixes stay. `GET /cluster` shows it as `draining`, and what it becomes."""
+        body = await read_body(request, role_decoder)
+        change = await cluster.change_role(body.instance, Role(body.role), body.force is True)
+        return json_response(RoleReply(change.name, str(change.incarnation), change.becomes))
+
+    async def flush_caches(request: Request) -> Response:
+        """Make every instance forget its cached prefixes. Running requests keep the pages that they use, and no other
+        request finds these. The command is part of the cluster view, which is repeated, so every instance receives it:
+        within about a heartbeat `pages_cached` in `GET /cluster` is 0 if nothing runs."""
+        await cluster.flush_caches()
+        return json_response(StatusReply("flushing"))
+
+    async def change_weights(request: Request) -> Response:
+        """Have the cluster compute with the weights in another folder, of a model of the same kind. Every instance
+        reads and checks them first, while requests are served; then new requests wait, running ones end, and all
+        instances change at once, with empty caches. If one cannot, nothing is changed."""
+        body = await read_body(request, weights_decoder)
+        if not body.path.startswith("/"):
+            raise InvalidRequest(f"path: {body.path!r} is no absolute path", "path")
+        state = await cluster.change_weights(body.path, body.mixed is True, _timeout_s(body.timeout_s))
+        return json_response(state)
+
+    async def pause(request: Request) -> Response:
+        """Have new requests wait at all routers, and return when the running ones have ended or, with `keep`, have
+        stopped where they are."""
+        body = await read_body(request, pause_decoder)
+        return json_response(await cluster.pause(body.mode or "finish", _timeout_s(body.timeout_s)))
+
+    async def resume(request: Request) -> Response:
+        """End a pause, whichever router was asked for it: requests go on where they are, and those that waited start in
+        their order."""
+        if await request.body():
+            await read_body(request, resume_decoder)
+        return json_response(await cluster.pause("", MAX_CHANGE_S))
+
+    async def take_snapshot(request: Request) -> Response:
+        """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
+        The request runs on."""
+        body = await read_body(request, snapshot_decoder)
+        if kept is None:
+            raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies for snapshots")
+        return Response(kept.snapshot(body.request_id, access.trace_tenant(request.scope)), media_type=BINARY)
+
+    async def topology_with_ports(request: Request) -> Response:
+        """Return the running topology with the router's actual ports and without keys: `chitu join` starts an instance
+        of it."""
+        without_keys = with_api_keys(with_cluster_key(topology, ""), ())
+        # Several routers have fixed ports, which differ: an instance computes those of each.
+        ports = {} if topology.dp_config.router.hosts[1:] else {"token_port": token_port, **cluster.ports()}
+        return json_response(with_router_ports(without_keys, ports))
+
+    return [
+        Route("POST", "/admin/drain", drain, DrainReply, (403, 404, 409)),
+        Route("POST", "/admin/role", role, RoleReply, (403, 404, 409)),
+        Route("POST", "/admin/cache/flush", flush_caches, StatusReply, (403,)),
+        Route("POST", "/admin/weights", change_weights, WeightsState, (403, 409)),
+        Route("POST", "/admin/pause", pause, WeightsState, (403, 504)),
+        Route("POST", "/admin/resume", resume, WeightsState, (403,)),
+        Route("POST", "/admin/snapshot", take_snapshot, None, (403, 404), (BINARY,)),
+        Route("GET", "/admin/topology", topology_with_ports, None, (403,)),
+    ]
+
+
+def _timeout_s(wanted_s: float | None) -> float:
+    if wanted_s is not None and not 0 < wanted_s <= MAX_CHANGE_S:
+        raise InvalidRequest(f"timeout_s: {wanted_s} is not within 0 and {MAX_CHANGE_S:g}", "timeout_s")
+    return DEFAULT_CHANGE_S if wanted_s is None else wanted_s
