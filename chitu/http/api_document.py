@@ -20,11 +20,11 @@ from starlette.exceptions import HTTPException
 
 from chitu.errors import ChituError, Internal
 from chitu.http.ask.bodies import NO_EFFECT, REFUSED, SERVED
-from chitu.http.ask.fields import BODIES, fields_of
+from chitu.http.ask.decoder import BodyTable
 from chitu.http.fleet.page import WEB_DIR, PageFiles
-from chitu.http.wire.exchange import ANTHROPIC_PATHS
+from chitu.http.wire.exchange import PLAIN
 from chitu.http.wire.routes import JSON, METRICS, Route
-from chitu.net.http import AnthropicErrorReply, ErrorReply, error_body, error_headers
+from chitu.net.http import error_body, error_headers
 
 MEANINGS = {
     400: "The request is wrong; `param` names the field",
@@ -48,15 +48,16 @@ ANYWHERE = (400, 401, 408, 413, 415, 431, 500, 503)
 """Status codes that the server itself can return before any route runs."""
 
 
-def control_app(version: str, routes: Sequence[Route]) -> FastAPI:
+def control_app(version: str, routes: Sequence[Route], bodies: BodyTable) -> FastAPI:
     """Build the application that answers the rows with a handler, and whose document has all rows."""
     app = FastAPI(title="chitu", version=version, redoc_url=None)
+    app.state.bodies = bodies
     _add_error_handlers(app)
     for route in routes:
         if route.answer is not None:
             app.add_api_route(route.path, route.answer, methods=[route.method], response_model=None)
     app.mount("/web", PageFiles(directory=WEB_DIR))
-    app.openapi = cache(partial(openapi_document, version, tuple(routes)))  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi_document, version, tuple(routes), bodies))  # type: ignore[method-assign]
     return app
 
 
@@ -100,19 +101,20 @@ def _add_error_handlers(app: FastAPI) -> None:
 # --------------------------------------------------------------------------------------------------------- the document
 
 
-def openapi_document(version: str, routes: Sequence[Route]) -> dict[str, Any]:
+def openapi_document(version: str, routes: Sequence[Route], table: BodyTable) -> dict[str, Any]:
     """Return the OpenAPI document: what each route takes and answers, with every status code."""
     paths: dict[str, Any] = {}
-    structs: list[Any] = [ErrorReply, AnthropicErrorReply]
+    bodies = table.bodies
+    structs: list[Any] = [PLAIN.reply, *dict.fromkeys(route.errors.reply for route in routes)]
     for route in routes:
         path = route.path.replace(":path}", "}")
         if route.is_shown:
-            paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
-            structs += [struct for struct in (BODIES.get(path), route.reply) if struct is not None]
+            paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, bodies.get(path))
+            structs += [struct for struct in (bodies.get(path), route.reply) if struct is not None]
     _, schemas = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    for path in BODIES.keys() & paths.keys():
-        properties = schemas[BODIES[path].__name__]["properties"]
-        for field in fields_of(path).values():
+    for path in bodies.keys() & paths.keys():
+        properties = schemas[bodies[path].__name__]["properties"]
+        for field in table.fields[path].values():
             if "." in field.name:
                 continue
             if field.effect == REFUSED:
@@ -125,7 +127,7 @@ def openapi_document(version: str, routes: Sequence[Route]) -> dict[str, Any]:
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
 
-def _operation(route: Route, path: str) -> dict[str, Any]:
+def _operation(route: Route, path: str, body: type[msgspec.Struct] | None) -> dict[str, Any]:
     operation: dict[str, Any] = {}
     if route.answer is not None:
         name = route.answer.__name__
@@ -137,15 +139,14 @@ def _operation(route: Route, path: str) -> dict[str, Any]:
         text = {"type": "string"}
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": text} for name in in_path]
     operation |= route.more
-    if path in BODIES and route.method == "POST":
-        operation["requestBody"] = {"required": True, "content": {JSON: _schema(BODIES[path])}}
+    if body is not None and route.method == "POST":
+        operation["requestBody"] = {"required": True, "content": {JSON: _schema(body)}}
     kinds = {kind: {"schema": {"type": "string"}} if kind in METRICS else {} for kind in route.kinds}
     responses = {"200": {"description": "OK", "content": kinds}}
     if route.reply is not None:
         kinds[JSON] = _schema(route.reply)
-    error = AnthropicErrorReply if path in ANTHROPIC_PATHS else ErrorReply
     for status in sorted({*ANYWHERE, *route.statuses}):
-        responses[str(status)] = {"description": MEANINGS[status], "content": {JSON: _schema(error)}}
+        responses[str(status)] = {"description": MEANINGS[status], "content": {JSON: _schema(route.errors.reply)}}
     if path == "/health":
         # The body is the same as with 200 and gives the reason.
         why = "No request can be served now, or the router is about to end"

@@ -1,17 +1,36 @@
-"""The table of the APIs."""
+"""The table of the APIs: an API of another vendor is a folder of `dialects/` and a row here. Also the bodies of all
+routes, and how each is read.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from chitu.http.ask.bodies import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
-from chitu.http.dialects.anthropic.answers import CountTokensReply, MessagesReply
-from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES
-from chitu.http.dialects.openai.answers import ChatReply, CompletionReply
-from chitu.http.dialects.pooled.answers import EmbeddingsReply, RerankReply, ScoresReply
-from chitu.http.dialects.responses.answers import ResponsesReply
+from chitu.http.answer.dialect import Endpoint
+from chitu.http.ask.decoder import BodyTable
+from chitu.http.ask.reader import Reader
+from chitu.http.batch.bodies import BATCHES, BatchBody
+from chitu.http.dialects.anthropic.dialect import DIALECT as ANTHROPIC
+from chitu.http.dialects.openai.dialect import DIALECT as OPENAI
+from chitu.http.dialects.pooled.dialect import DIALECT as POOLED
+from chitu.http.dialects.responses.dialect import DIALECT as RESPONSES
+from chitu.http.fleet.bodies import OPERATOR_BODIES
 from chitu.http.wire.routes import JSON, STREAM, Route
 
+DIALECTS = (OPENAI, RESPONSES, POOLED, ANTHROPIC)
+
+ENDPOINTS: dict[str, Endpoint] = {each.name: each for dialect in DIALECTS for each in dialect.endpoints}
+"""All endpoints by name."""
+BODIES = BodyTable(
+    {
+        **{each.path: each.body for each in ENDPOINTS.values()},
+        **{path: body for dialect in DIALECTS for path, body in dialect.bodies.items()},
+        BATCHES: BatchBody,
+        **OPERATOR_BODIES,
+    },
+    tuple(rows for dialect in DIALECTS for rows in dialect.unserved),
+)
+READERS: dict[str, Reader] = {name: Reader(BODIES.decoder(each.body), each.read) for name, each in ENDPOINTS.items()}
 KEPT_REQUEST: dict[str, Any] = {
     "summary": "Answer of a request that outlived its router (`router.kept_requests.dir`), in the requested form",
     "operationId": "read_kept_request",
@@ -25,38 +44,16 @@ KEPT_REQUEST: dict[str, Any] = {
         },
     ],
 }
+
+
+def _row(each: Endpoint) -> Route:
+    kinds = (JSON, STREAM) if each.is_streamed else (JSON,)
+    told = {"summary": each.operation[0], "operationId": each.operation[1]}
+    return Route("POST", each.path, None, each.reply, each.statuses, kinds, told, errors=each.errors)
+
+
 HOT_ROUTES = (
-    Route(
-        *("POST", COMPLETIONS, None, CompletionReply, (404, 429, 499, 504), (JSON, STREAM)),
-        {"summary": "Completion", "operationId": "create_completion"},
-    ),
-    Route(
-        *("POST", CHAT, None, ChatReply, (404, 429, 499, 504), (JSON, STREAM)),
-        {"summary": "Chat completion", "operationId": "create_chat_completion"},
-    ),
-    Route(
-        *("POST", RESPONSES, None, ResponsesReply, (404, 429, 499, 504), (JSON, STREAM)),
-        {"summary": "Response", "operationId": "create_response"},
-    ),
-    Route(
-        *("POST", EMBEDDINGS, None, EmbeddingsReply, (404, 429, 499, 504), (JSON,)),
-        {"summary": "Embeddings", "operationId": "create_embeddings"},
-    ),
-    Route(
-        *("POST", SCORE, None, ScoresReply, (404, 429, 499, 504), (JSON,)),
-        {"summary": "Scores of pairs of texts", "operationId": "create_scores"},
-    ),
-    Route(
-        *("POST", RERANK, None, RerankReply, (404, 429, 499, 504), (JSON,)),
-        {"summary": "Documents in the order of their scores", "operationId": "create_reranking"},
-    ),
-    Route(
-        *("POST", MESSAGES, None, MessagesReply, (404, 429, 499, 504, 529), (JSON, STREAM)),
-        {"summary": "Message", "operationId": "create_message"},
-    ),
-    Route(
-        *("POST", COUNT_TOKENS, None, CountTokensReply, (404, 429, 529), (JSON,)),
-        {"summary": "Tokens of a message's prompt", "operationId": "count_message_tokens"},
-    ),
+    *[_row(each) for each in ENDPOINTS.values() if each.reply is not None],
     Route("GET", "/v1/requests/{request_id}", None, None, (404, 499, 504), (JSON, STREAM), KEPT_REQUEST),
 )
+"""Rows of the routes that are answered beside the application."""

@@ -25,7 +25,8 @@ class KeptRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     request_id: str
     tenant: str
     """Tenant that may read it: the prefix of its cache salt."""
-    route: Literal["completion", "chat", "responses", "messages"]
+    route: str
+    """Name of its endpoint (`http/answer/dialect.py`)."""
     body: str
     """Request body as the client sent it."""
     created_s: int

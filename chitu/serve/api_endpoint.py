@@ -11,7 +11,6 @@ import gc
 import logging
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -23,9 +22,10 @@ from chitu.config.topology import router_at
 from chitu.errors import ConfigError, NoInstance
 from chitu.http.answer.generate import GenerationRoutes
 from chitu.http.answer.kept_requests import KeptFolder, KeptRequests, KeptRoute
+from chitu.http.answer.proof import HEADERS as PROOF_HEADERS
 from chitu.http.answer.spans import SpanExport
 from chitu.http.api_document import control_app
-from chitu.http.ask.reader import BodyReader, BodyRoute
+from chitu.http.ask.reader import BodyReader
 from chitu.http.ask.served_model import ServedModel
 from chitu.http.batch.batches import Batches
 from chitu.http.batch.routes import file_routes
@@ -36,9 +36,9 @@ from chitu.http.fleet.operator_routes import operator_routes
 from chitu.http.fleet.page import page_routes
 from chitu.http.fleet.snapshot import ClusterSource, SnapshotSource
 from chitu.http.fleet.trace_routes import trace_routes
-from chitu.http.table import HOT_ROUTES
+from chitu.http.table import BODIES, ENDPOINTS, HOT_ROUTES, READERS
 from chitu.http.wire.access import Access
-from chitu.http.wire.app import HotRoute, RouterApp
+from chitu.http.wire.app import RouterApp
 from chitu.net.aio import BulkReader, Outbox
 from chitu.net.curve import ClusterSecrets
 from chitu.net.sockets import bind
@@ -52,16 +52,6 @@ from chitu.types import instance_name
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
-GENERATION: dict[str, BodyRoute] = {
-    "/v1/completions": "completion",
-    "/v1/chat/completions": "chat",
-    "/v1/responses": "responses",
-    "/v1/messages": "messages",
-    "/v1/embeddings": "embeddings",
-    "/v1/score": "score",
-    "/v1/rerank": "rerank",
-}
-"""The generation routes, of clients and of batches."""
 GC_THRESHOLD = 20_000
 """Container objects between two young collections. A request makes a few hundred, which reference counting frees."""
 SWITCH_S = 0.0005
@@ -130,17 +120,13 @@ class ApiEndpoint:
         takes_unknown = config.unknown_fields == "warn"
         self._body_processes = BodyProcesses(topology.model, takes_unknown)
         access = Access(config, secrets, clock)
-        bodies = BodyReader(model, self.router, self._body_processes, takes_unknown, access.client)
+        bodies = BodyReader(model, self.router, self._body_processes, takes_unknown, access.client, READERS)
         endpoint = config.otlp_endpoint
         self._spans = SpanExport(endpoint, chitu.__version__, clock.monotonic) if endpoint else None
         spans = self._spans.record if self._spans is not None else None
         self._routes = GenerationRoutes(
-            model, self.router, bodies, config, clock, access.cache_salt, access.require_priority, spans
+            model, self.router, bodies, config, clock, access.cache_salt, access.require_priority, spans, ENDPOINTS
         )
-        hot: dict[str, HotRoute] = {
-            **{path: partial(self._routes.answer, route=name) for path, name in GENERATION.items()},
-            "/v1/messages/count_tokens": self._routes.count_tokens,
-        }
         self._kept, kept_route = None, None
         if (keep := config.kept_requests).dir is not None:
             folder = KeptFolder(keep, Path(keep.dir).expanduser().absolute())
@@ -149,11 +135,11 @@ class ApiEndpoint:
             kept_route = KeptRoute(self._kept, routes, access.cache_salt, clock).answer
         self._batches: Batches | None = None
         if (stored := config.batches).dir is not None:
-            routes = self._routes
-            inner = {path: partial(routes.answer, route=name, is_batch=True) for path, name in GENERATION.items()}
             store = FileStore(stored, Path(stored.dir).expanduser().absolute(), access.num_tenants)
             limit = config.max_body_bytes
-            self._batches = Batches(store, inner, access.credential_of, limit, self._can_serve)
+            self._batches = Batches(
+                store, self._routes.hot_routes(is_batch=True), access.credential_of, limit, self._can_serve
+            )
         self._snapshots = SnapshotSource(topology, model, self.router, cluster, clock, chitu.__version__)
         running = self._routes.running
         rows = [
@@ -165,8 +151,9 @@ class ApiEndpoint:
             *operator_routes(cluster, topology, self.token_port, running, self._kept, access),
             *trace_routes(cluster, files.folder, access, clock),
         ]
-        cold = control_app(chitu.__version__, rows)
-        self.app = RouterApp(hot, cold, access, config.max_body_bytes, config.cors_origins, kept_route)
+        cold = control_app(chitu.__version__, rows, BODIES)
+        hot, most = self._routes.hot_routes(), config.max_body_bytes
+        self.app = RouterApp(hot, cold, access, most, config.cors_origins, kept_route, PROOF_HEADERS)
         self._token_reader: BulkReader | None = None
         self._next_tick_s = clock.monotonic()
 

@@ -29,11 +29,11 @@ from chitu.http.batch.lines import (
     GaveUp,
     LineLimits,
     OpenLines,
-    Reply,
     Runner,
     Unreachable,
     check_lines,
 )
+from chitu.http.wire.inner import Reply
 from chitu.launch.router_client import CONNECT_TIMEOUT_S, RouterClient, RouterUnreachable
 from chitu.lock_files import claim
 from chitu.protocol import MAX_PRIORITY

@@ -41,7 +41,7 @@ from chitu.assets import TINY_MODEL_NAME
 from chitu.config.cluster_key import cluster_key_of
 from chitu.config.load import load_topology
 from chitu.http.ask.bodies import REFUSED, SERVED
-from chitu.http.ask.fields import fields_of
+from chitu.http.table import BODIES
 from chitu.launch.local import LocalCluster
 from chitu.models.config import read_model_spec
 from chitu.net.curve import derive
@@ -177,7 +177,7 @@ def meant_well(rng: random.Random, path: str, body: dict[str, Any]) -> None:
     for name in (*narrow, *more):
         body.pop(name, None)
     if rng.random() < 0.8:
-        for name in [name for name in body if fields_of(path)[name].effect == REFUSED]:
+        for name in [name for name in body if BODIES.fields[path][name].effect == REFUSED]:
             del body[name]
     if not body.get("stream"):
         body.pop("stream_options", None)
@@ -361,7 +361,9 @@ def send_odd_values(cluster: LocalCluster, broken: Broken) -> None:
     """Send every odd value in every served field of a body without other faults, so that it gets as far as it can; and
     in one refused field and one without effect, since these are all treated alike."""
     for path in BODY_ROUTES:
-        served = [field.name for field in fields_of(path).values() if field.effect == SERVED and "." not in field.name]
+        served = [
+            field.name for field in BODIES.fields[path].values() if field.effect == SERVED and "." not in field.name
+        ]
         for field in (*served, "response_format", "metadata"):
             for odd in ODD_JSON:
                 body: dict[str, Any] = {}

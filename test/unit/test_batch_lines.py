@@ -25,7 +25,6 @@ from chitu.http.batch.lines import (
     GaveUp,
     LineLimits,
     OpenLines,
-    Reply,
     Runner,
     Unreachable,
     answer_line,
@@ -33,6 +32,7 @@ from chitu.http.batch.lines import (
     check_lines,
     verdict_on,
 )
+from chitu.http.wire.inner import Reply
 
 LIMITS = LineLimits(max_lines=5000, max_line_bytes=10_000, urls=("/v1/completions",))
 OK = Reply(200, b'{"text":"a"}', "r")

@@ -15,6 +15,7 @@ from test_openai_output import ByteDetokenizer
 from chitu.config.schema import RouterConfig
 from chitu.errors import ChituError, DecodeLost
 from chitu.http.answer.choice import Choice, ChoiceDecoder, RunningAnswer
+from chitu.http.answer.formats import AnswerHead
 from chitu.http.answer.generate import PART_BYTES, TOKENS_PER_TURN, GenerationRoutes
 from chitu.http.answer.token_logprobs import (
     ChatLogprobs,
@@ -106,7 +107,7 @@ class World:
                 )
             self.running.choices.append(Choice(generation, decoder, self.prompt, logprobs, of_prompt))
         self.running.wakeup.set()
-        self.form = (ChatFormat if is_chat else CompletionFormat)("id", 0, "m", False)
+        self.form = (ChatFormat if is_chat else CompletionFormat)(AnswerHead("id", 0, "m"), options)
         self.parsed = ParsedRequest([self.prompt], [], options, is_chat=is_chat)
 
     async def write(self) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +30,9 @@ from chitu.http.dialects.openai.cold import client_routes
 from chitu.http.fleet.page import page_routes
 from chitu.http.fleet.snapshot import RouterRecord
 from chitu.http.fleet.trace_routes import trace_routes
+from chitu.http.table import BODIES, ENDPOINTS, READERS
 from chitu.http.wire.access import Access
-from chitu.http.wire.app import HotRoute, RouterApp
+from chitu.http.wire.app import RouterApp
 from chitu.http.wire.connection import RequestParser
 from chitu.http.wire.exchange import EXCHANGE, Exchange
 from chitu.http.wire.inner import InnerPeer
@@ -89,14 +89,11 @@ class Server:
     def __init__(self, folder: Path) -> None:
         world, config, none = World(), RouterConfig(api_keys=("k",)), Any
         access = Access(config, None, world.clock)
-        bodies = BodyReader(MODEL, world.router, none, False, access.client)
+        bodies = BodyReader(MODEL, world.router, none, False, access.client, READERS)
         routes = GenerationRoutes(
-            MODEL, world.router, bodies, config, world.clock, access.cache_salt, access.require_priority
+            *(MODEL, world.router, bodies, config, world.clock, access.cache_salt, access.require_priority),
+            endpoints=ENDPOINTS,
         )
-        hot: dict[str, HotRoute] = {
-            "/v1/completions": partial(routes.answer, route="completion"),
-            "/v1/messages": partial(routes.answer, route="messages"),
-        }
         kept = KeptRequests(
             *(KeptFolder(config.kept_requests, folder / "kept"), MODEL, world.router, bodies, routes),
             *(access.require_kept_priority, world.clock),
@@ -112,7 +109,9 @@ class Server:
             *trace_routes(cluster, folder / "traces", access, world.clock),
         ]
         kept_route = KeptRoute(kept, routes, access.cache_salt, world.clock).answer
-        self.app = RouterApp(hot, control_app("0", rows), access, 1 << 20, ("http://a",), kept_route)
+        self.app = RouterApp(
+            routes.hot_routes(), control_app("0", rows, BODIES), access, 1 << 20, ("http://a",), kept_route
+        )
 
     async def status(self, raw: bytes) -> int:
         """Return the status of the answer to the bytes of a request."""

@@ -11,17 +11,16 @@ taken from the generation is in one event or part, or held by the decoder until 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import ID_PREFIXES, AnswerFormat, UsageCount
+from chitu.http.answer.dialect import Endpoint
+from chitu.http.answer.formats import AnswerFormat, Delta, UsageCount
 from chitu.http.answer.token_logprobs import ChoiceLogprobs, PromptAnswer
-from chitu.http.ask.parsed import ParsedRequest, Prompt
-from chitu.http.ask.reader import BodyRoute
-from chitu.http.ask.sampling import OutputOptions
+from chitu.http.ask.parsed import OutputOptions, ParsedRequest, Prompt
 from chitu.http.messages.call_objects import MessageDelta, joined
 from chitu.http.messages.message_parser import MessageParser
 from chitu.http.wire.events import EventNumbers
@@ -40,12 +39,6 @@ class Scanner(Protocol):
     def push(self, delta: str, /) -> tuple[str, bool]: ...
 
     def finish(self) -> str: ...
-
-
-class Delta(msgspec.Struct, frozen=True):
-    text: str | MessageDelta
-    """Plain text is content."""
-    token_ids: list[int]
 
 
 class ChoiceDecoder:
@@ -238,7 +231,7 @@ class Origin(NamedTuple):
     """What a request can be rebuilt from, if it may outlive the router."""
 
     request_id: str
-    route: BodyRoute
+    endpoint: Endpoint
     body: bytearray
     parsed: ParsedRequest
     created_s: int
@@ -262,16 +255,13 @@ class RunningAnswer(msgspec.Struct, eq=False):
     """Set once the answer has stopped; its result is the error that the client gets in the end."""
 
 
-def bare_names(name: str) -> set[str]:
-    """Return the request ids that `name` may mean, as the id of a request or of an answer."""
-    return {name, next((name.removeprefix(prefix) for prefix in ID_PREFIXES if name.startswith(prefix)), name)}
-
-
 class RunningAnswers:
     """The running answers by request id, which several may share. `cancel` ends a generation; idempotent."""
 
-    def __init__(self, cancel: Callable[[Generation], None]) -> None:
+    def __init__(self, cancel: Callable[[Generation], None], id_prefixes: Iterable[str] = ()) -> None:
+        """`id_prefixes`: how ids of answers begin."""
         self._cancel = cancel
+        self._id_prefixes = tuple(id_prefixes)
         self._answers: dict[str, list[RunningAnswer]] = {}
 
     def __len__(self) -> int:
@@ -280,9 +270,13 @@ class RunningAnswers:
     def all(self) -> list[RunningAnswer]:
         return [answer for known in self._answers.values() for answer in known]
 
+    def bare_names(self, name: str) -> set[str]:
+        """Return the request ids that `name` may mean, as the id of a request or of an answer."""
+        return {name, *[name.removeprefix(prefix) for prefix in self._id_prefixes]}
+
     def named(self, name: str) -> list[RunningAnswer]:
         """Return the answers with this id of a request or of an answer; the newest last."""
-        return [answer for each in bare_names(name) for answer in self._answers.get(each, ())]
+        return [answer for each in self.bare_names(name) for answer in self._answers.get(each, ())]
 
     def add(self, request_id: str, answer: RunningAnswer) -> None:
         self._answers.setdefault(request_id, []).append(answer)
@@ -328,22 +322,23 @@ def append_events(
     deltas = decoder.feed(tokens, reason)
     if not deltas:
         return False
-    with_ids, first = options.return_token_ids, len(events)
+    first = len(events)
     sizes = [len(delta.token_ids) for delta in deltas] if options.continuous_usage else []
     if not choice.is_open:
         choice.is_open = True
         events.append(form.opening(index, choice.prompt.num_tokens, generation.cached_tokens))
         if choice.prompt.echo:
-            echoed = None if logprobs is None else b"".join(logprobs.pieces(choice.of_prompt))
-            events.append(form.delta(index, choice.prompt.echo, [] if with_ids else None, echoed))
+            echoed = b"null" if logprobs is None else b"".join(logprobs.pieces(choice.of_prompt))
+            events.append(form.delta(index, Delta(choice.prompt.echo, [], echoed)))
+    if logprobs is not None:
+        for delta in deltas:
+            delta.logprobs = logprobs.of(len(delta.token_ids))
     ending = deltas.pop() if decoder.finish_reason is not None else None
     for delta in deltas:
-        numbers = None if logprobs is None else logprobs.of(len(delta.token_ids))
-        events.append(form.delta(index, delta.text, delta.token_ids if with_ids else None, numbers))
-    if ending is not None and decoder.finish_reason is not None:
-        ids = ending.token_ids if with_ids else None
-        numbers = b"null" if logprobs is None else logprobs.of(len(ending.token_ids))
-        events.append(form.last(index, ending.text, decoder.finish_reason, ids, numbers, decoder.stop_text))
+        events.append(form.delta(index, delta))
+    if ending is not None:
+        ending.reason, ending.stop_text = decoder.finish_reason or "", decoder.stop_text
+        events.append(form.last(index, ending))
     if sizes:
         # Opening events may precede the deltas.
         for at, size in enumerate([0] * (len(events) - first - len(sizes)) + sizes, first):

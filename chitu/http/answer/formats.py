@@ -1,19 +1,12 @@
-"""Bodies and server-sent events of the generation routes, as bytes. Pure.
-
-`CompletionFormat`, `ChatFormat` and `ResponsesFormat` are `AnswerFormat`s. A stream's constant parts are formatted
-once; an event is then a join of a few bytes objects and one JSON string. A message of `/v1/responses` is a list of
-items (reasoning, message, function calls), each opened, filled and closed by events of its own; its last event is the
-whole answer. `EventNumbers` let a client resume after any event.
-
-Answers of cold routes whose size grows with the cluster are written in pieces (`in_pieces`), between which the loop is
-free.
+"""What the format of an answer is, and what formats of several APIs share: an answer's head, its usage, a message as a
+list of items. Pure.
 """
 
 from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -26,9 +19,20 @@ from chitu.http.messages.call_objects import CallDelta, MessageDelta
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keep-alive\n"
 """A line that readers of server-sent events skip."""
-ID_PREFIXES = ("cmpl-", "chatcmpl-", "resp_", "msg_")
-"""Prefixes of a response id; the request id follows."""
-_json = msgspec.json.Encoder().encode
+to_json = msgspec.json.Encoder().encode
+
+
+class AnswerHead(NamedTuple):
+    """What an answer says of itself."""
+
+    request_id: str
+    created_s: int
+    model: str
+    id_prefix: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.id_prefix + self.request_id
 
 
 class UsageCount(msgspec.Struct, frozen=True):
@@ -43,6 +47,20 @@ class UsageCount(msgspec.Struct, frozen=True):
         cached, reasoning = CachedTokensReply(self.cached_tokens), ReasoningTokensReply(self.reasoning_tokens)
         total_tokens = self.prompt_tokens + self.completion_tokens
         return UsageReply(self.prompt_tokens, self.completion_tokens, total_tokens, cached, reasoning)
+
+
+class Delta(msgspec.Struct):
+    """Part of a choice's text, and the tokens that show it."""
+
+    text: str | MessageDelta
+    """Plain text is content."""
+    token_ids: list[int]
+    logprobs: bytes = b"null"
+    """JSON."""
+    reason: str = ""
+    """Why the choice ends with it; empty if it does not."""
+    stop_text: str = ""
+    """The stop string that ended the choice; empty if none did."""
 
 
 class FinishedChoice(msgspec.Struct, frozen=True):
@@ -67,8 +85,7 @@ class WholeFormat(Protocol):
 
 
 class AnswerFormat(WholeFormat, Protocol):
-    """Bodies of one response: `CompletionFormat`, `ChatFormat`, `ResponsesFormat` or `MessagesFormat`. `logprobs` are
-    JSON."""
+    """Bodies and events of one answer."""
 
     @property
     def done(self) -> bytes:
@@ -81,19 +98,9 @@ class AnswerFormat(WholeFormat, Protocol):
     def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
         """Return the first event of a choice. The last two arguments are tokens of its prompt."""
 
-    def delta(
-        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
-    ) -> bytes: ...
+    def delta(self, index: int, delta: Delta) -> bytes: ...
 
-    def last(
-        self,
-        index: int,
-        text: str | MessageDelta,
-        reason: str,
-        token_ids: list[int] | None,
-        logprobs: bytes = b"null",
-        stop_text: str = "",
-    ) -> bytes: ...
+    def last(self, index: int, delta: Delta) -> bytes: ...
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
         """Return the event that follows the last one of the choices. At least one argument is not None."""
@@ -106,7 +113,7 @@ class AnswerFormat(WholeFormat, Protocol):
 
 class ItemsFormat(abc.ABC):
     """A message as a list of items, each opened, filled and closed by events of its own, in the order in which the
-    model writes them: what `/v1/responses` and `/v1/messages` share."""
+    model writes them."""
 
     done = b""
     """Bytes after the last event: none."""
@@ -122,10 +129,8 @@ class ItemsFormat(abc.ABC):
         self._reason = ""
         """Why the text ended, once it has."""
 
-    def delta(
-        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
-    ) -> bytes:
-        return self._take(text)
+    def delta(self, index: int, delta: Delta) -> bytes:
+        return self._take(delta.text)
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         return event

@@ -1,5 +1,4 @@
-"""The hot routes: `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/messages` as plain ASGI on the
-router's loop.
+"""The hot routes, those of all APIs that generate or count, as plain ASGI on the router's loop.
 
 A request costs one task (of its connection), a token neither task, queue nor timer. The writer of a stream is woken
 once per loop turn and sends all events that are due at once, or in parts if these are large. Whatever ends the handler
@@ -11,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import cast
 
 from chitu.clock import Clock
 from chitu.config.schema import RouterConfig
@@ -26,22 +27,19 @@ from chitu.http.answer.choice import (
     append_events,
     read_tokens,
 )
-from chitu.http.answer.formats import COMMENT, AnswerFormat, FinishedChoice, UsageCount, WholeFormat
+from chitu.http.answer.dialect import Endpoint
+from chitu.http.answer.formats import COMMENT, AnswerFormat, AnswerHead, FinishedChoice, UsageCount, WholeFormat
 from chitu.http.answer.proof import ChoiceSums, ChoiceTokens, Proof, headers_of, proof_of, receipt_of
 from chitu.http.answer.spans import RequestSpan, request_span
-from chitu.http.answer.token_logprobs import PromptAnswer
+from chitu.http.answer.token_logprobs import LogprobTables, PromptAnswer
 from chitu.http.ask.decoder import warning_header
-from chitu.http.ask.parsed import ParsedRequest, Prompt, client_timeout_s
-from chitu.http.ask.reader import BodyReader, BodyRoute
-from chitu.http.ask.sampling import OutputOptions, with_seed
+from chitu.http.ask.parsed import OutputOptions, ParsedRequest, Prompt, client_timeout_s
+from chitu.http.ask.reader import BodyReader
+from chitu.http.ask.sampling import with_seed
 from chitu.http.ask.served_model import ServedModel
-from chitu.http.dialects.anthropic.answers import MessagesFormat
-from chitu.http.dialects.openai.answers import ChatFormat, CompletionFormat
-from chitu.http.dialects.pooled.answers import PooledFormat
-from chitu.http.dialects.responses.answers import ResponsesFormat
 from chitu.http.messages.call_objects import joined
 from chitu.http.wire.events import EventNumbers
-from chitu.http.wire.exchange import JSON, Exchange
+from chitu.http.wire.exchange import JSON, Exchange, HotRoute
 from chitu.net.http import ClientGone, Headers, Scope, header
 from chitu.pd_request_router import PDRequestRouter
 from chitu.protocol import MAX_PRIORITY, SamplingParams, prompt_lines, unpack_i32
@@ -111,10 +109,11 @@ class GenerationRoutes:
         tenant_salt: Callable[[Scope], str],
         require_priority: Callable[[Scope, int], None],
         trace: Callable[[Scope, float, Callable[[], RequestSpan]], None] | None = None,
+        endpoints: Mapping[str, Endpoint] = MappingProxyType({}),
     ) -> None:
         """`clock`: the router's. `tenant_salt`: prefix of a request's own `cache_salt`. `require_priority`: see
-        `Access`. `trace` gets every request that is over: its arrival, and a function that makes its spans if
-        needed."""
+        `Access`. `trace` gets every request that is over: its arrival, and a function that makes its spans if needed.
+        `endpoints`: all, by name."""
         self._model = model
         self._router = router
         self._bodies = bodies
@@ -124,7 +123,9 @@ class GenerationRoutes:
         self._require_priority = require_priority
         self._trace = trace
         self._starts = Starts()
-        self.running = RunningAnswers(router.cancel)
+        self.endpoints = endpoints
+        prefixes = [each.id_prefix for each in endpoints.values() if each.id_prefix]
+        self.running = RunningAnswers(router.cancel, prefixes)
         self.keeps = False
         """Whether requests may outlive the router."""
         self.draining = False
@@ -134,8 +135,23 @@ class GenerationRoutes:
         self._streams: dict[Exchange, tuple[ParsedRequest, RunningAnswer, AnswerFormat]] = {}
         """Streams that wait for events."""
 
+    @cached_property
+    def _logprobs(self) -> LogprobTables:
+        return LogprobTables(self._model.tokenizer)
+
+    def hot_routes(self, is_batch: bool = False) -> dict[str, HotRoute]:
+        """Return the routes by path: for clients all, and for batches those that generate. `is_batch`: see `answer`."""
+        routes = {}
+        for each in self.endpoints.values():
+            if each.answer is not None:
+                answer = partial(self.answer, endpoint=each, is_batch=is_batch)
+                routes[each.path] = HotRoute(answer, each.errors)
+            elif each.reply is not None and not is_batch:
+                routes[each.path] = HotRoute(partial(self.answer_tokens, endpoint=each), each.errors)
+        return routes
+
     async def answer(
-        self, exchange: Exchange, scope: Scope, request_id: str, route: BodyRoute, is_batch: bool = False
+        self, exchange: Exchange, scope: Scope, request_id: str, endpoint: Endpoint, is_batch: bool = False
     ) -> None:
         """Answer a request. `is_batch`: a line of a batch, which comes last unless its body has a priority, and which
         the next router sends again."""
@@ -150,7 +166,7 @@ class GenerationRoutes:
             self._router.require_admission()  # before the costly part: a rejection must be fast under any load
             timeout_s = client_timeout_s(scope)
             running.trace = self._router.trace.level(header(scope, b"x-chitu-trace"))
-            parsed = await self._bodies.parse(route, raw, exchange)
+            parsed = await self._bodies.parse(endpoint.name, raw, exchange)
             if parsed.priority < 0:
                 self._require_priority(scope, parsed.priority)
             self._require_open()  # again: a large body or a grammar takes time
@@ -159,7 +175,7 @@ class GenerationRoutes:
                 parsed.priority = parsed.priority or MAX_PRIORITY
                 exchange.release_body()
             elif self.keeps and not parsed.why_not_kept:  # its body counts as being read until it is over
-                running.origin = Origin(request_id, route, raw, parsed, created_s)
+                running.origin = Origin(request_id, endpoint, raw, parsed, created_s)
                 running.numbers = EventNumbers()
             else:
                 exchange.release_body()
@@ -173,12 +189,8 @@ class GenerationRoutes:
                 raise ClientGone
             exchange.call_when_gone(partial(self.running.end, running))
             await self._start(parsed, request_id, running, exchange)
-            if parsed.pooled is not None:
-                name = parsed.adapter or self._model.name
-                whole = PooledFormat(route, request_id, created_s, name, parsed.pooled)
-                await self._collect(exchange, parsed, running, whole)
-                return
-            await self.write_answer(exchange, parsed, running, self.format_of(route, parsed, request_id, created_s))
+            form = self.format_of(endpoint, parsed, request_id, created_s)
+            await self.write_answer(exchange, parsed, running, form)
         except ClientGone:
             failed = RequestCancelled
         except ChituError as error:
@@ -193,10 +205,10 @@ class GenerationRoutes:
                 make_span = partial(self._request_span, scope, request_id, running, failed)
                 self._trace(scope, running.arrived_s, make_span)
 
-    async def count_tokens(self, exchange: Exchange, scope: Scope, request_id: str) -> None:
-        """Answer `/v1/messages/count_tokens`."""
+    async def answer_tokens(self, exchange: Exchange, scope: Scope, request_id: str, endpoint: Endpoint) -> None:
+        """Answer a request whose answer is made of its body alone."""
         raw = await exchange.body(self._max_body_bytes)
-        body, warnings = await self._bodies.tokens("count_tokens", raw, exchange)
+        body, warnings = await self._bodies.tokens(endpoint.name, raw, exchange)
         if warnings:
             exchange.headers.append(warning_header(warnings))
         exchange.answer(200, body)
@@ -305,11 +317,11 @@ class GenerationRoutes:
     def _prompt_answer(self, prompt: Prompt, parsed: ParsedRequest) -> PromptAnswer | None:
         """Return what is to be filled with the logprobs of a prompt, or its pooled states; None if neither was
         requested."""
-        answer, options = PromptAnswer(is_pooled=parsed.pooled is not None), parsed.options
+        answer, options = PromptAnswer(is_pooled=parsed.is_pooled), parsed.options
         if options.echo and options.logprobs is not None:
-            answer.repeated = self._model.repeated_logprobs(options.skip_special_tokens, prompt.num_added)
+            answer.repeated = self._logprobs.of_repeated(options.skip_special_tokens, prompt.num_added)
         if options.prompt_logprobs is not None:
-            answer.field = self._model.prompt_logprobs(options.prompt_logprobs)
+            answer.field = self._logprobs.of_prompt(options.prompt_logprobs)
         return answer if answer.repeated is not None or answer.field is not None or answer.is_pooled else None
 
     def choice_of(
@@ -317,10 +329,10 @@ class GenerationRoutes:
     ) -> Choice:
         """Return a choice that is to be read from its first token on. `of_prompt` is that of all choices of the
         prompt."""
-        options, model, logprobs = parsed.options, self._model, None
+        options, logprobs = parsed.options, None
         if options.logprobs is not None or options.num_returned:
             offset = len(prompt.echo) if of_prompt is not None and of_prompt.repeated is not None else 0
-            logprobs = model.choice_logprobs(parsed.is_chat, options.skip_special_tokens, offset)
+            logprobs = self._logprobs.of_choice(parsed.is_chat, options.skip_special_tokens, offset)
         return Choice(generation, self.decoder_of(parsed, generation.request.sampling), prompt, logprobs, of_prompt)
 
     def decoder_of(self, parsed: ParsedRequest, sampling: SamplingParams) -> ChoiceDecoder:
@@ -372,22 +384,17 @@ class GenerationRoutes:
     # ------------------------------------------------------------------------------------------------------- answering
 
     def write_answer(
-        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: AnswerFormat
+        self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: WholeFormat
     ) -> Awaitable[None]:
         """Write the answer of choices that were sent. Raises errors that the client gets as an HTTP error."""
-        write = self._stream if parsed.options.stream else self._collect
-        return write(exchange, parsed, running, form)
+        if parsed.options.stream:
+            return self._stream(exchange, parsed, running, cast(AnswerFormat, form))
+        return self._collect(exchange, parsed, running, form)
 
-    def format_of(self, route: BodyRoute, parsed: ParsedRequest, request_id: str, created_s: int) -> AnswerFormat:
+    def format_of(self, endpoint: Endpoint, parsed: ParsedRequest, request_id: str, created_s: int) -> WholeFormat:
+        assert endpoint.answer is not None
         name = parsed.adapter or self._model.name
-        if route == "messages":
-            return MessagesFormat(request_id, name, parsed.fills_context)
-        if route == "responses":
-            return ResponsesFormat(
-                *(request_id, created_s, name, parsed.echo, parsed.custom_tools, parsed.encodes_reasoning)
-            )
-        make = ChatFormat if route == "chat" else CompletionFormat
-        return make(request_id, created_s, name, parsed.options.include_usage)
+        return endpoint.answer(AnswerHead(request_id, created_s, name, endpoint.id_prefix), parsed)
 
     async def _collect(
         self, exchange: Exchange, parsed: ParsedRequest, running: RunningAnswer, form: WholeFormat

@@ -32,7 +32,7 @@ from chitu import __version__
 from chitu.clock import Clock
 from chitu.config.schema import KeptRequestsConfig
 from chitu.errors import ChituError, InvalidRequest, NoInstance, RequestCancelled, RequestKept, UnknownRequest
-from chitu.http.answer.choice import Choice, ChoiceDecoder, RunningAnswer, Wakeup, bare_names
+from chitu.http.answer.choice import Choice, ChoiceDecoder, RunningAnswer, Wakeup
 from chitu.http.answer.generate import GenerationRoutes
 from chitu.http.ask.parsed import ParsedRequest
 from chitu.http.ask.reader import BodyReader
@@ -315,7 +315,7 @@ class KeptRequests:
             chitu=__version__,
             request_id=origin.request_id,
             tenant=answer.tenant,
-            route=cast(Any, origin.route),
+            route=origin.endpoint.name,
             body=bytes(origin.body).decode(),
             created_s=origin.created_s,
             expires_s=now_s + self._folder.config.max_age_s,
@@ -530,7 +530,7 @@ class KeptRequests:
         raise NoInstance("not all kept requests are read yet (instances start, or their folder has a fault): try again")
 
     def _known(self, name: str, tenant: str) -> TakenUp | None:
-        names = bare_names(name)
+        names = self._running.bare_names(name)
         known = [each for each in self._taken if each.record.request_id in names and each.record.tenant == tenant]
         return max(known, key=lambda each: each.record.created_s, default=None)
 
@@ -587,7 +587,7 @@ class KeptRoute:
             running.wakeup.set()
 
         exchange.call_when_gone(on_gone)
-        form = self._routes.format_of(record.route, parsed, record.request_id, record.created_s)
+        form = self._routes.format_of(self._routes.endpoints[record.route], parsed, record.request_id, record.created_s)
         has_all = False
         try:
             await self._routes.write_answer(exchange, parsed, running, form)

@@ -15,7 +15,7 @@ import msgspec
 
 from chitu.errors import Internal
 from chitu.protocol import unpack_logprobs
-from chitu.tokenizer import Detokenizer
+from chitu.tokenizer import Detokenizer, Tokenizer
 
 LOWEST = -9999.0
 """Logprob of an impossible token; JSON has no infinity."""
@@ -245,3 +245,30 @@ class PromptAnswer(msgspec.Struct, eq=False):
     pooled: bytes = b""
     is_written: bool = False
     """Whether they are written. Each choice brings them, and another attempt may bring them again."""
+
+
+class LogprobTables:
+    """Empty logprobs for new choices and prompts, over tables of tokens' texts that fill as tokens occur."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._completion_texts = completion_texts(tokenizer.token_bytes)
+        self._chat_texts = chat_texts(tokenizer.token_bytes)
+
+    def of_choice(self, is_chat: bool, skip_special_tokens: bool, offset: int = 0) -> ChoiceLogprobs:
+        """Return those of a choice, in the form of its route. `offset`: characters of the prompt that it repeats with
+        logprobs."""
+        if is_chat:
+            return ChatLogprobs(self._chat_texts)
+        return CompletionLogprobs(self._completion_texts, self._tokenizer.detokenizer(skip_special_tokens), offset)
+
+    def of_repeated(self, skip_special_tokens: bool, num_added: int | None) -> CompletionLogprobs:
+        """Return those of a prompt that choices repeat. `num_added`: tokens before its text that the tokenizer added;
+        None if the text was decoded from tokens."""
+        # A text that was given has the texts of special tokens.
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens and num_added is None)
+        return CompletionLogprobs(self._completion_texts, detokenizer, num_added=num_added or 0)
+
+    def of_prompt(self, count: int) -> PromptLogprobs:
+        """Return those of a prompt, with `count` candidates for each token."""
+        return PromptLogprobs(self._completion_texts, count)

@@ -66,12 +66,6 @@ SERVED: Effect = "served"
 REFUSED: Effect = "refused"
 NO_EFFECT: Effect = "without effect"
 _TEXT = {"type": "string"}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RESPONSES = "/v1/responses"
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
-ABORT = "/abort_request"
-FILES, BATCHES = "/v1/files", "/v1/batches"
-EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 
 
 def note(text: str) -> msgspec.Meta:

@@ -12,35 +12,14 @@ from __future__ import annotations
 import difflib
 import re
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import (
-    ABORT,
-    BATCHES,
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    EMBEDDINGS,
-    LARGE_BODY_BYTES,
-    REFUSED,
-    RERANK,
-    RESPONSES,
-    SCORE,
-    SERVED,
-    TOKENIZE,
-    ChatBody,
-    CompletionBody,
-)
-from chitu.http.ask.fields import BODIES, OTHER_NAMES, Field, fields_of, is_neutral
-from chitu.http.batch.bodies import BatchBody
-from chitu.http.dialects.anthropic.bodies import COUNT_TOKENS, MESSAGES, CountTokensBody, MessagesBody
-from chitu.http.dialects.openai.bodies import AbortBody, DetokenizeBody, TokenizeBody
-from chitu.http.dialects.pooled.bodies import EmbeddingsBody, RerankBody, ScoreBody
-from chitu.http.dialects.responses.bodies import ResponsesBody
-from chitu.http.fleet.bodies import DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
+from chitu.http.ask.bodies import LARGE_BODY_BYTES, REFUSED, SERVED
+from chitu.http.ask.fields import OTHER_NAMES, Field, Unserved, fields_of, is_neutral
 
 # --------------------------------------------------------------------------------------------------------------- fields
 
@@ -103,10 +82,11 @@ def _lenient(kind: Any) -> Any:
 class BodyDecoder(Generic[_BodyT]):
     """Decoder of the bodies of one route."""
 
-    def __init__(self, body: type[_BodyT], route: str) -> None:
-        self.type = body
+    def __init__(self, body: type[_BodyT], route: str, table: BodyTable) -> None:
+        """`table`: that of all bodies, in which an unknown field is looked for."""
         self._route = route
-        self._fields = fields_of(route)
+        self._table = table
+        self._fields = table.fields[route]
         known = [name for name in self._fields if "." not in name]
         self._refused = [name for name in known if self._fields[name].effect == REFUSED]
         self._sized = [name for name in body.__struct_fields__ if name not in CONTENT]
@@ -191,7 +171,9 @@ class BodyDecoder(Generic[_BodyT]):
         name = place.removeprefix(prefix)
         nearest = difflib.get_close_matches(name[:NAMED_CHARS].lower(), siblings, 1)
         elsewhere = [
-            route for route in BODIES if (other := fields_of(route).get(place)) is not None and other.effect == SERVED
+            route
+            for route, fields in self._table.fields.items()
+            if (other := fields.get(place)) is not None and other.effect == SERVED
         ]
         meant = [here for here in OTHER_NAMES.get(place, ()) if here.split(".")[0] in self._fields]
         if not meant and not elsewhere:
@@ -201,6 +183,21 @@ class BodyDecoder(Generic[_BodyT]):
         if warnings is None:
             raise InvalidRequest(text, path[:NAMED_CHARS])
         warnings.append(text)
+
+
+class BodyTable:
+    """Bodies that clients and operators send, by route: what becomes of their fields, and their decoders."""
+
+    def __init__(self, bodies: Mapping[str, type[msgspec.Struct]], unserved: Unserved) -> None:
+        self.bodies = bodies
+        self.fields = {route: fields_of(body, route, unserved) for route, body in bodies.items()}
+        """Fields of each route by name."""
+        self._decoders: dict[type[msgspec.Struct], BodyDecoder[Any]] = {
+            body: BodyDecoder(body, route, self) for route, body in bodies.items()
+        }
+
+    def decoder(self, body: type[_BodyT]) -> BodyDecoder[_BodyT]:
+        return self._decoders[body]
 
 
 def _unknown_in(error: msgspec.ValidationError) -> str | None:
@@ -274,23 +271,3 @@ def _place_of(text: str, at: int) -> str:
             key = part[1:-1]
     shown = [f"[{place}]" if isinstance(place, int) else f".{place[:NAMED_CHARS]}" for place in path if place != ""]
     return "".join(shown)
-
-
-completion_decoder = BodyDecoder(CompletionBody, COMPLETIONS)
-chat_decoder = BodyDecoder(ChatBody, CHAT)
-tokenize_decoder = BodyDecoder(TokenizeBody, TOKENIZE)
-abort_decoder = BodyDecoder(AbortBody, ABORT)
-responses_decoder = BodyDecoder(ResponsesBody, RESPONSES)
-messages_decoder = BodyDecoder(MessagesBody, MESSAGES)
-count_decoder = BodyDecoder(CountTokensBody, COUNT_TOKENS)
-detokenize_decoder = BodyDecoder(DetokenizeBody, DETOKENIZE)
-embeddings_decoder = BodyDecoder(EmbeddingsBody, EMBEDDINGS)
-score_decoder = BodyDecoder(ScoreBody, SCORE)
-rerank_decoder = BodyDecoder(RerankBody, RERANK)
-batch_decoder = BodyDecoder(BatchBody, BATCHES)
-drain_decoder = BodyDecoder(DrainBody, "/admin/drain")
-role_decoder = BodyDecoder(RoleBody, "/admin/role")
-weights_decoder = BodyDecoder(WeightsBody, "/admin/weights")
-pause_decoder = BodyDecoder(PauseBody, "/admin/pause")
-resume_decoder = BodyDecoder(ResumeBody, "/admin/resume")
-snapshot_decoder = BodyDecoder(SnapshotBody, "/admin/snapshot")

@@ -14,15 +14,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest
-from chitu.http.ask.bodies import MAX_PROMPTS, ChatBody, GenerationBody, Tool
+from chitu.http.ask.bodies import MAX_PROMPTS, ChatBody, CompletionBody, GenerationBody, Tool
 from chitu.http.ask.chat import ChosenTools, chat_messages, chosen_tools, reasoning_variables, template_variables
-from chitu.http.ask.decoder import chat_decoder, completion_decoder, count_decoder, messages_decoder, responses_decoder
-from chitu.http.ask.parsed import CallSchema, ParseContext, ParsedRequest, Prompt
+from chitu.http.ask.parsed import CallSchema, OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
 from chitu.http.ask.sampling import (
     DEFAULT_COMPLETION_TOKENS,
     AnswerSize,
-    OutputOptions,
     grammar_of,
     kept_tokens,
     output_options,
@@ -31,11 +29,6 @@ from chitu.http.ask.sampling import (
 )
 from chitu.http.ask.served_model import ModelLimits, ServedModel, output_limit
 from chitu.http.ask.translation import Translation
-from chitu.http.dialects.anthropic.bodies import CountTokensBody
-from chitu.http.dialects.anthropic.chat import chat_of_messages
-from chitu.http.dialects.responses.bodies import ENCRYPTED
-from chitu.http.dialects.responses.chat import chat_of_responses, custom_names, echo_of
-from chitu.http.dialects.responses.custom_tools import with_pattern
 from chitu.http.messages.call_formats import grammar_of_calls
 from chitu.protocol import Grammar, Reasoning, SamplingParams, pack_i32
 from chitu.router.costs import NO_SLO, SLO
@@ -51,17 +44,13 @@ class RenderedChat(NamedTuple):
 
 
 class BodyParser:
-    """Parser of bodies for one model. `takes_unknown`: an unknown field causes a warning instead of an error."""
+    """Parser of bodies for one model. `warnings` gets sentences about what has no effect."""
 
-    def __init__(self, model: ServedModel, takes_unknown: bool = False) -> None:
-        self._model = model
-        self._takes_unknown = takes_unknown
+    def __init__(self, model: ServedModel) -> None:
+        self.model = model
 
-    def completion(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
-        """Parse a body of `/v1/completions`."""
-        warnings: list[str] = []
-        body = completion_decoder.decode(raw, warnings if self._takes_unknown else None)
-        adapter = self._model.adapter_of(body.model)
+    def completion(self, body: CompletionBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
+        adapter = self.model.adapter_of(body.model)
         given = prompts_of(body.prompt, "prompt")
         parsed = self._parsed(
             body, given, body.add_special_tokens is not False, context, DEFAULT_COMPLETION_TOKENS, warnings
@@ -69,53 +58,13 @@ class BodyParser:
         parsed.adapter = adapter
         return parsed
 
-    def chat(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
-        """Parse a body of `/v1/chat/completions`."""
-        warnings: list[str] = []
-        body = chat_decoder.decode(raw, warnings if self._takes_unknown else None)
-        return self._chat(body, context, warnings)
-
-    def responses(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
-        """Parse a body of `/v1/responses`."""
-        warnings: list[str] = []
-        body = responses_decoder.decode(raw, warnings if self._takes_unknown else None)
-        translation = chat_of_responses(body, self._model.tokenizer.template_variables, warnings)
-        parsed = self._translated(translation, context, warnings)
-        parsed.echo = echo_of(body)
-        parsed.custom_tools = custom_names(body)
-        parsed.encodes_reasoning = ENCRYPTED in (body.include or ())
-        return parsed
-
-    def messages(self, raw: bytes | bytearray, context: ParseContext) -> ParsedRequest:
-        """Parse a body of `/v1/messages`."""
-        warnings: list[str] = []
-        body = messages_decoder.decode(raw, warnings if self._takes_unknown else None)
-        return self._translated(self._of_messages(body, warnings), context, warnings, caps=True)
-
-    def count_tokens(self, raw: bytes | bytearray, context: ParseContext) -> tuple[int, list[str]]:
-        """Return how many tokens the prompt of a body of `/v1/messages/count_tokens` has, and warnings."""
-        warnings: list[str] = []
-        body = count_decoder.decode(raw, warnings if self._takes_unknown else None)
-        translation = self._of_messages(body, warnings)
-        try:
-            rendered = self._rendered(translation.chat, warnings)
-        except InvalidRequest as error:
-            raise translation.names.renamed(error) from None
-        limits = context.facts.limits
-        ids = self._model.encode_counted(rendered.text, False, "messages", limits, context.require_client)
-        return len(ids), warnings
-
-    def _of_messages(self, body: CountTokensBody, warnings: list[str]) -> Translation:
-        reasons = self._model.message_format.reasoning is not None
-        return chat_of_messages(body, self._model.tokenizer.template_variables, reasons, warnings)
-
-    def _translated(
+    def translated(
         self, translation: Translation, context: ParseContext, warnings: list[str], caps: bool = False
     ) -> ParsedRequest:
-        """Parse a chat that was made of another body, whose answer always has its usage."""
+        """Parse a chat that was made of another body, whose answer always has its usage. `caps`: see `chat`."""
         names = translation.names
         try:
-            parsed = self._chat(translation.chat, context, warnings, caps, translation.patterns)
+            parsed = self.chat(translation.chat, context, warnings, caps, translation.enforced)
         except InvalidRequest as error:
             raise names.renamed(error) from None
         if parsed.grammar_param is not None:
@@ -130,33 +79,33 @@ class BodyParser:
         parsed.options.include_usage = True
         return parsed
 
-    def _rendered(self, body: ChatBody, warnings: list[str]) -> RenderedChat:
-        adapter = self._model.adapter_of(body.model)
+    def rendered(self, body: ChatBody, warnings: list[str]) -> RenderedChat:
+        adapter = self.model.adapter_of(body.model)
         variables = {
-            **reasoning_variables(body.reasoning_effort, self._model.tokenizer.template_variables),
+            **reasoning_variables(body.reasoning_effort, self.model.tokenizer.template_variables),
             **template_variables(body.chat_template_kwargs),
         }
         tools = chosen_tools(body)
-        text = self._model.render(chat_messages(body.messages), variables, warnings, tools.offered)
+        text = self.model.render(chat_messages(body.messages), variables, warnings, tools.offered)
         return RenderedChat(text, variables, tools, adapter)
 
-    def _chat(
+    def chat(
         self,
         body: ChatBody,
         context: ParseContext,
         warnings: list[str],
         caps: bool = False,
-        patterns: Mapping[str, str] = MappingProxyType({}),
+        enforced: Mapping[str, dict[str, Any]] = MappingProxyType({}),
     ) -> ParsedRequest:
-        """`caps`: more tokens than the rest of the context are no error, but cut to it. `patterns`: see
+        """`caps`: more tokens than the rest of the context are no error, but cut to it. `enforced`: see
         `Translation`."""
-        text, variables, tools, adapter = self._rendered(body, warnings)
-        plan, calls, schemas = self._model.message_plan(body, text, tools.offered), None, []
+        text, variables, tools, adapter = self.rendered(body, warnings)
+        plan, calls, schemas = self.model.message_plan(body, text, tools.offered), None, []
         if tools.enforced and plan is not None and plan.calls is not None:
             schemas = _call_schemas(body.tools or (), tools)
-            enforced = [_as_enforced(tool, patterns) for tool in tools.enforced]
+            followed = [_as_enforced(tool, enforced) for tool in tools.enforced]
             params = [schema.param for schema in schemas]
-            calls = grammar_of_calls(plan.calls, enforced, params, plan.is_parallel, tools.is_required)
+            calls = grammar_of_calls(plan.calls, followed, params, plan.is_parallel, tools.is_required)
             plan = plan._replace(is_enforced=True)
         reasoning = plan.reasoning_ahead(text) if plan is not None else None
         if variables.get("enable_thinking") is False:
@@ -199,7 +148,7 @@ class BodyParser:
             raise InvalidRequest(f"max_tokens: must be at least 1, not {wanted}", "max_tokens")
         limits = context.require_limits()
         if options.stops:
-            found = self._model.tokenizer.special_tokens_in(options.stops)
+            found = self.model.tokenizer.special_tokens_in(options.stops)
             options.special_stops = {text: token for text, token in found.items() if token < limits.vocab_size}
         num_choices = len(given) * options.n
         if num_choices > MAX_PROMPTS:
@@ -215,7 +164,7 @@ class BodyParser:
             if reasoning is not None and grammar.kind == "tool_calls":
                 reasoning = msgspec.structs.replace(reasoning, head="")  # calls and text have their own
             grammar = msgspec.structs.replace(grammar, reasoning=reasoning)
-        bad_words = self._model.bad_words(body.bad_words, limits) if body.bad_words else ()
+        bad_words = self.model.bad_words(body.bad_words, limits) if body.bad_words else ()
         prompts: list[Prompt] = []
         samplings = []
         shared: SamplingParams | None = None
@@ -232,12 +181,12 @@ class BodyParser:
                 max_tokens = output_limit(len(ids), wanted, default_tokens, limits.max_model_len)
             if wanted is None:
                 max_tokens = min(max_tokens, size.most_tokens(len(ids)))
-            self._model.require_known(ids, limits, param, isinstance(entry, str))
+            self.model.require_known(ids, limits, param, isinstance(entry, str))
             if shared is None or shared.max_tokens != max_tokens:
                 shared = sampling_params(
-                    body, options, max_tokens, limits.vocab_size, self._model.tokenizer_eos, bad_words, grammar
+                    body, options, max_tokens, limits.vocab_size, self.model.tokenizer_eos, bad_words, grammar
                 )
-                require_a_token(shared, self._model.eos_ids)
+                require_a_token(shared, self.model.eos_ids)
             prompt = self._prompt(ids, text, add_special_tokens, options)
             size.add(len(ids), max_tokens, prompt.echo)
             prompts.append(prompt)
@@ -262,26 +211,26 @@ class BodyParser:
         if not isinstance(given, str):
             text, ids = None, given
         elif most is None:
-            text, ids = given, self._model.encode(given, add_special_tokens, limits)
+            text, ids = given, self.model.encode(given, add_special_tokens, limits)
         else:
-            text, ids = given, self._model.encode_to_cut(given, add_special_tokens, limits)
+            text, ids = given, self.model.encode_to_cut(given, add_special_tokens, limits)
         if most is not None and len(ids) > most:
-            return self._model.last_tokens(ids, most, text is not None and add_special_tokens), None
+            return self.model.last_tokens(ids, most, text is not None and add_special_tokens), None
         return ids, text
 
     def _prompt(self, ids: list[int], text: str | None, add_special_tokens: bool, options: OutputOptions) -> Prompt:
         prompt = Prompt(pack_i32(ids), len(ids), "")
         if options.echo and text is not None:
             prompt.echo = text
-            prompt.num_added = self._model.num_added_tokens(ids) if add_special_tokens else 0
+            prompt.num_added = self.model.num_added_tokens(ids) if add_special_tokens else 0
         elif options.echo:
-            prompt.echo = self._model.tokenizer.decode(ids, options.skip_special_tokens)
+            prompt.echo = self.model.tokenizer.decode(ids, options.skip_special_tokens)
         return prompt
 
 
-def _as_enforced(tool: dict[str, Any], patterns: Mapping[str, str]) -> dict[str, Any]:
-    pattern = patterns.get(tool["function"]["name"])
-    return tool if pattern is None else with_pattern(tool, pattern)
+def _as_enforced(tool: dict[str, Any], enforced: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    parameters = enforced.get(tool["function"]["name"])
+    return tool if parameters is None else {**tool, "function": {**tool["function"], "parameters": parameters}}
 
 
 def _call_schemas(given: Sequence[Tool], tools: ChosenTools) -> list[CallSchema]:

@@ -11,15 +11,51 @@ from typing import Any, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest, NoInstance
-from chitu.http.ask.sampling import OutputOptions
 from chitu.http.ask.served_model import ModelLimits
-from chitu.http.dialects.pooled.answers import PooledAnswer
 from chitu.http.messages.message_parser import MessagePlan
 from chitu.net.http import Scope, header
 from chitu.protocol import SamplingParams
 from chitu.router.costs import NO_SLO, SLO
 
 _PLACE = re.compile(r"(\d+)(.*)", re.DOTALL)
+
+
+class OutputOptions(msgspec.Struct):
+    """Options for what the HTTP layer does with the tokens."""
+
+    n: int
+    """Choices generated for each prompt."""
+    stream: bool
+    include_usage: bool
+    stops: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    return_token_ids: bool
+    return_proof: bool = False
+    """The answer contains a proof of how it was served."""
+    logprobs: int | None = None
+    """Number of most likely tokens returned with each token; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """Number of most likely tokens for each prompt token. By the field of that name; `echo` does not count here."""
+    echo: bool = False
+    num_returned: int = 0
+    """Number of the `n` choices that the client gets: those with the highest logprob per token. 0: all."""
+    continuous_usage: bool = False
+    """Every event has the usage of its choice so far."""
+    return_receipt: bool = False
+    """The proof contains the receipt of the only choice."""
+    special_stops: dict[str, int] = {}
+    """Special tokens whose texts occur in `stops`: ids by text."""
+
+    @property
+    def stops_by_id(self) -> dict[int, str]:
+        """The stops that are the text of a special token, by its id."""
+        return {self.special_stops[stop]: stop for stop in self.stops if stop in self.special_stops}
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """Ids of the stops that are the text of a special token: D stops there."""
+        return list(self.stops_by_id)
 
 
 class Prompt(msgspec.Struct):
@@ -59,22 +95,21 @@ class ParsedRequest(msgspec.Struct):
     plan: MessagePlan | None = None
     """How the text of a chat's choices is parsed; None: all of it is content."""
     is_chat: bool = True
-    echo: dict[str, Any] = {}
-    """Request fields that an answer of `/v1/responses` repeats."""
+    for_answer: Any = None
+    """What the format of its answer needs to know of the body; of its API's own type."""
     warnings: list[str] = []
     """Warnings for the client about fields that had no effect."""
     grammar_param: str | None = None
     """Name of the field that the samplings' grammar comes from."""
     call_schemas: tuple[CallSchema, ...] = ()
     """Schemas in a grammar of calls."""
-    custom_tools: frozenset[str] = frozenset()
-    """Names of the tools that take text (`dialects/responses/custom_tools.py`)."""
-    encodes_reasoning: bool = False
-    """The answer has its reasoning encoded, too (`ENCRYPTED`)."""
-    pooled: PooledAnswer | None = None
-    """How the answer is made of the prompts' pooled states; None: the answer is generated."""
     fills_context: bool = False
     """The tokens of the answer are those that the context has room for, fewer than asked for."""
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether the answer is made of the prompts' pooled states, and nothing is generated."""
+        return bool(self.samplings[0].pooling)
 
     def refusal(self, error: InvalidRequest) -> InvalidRequest:
         """Return the error of compiling the grammar with the field that is at fault. Its `param` is that of
@@ -98,7 +133,7 @@ class ParsedRequest(msgspec.Struct):
             "tools": self.plan is not None and bool(self.plan.names),
             "return_proof": options.return_proof,
             "prompt_logprobs": options.prompt_logprobs is not None,
-            "a route without generation": self.pooled is not None,
+            "a route without generation": self.is_pooled,
             "echo with logprobs": options.echo and options.logprobs is not None,
         }
         return next((name for name, is_asked in fields.items() if is_asked), "")

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from chitu.errors import Capacity, InvalidRequest, NoInstance
 from chitu.grammars import GrammarCompiler
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
-from chitu.http.ask.decoder import BodyDecoder, embeddings_decoder, rerank_decoder, score_decoder
+from chitu.http.ask.decoder import BodyDecoder
 from chitu.http.ask.parse import BodyParser
 from chitu.http.ask.parsed import ClusterFacts, ParseContext, ParsedRequest, TokensAnswer
 from chitu.http.ask.served_model import ServedModel
-from chitu.http.dialects.openai.tokens import BodyT, TokenCounts
-from chitu.http.dialects.pooled.prompts import parse_embeddings, parse_rerank, parse_score
 from chitu.http.wire.exchange import Exchange
 from chitu.net.http import ClientGone, Scope
 from chitu.pd_request_router import PDRequestRouter
@@ -40,22 +37,19 @@ GRAMMAR_S = 3.0
 MAX_VERDICTS = 64
 """Verdicts on grammars that are kept for later requests with the same grammar."""
 T = TypeVar("T")
-BodyRoute = Literal[
-    "completion",
-    "chat",
-    "responses",
-    "messages",
-    "embeddings",
-    "score",
-    "rerank",
-    "count_tokens",
-    "tokenize",
-    "detokenize",
-]
+Read = Callable[[BodyParser, Any, ParseContext, list[str]], ParsedRequest | TokensAnswer]
+"""What an endpoint does with a decoded body. The last argument gets warnings for the client."""
+
+
+class Reader(NamedTuple):
+    """How a body of one endpoint is read."""
+
+    decoder: BodyDecoder[Any]
+    read: Read
 
 
 class ReadBody(msgspec.Struct, frozen=True):
-    route: BodyRoute
+    route: str
     facts: ClusterFacts
     limit_s: float = BODY_S
 
@@ -72,23 +66,12 @@ BodyTask = ReadBody | JudgeGrammar
 class BodyWork:
     """Work on bodies and grammars."""
 
-    def __init__(self, model: ServedModel, takes_unknown: bool) -> None:
+    def __init__(self, model: ServedModel, takes_unknown: bool, readers: Mapping[str, Reader]) -> None:
+        """`takes_unknown`: an unknown field causes a warning instead of an error. `readers`: by the endpoint's name."""
         self._model = model
-        parser = BodyParser(model, takes_unknown)
-        counts = TokenCounts(model, parser, takes_unknown)
-        pooled = partial(_parse_pooled, model, takes_unknown)
-        self._readers: dict[BodyRoute, Callable[[bytes | bytearray, ParseContext], ParsedRequest | TokensAnswer]] = {
-            "completion": parser.completion,
-            "chat": parser.chat,
-            "responses": parser.responses,
-            "messages": parser.messages,
-            "embeddings": partial(pooled, embeddings_decoder, parse_embeddings),
-            "score": partial(pooled, score_decoder, parse_score),
-            "rerank": partial(pooled, rerank_decoder, parse_rerank),
-            "count_tokens": counts.messages,
-            "tokenize": counts.tokenize,
-            "detokenize": counts.detokenize,
-        }
+        self._parser = BodyParser(model)
+        self._takes_unknown = takes_unknown
+        self._readers = readers
         self._compiler: tuple[int, GrammarCompiler] | None = None
 
     def read(
@@ -96,7 +79,9 @@ class BodyWork:
     ) -> ParsedRequest | TokensAnswer:
         """Parse a body into what its route needs. Calls `require_client` between prompts, which raises if the client no
         longer waits for them. All other errors are for the client."""
-        return self._readers[task.route](raw, ParseContext(task.facts, require_client))
+        reader, warnings = self._readers[task.route], list[str]()
+        body = reader.decoder.decode(raw, warnings if self._takes_unknown else None)
+        return reader.read(self._parser, body, ParseContext(task.facts, require_client), warnings)
 
     def judge(
         self, task: JudgeGrammar, limited: Callable[[float], AbstractContextManager[object]] = nullcontext
@@ -113,20 +98,6 @@ class BodyWork:
         except BaseException as error:
             # Whatever the library raises, even a panic, fails only this request.
             raise InvalidRequest(f"{task.grammar.kind}: it cannot be compiled ({type(error).__name__})") from None
-
-
-def _parse_pooled(
-    model: ServedModel,
-    takes_unknown: bool,
-    decoder: BodyDecoder[BodyT],
-    parse: Callable[[ServedModel, BodyT, ParseContext], ParsedRequest],
-    raw: bytes | bytearray,
-    context: ParseContext,
-) -> ParsedRequest:
-    warnings: list[str] = []
-    parsed = parse(model, decoder.decode(raw, warnings if takes_unknown else None), context)
-    parsed.warnings = warnings
-    return parsed
 
 
 def too_costly(task: BodyTask) -> InvalidRequest:
@@ -151,11 +122,13 @@ class BodyReader:
         executor: BodyExecutor,
         takes_unknown: bool,
         client_of: Callable[[Scope], bytes],
+        readers: Mapping[str, Reader],
     ) -> None:
-        """`client_of`: the client in whose turn the executor works for a request."""
+        """`client_of`: the client in whose turn the executor works for a request. `readers`: see `BodyWork`."""
         self._model = model
         self._router = router
-        self._work = BodyWork(model, takes_unknown)
+        self._readers = readers
+        self._work = BodyWork(model, takes_unknown, readers)
         self._executor = executor
         self._known: tuple[Candidates, ClusterFacts] | None = None
         self._verdicts: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
@@ -163,7 +136,7 @@ class BodyReader:
         self._judging: dict[tuple[bytes, Grammar], asyncio.Future[InvalidRequest | None]] = {}
         """Grammars that wait for a verdict, by client: no client waits for the turn of another."""
 
-    async def parse(self, route: BodyRoute, raw: bytearray, exchange: Exchange) -> ParsedRequest:
+    async def parse(self, route: str, raw: bytearray, exchange: Exchange) -> ParsedRequest:
         """Return the request of a generation route. Errors are for the client, and raised before it is sent on."""
         facts = self._facts()
         try:
@@ -178,15 +151,18 @@ class BodyReader:
             raise self._router.rejected(error) from None
         return parsed
 
-    async def parse_again(self, route: BodyRoute, raw: bytearray) -> ParsedRequest:
-        """Return the parsed request of a body that an earlier router accepted, including its grammar."""
+    async def parse_again(self, route: str, raw: bytearray) -> ParsedRequest:
+        """Return the parsed request of a body that an earlier router accepted, including its grammar. InvalidRequest if
+        this one has no such endpoint."""
+        if route not in self._readers:
+            raise InvalidRequest(f"there is no endpoint {route!r}")
         task = ReadBody(route, self._facts())
         found: Any = self._work.read(task, raw, lambda: None) if _is_small(raw) else await self._executor.do(task, raw)
         parsed: ParsedRequest = found
         return parsed
 
-    async def tokens(self, route: BodyRoute, raw: bytes | bytearray, exchange: Exchange) -> TokensAnswer:
-        """Return the answer of `/tokenize`, `/detokenize` or `/v1/messages/count_tokens`."""
+    async def tokens(self, route: str, raw: bytes | bytearray, exchange: Exchange) -> TokensAnswer:
+        """Return the answer of a route that counts or returns tokens."""
         answer: TokensAnswer = await self._read(ReadBody(route, self._facts()), raw, exchange)
         return answer
 

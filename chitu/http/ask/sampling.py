@@ -17,6 +17,7 @@ import msgspec
 from chitu.errors import InvalidRequest
 from chitu.http.ask.bodies import ChatBody, CompletionBody, GenerationBody, ResponseFormat, StructuredOutputs
 from chitu.http.ask.decoder import cut_character
+from chitu.http.ask.parsed import OutputOptions
 from chitu.protocol import MAX_GRAMMAR_CHARS, MAX_LOGPROBS, Grammar, GrammarKind, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -33,44 +34,6 @@ TEXT_BYTES = 4
 ID_BYTES = 8
 """A generated token in `token_ids`."""
 _NOT_GUIDED = (msgspec.UNSET, None, None, None)
-
-
-class OutputOptions(msgspec.Struct):
-    """Options for what the HTTP layer does with the tokens."""
-
-    n: int
-    """Choices generated for each prompt."""
-    stream: bool
-    include_usage: bool
-    stops: tuple[str, ...]
-    include_stop: bool
-    skip_special_tokens: bool
-    return_token_ids: bool
-    return_proof: bool = False
-    """The answer contains a proof of how it was served."""
-    logprobs: int | None = None
-    """Number of most likely tokens returned with each token; None: no logprobs."""
-    prompt_logprobs: int | None = None
-    """Number of most likely tokens for each prompt token. By the field of that name; `echo` does not count here."""
-    echo: bool = False
-    num_returned: int = 0
-    """Number of the `n` choices that the client gets: those with the highest logprob per token. 0: all."""
-    continuous_usage: bool = False
-    """Every event has the usage of its choice so far."""
-    return_receipt: bool = False
-    """The proof contains the receipt of the only choice."""
-    special_stops: dict[str, int] = {}
-    """Special tokens whose texts occur in `stops`: ids by text."""
-
-    @property
-    def stops_by_id(self) -> dict[int, str]:
-        """The stops that are the text of a special token, by its id."""
-        return {self.special_stops[stop]: stop for stop in self.stops if stop in self.special_stops}
-
-    @property
-    def stop_ids(self) -> list[int]:
-        """Ids of the stops that are the text of a special token: D stops there."""
-        return list(self.stops_by_id)
 
 
 def _token_ids(values: list[int], vocab_size: int, name: str) -> tuple[int, ...]:

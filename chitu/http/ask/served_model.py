@@ -12,14 +12,6 @@ from typing import Any
 
 from chitu.config.schema import ModelConfig
 from chitu.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
-from chitu.http.answer.token_logprobs import (
-    ChatLogprobs,
-    ChoiceLogprobs,
-    CompletionLogprobs,
-    PromptLogprobs,
-    chat_texts,
-    completion_texts,
-)
 from chitu.http.ask.bodies import MAX_TOKENS, ChatBody
 from chitu.http.messages.harmony import HarmonyParser
 from chitu.http.messages.message_parser import MessageFormat, MessagePlan, takes_several_calls
@@ -54,9 +46,6 @@ class ServedModel:
         """Tokens that end a text unless `ignore_eos`: eos of tokenizer, generation_config.json and config.json."""
         self.tokenizer_eos = tuple(token for token in known if token not in spec.eos_token_ids)
         """Eos ids that only the tokenizer has. D cannot find them by itself, as it reads no tokenizer."""
-        self._completion_texts = completion_texts(tokenizer.token_bytes)
-        self._chat_texts = chat_texts(tokenizer.token_bytes)
-        """Tables for logprobs; they fill as tokens occur."""
         self._spec_vocab_size = spec.vocab_size
         self.hidden_size = spec.hidden_size
         self.pooling = read_pooling(Path(config.path))
@@ -85,20 +74,6 @@ class ServedModel:
             raise ModelNotFound(f"the model {name[:NAMED_CHARS]!r} does not exist; this server has {known}")
         return name
 
-    def choice_logprobs(self, is_chat: bool, skip_special_tokens: bool, offset: int = 0) -> ChoiceLogprobs:
-        """Return empty logprobs for a new choice, in the form of its route. `offset`: characters of the prompt that it
-        repeats with logprobs."""
-        if is_chat:
-            return ChatLogprobs(self._chat_texts)
-        return CompletionLogprobs(self._completion_texts, self.tokenizer.detokenizer(skip_special_tokens), offset)
-
-    def repeated_logprobs(self, skip_special_tokens: bool, num_added: int | None) -> CompletionLogprobs:
-        """Return empty logprobs for a prompt that choices repeat. `num_added`: tokens before its text that the
-        tokenizer added; None if the text was decoded from tokens."""
-        # A text that was given has the texts of special tokens.
-        detokenizer = self.tokenizer.detokenizer(skip_special_tokens and num_added is None)
-        return CompletionLogprobs(self._completion_texts, detokenizer, num_added=num_added or 0)
-
     def stop_ids_of(self, sampling: SamplingParams) -> frozenset[int]:
         """Return eos and the request's stop ids."""
         return self.eos_ids.union(sampling.stop_token_ids) if sampling.stop_token_ids else self.eos_ids
@@ -106,10 +81,6 @@ class ServedModel:
     def ends_of(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the ids of `stop_ids_of` that end the request's text: without eos if it ignores eos."""
         return frozenset(sampling.stop_token_ids) if sampling.ignore_eos else self.stop_ids_of(sampling)
-
-    def prompt_logprobs(self, count: int) -> PromptLogprobs:
-        """Return empty prompt logprobs, with `count` candidates for each token."""
-        return PromptLogprobs(self._completion_texts, count)
 
     def limits(self, candidates: Candidates) -> ModelLimits | None:
         """Return the limits of a request; None while no instance can serve. Computed once per view."""

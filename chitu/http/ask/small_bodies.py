@@ -1,4 +1,4 @@
-"""The bodies of cold routes, which are small. Loop thread."""
+"""The bodies of cold routes, which are small. Their application has the table of all bodies. Loop thread."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from fastapi import Request
 
 from chitu.errors import PayloadTooLarge
 from chitu.http.ask.bodies import LARGE_BODY_BYTES
-from chitu.http.ask.decoder import BodyDecoder, warning_header
+from chitu.http.ask.decoder import BodyTable, warning_header
 from chitu.http.wire.exchange import EXCHANGE
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
-async def read_body(request: Request, decoder: BodyDecoder[StructT], takes_unknown: bool = False) -> StructT:
+async def read_body(request: Request, kind: type[StructT], takes_unknown: bool = False) -> StructT:
     """Return a small body. Unknown fields of it are errors, or warnings if `takes_unknown`."""
+    table: BodyTable = request.app.state.bodies
     raw = await request.body()
     if len(raw) > LARGE_BODY_BYTES:
         raise PayloadTooLarge(f"a body of {len(raw)} bytes; at most {LARGE_BODY_BYTES} are accepted here")
     warnings: list[str] = []
-    body = decoder.decode(raw, warnings if takes_unknown else None)
+    body = table.decoder(kind).decode(raw, warnings if takes_unknown else None)
     if warnings:
         request.scope[EXCHANGE].headers.append(warning_header(warnings))
     return body

@@ -1,4 +1,4 @@
-"""What bodies of other APIs (`/v1/responses`, `/v1/messages`) share on their way to a chat. Pure; part of `BodyWork`.
+"""What bodies of other APIs than the chats' share on their way to a chat. Pure; part of `BodyWork`.
 
 There is one generation loop, that of chats. A translation makes a chat's body of another body, and gives errors of the
 chat the names of its own fields. What only the other API's own servers can run is left out of the prompt with a
@@ -8,17 +8,15 @@ warning: agents send such tools by default, and can do without them.
 from __future__ import annotations
 
 import re
-from base64 import b64decode, b64encode
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
 from chitu.http.ask.bodies import EFFORTS, ChatBody, ChatMessage
 
 _TOOL = re.compile(r"tools\[(\d+)\]\.function")
 _EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking")
-_ENCODED = "chitu1."
 
 
 class FieldNames(NamedTuple):
@@ -63,8 +61,8 @@ class FieldNames(NamedTuple):
 class Translation(NamedTuple):
     chat: ChatBody
     names: FieldNames
-    patterns: Mapping[str, str] = MappingProxyType({})
-    """Patterns of the arguments of custom tools that have a regular expression, by name."""
+    enforced: Mapping[str, dict[str, Any]] = MappingProxyType({})
+    """Parameters that calls of a tool follow in place of those that the prompt shows, by name."""
 
 
 def text_of_parts(parts: Sequence[tuple[str, str | None]], types: Sequence[str], where: str) -> str:
@@ -107,19 +105,3 @@ def add_text(turns: list[ChatMessage], role: str, text: str) -> None:
     the parts of a message. Chat templates take one system message, and many refuse two turns of one role."""
     turn = turn_of(turns, role)
     turn.content = text if not turn.content else f"{turn.content}\n{text}"
-
-
-def encoded_reasoning(text: str) -> str:
-    """Return reasoning as text that clients keep and send back without looking at it. It is not encrypted: the client
-    gets the same text in plain words."""
-    return _ENCODED + b64encode(text.encode()).decode()
-
-
-def decoded_reasoning(text: str) -> str:
-    """Return the reasoning in such a text; empty if it is of another server."""
-    if not text.startswith(_ENCODED):
-        return ""
-    try:
-        return b64decode(text.removeprefix(_ENCODED), validate=True).decode()
-    except ValueError:
-        return ""

@@ -32,13 +32,13 @@ from chitu.http.batch.lines import (
     LineError,
     LineLimits,
     OpenLines,
-    Reply,
     Runner,
     answer_rest,
     check_lines,
 )
 from chitu.http.batch.store import BatchRecord, FileStore, as_full
-from chitu.http.wire.inner import InnerRoute, ask
+from chitu.http.wire.exchange import HotRoute
+from chitu.http.wire.inner import Reply, ask
 from chitu.net.fair_share import Turns
 from chitu.net.http import Headers
 
@@ -75,7 +75,7 @@ class Batches:
     def __init__(
         self,
         store: FileStore,
-        routes: Mapping[str, InnerRoute],
+        routes: Mapping[str, HotRoute],
         credential_of: Callable[[str, str], bytes | None],
         max_line_bytes: int,
         may_run: Callable[[], bool],

@@ -9,6 +9,8 @@ import msgspec
 from chitu.http.ask.bodies import documented, note
 from chitu.http.batch.lines import LineError
 
+FILES, BATCHES = "/v1/files", "/v1/batches"
+
 
 class ExpiresAfter(msgspec.Struct, forbid_unknown_fields=True):
     anchor: Annotated[str, documented(enum=["created_at", "output_file_created_at"])]

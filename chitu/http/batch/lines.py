@@ -25,6 +25,7 @@ from typing import BinaryIO, Literal, NamedTuple
 import msgspec
 
 from chitu.errors import InvalidRequest
+from chitu.http.wire.inner import Reply
 
 MAX_ID_CHARS = 512
 MAX_ERRORS = 100
@@ -157,17 +158,6 @@ def check_lines(path: Path, limits: LineLimits) -> CheckedLines:
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
-
-
-class Reply(NamedTuple):
-    """What a server answered to a line."""
-
-    status: int
-    body: bytes
-    request_id: str = ""
-    retry_after_s: float | None = None
-    may_retry: bool = True
-    """False if the server says that another attempt does not help."""
 
 
 class Unreachable(Exception):

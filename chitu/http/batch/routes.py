@@ -19,11 +19,12 @@ from fastapi.responses import FileResponse, Response
 from starlette.background import BackgroundTask
 
 from chitu.errors import InUse, InvalidRequest, PayloadTooLarge, UnknownFile, UnsupportedEncoding
-from chitu.http.ask.bodies import BATCHES, FILES
-from chitu.http.ask.decoder import batch_decoder
 from chitu.http.ask.small_bodies import read_body
 from chitu.http.batch.batches import Batches
 from chitu.http.batch.bodies import (
+    BATCHES,
+    FILES,
+    BatchBody,
     BatchErrorsReply,
     BatchesReply,
     BatchReply,
@@ -124,7 +125,7 @@ def file_routes(batches: Batches | None, access: Access, takes_unknown: bool) ->
 
     async def create_batch(request: Request) -> Response:
         """Have the lines of an uploaded file answered when there is room, before `completion_window` ends."""
-        store, body = served().store, await read_body(request, batch_decoder, takes_unknown)
+        store, body = served().store, await read_body(request, BatchBody, takes_unknown)
         if body.endpoint not in served().endpoints:
             known = ", ".join(served().endpoints)
             raise InvalidRequest(f"endpoint: {body.endpoint[:80]!r} is none of {known}", "endpoint")

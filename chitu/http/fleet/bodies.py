@@ -44,3 +44,14 @@ class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class SnapshotBody(msgspec.Struct, forbid_unknown_fields=True):
     request_id: Annotated[str, note("the X-Request-Id, or the `id` of the answer")]
+
+
+OPERATOR_BODIES: dict[str, type[msgspec.Struct]] = {
+    "/admin/drain": DrainBody,
+    "/admin/role": RoleBody,
+    "/admin/weights": WeightsBody,
+    "/admin/pause": PauseBody,
+    "/admin/resume": ResumeBody,
+    "/admin/snapshot": SnapshotBody,
+}
+"""By route."""

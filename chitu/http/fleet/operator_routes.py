@@ -11,15 +11,8 @@ from chitu.config.topology import with_router_ports
 from chitu.errors import InvalidRequest
 from chitu.http.answer.choice import RunningAnswers
 from chitu.http.answer.kept_requests import KeptRequests
-from chitu.http.ask.decoder import (
-    drain_decoder,
-    pause_decoder,
-    resume_decoder,
-    role_decoder,
-    snapshot_decoder,
-    weights_decoder,
-)
 from chitu.http.ask.small_bodies import read_body
+from chitu.http.fleet.bodies import DrainBody, PauseBody, ResumeBody, RoleBody, SnapshotBody, WeightsBody
 from chitu.http.fleet.replies import DrainReply, RoleReply, StatusReply
 from chitu.http.fleet.snapshot import ClusterSource, WeightsState
 from chitu.http.wire.access import Access
@@ -43,7 +36,7 @@ def operator_routes(
     async def drain(request: Request) -> Response:
         """Send an instance no new requests. It finishes its requests, leaves the cluster and ends its process with 0.
         Idempotent; `GET /cluster` shows it as `draining`, then as `down`."""
-        body = await read_body(request, drain_decoder)
+        body = await read_body(request, DrainBody)
         draining = await cluster.drain(body.instance, body.force is True)
         return json_response(DrainReply(draining.name, str(draining.incarnation), "draining"))
 
@@ -51,7 +44,7 @@ def operator_routes(
         """Have an instance become a P, a D or a unified instance. It gets no new requests, finishes its own (those that
         take longer than `deadlines.role_change_s` go on elsewhere), and joins under another name and incarnation; its
         process, weights and cached prefixes stay. `GET /cluster` shows it as `draining`, and what it becomes."""
-        body = await read_body(request, role_decoder)
+        body = await read_body(request, RoleBody)
         change = await cluster.change_role(body.instance, Role(body.role), body.force is True)
         return json_response(RoleReply(change.name, str(change.incarnation), change.becomes))
 
@@ -66,7 +59,7 @@ def operator_routes(
         """Have the cluster compute with the weights in another folder, of a model of the same kind. Every instance
         reads and checks them first, while requests are served; then new requests wait, running ones end, and all
         instances change at once, with empty caches. If one cannot, nothing is changed."""
-        body = await read_body(request, weights_decoder)
+        body = await read_body(request, WeightsBody)
         if not body.path.startswith("/"):
             raise InvalidRequest(f"path: {body.path!r} is no absolute path", "path")
         state = await cluster.change_weights(body.path, body.mixed is True, _timeout_s(body.timeout_s))
@@ -75,20 +68,20 @@ def operator_routes(
     async def pause(request: Request) -> Response:
         """Have new requests wait at all routers, and return when the running ones have ended or, with `keep`, have
         stopped where they are."""
-        body = await read_body(request, pause_decoder)
+        body = await read_body(request, PauseBody)
         return json_response(await cluster.pause(body.mode or "finish", _timeout_s(body.timeout_s)))
 
     async def resume(request: Request) -> Response:
         """End a pause, whichever router was asked for it: requests go on where they are, and those that waited start in
         their order."""
         if await request.body():
-            await read_body(request, resume_decoder)
+            await read_body(request, ResumeBody)
         return json_response(await cluster.pause("", MAX_CHANGE_S))
 
     async def take_snapshot(request: Request) -> Response:
         """Return a running request as a file from which another router can continue it (`router.kept_requests.dir`).
         The request runs on."""
-        body = await read_body(request, snapshot_decoder)
+        body = await read_body(request, SnapshotBody)
         if kept is None:
             raise InvalidRequest("this router has no router.kept_requests.dir, so it keeps no bodies for snapshots")
         return Response(kept.snapshot(body.request_id, access.trace_tenant(request.scope)), media_type=BINARY)

@@ -9,26 +9,24 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 
 from chitu.errors import ChituError, Internal
-from chitu.http.answer.proof import HEADERS as PROOF_HEADERS
-from chitu.http.ask.bodies import FILES
 from chitu.http.wire.access import Access
-from chitu.http.wire.exchange import ANTHROPIC_PATHS, EXCHANGE, Exchange
+from chitu.http.wire.exchange import EXCHANGE, Exchange, HotRoute
 from chitu.log import about
 from chitu.net.http import ClientGone, Headers, Receive, Scope, Send, header
 
 logger = logging.getLogger(__name__)
 
-EXPOSED = b", ".join((b"x-request-id", b"request-id", b"x-chitu-warning", b"retry-after", *PROOF_HEADERS))
-"""Headers of answers that scripts may read, in addition to those that they always may."""
+EXPOSED = (b"x-chitu-warning", b"retry-after")
+"""Headers of answers that scripts may read, in addition to ids, and to those that they always may."""
 PREFLIGHT_S = b"600"
 """How long a browser may remember the answer to a preflight."""
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]{1,2000}\Z")
 COUNTED_PATHS = frozenset({"/tokenize", "/detokenize"})
 """Cold routes that count against a client's rate, because they cost about as much here as a hot one."""
-STREAMED_PATHS = frozenset({FILES})
+STREAMED_PATHS = frozenset({"/v1/files"})
 """Cold routes that read their bodies themselves, part by part."""
 ENDLESS_PATHS = frozenset({"/cluster/events"})
 """Paths whose answers never end, so that HEAD is not served."""
@@ -37,9 +35,9 @@ KEPT_FOLDER = "/v1/requests/"
 _SAFE_ID = re.compile(rb"[!-~]{1,128}\Z")
 
 
-def cors_headers(scope: Scope, origins: Collection[str]) -> Headers:
-    """Return the headers that tell whether a script of the requesting page may see an answer. Scripts never see the
-    answers to operators' calls."""
+def cors_headers(scope: Scope, origins: Collection[str], exposed: bytes) -> Headers:
+    """Return the headers that tell whether a script of the requesting page may see an answer, and which of its headers.
+    Scripts never see the answers to operators' calls."""
     vary: Headers = [(b"vary", b"origin")]
     origin = header(scope, b"origin")
     if origin is None or scope["path"].startswith("/admin/"):
@@ -48,7 +46,7 @@ def cors_headers(scope: Scope, origins: Collection[str]) -> Headers:
         origin = b"*"
     elif origin.decode("latin-1") not in origins:
         return vary
-    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", EXPOSED)]
+    return [*vary, (b"access-control-allow-origin", origin), (b"access-control-expose-headers", exposed)]
 
 
 def is_preflight(scope: Scope) -> bool:
@@ -71,7 +69,6 @@ def preflight_headers(scope: Scope) -> Headers:
 
 
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
-HotRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
 
 
 class MethodNotAllowed(ChituError):
@@ -91,12 +88,15 @@ class RouterApp:
         access: Access,
         max_body_bytes: int,
         cors_origins: Collection[str] = (),
-        kept: HotRoute | None = None,
+        kept: Callable[[Exchange, Scope, str], Awaitable[None]] | None = None,
+        exposed: Iterable[bytes] = (),
     ) -> None:
-        """`hot`: POST routes by path, called with the request id, each counted by `access`. `kept` answers GETs below
-        `KEPT_FOLDER`, called with the id in the path. `cold` answers everything else, and gets its bodies whole:
-        `max_body_bytes` at most. `cors_origins`: see `app.py`."""
+        """`hot`: POST routes by path, each counted by `access`. `kept` answers GETs below `KEPT_FOLDER`, called with
+        the id in the path. `cold` answers everything else, and gets its bodies whole: `max_body_bytes` at most.
+        `cors_origins`: see `app.py`. `exposed`: headers of answers that scripts may read, too."""
         self._cors_origins = cors_origins
+        ids = dict.fromkeys([b"x-request-id", *[each.errors.id_header for each in hot.values()]])
+        self._exposed = b", ".join([*filter(None, ids), *EXPOSED, *exposed])
         self._hot = hot
         self._kept = kept
         self._cold = cold
@@ -110,15 +110,17 @@ class RouterApp:
         exchange.headers = [(b"x-request-id", request_id.encode("ascii"))]
         try:
             path = scope["path"]
-            if path in ANTHROPIC_PATHS:
-                exchange.headers.append((b"request-id", exchange.headers[0][1]))  # Anthropic's name of it
+            route = self._hot.get(path)
+            if route is not None:
+                exchange.errors = route.errors
+                if route.errors.id_header:
+                    exchange.headers.append((route.errors.id_header, exchange.headers[0][1]))
             if self._cors_origins:
-                exchange.headers += cors_headers(scope, self._cors_origins)
+                exchange.headers += cors_headers(scope, self._cors_origins, self._exposed)
                 if is_preflight(scope):  # a browser's own request, which has no key
                     exchange.answer(200, b"", preflight_headers(scope))
                     return
             self._access.require(scope)
-            route = self._hot.get(path)
             if self._kept is not None and path.startswith(KEPT_FOLDER):
                 _require_method(scope, "GET")  # not HEAD: an answer may take as long as its request
                 await self._kept(exchange, scope, path.removeprefix(KEPT_FOLDER))
@@ -133,7 +135,7 @@ class RouterApp:
             else:
                 _require_method(scope, "POST")
                 self._access.count(scope)
-                await route(exchange, scope, request_id)
+                await route.answer(exchange, scope, request_id)
         except ClientGone:
             pass
         except MethodNotAllowed as error:

@@ -12,22 +12,20 @@ HTTP/1.0 gets no chunks. A body counts against the server's `BodyBudget` from it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from chitu.errors import Capacity, ChituError, PayloadTooLarge, UnsupportedEncoding
 from chitu.http.wire.limits import FREE_BODY_BYTES, BodyBudget
 from chitu.net.http import (
-    OVERLOADED,
     ClientGone,
+    ErrorReply,
     Headers,
     Message,
     Scope,
-    anthropic_error,
-    anthropic_status,
     error_body,
     error_headers,
     header,
@@ -45,9 +43,22 @@ JSON = b"content-type: application/json\r\n"
 
 STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 STATUS_LINE[499] = b"HTTP/1.1 499 Client Closed Request\r\n"  # nginx's, in no standard: `RequestCancelled`
-STATUS_LINE[OVERLOADED] = b"HTTP/1.1 529 Overloaded\r\n"  # Anthropic's
-ANTHROPIC_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
-"""Paths whose errors are Anthropic's error object."""
+STATUS_LINE[529] = b"HTTP/1.1 529 Overloaded\r\n"  # in no standard either
+
+
+class ErrorForm(NamedTuple):
+    """How an API shows errors."""
+
+    reply: type[msgspec.Struct]
+    status: Callable[[ChituError], int]
+    body: Callable[[ChituError, str | None], bytes]
+    """Return the error object as JSON. The second argument is the request id, if `id_header` has told it."""
+    id_header: bytes = b""
+    """The API's own name of the header X-Request-Id of answers; empty: it has none."""
+
+
+PLAIN = ErrorForm(ErrorReply, lambda error: error.http_status, lambda error, _: error_body(error))
+"""OpenAI's error object, for whatever belongs to no other API."""
 
 
 class Writing(Protocol):
@@ -93,6 +104,7 @@ class Exchange:
         "_waiter",
         "_was_given",
         "connection",
+        "errors",
         "headers",
         "is_complete",
         "is_started",
@@ -110,6 +122,8 @@ class Exchange:
         self.scope = scope
         self.headers: Headers = []
         """Headers of every answer that is written here."""
+        self.errors = PLAIN
+        """The form of errors; whoever knows the request's route sets it."""
         self.keep_alive = keep_alive
         """Whether more requests may follow on the connection."""
         self.is_started = self.is_complete = False
@@ -285,13 +299,10 @@ class Exchange:
         self._complete()
 
     def fail(self, error: ChituError, more: Headers | None = None) -> None:
-        """Answer with the error as the error object of the path's API."""
-        headers = error_headers(error) + (more or [])
-        if self.scope["path"] not in ANTHROPIC_PATHS:
-            self.answer(error.http_status, error_body(error), headers)
-            return
-        request_id = next((value.decode() for name, value in self.headers if name == b"request-id"), None)
-        self.answer(anthropic_status(error), msgspec.json.encode(anthropic_error(error, request_id)), headers)
+        """Answer with the error in the form of the route's API."""
+        form = self.errors
+        request_id = next((value.decode() for name, value in self.headers if name == form.id_header), None)
+        self.answer(form.status(error), form.body(error, request_id), error_headers(error) + (more or []))
 
     @property
     def is_full(self) -> bool:
@@ -382,6 +393,14 @@ class Exchange:
         self.is_complete = True
         self._wake()
         self.connection.on_answered(self)
+
+
+class HotRoute(NamedTuple):
+    """A route that is answered beside the application of the cold ones."""
+
+    answer: Callable[[Exchange, Scope, str], Awaitable[None]]
+    """Called with the request id."""
+    errors: ErrorForm = PLAIN
 
 
 def _too_large(num_bytes: int, max_bytes: int) -> PayloadTooLarge:

@@ -7,15 +7,24 @@ what is written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from chitu.errors import ChituError, Internal
-from chitu.http.batch.lines import Reply
-from chitu.http.wire.exchange import Exchange
+from chitu.http.wire.exchange import Exchange, HotRoute
 from chitu.http.wire.limits import BodyBudget
 from chitu.net.http import Headers, Scope
 
-InnerRoute = Callable[[Exchange, Scope, str], Awaitable[None]]
+
+class Reply(NamedTuple):
+    """What a server answered to a request."""
+
+    status: int
+    body: bytes
+    request_id: str = ""
+    retry_after_s: float | None = None
+    may_retry: bool = True
+    """False if the server says that another attempt does not help."""
 
 
 class _Written:
@@ -61,7 +70,7 @@ class InnerPeer:
             self.on_gone()
 
 
-async def ask(route: InnerRoute, path: str, body: bytes, headers: Headers, request_id: str) -> Reply:
+async def ask(route: HotRoute, path: str, body: bytes, headers: Headers, request_id: str) -> Reply:
     """Return what a POST route answers. If the call is cancelled, the request is, too."""
     peer = InnerPeer()
     scope: Scope = {
@@ -76,10 +85,11 @@ async def ask(route: InnerRoute, path: str, body: bytes, headers: Headers, reque
         "state": {},
     }
     exchange = Exchange(peer, scope, BodyBudget(len(body)), keep_alive=False, expects_continue=False)
+    exchange.errors = route.errors
     exchange.on_body(body)
     exchange.on_body_end()
     try:
-        await route(exchange, scope, request_id)
+        await route.answer(exchange, scope, request_id)
     except ChituError as error:
         exchange.fail(error)
     except asyncio.CancelledError:

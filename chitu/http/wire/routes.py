@@ -13,6 +13,8 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
+from chitu.http.wire.exchange import PLAIN, ErrorForm
+
 JSON = "application/json"
 STREAM = "text/event-stream"
 """Has no schema, because tools disagree on whether it would describe the whole text or one event."""
@@ -37,6 +39,7 @@ class Route(NamedTuple):
     """Further entries of its operation in the document."""
     is_shown: bool = True
     """Whether it is in the document."""
+    errors: ErrorForm = PLAIN
 
 
 def json_response(answer: object, status: int = 200) -> Response:

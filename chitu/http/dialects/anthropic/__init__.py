@@ -1,1 +1,1 @@
-"""Anthropic's Messages API."""
+"""Anthropic's Messages API. `dialect.py` says all of it."""

@@ -8,15 +8,14 @@ from typing import Any, Literal
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import COMMENT, ID_PREFIXES, FinishedChoice, ItemsFormat, UsageCount
+from chitu.http.answer.formats import COMMENT, AnswerHead, Delta, FinishedChoice, ItemsFormat, UsageCount, to_json
 from chitu.http.answer.proof import Proof
-from chitu.http.messages.call_objects import CallDelta, MessageDelta
-from chitu.net.http import anthropic_error
+from chitu.http.dialects.anthropic.errors import error_json
+from chitu.http.messages.call_objects import CallDelta
 
 SIGNATURE = "chitu"
 """`signature` of every thinking block. Nothing is signed: what a client sends back is taken as it is. It is not empty,
 because clients take a block without a signature for one of another API."""
-_json = msgspec.json.Encoder().encode
 _DELTAS = {"message": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 _CALL_DELTA = ("input_json_delta", "partial_json")
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -58,14 +57,14 @@ class CountTokensReply(msgspec.Struct):
 
 
 class MessagesFormat(ItemsFormat):
-    def __init__(self, response_id: str, model: str, fills_context: bool) -> None:
+    def __init__(self, head: AnswerHead, fills_context: bool) -> None:
         """`fills_context`: see `ParsedRequest`."""
         super().__init__()
         self._whole = MessagesReply(
-            id=ID_PREFIXES[3] + response_id,
+            id=head.id,
             type="message",
             role="assistant",
-            model=model,
+            model=head.model,
             content=[],
             stop_reason=None,
             stop_sequence=None,
@@ -87,7 +86,7 @@ class MessagesFormat(ItemsFormat):
         whole.content, whole.usage = self._output, _usage(usage)
         if proof is not None:
             whole.chitu = proof
-        yield _json(whole)
+        yield to_json(whole)
 
     # --------------------------------------------------------------------------------------------------------- streamed
 
@@ -96,17 +95,9 @@ class MessagesFormat(ItemsFormat):
         self._whole.usage = _usage(UsageCount(prompt_tokens, 0, cached_tokens))
         return _event("message_start", message=self._whole)
 
-    def last(
-        self,
-        index: int,
-        text: str | MessageDelta,
-        reason: str,
-        token_ids: list[int] | None,
-        logprobs: bytes = b"null",
-        stop_text: str = "",
-    ) -> bytes:
-        events = self._take(text) + self._close("completed")
-        self._end(reason, stop_text)
+    def last(self, index: int, delta: Delta) -> bytes:
+        events = self._take(delta.text) + self._close("completed")
+        self._end(delta.reason, delta.stop_text)
         return events
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
@@ -116,7 +107,7 @@ class MessagesFormat(ItemsFormat):
         return _event("message_delta", delta=delta, usage=_usage(usage), **more) + _event("message_stop")
 
     def error(self, error: ChituError) -> bytes:
-        return b"event: error\ndata: " + _json(anthropic_error(error)) + b"\n\n"
+        return b"event: error\ndata: " + error_json(error) + b"\n\n"
 
     # ------------------------------------------------------------------------------------------------------- the blocks
 
@@ -175,4 +166,4 @@ def _usage(usage: UsageCount) -> MessagesUsageReply:
 
 
 def _event(kind: str, /, **fields: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + _json({"type": kind, **fields}) + b"\n\n"
+    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"

@@ -14,10 +14,11 @@ from typing import Any, Literal
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import COMMENT, DONE, ID_PREFIXES, FinishedChoice, UsageCount, _json
+from chitu.http.answer.formats import COMMENT, DONE, AnswerHead, Delta, FinishedChoice, UsageCount, to_json
 from chitu.http.answer.proof import Proof
 from chitu.http.answer.replies import UsageReply
 from chitu.http.answer.token_logprobs import PromptLogprobs
+from chitu.http.ask.parsed import OutputOptions
 from chitu.http.messages.call_objects import CallDelta, MessageDelta
 from chitu.net.http import error_body
 
@@ -117,12 +118,8 @@ class ChatReply(msgspec.Struct):
     prompt_logprobs: PromptLogprobsReply | msgspec.UnsetType = msgspec.UNSET
 
 
-def _ids(token_ids: list[int] | None) -> bytes:
-    return b"" if token_ids is None else b',"token_ids":' + _json(token_ids)
-
-
 def _proof(proof: Proof | None) -> bytes:
-    return b"" if proof is None else b',"chitu":' + _json(proof)
+    return b"" if proof is None else b',"chitu":' + to_json(proof)
 
 
 def _call(call: CallDelta) -> ToolCallReply:
@@ -145,7 +142,7 @@ def _parts(delta: MessageDelta) -> bytes:
         fields["content"] = delta.content
     if delta.calls:
         fields["tool_calls"] = [_call_part(call) for call in delta.calls]
-    return _json(fields)[1:-1]
+    return to_json(fields)[1:-1]
 
 
 class _Format(abc.ABC):
@@ -155,35 +152,38 @@ class _Format(abc.ABC):
     sign_of_life = COMMENT
     object_name = ""
     chunk_name = ""
-    id_prefix = ""
     repeats_prompt_logprobs = False
     """Whether each choice has its prompt's logprobs. The choices of a chat have one prompt, so the answer has them."""
 
-    def __init__(self, response_id: str, created_s: int, model: str, include_usage: bool) -> None:
-        self._head = {"id": self.id_prefix + response_id, "object": "", "created": created_s, "model": model}
+    def __init__(self, head: AnswerHead, options: OutputOptions) -> None:
+        self._head = {"id": head.id, "object": "", "created": head.created_s, "model": head.model}
         # With include_usage every chunk except the last has `usage: null` (OpenAI).
-        self._close = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        self._close = b'],"usage":null}\n\n' if options.include_usage else b"]}\n\n"
         self._openings: dict[int, bytes] = {}
+        self._has_ids = options.return_token_ids
+        self._is_plain = not self._has_ids and options.logprobs is None
 
     @cached_property
     def _start(self) -> bytes:
-        return b"data: " + _json({**self._head, "object": self.chunk_name})[:-1] + b',"choices":['
+        return b"data: " + to_json({**self._head, "object": self.chunk_name})[:-1] + b',"choices":['
 
     @cached_property
     def _delta_end(self) -> bytes:
-        return self._end(b"null", None, b"null")
+        return b',"logprobs":null,"finish_reason":null}' + self._close
 
-    def _end(self, reason: bytes, token_ids: list[int] | None, logprobs: bytes) -> bytes:
+    def _end(self, delta: Delta) -> bytes:
         """Return the part of an event after its text."""
-        return b',"logprobs":' + logprobs + b',"finish_reason":' + reason + _ids(token_ids) + b"}" + self._close
+        reason = to_json(delta.reason) if delta.reason else b"null"
+        ids = b',"token_ids":' + to_json(delta.token_ids) if self._has_ids else b""
+        return b',"logprobs":' + delta.logprobs + b',"finish_reason":' + reason + ids + b"}" + self._close
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
-        told = b"" if usage is None else b',"usage":' + _json(usage.reply())
+        told = b"" if usage is None else b',"usage":' + to_json(usage.reply())
         return self._start + b"]" + told + _proof(proof) + b"}\n\n"
 
     def with_usage(self, event: bytes, usage: UsageCount) -> bytes:
         """Return an event of a choice with the usage added to it."""
-        return event.removesuffix(self._close) + b'],"usage":' + _json(usage.reply()) + b"}\n\n"
+        return event.removesuffix(self._close) + b'],"usage":' + to_json(usage.reply()) + b"}\n\n"
 
     def error(self, error: ChituError) -> bytes:
         return b"data: " + error_body(error) + b"\n\n"
@@ -195,16 +195,16 @@ class _Format(abc.ABC):
 
     def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
         shared = None
-        start = _json({**self._head, "object": self.object_name})[:-1] + b',"choices":['
+        start = to_json({**self._head, "object": self.object_name})[:-1] + b',"choices":['
         for i, choice in enumerate(choices):
-            yield start + _json(self._choice(i, choice)).removesuffix(b"null}")
+            yield start + to_json(self._choice(i, choice)).removesuffix(b"null}")
             yield from choice.logprobs
             if self.repeats_prompt_logprobs:
                 yield from _prompt_logprobs(choice.prompt_logprobs)
             elif i == 0:
                 shared = choice.prompt_logprobs
             start = b"},"
-        yield b'}],"usage":' + _json(usage.reply())
+        yield b'}],"usage":' + to_json(usage.reply())
         yield from _prompt_logprobs(shared)
         yield _proof(proof) + b"}"
 
@@ -218,7 +218,6 @@ def _prompt_logprobs(given: PromptLogprobs | None) -> Iterator[bytes]:
 class CompletionFormat(_Format):
     object_name = "text_completion"
     chunk_name = "text_completion"
-    id_prefix = ID_PREFIXES[0]
     repeats_prompt_logprobs = True
 
     def _text_of(self, index: int) -> bytes:
@@ -230,23 +229,12 @@ class CompletionFormat(_Format):
     def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
         return b""
 
-    def delta(
-        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
-    ) -> bytes:
-        if token_ids is None and logprobs is None:
-            return (self._openings.get(index) or self._text_of(index)) + _json(text) + self._delta_end
-        return self._text_of(index) + _json(text) + self._end(b"null", token_ids, logprobs or b"null")
+    def delta(self, index: int, delta: Delta) -> bytes:
+        start = (self._openings.get(index) or self._text_of(index)) + to_json(delta.text)
+        return start + (self._delta_end if self._is_plain else self._end(delta))
 
-    def last(
-        self,
-        index: int,
-        text: str | MessageDelta,
-        reason: str,
-        token_ids: list[int] | None,
-        logprobs: bytes = b"null",
-        stop_text: str = "",
-    ) -> bytes:
-        return self._text_of(index) + _json(text) + self._end(_json(reason), token_ids, logprobs)
+    def last(self, index: int, delta: Delta) -> bytes:
+        return self._text_of(index) + to_json(delta.text) + self._end(delta)
 
     def _choice(self, index: int, choice: FinishedChoice) -> CompletionChoice:
         assert isinstance(choice.text, str)
@@ -258,7 +246,6 @@ class CompletionFormat(_Format):
 class ChatFormat(_Format):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    id_prefix = ID_PREFIXES[1]
 
     def _delta_of(self, index: int) -> bytes:
         head = self._openings.get(index)
@@ -270,25 +257,14 @@ class ChatFormat(_Format):
         """Return the chunk that names the role, sent before a choice's first text."""
         return self._delta_of(index) + b'"role":"assistant","content":""}' + self._delta_end
 
-    def delta(
-        self, index: int, text: str | MessageDelta, token_ids: list[int] | None, logprobs: bytes | None = None
-    ) -> bytes:
-        start = self._delta_of(index) + (b'"content":' + _json(text) if isinstance(text, str) else _parts(text)) + b"}"
-        if token_ids is None and logprobs is None:
-            return start + self._delta_end
-        return start + self._end(b"null", token_ids, logprobs or b"null")
+    def delta(self, index: int, delta: Delta) -> bytes:
+        text = delta.text
+        parts = b'"content":' + to_json(text) if isinstance(text, str) else _parts(text)
+        return self._delta_of(index) + parts + b"}" + (self._delta_end if self._is_plain else self._end(delta))
 
-    def last(
-        self,
-        index: int,
-        text: str | MessageDelta,
-        reason: str,
-        token_ids: list[int] | None,
-        logprobs: bytes = b"null",
-        stop_text: str = "",
-    ) -> bytes:
-        content = _parts(text if isinstance(text, MessageDelta) else MessageDelta(text))
-        return self._delta_of(index) + content + b"}" + self._end(_json(reason), token_ids, logprobs)
+    def last(self, index: int, delta: Delta) -> bytes:
+        content = _parts(delta.text if isinstance(delta.text, MessageDelta) else MessageDelta(delta.text))
+        return self._delta_of(index) + content + b"}" + self._end(delta)
 
     def _choice(self, index: int, choice: FinishedChoice) -> ChatChoice:
         text = choice.text if isinstance(choice.text, MessageDelta) else MessageDelta(choice.text)

@@ -9,6 +9,9 @@ import msgspec
 
 from chitu.http.ask.bodies import MAX_TOKENS, Body, Messages, TemplateKwargs, TokenId, ToolList, note
 
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+ABORT = "/abort_request"
 MAX_RID_CHARS = 160
 """Characters of a request id, including the prefix of a response id."""
 

@@ -6,12 +6,21 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from chitu.http.answer.choice import RunningAnswers
-from chitu.http.ask.bodies import ABORT, DETOKENIZE, TOKENIZE
-from chitu.http.ask.decoder import abort_decoder, warning_header
-from chitu.http.ask.reader import BodyReader, BodyRoute
+from chitu.http.ask.decoder import warning_header
+from chitu.http.ask.reader import BodyReader
 from chitu.http.ask.served_model import ServedModel
 from chitu.http.ask.small_bodies import read_body
-from chitu.http.dialects.openai.bodies import AbortReply, DetokenizeReply, ModelReply, ModelsReply, TokenizeReply
+from chitu.http.dialects.openai.bodies import (
+    ABORT,
+    DETOKENIZE,
+    TOKENIZE,
+    AbortBody,
+    AbortReply,
+    DetokenizeReply,
+    ModelReply,
+    ModelsReply,
+    TokenizeReply,
+)
 from chitu.http.wire.access import Access
 from chitu.http.wire.exchange import EXCHANGE
 from chitu.http.wire.routes import JSON, Route, json_response
@@ -26,8 +35,7 @@ def client_routes(
     running: RunningAnswers,
     takes_unknown: bool,
 ) -> list[Route]:
-    """Return models, tokenising and aborts. `abort_elsewhere`: as `RunningAnswers.abort`, in the router's other API
-    processes."""
+    """Return models, tokenising and aborts."""
 
     def card(adapter: str = "") -> ModelReply:
         limits = model.limits(router.candidates)
@@ -43,7 +51,7 @@ def client_routes(
     async def get_model(request: Request) -> Response:
         return json_response(card(model.adapter_of(request.path_params["name"])))
 
-    async def tokens(request: Request, route: BodyRoute) -> Response:
+    async def tokens(request: Request, route: str) -> Response:
         exchange = request.scope[EXCHANGE]
         body, warnings = await bodies.tokens(route, await request.body(), exchange)
         if warnings:
@@ -59,7 +67,7 @@ def client_routes(
     async def abort_request(request: Request) -> Response:
         """End a request that this API key sent: its client gets the error `cancelled`, and P and D end it at their
         next step. An id that is unknown, or whose request has ended already, is no error."""
-        body = await read_body(request, abort_decoder, takes_unknown)
+        body = await read_body(request, AbortBody, takes_unknown)
         tenant = access.cache_salt(request.scope)
         return json_response(AbortReply(running.abort(body.rid, tenant)))
 

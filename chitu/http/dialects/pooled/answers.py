@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, cast
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from chitu.errors import Internal
-from chitu.http.answer.formats import FinishedChoice, UsageCount
+from chitu.http.answer.formats import AnswerHead, FinishedChoice, UsageCount
 from chitu.http.answer.proof import Proof
+from chitu.http.ask.parsed import ParsedRequest
 
 
 class PooledUsageReply(msgspec.Struct):
@@ -91,48 +92,53 @@ class PooledAnswer(msgspec.Struct, frozen=True):
     top_n: int | None = None
 
 
-class PooledFormat:
+class _PooledFormat:
     """The answer of one such request, once all of its prompts are computed."""
 
-    def __init__(self, route: str, response_id: str, created_s: int, model: str, answer: PooledAnswer) -> None:
-        self._route = route
-        self._head = {"id": response_id, "created": created_s, "model": model}
-        self._answer = answer
+    def __init__(self, head: AnswerHead, parsed: ParsedRequest) -> None:
+        self._head = {"id": head.id, "created": head.created_s, "model": head.model}
+        self._answer = cast(PooledAnswer, parsed.for_answer)
 
-    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
-        """Yield the answer in pieces (`AnswerFormat.full`). Internal if an instance sent no vector of the model."""
-        answer = self._answer
-        tokens = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}
-        data = [choice.pooled for choice in choices]
-        if self._route == "embeddings":
-            start = b'{"object":"list","data":['
-            for i, raw in enumerate(data):
-                vector = _vector(answer, raw, i).astype("<f4")
-                shown = b64encode(vector.tobytes()).decode() if answer.is_base64 else vector.tolist()
-                yield start + msgspec.json.encode(EmbeddingReply("embedding", i, shown))
-                start = b","
-            rest = msgspec.json.encode({"model": self._head["model"], "usage": tokens})
-            yield b"]," + rest[1:]
-            return
-        scores = self._scores(data)
-        if self._route == "score":
-            replies = [ScoreReply("score", i, score) for i, score in enumerate(scores)]
-            yield msgspec.json.encode({**self._head, "object": "list", "data": replies, "usage": tokens})
-            return
-        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: answer.top_n]
-        results = [
-            RerankResult(i, scores[i], RerankDocument(answer.documents[i]) if answer.documents else msgspec.UNSET)
-            for i in order
-        ]
-        yield msgspec.json.encode({**self._head, "results": results, "usage": tokens})
-
-    def _scores(self, data: Sequence[bytes]) -> list[float]:
-        answer = self._answer
+    def _scores(self, choices: Iterable[FinishedChoice]) -> list[float]:
+        """Return the scores. Internal if an instance sent no vector of the model."""
+        answer, data = self._answer, [choice.pooled for choice in choices]
         if answer.mode == "logits":
             return [_logit_score(raw, answer.is_sigmoid) for raw in data]
         vectors = [_vector(answer, raw, i).astype(np.float64) for i, raw in enumerate(data)]
         norms = [float(np.linalg.norm(vector)) or 1.0 for vector in vectors]
         return [float(vectors[i] @ vectors[j]) / (norms[i] * norms[j]) for i, j in answer.pairs]
+
+
+class EmbeddingsFormat(_PooledFormat):
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        answer, start = self._answer, b'{"object":"list","data":['
+        for i, raw in enumerate([choice.pooled for choice in choices]):
+            vector = _vector(answer, raw, i).astype("<f4")
+            shown = b64encode(vector.tobytes()).decode() if answer.is_base64 else vector.tolist()
+            yield start + msgspec.json.encode(EmbeddingReply("embedding", i, shown))
+            start = b","
+        yield b"]," + msgspec.json.encode({"model": self._head["model"], "usage": _usage(usage)})[1:]
+
+
+class ScoresFormat(_PooledFormat):
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        replies = [ScoreReply("score", i, score) for i, score in enumerate(self._scores(choices))]
+        yield msgspec.json.encode({**self._head, "object": "list", "data": replies, "usage": _usage(usage)})
+
+
+class RerankFormat(_PooledFormat):
+    def full(self, choices: Iterable[FinishedChoice], usage: UsageCount, proof: Proof | None = None) -> Iterator[bytes]:
+        answer, scores = self._answer, self._scores(choices)
+        order = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: answer.top_n]
+        results = [
+            RerankResult(i, scores[i], RerankDocument(answer.documents[i]) if answer.documents else msgspec.UNSET)
+            for i in order
+        ]
+        yield msgspec.json.encode({**self._head, "results": results, "usage": _usage(usage)})
+
+
+def _usage(usage: UsageCount) -> PooledUsageReply:
+    return PooledUsageReply(usage.prompt_tokens, usage.prompt_tokens)
 
 
 def _vector(answer: PooledAnswer, raw: bytes, place: int) -> npt.NDArray[np.float32]:

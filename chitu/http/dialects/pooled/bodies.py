@@ -9,6 +9,8 @@ import msgspec
 from chitu.http.ask.bodies import MAX_SALT_CHARS, PROMPTS, Body, documented, note
 from chitu.protocol import MAX_PRIORITY
 
+EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
+
 
 class PooledBody(Body, kw_only=True):
     """What the routes that give no text have in common."""

@@ -13,9 +13,10 @@ import msgspec
 
 from chitu.errors import ContextLengthExceeded, InvalidRequest
 from chitu.http.ask.bodies import MAX_PROMPTS
-from chitu.http.ask.parsed import ParseContext, ParsedRequest, Prompt
+from chitu.http.ask.parse import BodyParser
+from chitu.http.ask.parsed import OutputOptions, ParseContext, ParsedRequest, Prompt
 from chitu.http.ask.prompts import prompts_of
-from chitu.http.ask.sampling import MAX_ANSWER_BYTES, OutputOptions
+from chitu.http.ask.sampling import MAX_ANSWER_BYTES
 from chitu.http.ask.served_model import ModelLimits, ServedModel
 from chitu.http.dialects.pooled.answers import PooledAnswer
 from chitu.http.dialects.pooled.bodies import EmbeddingsBody, PooledBody, RerankBody, ScoreBody
@@ -33,7 +34,10 @@ INSTRUCTION = "Given a web search query, retrieve relevant passages that answer 
 PLAIN = OutputOptions(1, False, False, (), False, True, False)
 
 
-def parse_embeddings(model: ServedModel, body: EmbeddingsBody, context: ParseContext) -> ParsedRequest:
+def read_embeddings(
+    parser: BodyParser, body: EmbeddingsBody, context: ParseContext, warnings: list[str]
+) -> ParsedRequest:
+    model = parser.model
     pooling = _pooling(model, ("last", "mean"))
     dimensions = body.dimensions
     if dimensions is not None and dimensions > model.hidden_size:
@@ -44,22 +48,21 @@ def parse_embeddings(model: ServedModel, body: EmbeddingsBody, context: ParseCon
     if num_bytes > MAX_ANSWER_BYTES:
         raise InvalidRequest(f"input: the answer could have {num_bytes} bytes of JSON; send fewer at once", "input")
     given = [pooling.default_prompt + each if isinstance(each, str) else each for each in inputs]
-    return _parsed(model, body, pooling, given, "input", context, dimensions=dimensions, is_base64=is_base64)
+    return _parsed(model, body, pooling, given, "input", context, warnings, dimensions=dimensions, is_base64=is_base64)
 
 
-def parse_score(model: ServedModel, body: ScoreBody, context: ParseContext) -> ParsedRequest:
+def read_score(parser: BodyParser, body: ScoreBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
     queries, documents = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
     if len(queries) not in (1, len(documents)):
         raise InvalidRequest(f"text_1 has {len(queries)} texts, and text_2 {len(documents)}", "text_1")
-    return _scores(model, body, queries, documents, "text_2", context)
+    return _scores(parser.model, body, queries, documents, "text_2", context, warnings)
 
 
-def parse_rerank(model: ServedModel, body: RerankBody, context: ParseContext) -> ParsedRequest:
+def read_rerank(parser: BodyParser, body: RerankBody, context: ParseContext, warnings: list[str]) -> ParsedRequest:
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
-    parsed = _scores(model, body, [body.query], documents, "documents", context)
-    assert parsed.pooled is not None
+    parsed = _scores(parser.model, body, [body.query], documents, "documents", context, warnings)
     shown = tuple(documents) if body.return_documents is not False else ()
-    parsed.pooled = msgspec.structs.replace(parsed.pooled, documents=shown, top_n=body.top_n or len(documents))
+    parsed.for_answer = msgspec.structs.replace(parsed.for_answer, documents=shown, top_n=body.top_n or len(documents))
     return parsed
 
 
@@ -77,6 +80,7 @@ def _scores(
     documents: list[str],
     param: str,
     context: ParseContext,
+    warnings: list[str],
 ) -> ParsedRequest:
     pooling = _pooling(model, ("last", "mean", "logits"))
     if not 1 <= len(documents) <= MAX_PROMPTS:
@@ -87,13 +91,13 @@ def _scores(
             _pair_prompt(model, query, document, body.instruction)
             for query, document in zip(each_query, documents, strict=True)
         ]
-        return _parsed(model, body, pooling, given, param, context, adds_special=False)
+        return _parsed(model, body, pooling, given, param, context, warnings, adds_special=False)
     if body.instruction is not None:
         raise InvalidRequest("instruction: the model's folder declares embeddings, which take none", "instruction")
     before = [pooling.prompts.get(name, pooling.default_prompt) for name in ("query", "document")]
     prompts = [before[0] + query for query in queries] + [before[1] + document for document in documents]
     pairs = [(0 if len(queries) == 1 else i, len(queries) + i) for i in range(len(documents))]
-    return _parsed(model, body, pooling, prompts, param, context, pairs=tuple(pairs))
+    return _parsed(model, body, pooling, prompts, param, context, warnings, pairs=tuple(pairs))
 
 
 def _pair_prompt(model: ServedModel, query: str, document: str, instruction: str | None) -> str:
@@ -124,6 +128,7 @@ def _parsed(
     given: Sequence[str] | Sequence[list[int]] | Sequence[str | list[int]],
     param: str,
     context: ParseContext,
+    warnings: list[str],
     adds_special: bool = True,
     *,
     dimensions: int | None = None,
@@ -158,7 +163,8 @@ def _parsed(
         *(pooling.mode, counts, model.hidden_size, pooling.normalizes, dimensions, is_base64, pairs, pooling.is_sigmoid)
     )
     options = msgspec.structs.replace(PLAIN)
-    parsed = ParsedRequest(prompts, [sampling] * len(prompts), options, adapter=adapter, pooled=answer)
+    parsed = ParsedRequest(prompts, [sampling] * len(prompts), options, adapter=adapter, for_answer=answer)
+    parsed.warnings = warnings
     parsed.cache_salt, parsed.priority = body.cache_salt or "", body.priority or 0
     return parsed
 

@@ -6,18 +6,18 @@ the last event is the whole answer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
 
 from chitu.errors import ChituError
-from chitu.http.answer.formats import ID_PREFIXES, FinishedChoice, ItemsFormat, UsageCount, _json
+from chitu.http.answer.formats import AnswerHead, Delta, FinishedChoice, ItemsFormat, UsageCount, to_json
 from chitu.http.answer.proof import Proof
 from chitu.http.answer.replies import CachedTokensReply, ReasoningTokensReply
-from chitu.http.ask.translation import encoded_reasoning
+from chitu.http.dialects.responses.chat import Repeated, encoded_reasoning
 from chitu.http.dialects.responses.custom_tools import input_of
-from chitu.http.messages.call_objects import CallDelta, MessageDelta
+from chitu.http.messages.call_objects import CallDelta
 
 _TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
     "message": ("output_text", {"annotations": [], "logprobs": []}),
@@ -60,7 +60,7 @@ class ResponsesReply(msgspec.Struct):
     """`in_progress` and `failed` are only in events."""
     error: ResponsesError | None
     incomplete_details: IncompleteDetails | None
-    # fields of the request, repeated (`echo_of`)
+    # fields of the request, repeated (`Repeated`)
     instructions: str | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
@@ -83,29 +83,20 @@ class ResponsesReply(msgspec.Struct):
 
 
 class ResponsesFormat(ItemsFormat):
-    def __init__(
-        self,
-        response_id: str,
-        created_s: int,
-        model: str,
-        echo: dict[str, Any],
-        custom_tools: Collection[str] = (),
-        encodes_reasoning: bool = False,
-    ) -> None:
-        """`echo`: see `echo_of`. The last two arguments: see `ParsedRequest`."""
+    def __init__(self, head: AnswerHead, repeated: Repeated) -> None:
         super().__init__()
-        self._custom_tools = custom_tools
-        self._encodes_reasoning = encodes_reasoning
-        self._id = response_id
+        self._custom_tools = repeated.custom_tools
+        self._encodes_reasoning = repeated.encodes_reasoning
+        self._id = head.request_id
         self._whole = ResponsesReply(
-            id=ID_PREFIXES[2] + response_id,
+            id=head.id,
             object="response",
-            created_at=created_s,
-            model=model,
+            created_at=head.created_s,
+            model=head.model,
             status="in_progress",
             error=None,
             incomplete_details=None,
-            **echo,
+            **repeated.fields,
             output=[],
             usage=None,
         )
@@ -117,25 +108,17 @@ class ResponsesFormat(ItemsFormat):
         (choice,) = choices
         self._take(choice.text)
         self._add_proof(proof)
-        yield _json(self._ended(choice.finish_reason, usage))
+        yield to_json(self._ended(choice.finish_reason, usage))
 
     # --------------------------------------------------------------------------------------------------------- streamed
 
     def opening(self, index: int, prompt_tokens: int = 0, cached_tokens: int = 0) -> bytes:
         return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
 
-    def last(
-        self,
-        index: int,
-        text: str | MessageDelta,
-        reason: str,
-        token_ids: list[int] | None,
-        logprobs: bytes = b"null",
-        stop_text: str = "",
-    ) -> bytes:
+    def last(self, index: int, delta: Delta) -> bytes:
         """Return the events of the last text. The answer itself follows with its usage."""
-        self._reason = reason
-        return self._take(text)
+        self._reason = delta.reason
+        return self._take(delta.text)
 
     def usage(self, usage: UsageCount | None, proof: Proof | None = None) -> bytes:
         assert usage is not None  # this route's answers always have it
@@ -230,7 +213,7 @@ class ResponsesFormat(ItemsFormat):
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + _json(event) + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + to_json(event) + b"\n\n"
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:

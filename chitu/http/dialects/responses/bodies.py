@@ -35,6 +35,7 @@ from chitu.http.ask.bodies import (
     note,
 )
 
+RESPONSES = "/v1/responses"
 ITEM_TYPES = (
     *("message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"),
 )

@@ -7,6 +7,7 @@ message.
 from __future__ import annotations
 
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -29,12 +30,12 @@ from chitu.http.ask.translation import (
     FieldNames,
     Translation,
     add_text,
-    decoded_reasoning,
     left_out,
     served_effort,
     text_of_parts,
 )
 from chitu.http.dialects.responses.bodies import (
+    ENCRYPTED,
     INCLUDABLE,
     ITEM_TYPES,
     PART_TYPES,
@@ -56,6 +57,7 @@ _NAMES = (
 """Fields of a chat -> the fields of this route that they are made from."""
 
 
+_ENCODED = "chitu1."
 _HOSTED = (
     *("web_search", "file_search", "image_generation", "code_interpreter", "computer", "local_shell", "shell"),
     *("apply_patch", "tool_search", "mcp"),
@@ -69,6 +71,22 @@ LEFT_OUT_ITEMS = frozenset(
     }
 )
 """Items of what runs on other servers alone."""
+
+
+def encoded_reasoning(text: str) -> str:
+    """Return reasoning as text that clients keep and send back without looking at it. It is not encrypted: the client
+    gets the same text in plain words."""
+    return _ENCODED + b64encode(text.encode()).decode()
+
+
+def decoded_reasoning(text: str) -> str:
+    """Return the reasoning in such a text; empty if it is of another server."""
+    if not text.startswith(_ENCODED):
+        return ""
+    try:
+        return b64decode(text.removeprefix(_ENCODED), validate=True).decode()
+    except ValueError:
+        return ""
 
 
 def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings: list[str]) -> Translation:
@@ -104,7 +122,7 @@ def chat_of_responses(body: ResponsesBody, variables: Collection[str], warnings:
         return_receipt=body.return_receipt,
         return_token_ids=body.return_token_ids,
     )
-    return Translation(chat, FieldNames(_NAMES, tools.places, (), tools.custom_places), tools.patterns)
+    return Translation(chat, FieldNames(_NAMES, tools.places, (), tools.custom_places), tools.enforced)
 
 
 def _check(body: ResponsesBody) -> None:
@@ -121,7 +139,7 @@ class _Tools(NamedTuple):
     places: list[int]
     """Place in the body of each function."""
     custom_places: list[int]
-    patterns: dict[str, str]
+    enforced: dict[str, dict[str, Any]]
 
 
 def _tools(given: list[ResponsesTool], warnings: list[str]) -> _Tools:
@@ -135,20 +153,15 @@ def _tools(given: list[ResponsesTool], warnings: list[str]) -> _Tools:
         if tool.type == "function":
             function = ToolFunction(tool.name, tool.description, tool.parameters, tool.strict)
         else:
-            function, pattern = function_of(tool, f"tools[{i}]", warnings)
+            function, enforced = function_of(tool, f"tools[{i}]", warnings)
             tools.custom_places.append(i)
-            if pattern:
-                tools.patterns[tool.name] = pattern
+            if enforced is not None:
+                tools.enforced[tool.name] = enforced
         tools.functions.append(Tool("function", function))
         tools.places.append(i)
     if others:
         warnings.append(left_out([*others], others.values()))
     return tools
-
-
-def custom_names(body: ResponsesBody) -> frozenset[str]:
-    """Return the names of the custom tools."""
-    return frozenset([tool.name for tool in body.tools or () if tool.type == "custom" and tool.name is not None])
 
 
 def _response_format(given: TextFormat) -> ResponseFormat:
@@ -221,26 +234,6 @@ def _text(given: str | list[InputPart], where: str) -> str:
     return text_of_parts([(part.type, part.text) for part in given], PART_TYPES, where)
 
 
-def echo_of(body: ResponsesBody) -> dict[str, Any]:
-    """Return the request fields that the answer repeats."""
-    return {
-        "instructions": body.instructions,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
-        "max_output_tokens": body.max_output_tokens,
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [_shown(tool) for tool in body.tools or ()],
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
-        "text": {"format": _format_of(body)},
-        "truncation": "disabled",
-        "store": False,
-        "background": False,
-        "previous_response_id": None,
-    }
-
-
 def _shown(tool: ResponsesTool) -> dict[str, Any]:
     """Return a tool as the answer repeats it: functions with all their fields, other tools with those that are set."""
     fields = msgspec.structs.asdict(tool)
@@ -254,3 +247,35 @@ def _format_of(body: ResponsesBody) -> dict[str, Any]:
         return {"type": "text"}
     fields = {"name": given.name, "description": given.description, "strict": given.strict, "schema": given.schema}
     return {"type": given.type, **{name: value for name, value in fields.items() if value not in (None, msgspec.UNSET)}}
+
+
+class Repeated(NamedTuple):
+    """What an answer has of its request."""
+
+    fields: dict[str, Any]
+    """Fields that it repeats."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools that take text (`custom_tools.py`)."""
+    encodes_reasoning: bool = False
+    """The answer has its reasoning encoded, too (`ENCRYPTED`)."""
+
+    @classmethod
+    def of(cls, body: ResponsesBody) -> Repeated:
+        fields = {
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "max_output_tokens": body.max_output_tokens,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [_shown(tool) for tool in body.tools or ()],
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},
+            "text": {"format": _format_of(body)},
+            "truncation": "disabled",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+        }
+        custom = [tool.name for tool in body.tools or () if tool.type == "custom" and tool.name is not None]
+        return cls(fields, frozenset(custom), ENCRYPTED in (body.include or ()))

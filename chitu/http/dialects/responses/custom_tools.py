@@ -21,9 +21,9 @@ ARGUMENT = "input"
 _SYNTAXES = {"lark": "this Lark grammar", "regex": "this regular expression"}
 
 
-def function_of(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[ToolFunction, str]:
-    """Return the function that stands for a custom tool, and the pattern of its argument; empty if it is any text.
-    Raise InvalidRequest for a wrong format; a grammar in Lark is a warning."""
+def function_of(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[ToolFunction, dict[str, Any] | None]:
+    """Return the function that stands for a custom tool, and the parameters that its calls follow; None if the text may
+    be any. Raise InvalidRequest for a wrong format; a grammar in Lark is a warning."""
     assert tool.name is not None
     text = tool.description or ""
     pattern = ""
@@ -37,10 +37,11 @@ def function_of(tool: ResponsesTool, where: str, warnings: list[str]) -> tuple[T
     elif tool.format is not None and tool.format.type != "text":
         raise InvalidRequest(f"{where}.format.type must be text or grammar", f"{where}.format.type")
     argument = {"type": "string", "description": "The text that the tool takes"}
-    parameters = {"type": "object", "properties": {ARGUMENT: argument}, "required": [ARGUMENT]}
-    function = ToolFunction(tool.name, text.strip(), {**parameters, "additionalProperties": False})
-    function.strict = True if pattern else None
-    return function, pattern
+    parameters: dict[str, Any] = {"type": "object", "properties": {ARGUMENT: argument}, "required": [ARGUMENT]}
+    parameters["additionalProperties"] = False
+    function = ToolFunction(tool.name, text.strip(), parameters, True if pattern else None)
+    enforced = {"type": "string", "pattern": f"^{pattern}$"}
+    return function, {**parameters, "properties": {ARGUMENT: enforced}} if pattern else None
 
 
 def _required(given: CustomFormat, where: str) -> tuple[str, str]:
@@ -49,14 +50,6 @@ def _required(given: CustomFormat, where: str) -> tuple[str, str]:
     if not given.definition:
         raise InvalidRequest(f"{where}.format.definition is required", f"{where}.format.definition")
     return given.syntax, given.definition
-
-
-def with_pattern(tool: dict[str, Any], pattern: str) -> dict[str, Any]:
-    """Return the function as calls of it follow it; `tool` is as the chat template takes it."""
-    function = tool["function"]
-    argument = {"type": "string", "pattern": f"^{pattern}$"}
-    parameters = {**function["parameters"], "properties": {ARGUMENT: argument}}
-    return {**tool, "function": {**function, "parameters": parameters}}
 
 
 def arguments_of(text: str) -> str:
